@@ -1,0 +1,58 @@
+"""The `fullshard` command: what must be true before torch is imported, and the list of verbs.
+
+Nothing here imports torch, so `fullshard --help` and a mistyped option answer at once. Each program
+brings its own verb (`fullshard.train.command`); this file only puts them side by side.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import typer
+
+CLI_LIBRARIES = ("typer", "rich")
+"""What the extra `cli` brings and the commands cannot do without."""
+
+
+def main() -> None:
+    """Run the `fullshard` command with this process's arguments."""
+    cap_cpu_instructions()
+    try:
+        app = build_app()
+    except ModuleNotFoundError as error:
+        if error.name not in CLI_LIBRARIES:
+            raise
+        sys.exit(
+            f"The fullshard command needs {' and '.join(CLI_LIBRARIES)}; {error.name} is not "
+            "installed. Install the extra: pip install 'fullshard[cli]'"
+        )
+    app()
+
+
+def cap_cpu_instructions() -> None:
+    """Keep oneDNN off AMX, unless the user has already said what it may use.
+
+    Some machines advertise AMX and do not let processes use it; a bf16 matmul on the CPU then ends
+    in an illegal instruction. oneDNN reads this once, so it has to be set before torch is imported.
+    """
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+
+def build_app() -> typer.Typer:
+    """Return the command with all its verbs."""
+    import typer
+
+    from fullshard.train.command import train
+
+    app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+    # A callback keeps `train` a verb: with a single command and none, typer drops the verb's name.
+    @app.callback()
+    def fullshard() -> None:
+        """Fully sharded data parallel training for PyTorch."""
+
+    app.command()(train)
+    return app

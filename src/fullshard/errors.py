@@ -1,0 +1,38 @@
+"""Every exception fullshard raises on purpose.
+
+    FullshardError
+      ConfigurationError   (ValueError)     what was asked for cannot be: options, meshes, modules
+      LayoutError          (ValueError)     shapes, dtypes and world size do not make a layout
+      LifecycleError       (RuntimeError)   the right call at the wrong time
+      CommunicationError   (RuntimeError)   a collective or a comm object broke its contract
+      UnsupportedError     (NotImplementedError)   torch offers it, this version does not yet
+
+Messages say the rule, then what was found with all offenders by full name, then the remedy. Checks run on
+what every rank knows alike, before the first collective, so that all ranks raise the same error.
+"""
+
+from __future__ import annotations
+
+
+class FullshardError(Exception):
+    """Base of every exception this package raises on purpose."""
+
+
+class ConfigurationError(FullshardError, ValueError):
+    """An option, mesh, module or parameter cannot be used as asked."""
+
+
+class LayoutError(FullshardError, ValueError):
+    """Shapes, dtypes and world size cannot be laid out."""
+
+
+class LifecycleError(FullshardError, RuntimeError):
+    """A call came at a time when it has no meaning."""
+
+
+class CommunicationError(FullshardError, RuntimeError):
+    """A collective, or a comm object supplied by the user, broke its contract."""
+
+
+class UnsupportedError(FullshardError, NotImplementedError):
+    """A part of torch's FSDP surface that this version of fullshard does not have yet."""

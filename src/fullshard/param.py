@@ -1,0 +1,175 @@
+"""One parameter and its two faces.
+
+    sharded face     a DTensor parameter over this rank's piece: what the user, the optimizer and state dicts see
+    unsharded face   a plain parameter over the gather buffer: what forward and backward compute with
+
+Both are `nn.Parameter` objects made once; going from one state to the other means putting the other object on
+the modules that own the parameter. This file is the only one that puts parameters on modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from . import torch_border
+from .errors import ConfigurationError
+from .layout import Division, Slot
+from .mesh import FSDPMeshInfo, HSDPMeshInfo
+
+_GROUP_MARK = "_fullshard_group"
+"""Attribute of a parameter that belongs to a group, on its sharded face and on the original it replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamOwner:
+    """A module that has the parameter, and under which name; tied parameters have several."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def plain(self) -> bool:
+        """Whether assigning the parameter has no side effect of the module's own (RNNs keep lists, say)."""
+        return type(self.module).__setattr__ is nn.Module.__setattr__
+
+    def current(self) -> Tensor | None:
+        """The parameter now on the module."""
+        return self.module._parameters[self.name]
+
+    def install(self, param: nn.Parameter) -> None:
+        """Put ``param`` on the module."""
+        if self.plain:
+            self.module._parameters[self.name] = param
+        else:
+            setattr(self.module, self.name, param)
+
+
+class FSDPParam:
+    """One parameter of a group; lives as long as the group."""
+
+    def __init__(
+        self, name: str, owners: Sequence[ParamOwner], original: nn.Parameter, shard_dim: int
+    ) -> None:
+        self.name = name
+        self.owners = tuple(owners)
+        self.shape = tuple(original.shape)
+        self.shard_dim = shard_dim
+        self.original: nn.Parameter | None = original
+        """The whole parameter as the user made it, until it is sharded."""
+        self.dtype = original.dtype
+        """Of the shard; the group's policy says in which dtype it computes."""
+        self.sharded_param: nn.Parameter
+        self.unsharded_param: nn.Parameter | None = None
+        self.trainable = original.requires_grad
+        self.watched = False
+        """Whether somebody is told when the unsharded face's gradient has been accumulated."""
+
+    def make_sharded_face(
+        self, local: Tensor, slot: Slot, mesh_info: FSDPMeshInfo, group_name: str
+    ) -> None:
+        """Replace the original by a DTensor parameter over ``local`` on all owners."""
+        original = self.original
+        assert original is not None, "a parameter is sharded once"
+        spec = torch_border.dtensor_spec(
+            mesh_info.mesh, _placements(slot, mesh_info), self.shape, self.dtype
+        )
+        face = nn.Parameter(torch_border.dtensor(local, spec), requires_grad=original.requires_grad)
+        face.__dict__.update(original.__dict__)  # attributes users hang on parameters move along
+        self.original = None
+        self.sharded_param = face
+        _mark(original, group_name)
+        _mark(face, group_name)
+        self.install(face)
+
+    def make_unsharded_face(self, whole: Tensor) -> None:
+        """Make a parameter over the gather buffer.
+
+        On the compute stream: autograd remembers the stream on which it first sees a leaf.
+        """
+        self.unsharded_param = nn.Parameter(whole, requires_grad=self.trainable)
+        self.watched = False
+
+    def install(self, face: nn.Parameter) -> None:
+        """Put a face on all owners."""
+        for owner in self.owners:
+            owner.install(face)
+
+    def adopt(self, face: Tensor, group_name: str) -> None:
+        """Take a parameter that was put in the sharded one's place: moved, cast, assigned."""
+        self.sharded_param = cast(nn.Parameter, face)
+        self.dtype = face.dtype
+        _mark(face, group_name)
+        self.install(self.sharded_param)
+
+    def set_trainable(self, trainable: bool) -> None:
+        """Let the unsharded face follow the sharded one's `requires_grad`."""
+        self.trainable = trainable
+        if self.unsharded_param is not None:
+            self.unsharded_param.requires_grad_(trainable)
+
+    def replacement_fault(self, face: Tensor | None) -> str | None:
+        """Why ``face`` cannot be this parameter's sharded face, or None if it can."""
+        if not isinstance(face, DTensor):
+            return f"{self.name}: expected a DTensor, got {type(face).__name__}"
+        if tuple(face.shape) != self.shape:
+            return f"{self.name}: expected shape {self.shape}, got {tuple(face.shape)}"
+        expected = torch_border.spec_of(cast(DTensor, self.sharded_param))
+        if face.placements != expected.placements or face.device_mesh != expected.mesh:
+            return (
+                f"{self.name}: expected placements {expected.placements} on {expected.mesh}, "
+                f"got {face.placements} on {face.device_mesh}"
+            )
+        return None
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's piece."""
+        return torch_border.local_of(self.sharded_param)
+
+
+def group_of(param: Tensor) -> str | None:
+    """Name of the group a parameter belongs to, or None."""
+    return cast("str | None", getattr(param, _GROUP_MARK, None))
+
+
+def check_can_be_sharded(name: str, param: nn.Parameter) -> str | None:
+    """Why a parameter cannot be sharded, or None if it can."""
+    if isinstance(param, DTensor):
+        return f"{name}: is a DTensor already (tensor parallel parameters are not supported yet)"
+    if param.requires_grad and not param.dtype.is_floating_point:
+        return f"{name}: is trainable but of dtype {param.dtype}"
+    if param.layout is not torch.strided:
+        return f"{name}: has layout {param.layout}"
+    return None
+
+
+def normalized_shard_dim(name: str, param: nn.Parameter, placement: object) -> int:
+    """The dimension a `shard_placement_fn` asks for, checked and made non-negative."""
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ConfigurationError(
+            f"shard_placement_fn must return None or Shard(dim), got {placement!r} for {name}."
+        )
+    dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < max(param.ndim, 1):
+        raise ConfigurationError(
+            f"shard_placement_fn returned {placement!r} for {name} of shape {tuple(param.shape)}: "
+            f"it has {param.ndim} dimensions."
+        )
+    return dim
+
+
+def _mark(param: Tensor, group_name: str) -> None:
+    setattr(param, _GROUP_MARK, group_name)
+
+
+def _placements(slot: Slot, mesh_info: FSDPMeshInfo) -> tuple[Placement, ...]:
+    shard: Placement = Replicate() if slot.division is Division.REPLICATED else Shard(slot.dim)
+    return (Replicate(), shard) if isinstance(mesh_info, HSDPMeshInfo) else (shard,)

@@ -1,0 +1,440 @@
+"""The parameters that communicate together: one group, its buffers and its life in a training step.
+
+The hub of the engine: it calls storage, communication and parameters in turn; those do not call each other. Its
+verbs stand in the order in which one step uses them:
+
+    unshard            start gathering
+    wait               the gathered parameters are on their modules, ready for compute
+    hide               the sharded parameters are back on their modules, the gathered memory is kept
+    reshard            ... and the gathered memory is given back
+    collect_gradients  unsharded gradients are moved into the reduce buffer
+    reduce_gradients   ... and on their way to the sharded parameters
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import Work
+
+from . import comm, gradients, torch_border
+from .buffers import GatherBuffer, ReduceBuffer, ShardBuffer
+from .errors import ConfigurationError
+from .layout import per_row_layout, place
+from .mesh import FSDPMeshInfo
+from .param import FSDPParam
+from .policies import MixedPrecisionPolicy
+from .streams import FSDPCommContext
+
+
+class ShardedState(enum.Enum):
+    """Which face of a group's parameters is on the modules."""
+
+    SHARDED = enum.auto()
+    UNSHARDED = enum.auto()
+
+
+class _Memory(enum.Enum):
+    """Whether the gathered parameters are there."""
+
+    ABSENT = enum.auto()
+    IN_FLIGHT = enum.auto()
+    PRESENT = enum.auto()
+
+
+class FSDPParamGroup:
+    """Parameters that are gathered and reduced together; lives as long as their modules.
+
+    Invariant: the unsharded face is on the modules only while the memory is PRESENT.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        mesh_info: FSDPMeshInfo,
+        device: torch.device,
+        mp_policy: MixedPrecisionPolicy,
+        name: str,
+    ) -> None:
+        """Shard the parameters: from here on each rank keeps its piece only."""
+        self.params = tuple(params)
+        self.mesh_info = mesh_info
+        self.device = device
+        self.mp_policy = mp_policy
+        self.name = name
+        self.layout = per_row_layout(
+            [param.shape for param in params],
+            world=mesh_info.shard_mesh_size,
+            dims=[param.shard_dim for param in params],
+        )
+        self.custom_all_gather: comm.AllGather | None = None
+        self.custom_reduce_scatter: comm.ReduceScatter | None = None
+        self.sharded_state = ShardedState.SHARDED
+
+        self._context: FSDPCommContext | None = None
+        self._memory = _Memory.ABSENT
+        self._gather: GatherBuffer | None = None
+        self._gather_work: Work | None = None
+        self._packed: Tensor | None = None
+        self._shard_versions: int | None = None
+        self.unwatched: list[FSDPParam] = []
+        """Trainable parameters of whose gradients nobody is told yet."""
+        self._reduce: ReduceBuffer | None = None
+        self._held: set[int] = set()
+        self._shard_originals()
+
+    # --- at rest -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _shard_originals(self) -> None:
+        """Copy this rank's pieces into one shard buffer and put DTensor faces on the modules."""
+        originals = [param.original for param in self.params]
+        rank = self.mesh_info.shard_mesh_rank
+        on_meta = any(original is not None and original.is_meta for original in originals)
+        device = torch.device("meta") if on_meta else self.device
+        self._shards = ShardBuffer(
+            self.layout, rank, [param.dtype for param in self.params], device
+        )
+        for index, (param, original) in enumerate(zip(self.params, originals, strict=True)):
+            assert original is not None, "a group shards each parameter once"
+            local = self._shards.locals[index]
+            if device.type != "meta":
+                slot, piece = self.layout.slots[index], self.layout.piece(index, rank)
+                whole = original.detach()
+                local.copy_(
+                    whole
+                    if whole.ndim == 0
+                    else whole.narrow(slot.dim, piece.start, piece.shape[slot.dim])
+                )
+            param.make_sharded_face(local, self.layout.slots[index], self.mesh_info, self.name)
+        self._prepare_dtypes()
+
+    def _prepare_dtypes(self) -> None:
+        """Derive compute and reduce dtypes from the shards' dtypes, and drop what was built on older ones."""
+        policy = self.mp_policy
+        self._compute_dtypes = [
+            policy.param_dtype
+            if policy.param_dtype is not None and param.dtype.is_floating_point
+            else param.dtype
+            for param in self.params
+        ]
+        self._reduce_dtypes = [policy.reduce_dtype or dtype for dtype in self._compute_dtypes]
+        self._gather = None
+        self._reduce = None
+
+    @torch.no_grad()
+    def repack(self) -> None:
+        """Read the sharded parameters anew from the modules, and pack them if anything was replaced.
+
+        Users move, cast, re-materialise and assign parameters; afterwards the objects on the modules are the
+        truth, and their data is copied into a new shard buffer.
+        """
+        faces = [param.owners[0].current() for param in self.params]
+        if all(self._is_packed(index, face) for index, face in enumerate(faces)):
+            return
+        faults = [
+            param.replacement_fault(face) for param, face in zip(self.params, faces, strict=True)
+        ]
+        if any(faults):
+            raise ConfigurationError(
+                "Sharded parameters may be replaced by DTensors of the same shape and placements only:\n  "
+                + "\n  ".join(fault for fault in faults if fault)
+                + "\nConvert full tensors with torch.distributed.tensor.distribute_tensor, or load them with "
+                "torch.distributed.checkpoint.state_dict.set_model_state_dict."
+            )
+        for param, face in zip(self.params, faces, strict=True):
+            assert face is not None, "replacement_fault refuses None"
+            param.adopt(face, self.name)
+        locals_ = [param.local for param in self.params]
+        devices = {local.device for local in locals_}
+        if len(devices) > 1:
+            raise ConfigurationError(
+                f"All parameters of a group must be on one device; group {self.name!r} has them on "
+                f"{sorted(map(str, devices))}. Move the whole module."
+            )
+        rank = self.mesh_info.shard_mesh_rank
+        self._shards = ShardBuffer(
+            self.layout, rank, [param.dtype for param in self.params], devices.pop()
+        )
+        for param, old, new in zip(self.params, locals_, self._shards.locals, strict=True):
+            if not old.is_meta:
+                new.copy_(old)
+            torch_border.replace_local(param.sharded_param, new)
+        self._prepare_dtypes()
+
+    def _is_packed(self, index: int, face: Tensor | None) -> bool:
+        param = self.params[index]
+        return (
+            face is param.sharded_param
+            and torch_border.local_of(face) is self._shards.locals[index]
+            and all(owner.current() is face for owner in param.owners)
+        )
+
+    def misplaced(self) -> list[str]:
+        """Names of parameters that are not on the group's device, with where they are."""
+        device = self.device
+        return [
+            f"{param.name} is on {param.local.device}"
+            for param in self.params
+            if param.local.device != device
+        ]
+
+    @property
+    def sharded_nbytes(self) -> int:
+        """Bytes of this rank's shard, padding included."""
+        return self._shards.nbytes
+
+    def connect(self, context: FSDPCommContext, name: str) -> None:
+        """Join a model's streams, under the group's full name in it."""
+        self._context = context
+        self.name = name
+        self._gathered = context.new_event()
+        self._released = context.new_event()
+
+    @property
+    def context(self) -> FSDPCommContext:
+        """The model's streams; streams of its own for a group used before the model's first forward."""
+        if self._context is None:
+            self.connect(FSDPCommContext(self.device), self.name)
+            assert self._context is not None
+        return self._context
+
+    # --- unshard -----------------------------------------------------------------------------------------
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the whole parameters are in memory or on their way."""
+        return self._memory is not _Memory.ABSENT
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the unsharded parameters are on the modules."""
+        return self.sharded_state is ShardedState.UNSHARDED
+
+    def unshard(self) -> None:
+        """Start gathering the parameters, unless that has been done.
+
+        Before: any state. After: memory IN_FLIGHT or PRESENT; the faces are unchanged.
+        """
+        if self._memory is not _Memory.ABSENT:
+            return
+        context = self.context
+        with context.on(context.all_gather):
+            context.wait_for_releases()  # before the allocation: [Note: memory and streams], rule 1
+            buffer = self._allocate_gather()
+            async_op = not context.asynchronous
+            if self.custom_all_gather is not None:
+                self._gather_work = self._packed_gather(self.custom_all_gather, async_op)
+            else:
+                torch._foreach_copy_(buffer.own_pieces, self._shards.pieces)
+                self._gather_work = comm.all_gather(
+                    buffer.outputs,
+                    buffer.inputs,
+                    self.mesh_info.shard_process_group,
+                    async_op=async_op,
+                )
+            if context.asynchronous:
+                self._copy_out()
+                self._gathered.record()
+        self._memory = _Memory.IN_FLIGHT
+
+    def _allocate_gather(self) -> GatherBuffer:
+        if self._gather is not None:
+            self._gather.allocate()
+            return self._gather
+        # Made under inference_mode, the faces could never be trained.
+        with torch.inference_mode(False):
+            rank = self.mesh_info.shard_mesh_rank
+            self._gather = GatherBuffer(self.layout, rank, self._compute_dtypes, self.device)
+        for param in self.params:
+            param.unsharded_param = None  # an older buffer's
+        return self._gather
+
+    def _packed_gather(self, all_gather: comm.AllGather, async_op: bool) -> Work | None:
+        """Stage this rank's piece, and gather with the user's comm object."""
+        segments = self.layout.segments
+        dtypes = [self._compute_dtypes[segment.params[0]] for segment in segments]
+        placement = place([segment.piece_numel for segment in segments], dtypes)
+        size, rank = placement.nbytes, self.mesh_info.shard_mesh_rank
+        uniform = dtypes[0] if len(set(dtypes)) == 1 else torch.uint8
+        world_size = size * self.layout.world // uniform.itemsize
+        output = all_gather.allocate((world_size,), dtype=uniform, device=self.device)
+        rows = output.view(torch.uint8).view(self.layout.world, size)
+        pieces = [
+            rows[rank, start : start + segment.piece_numel * dtype.itemsize].view(dtype)
+            for start, segment, dtype in zip(placement.starts, segments, dtypes, strict=True)
+        ]
+        torch._foreach_copy_(pieces, self._shards.pieces)
+        self._packed = rows
+        own = output.view(self.layout.world, -1)[rank]
+        group = self.mesh_info.shard_process_group
+        return comm.packed_all_gather(all_gather, output, own, group, async_op=async_op)
+
+    def _copy_out(self) -> None:
+        """After the collective: rearrange what could not be gathered in place."""
+        assert self._gather is not None, "there is a gather to finish"
+        if self._gather_work is not None:
+            self._gather_work.wait()
+            self._gather_work = None
+        if self._packed is None:
+            self._gather.copy_out()
+            return
+        segments = self.layout.segments
+        dtypes = [self._compute_dtypes[segment.params[0]] for segment in segments]
+        placement = place([segment.piece_numel for segment in segments], dtypes)
+        self._gather.copy_out_packed(self._packed, placement.starts)
+        self._packed = None  # allocated and freed on the same stream
+
+    def _wait_for_gather(self) -> None:
+        """Order the compute stream after the gather."""
+        if self._memory is not _Memory.IN_FLIGHT:
+            return
+        if self.context.asynchronous:
+            self._gathered.wait()
+        else:
+            self._copy_out()
+        self._memory = _Memory.PRESENT
+
+    def wait(self) -> None:
+        """Wait for the gather and put the unsharded parameters on their modules.
+
+        Before: memory IN_FLIGHT or PRESENT. After: UNSHARDED.
+        """
+        assert self._memory is not _Memory.ABSENT, "unshard comes before wait"
+        self._wait_for_gather()
+        if self.params and self.params[0].unsharded_param is None:
+            self._make_unsharded_faces()
+        for param in self.params:
+            trainable = param.sharded_param.requires_grad
+            if trainable is not param.trainable:
+                param.set_trainable(trainable)
+                self._reduce = None
+                self._find_unwatched()
+        if self.sharded_state is ShardedState.UNSHARDED:
+            return
+        self._install([param.unsharded_param for param in self.params])
+        self.sharded_state = ShardedState.UNSHARDED
+
+    def _make_unsharded_faces(self) -> None:
+        assert self._gather is not None, "faces are made of gathered memory"
+        with torch.inference_mode(False):
+            for param, whole in zip(self.params, self._gather.params, strict=True):
+                param.make_unsharded_face(whole)
+        self._find_unwatched()
+
+    def _find_unwatched(self) -> None:
+        self.unwatched = [p for p in self.params if p.trainable and not p.watched]
+
+    def _install(self, faces: Sequence[nn.Parameter | None]) -> None:
+        for param, face in zip(self.params, faces, strict=True):
+            assert face is not None, "both faces exist once a group has been gathered"
+            param.install(face)
+
+    # --- release -----------------------------------------------------------------------------------------
+
+    def hide(self) -> None:
+        """Put the sharded parameters back on their modules and keep the gathered memory.
+
+        Before: any state. After: SHARDED; the memory is as it was.
+        """
+        if self.sharded_state is ShardedState.UNSHARDED:
+            self._install([param.sharded_param for param in self.params])
+            self.sharded_state = ShardedState.SHARDED
+
+    def reshard(self) -> None:
+        """Put the sharded parameters back on their modules and give the gathered memory back.
+
+        Before: any state. After: SHARDED, memory ABSENT; tensors that autograd saved stay valid objects and see
+        the data again after the next gather.
+        """
+        self.hide()
+        if self._memory is _Memory.ABSENT:
+            return
+        assert self._gather is not None, "present memory has a buffer"
+        self._wait_for_gather()  # used or not: [Note: memory and streams], rule 3
+        self._released.record()
+        self._gather.release()
+        self.context.note_release(self._released)
+        self._memory = _Memory.ABSENT
+
+    def remember_shards(self) -> None:
+        """Note the state of the shards that the gathered memory was made from; see `outdated`."""
+        self._shard_versions = self._versions()
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the shards were changed in place (by an optimizer, say) after they were gathered."""
+        return self.gathered and self._shard_versions != self._versions()
+
+    def _versions(self) -> int:
+        return sum(param.local._version for param in self.params)
+
+    # --- gradients ---------------------------------------------------------------------------------------
+
+    def collect_gradients(self) -> None:
+        """Move the unsharded parameters' gradients into the reduce buffer, adding to what it holds.
+
+        Before: gradients in `.grad` of unsharded parameters. After: those are None.
+        """
+        taken = gradients.take(self.params)
+        if not taken:
+            return
+        if self._reduce is None:
+            self._rebuild_reduce_buffer()
+        assert self._reduce is not None
+        if not self._held:
+            self.context.make_room_for_reduction()
+            if self._reduce.allocated:  # this very group's previous reduction still reads it
+                self.context.finish_inputs()
+            self._reduce.allocate()
+        gradients.fill(self._reduce, taken, self._held)
+
+    def _rebuild_reduce_buffer(self) -> None:
+        """Make the reduce buffer for the parameters that are trainable now or have gradients."""
+        if self._held:
+            raise ConfigurationError(
+                f"requires_grad of parameters in group {self.name!r} changed while gradients were accumulated "
+                "without synchronisation. Change it after a step that synchronises, or call "
+                "reset_iter_state() to drop what was accumulated."
+            )
+        self.context.make_room_for_reduction()
+        trainable = [index for index, param in enumerate(self.params) if param.trainable]
+        self._reduce = ReduceBuffer(
+            self.layout,
+            trainable,
+            self._reduce_dtypes,
+            [param.dtype for param in self.params],
+            self.device,
+        )
+        self._reduce.release()
+
+    def reduce_gradients(self) -> None:
+        """Send the collected gradients on their way to the sharded parameters; nothing without gradients.
+
+        Before: gradients collected. After: a reduction is in flight; `join` on the context, at the latest,
+        waits for it.
+        """
+        if not self._held:
+            return
+        assert self._reduce is not None, "held gradients have a buffer"
+        reduction = gradients.Reduction(
+            self.context, self.mesh_info, self._reduce, self.params, self._held
+        )
+        self._held = set()
+        reduction.issue(self.custom_reduce_scatter)
+        self.context.note_reduction(reduction)
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that were not reduced: after a failed step."""
+        gradients.take(self.params)
+        self._held.clear()
+        if self._reduce is not None and self._reduce.allocated:
+            self._reduce.release()
+
+    # --- names -------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"FSDPParamGroup({self.name!r}, {len(self.params)} parameters)"

@@ -1,0 +1,60 @@
+"""Option values users pass: precision and offloading.
+
+Frozen, so that one value can be shared by many modules and never changes under a running step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from .errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """In which dtypes a group computes, reduces and returns; its shards keep their own dtype."""
+
+    param_dtype: torch.dtype | None = None
+    """Dtype of the unsharded parameters, hence of gather and compute; None keeps the shard's."""
+
+    reduce_dtype: torch.dtype | None = None
+    """Dtype in which gradients are summed over ranks and accumulated; None means the compute dtype."""
+
+    output_dtype: torch.dtype | None = None
+    """Dtype to which floating-point outputs of the module are cast; None leaves them alone."""
+
+    cast_forward_inputs: bool = True
+    """Cast floating-point inputs of the module to ``param_dtype``."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_dtype") and value is not None:
+                _check_floating_dtype(field.name, value)
+        if not isinstance(self.cast_forward_inputs, bool):
+            raise ConfigurationError(
+                f"cast_forward_inputs must be True or False, got {self.cast_forward_inputs!r}."
+            )
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Where shards rest between steps. This base value means: on the compute device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, gradients and optimizer state rest in host memory."""
+
+    pin_memory: bool = True
+    """Page-locked host memory: copies run beside compute, at the price of memory the host cannot page out."""
+
+
+def _check_floating_dtype(name: str, value: object) -> None:
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise ConfigurationError(
+            f"{name} must be a floating-point torch.dtype or None, got {value!r}. "
+            "Use for example torch.bfloat16."
+        )

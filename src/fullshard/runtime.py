@@ -1,0 +1,514 @@
+"""Hooks: what happens around forward and backward of every sharded module.
+
+    forward, per state     pre_forward    gather (unless issued earlier), wait, unsharded parameters on the
+                                          modules, issue the gather of the state expected next
+                           post_forward   hooks on the outputs, sharded parameters back, memory given back as
+                                          soon as the next state has its own
+    backward, per state    pre_backward   (an output's gradient is there) wait, unsharded parameters on the
+                                          modules, issue the gather of the state before it in forward
+                           gradients      all have arrived: into the reduce buffer, reduce-scatter issued
+                           passed         backward has left the state: memory given back
+    end of backward        states not finished are finished, streams joined, everything is sharded
+
+[Note: releasing late]
+After its forward a state is hidden, not released: its memory is given back when the next state has been gathered,
+so that this gather need not wait for it, and not at all if it was the last of forward, which is the first of
+backward. Two gather buffers live at any time. A state whose memory is kept like this holds the name `_kept`.
+
+[Note: recomputation]
+Activation checkpointing runs forward again within backward. If backward has reached the state (its pre_backward has
+run), recomputation finds it unsharded and leaves it so. If not (reentrant checkpointing, or several states in one
+checkpoint), recomputation is a forward of its own, whose outputs get hooks of their own. A reentrant checkpoint
+runs a backward pass within the backward pass; each pass finishes the states it reached.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import torch_border
+from .errors import ConfigurationError, LifecycleError
+from .param_group import FSDPParamGroup
+from .policies import MixedPrecisionPolicy
+from .schedule import Call, Schedule
+from .streams import FSDPCommContext
+from .tree import cast_floating, tensors_in
+
+
+class FSDPState:
+    """What one `fully_shard` call put on a module, or on several that share a group.
+
+    Lives as long as the modules. Knows its groups and options; the order of things is the `Runtime`'s.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: Sequence[FSDPParamGroup],
+        mp_policy: MixedPrecisionPolicy,
+        device: torch.device,
+        *,
+        reshard_after_forward: bool,
+        auto_reshard: bool,
+    ) -> None:
+        self.modules = tuple(modules)
+        self.groups = tuple(groups)
+        self.mp_policy = mp_policy
+        self.device = device
+        self.name = ""
+        self.reshard_after_forward = reshard_after_forward
+        self.auto_reshard = auto_reshard
+        """Whether the user left `reshard_after_forward` open, so that the root may decide otherwise."""
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.forward_prefetch: tuple[FSDPState, ...] | None = None
+        self.backward_prefetch: tuple[FSDPState, ...] | None = None
+        self.runtime: Runtime | None = None
+
+        self.call: Call[FSDPState] | None = None
+        """The forward now running."""
+        self.depth = 0
+        """Forwards of this state's modules now running, one inside the other."""
+        self.modules_run: set[nn.Module] = set()
+        self.recomputes = False
+        """Whether a backward has been seen to run this state's forward again."""
+
+    # --- groups ------------------------------------------------------------------------------------------
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the whole parameters are in memory or on their way."""
+        return any(group.gathered for group in self.groups)
+
+    def unshard(self) -> None:
+        """Issue the gathers."""
+        for group in self.groups:
+            group.unshard()
+
+    def wait(self) -> None:
+        """Put the unsharded parameters on the modules."""
+        for group in self.groups:
+            group.wait()
+            while group.unwatched:
+                _watch_gradient(self, group.unwatched.pop())
+
+    def hide(self) -> None:
+        """Put the sharded parameters on the modules, keep the memory."""
+        for group in self.groups:
+            group.hide()
+
+    def reshard(self) -> None:
+        """Put the sharded parameters on the modules, give the memory back."""
+        for group in self.groups:
+            group.reshard()
+
+    def abandon_call(self) -> None:
+        """Forget the forward now running, if any."""
+        self.call, self.depth = None, 0
+        self.modules_run.clear()
+
+    # --- hooks -------------------------------------------------------------------------------------------
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before a module's forward: unsharded parameters on the modules, inputs in the compute dtype."""
+        runtime = self.runtime or lazy_init(self)
+        with torch_border.profiler_range(f"FSDP::pre_forward ({self.name})"):
+            runtime.enter(self)
+            dtype = self.mp_policy.param_dtype
+            if dtype is not None and self.mp_policy.cast_forward_inputs:
+                return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+            return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """After a module's forward: outputs watched for backward, sharded parameters on the modules."""
+        runtime = self.runtime
+        assert runtime is not None, "pre_forward comes before post_forward"
+        with torch_border.profiler_range(f"FSDP::post_forward ({self.name})"):
+            if self.mp_policy.output_dtype is not None:
+                output = cast_floating(output, self.mp_policy.output_dtype)
+            self.modules_run.add(module)
+            runtime.leave(self, output)
+            return output
+
+
+class Runtime:
+    """One sharded model in training: who is gathered, who is in backward, what is in flight.
+
+    Made at the first forward of the outermost state, the root, and shared by all states below it.
+    """
+
+    def __init__(self, root: FSDPState, states: Sequence[FSDPState], context: FSDPCommContext):
+        self.root = root
+        self.states = tuple(states)
+        self.context = context
+        self.schedule: Schedule[FSDPState] = Schedule()
+        self._kept: FSDPState | None = None
+        self._prefetched: set[FSDPState] = set()
+        """Gathered on a forecast and not used yet."""
+        self._passes: list[int] = []
+        """Backward passes now running in which a state was reached; more than one if they are nested."""
+        self._reached: dict[FSDPState, _Reached] = {}
+        """States that backward has reached and not left."""
+
+    # --- forward -----------------------------------------------------------------------------------------
+
+    def enter(self, state: FSDPState) -> None:
+        """A module of ``state`` begins its forward."""
+        if torch_border.backward_pass_id() != -1:
+            self._enter_recomputation(state)
+            return
+        if state is self.root and state.depth == 0:
+            self._begin_forward()
+        elif self.root.call is None:  # a part of the model is run on its own
+            self._begin_gathers((state,))
+        state.depth += 1
+        if state.call is not None:
+            return  # a module inside a module of the same state, or another module of a shared group
+        state.call, expected = self.schedule.enter(state)
+        self._bring(state)
+        following = state.forward_prefetch
+        if following is None:
+            following = (expected,) if expected is not None else ()
+        self._prefetch(following)
+
+    def _begin_forward(self) -> None:
+        if self._passes:
+            warnings.warn(
+                "The last backward pass did not finish (an exception?): its gradients that were not reduced "
+                "are dropped. Call reset_iter_state() on the root module after a failed step.",
+                stacklevel=2,
+            )
+            self.reset()
+        self._release_kept()
+        for state in self.states:
+            state.abandon_call()  # of a forward that an exception ended
+        self._begin_gathers(self.states)
+        self.schedule.begin_forward()
+
+    def _begin_gathers(self, states: Sequence[FSDPState]) -> None:
+        """Between steps the shards may have been written: gather from what they are now."""
+        self.context.gathers_wait_for_current_stream()
+        for state in states:
+            for group in state.groups:
+                if group.outdated:
+                    group.reshard()
+
+    def _bring(self, state: FSDPState) -> None:
+        """Put the unsharded parameters of ``state`` on its modules; whoever was kept until now is released."""
+        self._prefetched.discard(state)
+        state.unshard()
+        if self._kept is not state:
+            self._release_kept()
+        self._kept = None
+        state.wait()
+
+    def _prefetch(self, states: Sequence[FSDPState]) -> None:
+        for state in states:
+            if not state.gathered:
+                with torch_border.profiler_range(f"FSDP::prefetch for {state.name}"):
+                    state.unshard()
+                    self._prefetched.add(state)
+
+    def _keep(self, state: FSDPState) -> None:
+        """Hide ``state`` and keep its memory until somebody else's has been gathered: [Note: releasing late]."""
+        if self._kept is not state:
+            self._release_kept()
+        state.hide()
+        self._kept = state
+
+    def _release_kept(self) -> None:
+        if self._kept is not None:
+            self._kept.reshard()
+            self._kept = None
+
+    def leave(self, state: FSDPState, output: Any) -> None:
+        """A module of ``state`` has ended its forward."""
+        if state.call is None:
+            return  # recomputed after backward had reached the state
+        self._watch_output(state.call, output)
+        state.depth -= 1
+        if state.depth == 0 and len(state.modules_run) == len(state.modules):
+            self._finish_call(state)
+            if state is self.root and torch_border.backward_pass_id() == -1:
+                self._end_forward()
+
+    def _finish_call(self, state: FSDPState) -> None:
+        assert state.call is not None, "only a running call can end"
+        self.schedule.leave(state.call)
+        state.abandon_call()
+        if state.reshard_after_forward:
+            self._keep(state)
+
+    def _end_forward(self) -> None:
+        for state in self.states:
+            if state.call is not None:  # not all modules of a shared group were used
+                self._finish_call(state)
+        for state in tuple(self._prefetched):
+            state.reshard()  # the forecast was wrong
+        self._prefetched.clear()
+        if not torch.is_grad_enabled():
+            self._release_kept()
+        self.schedule.end_forward()
+        self._remember_shards()
+
+    def _remember_shards(self) -> None:
+        for state in self.states:
+            for group in state.groups:
+                if group.gathered:
+                    group.remember_shards()
+
+    # --- backward ----------------------------------------------------------------------------------------
+
+    def _watch_output(self, call: Call[FSDPState], output: Any) -> None:
+        """Have `_pre_backward` run when the gradient of any output is there, before backward goes on from it."""
+        if not torch.is_grad_enabled():
+            return
+        hook = functools.partial(_pre_backward, weakref.ref(self), call)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(hook)
+                if not call.has_backward:
+                    self.schedule.expect_backward(call)
+
+    def _enter_recomputation(self, state: FSDPState) -> None:
+        state.recomputes = True
+        if state in self._reached:
+            return  # in use, and stays so
+        state.depth += 1
+        if state.call is not None:
+            return
+        state.call = self.schedule.recompute(state)
+        self._bring(state)
+        self._prefetch_backward(state, state.call)
+
+    def pre_backward(self, call: Call[FSDPState]) -> None:
+        """Backward has reached an output of ``call``."""
+        state, this_pass = call.unit, torch_border.backward_pass_id()
+        reached = self._reached.get(state)
+        if (reached is not None and call in reached.calls) or call.finished_in == this_pass:
+            return  # by another output
+        with torch_border.profiler_range(f"FSDP::pre_backward ({state.name})"):
+            self._begin_pass(this_pass)
+            for other in self.schedule.passed(call, tuple(self._reached)):
+                self._finish_state(other)
+            self._reach(state, call, this_pass)
+            if self._kept is state:
+                self._kept = None
+            self._prefetched.discard(state)
+            state.unshard()
+            state.wait()
+            self._prefetch_backward(state, call)
+
+    def _begin_pass(self, this_pass: int) -> None:
+        if this_pass in self._passes:
+            return
+        if not self._passes:
+            self.context.gathers_wait_for_current_stream()
+        self._passes.append(this_pass)
+        torch_border.queue_end_of_backward(
+            functools.partial(_end_of_pass, weakref.ref(self), this_pass)
+        )
+
+    def _reach(self, state: FSDPState, call: Call[FSDPState] | None, this_pass: int) -> _Reached:
+        reached = self._reached.get(state)
+        if reached is None:
+            reached = self._reached[state] = _Reached(this_pass, state)
+        if call is not None:
+            reached.calls.append(call)
+        return reached
+
+    def _prefetch_backward(self, state: FSDPState, call: Call[FSDPState]) -> None:
+        if state.backward_prefetch is not None:
+            self._prefetch(state.backward_prefetch)
+            return
+        previous = call.previous
+        if previous is not None and (previous.has_backward or previous.unit.recomputes):
+            self._prefetch((previous.unit,))
+
+    def gradient_arrived(self, state: FSDPState, param: Any) -> None:
+        """Autograd has accumulated the gradient of an unsharded parameter."""
+        reached = self._reached.get(state)
+        if reached is None:
+            # Backward came without passing an output we know of, or once more after the state was finished.
+            this_pass = torch_border.backward_pass_id()
+            self._begin_pass(this_pass)
+            reached = self._reach(state, None, this_pass)
+        reached.awaited.discard(param)
+        if not reached.awaited and not reached.complete:
+            reached.complete = True
+            self._reduce(state)
+
+    def _reduce(self, state: FSDPState) -> None:
+        with torch_border.profiler_range(f"FSDP::post_backward_reduce ({state.name})"):
+            for group in state.groups:
+                group.collect_gradients()
+                if state.requires_gradient_sync:
+                    group.reduce_gradients()
+
+    def _finish_state(self, state: FSDPState) -> None:
+        """Backward has left ``state``: reduce what has arrived, give the memory back."""
+        reached = self._reached.pop(state)
+        for call in reached.calls:
+            call.finished_in = reached.backward_pass
+        state.abandon_call()  # of a recomputation that stopped early
+        if state.reshard_after_backward:
+            state.reshard()
+        else:
+            state.hide()
+        self._reduce(state)
+
+    def end_of_pass(self, this_pass: int) -> None:
+        """A backward pass has executed its last node."""
+        for state, reached in tuple(self._reached.items()):
+            if reached.backward_pass == this_pass:
+                self._finish_state(state)
+        self._passes.remove(this_pass)
+        if not self._passes:
+            self._end_backward()
+
+    def _end_backward(self) -> None:
+        with torch_border.profiler_range("FSDP::root_post_backward_callback"):
+            self._release_kept()
+            for state in tuple(self._prefetched):
+                state.reshard()
+            self._prefetched.clear()
+            for state in self.states:
+                if state.call is not None:  # a recomputation that stopped early
+                    state.abandon_call()
+                    state.reshard()
+            self.context.join()
+            self.schedule.end_backward()
+            self._remember_shards()
+
+    def reset(self) -> None:
+        """Return to the state between steps, whatever happened: see `FSDPModule.reset_iter_state`."""
+        self.context.join()
+        self._passes.clear()
+        self._reached.clear()
+        self._prefetched.clear()
+        self._kept = None
+        for state in self.states:
+            state.abandon_call()
+            state.reshard()
+            for group in state.groups:
+                group.drop_gradients()
+        self.schedule = Schedule()
+
+
+class _Reached:
+    """A state in backward."""
+
+    def __init__(self, backward_pass: int, state: FSDPState) -> None:
+        self.backward_pass = backward_pass
+        self.calls: list[Call[FSDPState]] = []
+        self.awaited = {
+            param for group in state.groups for param in group.params if param.trainable
+        }
+        self.complete = False
+        """Whether all gradients had arrived and were sent off; later ones are found when backward leaves."""
+
+
+# Hooks that autograd holds refer to the runtime weakly: a graph that outlives its model must not keep it.
+
+
+def _pre_backward(runtime: weakref.ref[Runtime], call: Call[FSDPState], gradient: Tensor) -> None:
+    alive = runtime()
+    if alive is not None:
+        alive.pre_backward(call)
+
+
+def _end_of_pass(runtime: weakref.ref[Runtime], this_pass: int) -> None:
+    alive = runtime()
+    if alive is not None:
+        alive.end_of_pass(this_pass)
+
+
+def _watch_gradient(state: FSDPState, param: Any) -> None:
+    """Have `gradient_arrived` run when the gradient of an unsharded parameter has been accumulated."""
+    state_ref, param_ref = weakref.ref(state), weakref.ref(param)
+
+    def arrived(_: Tensor) -> None:
+        state, param = state_ref(), param_ref()
+        if state is not None and param is not None and state.runtime is not None:
+            state.runtime.gradient_arrived(state, param)
+
+    assert param.unsharded_param is not None, "watched once it is on a module"
+    param.unsharded_param.register_post_accumulate_grad_hook(arrived)
+    param.watched = True
+
+
+# --- lazy initialisation ---------------------------------------------------------------------------------
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """The state that `fully_shard` put on a module, or None."""
+    return module.__dict__.get("_fullshard_state")
+
+
+def attach_state(module: nn.Module, state: FSDPState) -> None:
+    """Make ``state`` the module's."""
+    module.__dict__["_fullshard_state"] = state
+
+
+def lazy_init(state: FSDPState) -> Runtime:
+    """Make ``state`` the root of a model: find all states below it and connect them.
+
+    At the first forward, since only then it is known which call of `fully_shard` was the outermost.
+    """
+    if len(state.modules) != 1:
+        raise ConfigurationError(
+            "The outermost module must be sharded on its own; it was given to fully_shard in a list of "
+            f"{len(state.modules)}. Call fully_shard on the module that contains them, too."
+        )
+    root_module = state.modules[0]
+    states: dict[FSDPState, str] = {}
+    for name, module in root_module.named_modules():
+        found = state_of(module)
+        if found is not None:
+            states.setdefault(found, name)
+    taken = [name for found, name in states.items() if found.runtime is not None]
+    if taken:
+        raise LifecycleError(
+            "The first forward must be that of the outermost sharded module; these below it have run as roots "
+            f"of their own: {taken}. Run the whole model first, or shard only the part you run."
+        )
+    for found in states:
+        for group in found.groups:
+            group.repack()
+    _check_ready(states)
+    if state.auto_reshard:
+        state.reshard_after_forward = False  # needed again at once in backward
+    context = FSDPCommContext(state.device)
+    runtime = Runtime(state, tuple(states), context)
+    for found, name in states.items():
+        found.runtime = runtime
+        found.name = name or "root"
+        for group in found.groups:
+            group.connect(context, found.name)
+    return runtime
+
+
+def _check_ready(states: dict[FSDPState, str]) -> None:
+    misplaced = [
+        f"{prefix}.{fault}" if prefix else fault
+        for state, prefix in states.items()
+        for group in state.groups
+        for fault in group.misplaced()
+    ]
+    if misplaced:
+        device = next(iter(states)).device
+        raise ConfigurationError(
+            f"Parameters must be on {device} at the first forward:\n  "
+            + "\n  ".join(misplaced)
+            + "\nMaterialise a model built on the meta device with model.to_empty(device=...) and initialise "
+            "it; move others with model.to(device)."
+        )

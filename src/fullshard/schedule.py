@@ -1,0 +1,117 @@
+"""The order in which units are used, and what follows from it.
+
+A unit is whatever is gathered and released together (here: an `FSDPState`). A `Call` is one use of a unit in
+forward, with the ticks of a clock at which it began and ended.
+
+    forward    tick  1     2      3      4      5      6
+               unit  root( block0        block1         )
+                           begin  end    begin  end    end of root
+
+Three questions are answered from this record, without tensors, streams or hooks:
+
+    enter          which unit comes next?        the one that followed here in the previous forward
+    call.previous  which came before this call?  the one whose backward comes next
+    passed         whose backward is over?       see the note
+
+[Note: whose backward is over]
+Autograd executes, among the nodes that are ready, the one created last. So when the node that produced the output
+of call c runs, every reachable node created after it has run: a ready one would have been preferred, and one that
+was not ready waits for nodes created still later, of which the last created is ready. Therefore, when backward
+reaches the output of call c, all work of units whose calls all began after c ended is done: their remaining
+gradients never come, and their parameters are not needed any more. This holds whether or not inputs require
+gradients, and with frozen and unused parameters. (Forward passes run on several threads at once are outside of it;
+what arrives late is then still reduced at the end of backward.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Unit = TypeVar("Unit", bound=Hashable)
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Call(Generic[Unit]):
+    """One use of a unit in forward.
+
+    Lives as long as backward may come by: the hooks on the call's outputs hold it, and with them the graph.
+    """
+
+    unit: Unit
+    begin: int
+    end: int | None = None
+    """None while running."""
+    previous: Call[Unit] | None = None
+    """The call that ended just before this one, in the same forward."""
+    has_backward: bool = False
+    """Whether an output can receive a gradient."""
+    finished_in: int = -1
+    """The backward pass that has left this call behind."""
+
+
+class Schedule(Generic[Unit]):
+    """Who was used when: since the last finished backward, and in the forward before this one."""
+
+    def __init__(self) -> None:
+        self._clock = 0
+        self._order: list[Unit] = []
+        self._previous_order: list[Unit] = []
+        self._on_track = False
+        self._last_ended: Call[Unit] | None = None
+        self._latest: dict[Unit, Call[Unit]] = {}
+        self._with_backward: dict[Unit, weakref.WeakSet[Call[Unit]]] = {}
+
+    def begin_forward(self) -> None:
+        """A forward of the whole model begins."""
+        self._order = []
+        self._last_ended = None
+        self._on_track = bool(self._previous_order)
+
+    def enter(self, unit: Unit) -> tuple[Call[Unit], Unit | None]:
+        """A unit's forward begins; returns its call and the unit expected next, if the order holds so far."""
+        self._clock += 1
+        call = self._latest[unit] = Call(unit, self._clock)
+        previous, position = self._previous_order, len(self._order)
+        self._order.append(unit)
+        self._on_track = self._on_track and position < len(previous) and previous[position] is unit
+        following = position + 1
+        return call, previous[following] if self._on_track and following < len(previous) else None
+
+    def recompute(self, unit: Unit) -> Call[Unit]:
+        """A unit's forward begins again, within backward; its place in the order is that of its latest call."""
+        self._clock += 1
+        latest = self._latest.get(unit)
+        return Call(unit, self._clock, previous=latest.previous if latest else None)
+
+    def leave(self, call: Call[Unit]) -> None:
+        """A call's forward has ended."""
+        self._clock += 1
+        call.end = self._clock
+        if self._latest.get(call.unit) is call:
+            call.previous = self._last_ended
+            self._last_ended = call
+
+    def expect_backward(self, call: Call[Unit]) -> None:
+        """An output of the call can receive a gradient."""
+        call.has_backward = True
+        self._with_backward.setdefault(call.unit, weakref.WeakSet()).add(call)
+
+    def end_forward(self) -> None:
+        """The forward of the whole model has ended; its order is the forecast for the next."""
+        self._previous_order, self._order = self._order, []
+
+    def passed(self, call: Call[Unit], units: Iterable[Unit]) -> list[Unit]:
+        """Those of ``units`` whose backward is over when backward reaches the output of ``call``."""
+        return [unit for unit in units if self._all_began_after(unit, call)]
+
+    def _all_began_after(self, unit: Unit, reached: Call[Unit]) -> bool:
+        calls = self._with_backward.get(unit)
+        end = reached.end
+        return bool(calls) and end is not None and all(call.begin > end for call in calls or ())
+
+    def end_backward(self) -> None:
+        """Backward is over; the calls made so far say nothing about the next one."""
+        self._with_backward.clear()

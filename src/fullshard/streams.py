@@ -1,0 +1,139 @@
+"""Streams, events and what is in flight on them.
+
+Compute runs on the user's current stream; gathers, reduce-scatters and all-reduces on streams of their own.
+
+    all-gather stream      allocates, fills and frees gather buffers
+    reduce-scatter stream  reads reduce inputs, writes reduced shards
+    all-reduce stream      sums reduced shards over replicas (HSDP)
+
+On the CPU the same calls do nothing: work is ordered by the host, and a collective is finished by waiting for
+its `Work`. `asynchronous` is the one question code may ask: may work be issued now and waited for by an event?
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def record(self) -> None:
+        """Mark the current end of the current stream; replaces an earlier mark."""
+
+    def wait(self) -> None:
+        """Make work issued to the current stream from now on wait for the mark."""
+
+
+class _HostEvent:
+    """The CPU's event: the host has already waited."""
+
+    def record(self) -> None:
+        """Do nothing."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+
+class InFlight(Protocol):
+    """A reduction that has been issued and not been waited for."""
+
+    def finish_input(self) -> None:
+        """Order the current stream after the last read of the reduction's input, and give the input back."""
+
+    def finish(self) -> None:
+        """Order the current stream after the whole reduction, and drop what it kept alive."""
+
+
+class FSDPCommContext:
+    """The streams of one sharded model and what is in flight on them; shared by all its groups.
+
+    [Note: memory and streams]
+    The caching allocator hands freed memory out again to the stream that allocated it, without waiting for
+    other streams that read it. So whoever holds a buffer that another stream reads also holds the event that
+    ends the read, and three rules keep every reuse behind that event, without record_stream and without
+    stopping the host:
+
+    1. Gather buffers are allocated and freed on the all-gather stream and read by compute. Giving one back
+       records an event on the compute stream (`note_release`); before the next allocation the all-gather
+       stream waits for all such events (`wait_for_releases`).
+    2. Reduce inputs and reduced gradients are allocated on the compute stream and used by the reduce-scatter
+       and all-reduce streams, which wait for compute first. They stay referenced by their reduction until the
+       compute stream has waited for it (`make_room_for_reduction`, `join`).
+    3. Every gather is waited for by the compute stream before its group is given back, used or not; so a
+       later write to the shards (the optimizer) comes after the gather's read of them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.asynchronous = device.type != "cpu"
+        self.max_reductions = 1
+        """Reduce inputs that may be in flight; one more makes compute wait for the oldest."""
+
+        self._module: Any = torch.get_device_module(device) if self.asynchronous else None
+        self.all_gather = self._stream(priority=-1)
+        self.reduce_scatter = self._stream(priority=-1)
+        self.all_reduce = self._stream(priority=0)
+        self._releases: list[Event] = []
+        self._inputs: deque[InFlight] = deque()
+        self._reductions: deque[InFlight] = deque()
+
+    def _stream(self, *, priority: int) -> Any:
+        return self._module.Stream(self.device, priority=priority) if self.asynchronous else None
+
+    def new_event(self) -> Event:
+        """An event to be recorded and waited for as often as one likes."""
+        return self._module.Event() if self.asynchronous else _HOST_EVENT
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Issue what follows to ``stream``."""
+        return self._module.stream(stream) if self.asynchronous else _HOST_CONTEXT
+
+    def gathers_wait_for_current_stream(self) -> None:
+        """Let gathers issued from now on see what the current stream has written to the shards."""
+        if self.asynchronous:
+            self.all_gather.wait_stream(self._module.current_stream())
+
+    def note_release(self, event: Event) -> None:
+        """A gather buffer was given back; ``event`` marks the last read of it on the compute stream."""
+        if self.asynchronous:
+            self._releases.append(event)
+
+    def wait_for_releases(self) -> None:
+        """Order the current stream, the all-gather stream, after all reads of buffers given back so far."""
+        for event in self._releases:
+            event.wait()
+        self._releases.clear()
+
+    def make_room_for_reduction(self) -> None:
+        """Keep the reduce inputs in flight below `max_reductions`; called before one is allocated."""
+        while len(self._inputs) >= self.max_reductions:
+            self._inputs.popleft().finish_input()
+        # What outlives the input (an all-reduce, a cast) is small, and one more group's compute is ample time
+        # for it, so waiting for it here costs nothing.
+        while len(self._reductions) > self.max_reductions:
+            self._reductions.popleft().finish()
+
+    def note_reduction(self, reduction: InFlight) -> None:
+        """A reduction was issued; it is finished by `make_room_for_reduction` or `join`."""
+        self._inputs.append(reduction)
+        self._reductions.append(reduction)
+
+    def finish_inputs(self) -> None:
+        """Order the current stream after the last read of every reduce input in flight."""
+        while self._inputs:
+            self._inputs.popleft().finish_input()
+
+    def join(self) -> None:
+        """Order the current stream after every reduction in flight."""
+        self.finish_inputs()
+        while self._reductions:
+            self._reductions.popleft().finish()
+
+
+_HOST_EVENT = _HostEvent()
+_HOST_CONTEXT = contextlib.nullcontext()

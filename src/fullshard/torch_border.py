@@ -1,0 +1,140 @@
+"""Every touch of a private torch name, and every difference between the torch versions we support.
+
+When a torch release moves something, this is the one file to change. What each function promises is said
+here; how torch spells it is nobody else's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    ReduceOp,
+    ReduceScatterOptions,
+    Work,
+)
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# torch 2.13 renamed the coalesced collectives of ProcessGroup; 2.11 has only the older names.
+_RENAMED = hasattr(ProcessGroup, "all_gather_single_coalesced")
+_ALL_GATHER = "all_gather_single_coalesced" if _RENAMED else "allgather_into_tensor_coalesced"
+_REDUCE_SCATTER = (
+    "reduce_scatter_single_coalesced" if _RENAMED else "reduce_scatter_tensor_coalesced"
+)
+
+
+def all_gather_options(*, async_op: bool) -> AllgatherOptions:
+    """Options to reuse for every all-gather; with ``async_op`` False, NCCL runs on the current stream."""
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return options
+
+
+def reduce_scatter_options(op: ReduceOp.RedOpType, *, async_op: bool) -> ReduceScatterOptions:
+    """Options to reuse for every reduce-scatter with this ``op``."""
+    options = ReduceScatterOptions()
+    options.reduceOp = cast(ReduceOp, op)  # the enum converts; the stub does not say so
+    options.asyncOp = async_op
+    return options
+
+
+def all_gather_coalesced(
+    group: ProcessGroup,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    options: AllgatherOptions,
+) -> Work:
+    """Gather ``inputs[i]`` of every rank into ``outputs[i]``, all in one call; inputs may lie in the outputs."""
+    return cast(Work, getattr(group, _ALL_GATHER)(outputs, inputs, options))
+
+
+def reduce_scatter_coalesced(
+    group: ProcessGroup,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    options: ReduceScatterOptions,
+) -> Work:
+    """Reduce ``inputs[i]`` over ranks and leave this rank's piece in ``outputs[i]``, all in one call."""
+    return cast(Work, getattr(group, _REDUCE_SCATTER)(outputs, inputs, options))
+
+
+def all_gather_single(
+    group: ProcessGroup, output: Tensor, tensor: Tensor, options: AllgatherOptions
+) -> Work:
+    """Gather one tensor of every rank into one output."""
+    name = "all_gather_single" if _RENAMED else "_allgather_base"
+    return cast(Work, getattr(group, name)(output, tensor, options))
+
+
+def reduce_scatter_single(
+    group: ProcessGroup, output: Tensor, tensor: Tensor, options: ReduceScatterOptions
+) -> Work:
+    """Reduce one tensor over ranks and leave this rank's piece in the output."""
+    name = "reduce_scatter_single" if _RENAMED else "_reduce_scatter_base"
+    return cast(Work, getattr(group, name)(output, tensor, options))
+
+
+def dtensor_spec(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    """How a contiguous tensor of ``shape`` is spread over a mesh; made once per parameter."""
+    size = torch.Size(shape)
+    stride = torch.empty(size, device="meta").stride()
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(size, stride, dtype))
+
+
+def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """Wrap this rank's piece without communication, checks or autograd."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """The spec of a DTensor."""
+    return tensor._spec
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's piece of a DTensor, itself and not an autograd view of it."""
+    return cast(DTensor, tensor)._local_tensor
+
+
+def replace_local(tensor: Tensor, local: Tensor) -> None:
+    """Let a DTensor keep its identity and stand for another local tensor of the same shape and dtype."""
+    cast(DTensor, tensor)._local_tensor = local
+
+
+def post_accumulate_grad_hooks(param: Tensor) -> Sequence[Callable[[Tensor], None]]:
+    """What the user registered to run once a parameter's gradient is complete."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    return tuple(hooks.values()) if hooks else ()
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward pass now running has executed its last node."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def backward_pass_id() -> int:
+    """A number that is unique to the backward pass running on this thread, or -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+_NO_RANGE = contextlib.nullcontext()
+
+
+def profiler_range(label: str) -> contextlib.AbstractContextManager[Any]:
+    """A labelled range in the trace while a profiler runs, and next to nothing otherwise."""
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(label)
+    return _NO_RANGE

@@ -1,0 +1,85 @@
+"""Finding and replacing tensors in what modules take and return.
+
+Tuples, lists, dicts, dataclasses and their subclasses are looked into; anything else is left as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in a nested value."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, MutableMapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif _is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same nested value with ``function`` applied to its tensors; parts without change are not copied."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        # A named tuple takes its fields one by one.
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, MutableMapping):
+        return _replaced(function, value, list(value.items()), _set_item)
+    if _is_dataclass(value):
+        items_ = [
+            (field.name, getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if hasattr(value, field.name)
+        ]
+        # object.__setattr__: frozen dataclasses too.
+        return _replaced(function, value, items_, object.__setattr__)
+    return value
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """The same nested value with its floating-point tensors in ``dtype``."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        # `to` returns the tensor itself where there is nothing to do.
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return map_tensors(cast, value)
+
+
+def _replaced(
+    function: Callable[[Tensor], Tensor],
+    value: Any,
+    items: list[tuple[Any, Any]],
+    assign: Callable[[Any, Any, Any], None],
+) -> Any:
+    result = value
+    for key, old in items:
+        new = map_tensors(function, old)
+        if new is not old:
+            result = copy.copy(value) if result is value else result
+            assign(result, key, new)
+    return result
+
+
+def _set_item(mapping: Any, key: Any, item: Any) -> None:
+    mapping[key] = item
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
