@@ -202,16 +202,31 @@ class GatherBuffer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LocalGradient:
+    """Where a parameter's reduced gradient lies in the output of its run."""
+
+    param: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    """In elements of the run's output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceRun:
     """Segments reduced by one call: the same dtype on the wire and the same dtype at rest."""
 
     reduce_dtype: torch.dtype
     shard_dtype: torch.dtype
-    segments: tuple[int, ...]
-    starts: tuple[int, ...]
-    """Per segment, where its reduced piece begins in the run's output, in elements."""
     numel: int
     """Elements of the run's output."""
+    inputs: tuple[Tensor, ...]
+    """Per segment, what the reduce-scatter reads."""
+    outputs: tuple[tuple[int, int], ...]
+    """Per segment, start and length of its reduced piece in the run's output, in elements."""
+    gradients: tuple[LocalGradient, ...]
+    unfilled: tuple[Tensor, ...]
+    """Parts of the inputs that belong to parameters without a gradient: zero, since a segment travels whole."""
 
 
 class ReduceBuffer:
@@ -224,6 +239,7 @@ class ReduceBuffer:
     def __init__(
         self,
         layout: Layout,
+        rank: int,
         params: Sequence[int],
         reduce_dtypes: Sequence[torch.dtype],
         shard_dtypes: Sequence[torch.dtype],
@@ -233,12 +249,14 @@ class ReduceBuffer:
 
         Args:
             layout: The group's layout.
+            rank: This rank's place along the shard axis.
             params: Indices of the parameters that can have gradients.
             reduce_dtypes: Reduce dtype of each of the group's parameters.
             shard_dtypes: Dtype at rest of each of the group's parameters.
             device: Where gradients are.
         """
         self.layout = layout
+        self._rank = rank
         segments = sorted({layout.slots[param].segment for param in params})
         first = {index: layout.segments[index].params[0] for index in segments}
         dtypes = [reduce_dtypes[first[index]] for index in segments]
@@ -251,9 +269,10 @@ class ReduceBuffer:
             for index, dtype, numel in zip(segments, dtypes, numels, strict=True)
         }
         """Per segment, what the reduce-scatter reads."""
-        self.runs = _reduce_runs(
-            layout, {i: (reduce_dtypes[first[i]], shard_dtypes[first[i]]) for i in segments}
-        )
+        self._kinds = {
+            index: (reduce_dtypes[first[index]], shard_dtypes[first[index]]) for index in segments
+        }
+        self._runs: dict[frozenset[int], tuple[ReduceRun, ...]] = {}
         self.targets = {
             param: self._target(param, starts[layout.slots[param].segment], reduce_dtypes[param])
             for param in params
@@ -276,6 +295,47 @@ class ReduceBuffer:
         if division is Division.REPLICATED:
             return [gradient.expand(self.layout.world)]
         return [gradient]
+
+    def runs(self, used: frozenset[int]) -> tuple[ReduceRun, ...]:
+        """The calls that reduce the gradients of parameters ``used``; planned once for each such set."""
+        if used not in self._runs:
+            segments = {self.layout.slots[param].segment for param in used}
+            kinds = dict.fromkeys(kind for i, kind in self._kinds.items() if i in segments)
+            self._runs[used] = tuple(self._run(kind, segments, used) for kind in kinds)
+        return self._runs[used]
+
+    def _run(
+        self, kind: tuple[torch.dtype, torch.dtype], segments: set[int], used: frozenset[int]
+    ) -> ReduceRun:
+        layout = self.layout
+        chosen = [i for i, other in self._kinds.items() if other == kind and i in segments]
+        numels = [layout.segments[index].piece_numel for index in chosen]
+        placement = place(numels, [kind[0]] * len(chosen))
+        starts = [start // kind[0].itemsize for start in placement.starts]
+        gradients, unfilled = [], []
+        for index, start in zip(chosen, starts, strict=True):
+            for param in layout.segments[index].params:
+                if param not in used:
+                    unfilled += self.targets.get(param, [])
+                    continue
+                piece = layout.piece(param, self._rank)
+                gradients.append(
+                    LocalGradient(
+                        param=param,
+                        shape=piece.shape,
+                        strides=strides(piece.shape),
+                        start=start + piece.offset,
+                    )
+                )
+        return ReduceRun(
+            reduce_dtype=kind[0],
+            shard_dtype=kind[1],
+            numel=placement.nbytes // kind[0].itemsize,
+            inputs=tuple(self.inputs[index] for index in chosen),
+            outputs=tuple(zip(starts, numels, strict=True)),
+            gradients=tuple(gradients),
+            unfilled=tuple(unfilled),
+        )
 
     def _padding(self, segment: int) -> list[Tensor]:
         """Flat views of what no gradient ever fills, to be cleared once."""
@@ -307,26 +367,6 @@ class ReduceBuffer:
     def release(self) -> None:
         """Give the memory back; the compute stream must be ordered after the last read of it."""
         self._buffer.release()
-
-
-def _reduce_runs(
-    layout: Layout, dtypes: dict[int, tuple[torch.dtype, torch.dtype]]
-) -> tuple[ReduceRun, ...]:
-    runs = []
-    for kind in dict.fromkeys(dtypes.values()):
-        segments = tuple(index for index, other in dtypes.items() if other == kind)
-        numels = [layout.segments[index].piece_numel for index in segments]
-        placement = place(numels, [kind[0]] * len(segments))
-        runs.append(
-            ReduceRun(
-                reduce_dtype=kind[0],
-                shard_dtype=kind[1],
-                segments=segments,
-                starts=tuple(start // kind[0].itemsize for start in placement.starts),
-                numel=placement.nbytes // kind[0].itemsize,
-            )
-        )
-    return tuple(runs)
 
 
 def _is_zero_copy(layout: Layout, segment: int) -> bool:

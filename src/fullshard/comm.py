@@ -118,6 +118,8 @@ def reduce_scatter(
     async_op: bool,
 ) -> Work | None:
     """Reduce ``inputs[i]`` over ranks and leave this rank's piece in ``outputs[i]``, in one call."""
+    if not outputs:
+        return None
     options = _reduce_options(op, async_op=async_op)
     work = torch_border.reduce_scatter_coalesced(group, outputs, inputs, options)
     return _work_or_wait(work, async_op)

@@ -9,6 +9,7 @@ This file is the only one that writes `.grad`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -19,10 +20,10 @@ from torch.distributed import ReduceOp, Work
 from torch.distributed.tensor import DTensor
 
 from . import comm, torch_border
-from .buffers import ReduceBuffer, ReduceRun, strides
+from .buffers import ReduceBuffer, ReduceRun
 from .mesh import FSDPMeshInfo, HSDPMeshInfo
 from .param import FSDPParam
-from .streams import FSDPCommContext
+from .streams import Event, FSDPCommContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class DivideRule:
     """What the collectives compute."""
 
 
+@functools.cache
 def divide_rule(dtype: torch.dtype, num_ranks: int) -> DivideRule:
     """The rule for gradients reduced in ``dtype`` over ``num_ranks`` data-parallel ranks.
 
@@ -78,6 +80,23 @@ def fill(buffer: ReduceBuffer, gradients: dict[int, Tensor], held: set[int]) -> 
     held.update(gradients)
 
 
+@dataclass(frozen=True, slots=True)
+class ReduceEvents:
+    """Marks of one group's reductions in the streams; recorded anew by each of them."""
+
+    ready: Event
+    """Compute has filled the input."""
+    input_read: Event
+    """The reduce-scatter has read it."""
+    done: Event
+    """The gradients are final."""
+
+    @classmethod
+    def new(cls, context: FSDPCommContext) -> ReduceEvents:
+        """Events of the context's device."""
+        return cls(context.new_event(), context.new_event(), context.new_event())
+
+
 class Reduction:
     """One reduction of one group's gradients, from the filled buffer to `.grad` of the sharded parameters.
 
@@ -88,6 +107,7 @@ class Reduction:
     def __init__(
         self,
         context: FSDPCommContext,
+        events: ReduceEvents,
         mesh_info: FSDPMeshInfo,
         buffer: ReduceBuffer,
         params: Sequence[FSDPParam],
@@ -95,16 +115,21 @@ class Reduction:
     ) -> None:
         """Prepare to reduce parameters ``used``, indices into ``params``; the others get no gradient."""
         self._context = context
+        self._events = events
         self._mesh_info = mesh_info
         self._buffer = buffer
         self._params = params
-        self._used = sorted(used)
+        self._runs = buffer.runs(frozenset(used))
         self._works: list[Work | None] = []
-        self._reduced: list[tuple[ReduceRun, Tensor, Tensor]] = []
+        self._reduced: list[Tensor] = []
+        self._landed: list[Tensor] = []
         self._kept: list[Tensor] = []
-        self._input_read = context.new_event()
-        self._done = context.new_event()
-        self._landed = False
+        self._has_landed = False
+        info = mesh_info
+        replicas = info.replicate_mesh_size if isinstance(info, HSDPMeshInfo) else 1
+        self._rules = [
+            divide_rule(run.reduce_dtype, info.shard_mesh_size * replicas) for run in self._runs
+        ]
 
     def issue(self, custom: comm.ReduceScatter | None = None) -> None:
         """Start the reduction; on devices with streams, all of it.
@@ -112,147 +137,119 @@ class Reduction:
         On the compute stream, which allocates everything and whose gradients are in the buffer. The
         reduce-scatter stream waits for it.
         """
-        context = self._context
-        self._clear_unfilled()
-        calls = [self._prepare(run, custom) for run in self._buffer.runs]
-        ready = context.new_event()
-        ready.record()
-        with context.on(context.reduce_scatter):
-            ready.wait()
-            for call in calls:
-                if call is not None:
-                    self._works.append(self._scatter(*call, custom))
-            self._input_read.record()
-        if context.asynchronous:
-            replicated = isinstance(self._mesh_info, HSDPMeshInfo)
-            with context.on(context.all_reduce if replicated else context.reduce_scatter):
-                if replicated:
-                    self._input_read.wait()
+        context, events = self._context, self._events
+        calls = [
+            self._prepare(run, rule, custom)
+            for run, rule in zip(self._runs, self._rules, strict=True)
+        ]
+        events.ready.record()
+        replicated = isinstance(self._mesh_info, HSDPMeshInfo)
+        with context.reduce_scatter:
+            events.ready.wait()
+            for (outputs, inputs), rule in zip(calls, self._rules, strict=True):
+                self._works.append(self._scatter(outputs, inputs, rule, custom))
+            events.input_read.record()
+            if context.asynchronous and not replicated:
                 self._land()
-                self._done.record()
+                events.done.record()
+        if context.asynchronous and replicated:
+            with context.all_reduce:
+                events.input_read.wait()
+                self._land()
+                events.done.record()
 
     def finish_input(self) -> None:
         """See `InFlight`."""
         for work in self._works:
             if work is not None:
                 work.wait()
-        self._input_read.wait()
+        self._events.input_read.wait()
         self._buffer.release()
 
     def finish(self) -> None:
         """See `InFlight`."""
-        if not self._landed:
+        if not self._has_landed:
             self._land()
-        self._done.wait()
-        self._reduced.clear()
-        self._kept.clear()
-
-    def _clear_unfilled(self) -> None:
-        """A segment shared by several parameters travels whole: those without a gradient count as zero."""
-        layout = self._buffer.layout
-        segments = {layout.slots[index].segment for index in self._used}
-        missing = [
-            target
-            for segment in segments
-            for index in layout.segments[segment].params
-            if index not in self._used
-            for target in self._buffer.targets.get(index, ())
-        ]
-        if missing:
-            torch._foreach_zero_(missing)
+        self._events.done.wait()
+        for kept in (self._reduced, self._landed, self._kept):
+            kept.clear()
 
     def _prepare(
-        self, run: ReduceRun, custom: comm.ReduceScatter | None
-    ) -> tuple[list[Tensor], list[Tensor], ReduceOp.RedOpType] | None:
-        """Allocate a run's outputs and divide its inputs; None if no parameter of it has a gradient."""
-        layout = self._buffer.layout
-        segments = {layout.slots[index].segment for index in self._used}
-        chosen = [
-            (i, start) for i, start in zip(run.segments, run.starts, strict=True) if i in segments
-        ]
-        if not chosen:
-            return None
-        inputs = [self._buffer.inputs[index] for index, _ in chosen]
-        device, dtype = self._context.device, run.reduce_dtype
-        rule = divide_rule(dtype, self._num_ranks)
+        self, run: ReduceRun, rule: DivideRule, custom: comm.ReduceScatter | None
+    ) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """Allocate a run's output, and return what its reduce-scatter writes and reads."""
+        if run.unfilled:
+            torch._foreach_zero_(run.unfilled)
         if rule.before != 1:
-            torch._foreach_div_(inputs, rule.before)
-        allocate = custom.allocate if custom is not None else torch.empty
-        reduced = allocate((run.numel,), dtype=dtype, device=device)
-        landed = (
-            reduced
-            if run.shard_dtype == dtype
-            else torch.empty(run.numel, dtype=run.shard_dtype, device=device)
-        )
-        self._reduced.append((run, reduced, landed))
-        outputs = [
-            reduced[start : start + layout.segments[index].piece_numel] for index, start in chosen
-        ]
+            torch._foreach_div_(run.inputs, rule.before)
+        device, dtype = self._context.device, run.reduce_dtype
         if custom is not None:
-            packed = custom.allocate((run.numel * layout.world,), dtype=dtype, device=device)
-            rows = packed.view(layout.world, run.numel)
-            rows.zero_()
-            pieces = [layout.segments[index].piece_numel for index, _ in chosen]
-            torch._foreach_copy_(
-                [rows[:, s : s + n] for (_, s), n in zip(chosen, pieces, strict=True)],
-                [tensor.view(layout.world, -1) for tensor in inputs],
-            )
-            self._kept.append(packed)
-            return [reduced], [packed], rule.op
-        pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if o.numel()]
-        return [o for o, _ in pairs], [i for _, i in pairs], rule.op
+            return self._prepare_packed(run, custom)
+        reduced = torch.empty(run.numel, dtype=dtype, device=device)
+        self._keep_output(run, reduced)
+        return [reduced.narrow(0, start, numel) for start, numel in run.outputs], run.inputs
+
+    def _prepare_packed(
+        self, run: ReduceRun, custom: comm.ReduceScatter
+    ) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """Stage the inputs rank after rank in memory of the user's comm object."""
+        world, device, dtype = self._buffer.layout.world, self._context.device, run.reduce_dtype
+        reduced = custom.allocate((run.numel,), dtype=dtype, device=device)
+        packed = custom.allocate((run.numel * world,), dtype=dtype, device=device)
+        rows = packed.view(world, run.numel).zero_()
+        torch._foreach_copy_(
+            [rows.narrow(1, start, numel) for start, numel in run.outputs],
+            [tensor.view(world, -1) for tensor in run.inputs],
+        )
+        self._keep_output(run, reduced)
+        self._kept.append(packed)
+        return [reduced], [packed]
+
+    def _keep_output(self, run: ReduceRun, reduced: Tensor) -> None:
+        self._reduced.append(reduced)
+        self._landed.append(
+            reduced
+            if run.shard_dtype == run.reduce_dtype
+            else torch.empty(run.numel, dtype=run.shard_dtype, device=self._context.device)
+        )
 
     def _scatter(
         self,
-        outputs: list[Tensor],
-        inputs: list[Tensor],
-        op: ReduceOp.RedOpType,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        rule: DivideRule,
         custom: comm.ReduceScatter | None,
     ) -> Work | None:
         async_op = not self._context.asynchronous
         group = self._mesh_info.shard_process_group
         # Averaging over shards and then over replicas is averaging over all; a shard group of one has nothing
         # to average, and NCCL's AVG is not reliable there.
-        if self._mesh_info.shard_mesh_size == 1:
-            op = ReduceOp.SUM
+        op = rule.op if self._mesh_info.shard_mesh_size > 1 else ReduceOp.SUM
         if custom is not None:
             return comm.packed_reduce_scatter(
                 custom, outputs[0], inputs[0], group, op, async_op=async_op
             )
         return comm.reduce_scatter(outputs, inputs, group, op, async_op=async_op)
 
-    @property
-    def _num_ranks(self) -> int:
-        info = self._mesh_info
-        replicas = info.replicate_mesh_size if isinstance(info, HSDPMeshInfo) else 1
-        return info.shard_mesh_size * replicas
-
     @torch.no_grad()
     def _land(self) -> None:
         """Finish the arithmetic and give every sharded parameter its gradient."""
-        self._landed = True
-        for run, reduced, landed in self._reduced:
-            rule = divide_rule(run.reduce_dtype, self._num_ranks)
-            if isinstance(self._mesh_info, HSDPMeshInfo):
-                info = self._mesh_info
-                op = ReduceOp.SUM if info.replicate_mesh_size == 1 else rule.op
+        self._has_landed = True
+        info = self._mesh_info
+        for run, rule, reduced, landed in zip(
+            self._runs, self._rules, self._reduced, self._landed, strict=True
+        ):
+            if isinstance(info, HSDPMeshInfo):
+                op = rule.op if info.replicate_mesh_size > 1 else ReduceOp.SUM
                 comm.all_reduce(reduced, info.replicate_process_group, op)
             if rule.after != 1:
                 reduced.div_(rule.after)
             if landed is not reduced:
                 landed.copy_(reduced)
-            self._land_run(run, landed)
-
-    def _land_run(self, run: ReduceRun, landed: Tensor) -> None:
-        layout, rank = self._buffer.layout, self._mesh_info.shard_mesh_rank
-        starts = dict(zip(run.segments, run.starts, strict=True))
-        for index in self._used:
-            segment = layout.slots[index].segment
-            if segment in starts:
-                piece = layout.piece(index, rank)
-                start = landed.storage_offset() + starts[segment] + piece.offset
-                local = torch.as_strided(landed, piece.shape, strides(piece.shape), start)
-                _land(self._params[index], local)
+            for gradient in run.gradients:
+                start = landed.storage_offset() + gradient.start
+                local = torch.as_strided(landed, gradient.shape, gradient.strides, start)
+                _land(self._params[gradient.param], local)
 
 
 def _land(param: FSDPParam, local: Tensor) -> None:

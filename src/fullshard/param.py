@@ -44,10 +44,7 @@ class ParamOwner:
 
     def install(self, param: nn.Parameter) -> None:
         """Put ``param`` on the module."""
-        if self.plain:
-            self.module._parameters[self.name] = param
-        else:
-            setattr(self.module, self.name, param)
+        setattr(self.module, self.name, param)
 
 
 class FSDPParam:
@@ -131,6 +128,41 @@ class FSDPParam:
     def local(self) -> Tensor:
         """This rank's piece."""
         return torch_border.local_of(self.sharded_param)
+
+
+class FaceSwitch:
+    """Puts one face of all parameters of a group on their modules; made anew when a face is.
+
+    Twice per step for every parameter, so it writes where `nn.Module` keeps parameters, except on modules
+    that do more on assignment.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam]) -> None:
+        self._tables = []
+        self._assigned = []
+        for param in params:
+            unsharded = param.unsharded_param
+            assert unsharded is not None, "a switch is between two faces"
+            for owner in param.owners:
+                if owner.plain:
+                    table = owner.module._parameters
+                    self._tables.append((table, owner.name, param.sharded_param, unsharded))
+                else:
+                    self._assigned.append((owner, param.sharded_param, unsharded))
+
+    def to_sharded(self) -> None:
+        """Put the sharded faces on the modules."""
+        for table, name, sharded, _ in self._tables:
+            table[name] = sharded
+        for owner, sharded, _ in self._assigned:
+            owner.install(sharded)
+
+    def to_unsharded(self) -> None:
+        """Put the unsharded faces on the modules."""
+        for table, name, _, unsharded in self._tables:
+            table[name] = unsharded
+        for owner, _, unsharded in self._assigned:
+            owner.install(unsharded)
 
 
 def group_of(param: Tensor) -> str | None:

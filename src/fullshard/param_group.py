@@ -17,7 +17,7 @@ import enum
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import Work
 
 from . import comm, gradients, torch_border
@@ -25,7 +25,7 @@ from .buffers import GatherBuffer, ReduceBuffer, ShardBuffer
 from .errors import ConfigurationError
 from .layout import per_row_layout, place
 from .mesh import FSDPMeshInfo
-from .param import FSDPParam
+from .param import FaceSwitch, FSDPParam
 from .policies import MixedPrecisionPolicy
 from .streams import FSDPCommContext
 
@@ -77,6 +77,8 @@ class FSDPParamGroup:
         self._context: FSDPCommContext | None = None
         self._memory = _Memory.ABSENT
         self._gather: GatherBuffer | None = None
+        self._faces: FaceSwitch | None = None
+        """None until the unsharded faces have been made of the present gather buffer."""
         self._gather_work: Work | None = None
         self._packed: Tensor | None = None
         self._shard_versions: int | None = None
@@ -123,6 +125,7 @@ class FSDPParamGroup:
         ]
         self._reduce_dtypes = [policy.reduce_dtype or dtype for dtype in self._compute_dtypes]
         self._gather = None
+        self._faces = None
         self._reduce = None
 
     @torch.no_grad()
@@ -193,6 +196,7 @@ class FSDPParamGroup:
         self.name = name
         self._gathered = context.new_event()
         self._released = context.new_event()
+        self._reduce_events = gradients.ReduceEvents.new(context)
 
     @property
     def context(self) -> FSDPCommContext:
@@ -222,7 +226,7 @@ class FSDPParamGroup:
         if self._memory is not _Memory.ABSENT:
             return
         context = self.context
-        with context.on(context.all_gather):
+        with context.all_gather:
             context.wait_for_releases()  # before the allocation: [Note: memory and streams], rule 1
             buffer = self._allocate_gather()
             async_op = not context.asynchronous
@@ -249,8 +253,6 @@ class FSDPParamGroup:
         with torch.inference_mode(False):
             rank = self.mesh_info.shard_mesh_rank
             self._gather = GatherBuffer(self.layout, rank, self._compute_dtypes, self.device)
-        for param in self.params:
-            param.unsharded_param = None  # an older buffer's
         return self._gather
 
     def _packed_gather(self, all_gather: comm.AllGather, async_op: bool) -> Work | None:
@@ -305,33 +307,28 @@ class FSDPParamGroup:
         """
         assert self._memory is not _Memory.ABSENT, "unshard comes before wait"
         self._wait_for_gather()
-        if self.params and self.params[0].unsharded_param is None:
-            self._make_unsharded_faces()
+        faces = self._faces or self._make_unsharded_faces()
         for param in self.params:
             trainable = param.sharded_param.requires_grad
             if trainable is not param.trainable:
                 param.set_trainable(trainable)
                 self._reduce = None
                 self._find_unwatched()
-        if self.sharded_state is ShardedState.UNSHARDED:
-            return
-        self._install([param.unsharded_param for param in self.params])
-        self.sharded_state = ShardedState.UNSHARDED
+        if self.sharded_state is ShardedState.SHARDED:
+            faces.to_unsharded()
+            self.sharded_state = ShardedState.UNSHARDED
 
-    def _make_unsharded_faces(self) -> None:
+    def _make_unsharded_faces(self) -> FaceSwitch:
         assert self._gather is not None, "faces are made of gathered memory"
         with torch.inference_mode(False):
             for param, whole in zip(self.params, self._gather.params, strict=True):
                 param.make_unsharded_face(whole)
         self._find_unwatched()
+        self._faces = FaceSwitch(self.params)
+        return self._faces
 
     def _find_unwatched(self) -> None:
         self.unwatched = [p for p in self.params if p.trainable and not p.watched]
-
-    def _install(self, faces: Sequence[nn.Parameter | None]) -> None:
-        for param, face in zip(self.params, faces, strict=True):
-            assert face is not None, "both faces exist once a group has been gathered"
-            param.install(face)
 
     # --- release -----------------------------------------------------------------------------------------
 
@@ -341,7 +338,8 @@ class FSDPParamGroup:
         Before: any state. After: SHARDED; the memory is as it was.
         """
         if self.sharded_state is ShardedState.UNSHARDED:
-            self._install([param.sharded_param for param in self.params])
+            assert self._faces is not None, "both faces exist once a group has been unsharded"
+            self._faces.to_sharded()
             self.sharded_state = ShardedState.SHARDED
 
     def reshard(self) -> None:
@@ -404,6 +402,7 @@ class FSDPParamGroup:
         trainable = [index for index, param in enumerate(self.params) if param.trainable]
         self._reduce = ReduceBuffer(
             self.layout,
+            self.mesh_info.shard_mesh_rank,
             trainable,
             self._reduce_dtypes,
             [param.dtype for param in self.params],
@@ -420,12 +419,13 @@ class FSDPParamGroup:
         if not self._held:
             return
         assert self._reduce is not None, "held gradients have a buffer"
+        context = self.context
         reduction = gradients.Reduction(
-            self.context, self.mesh_info, self._reduce, self.params, self._held
+            context, self._reduce_events, self.mesh_info, self._reduce, self.params, self._held
         )
         self._held = set()
         reduction.issue(self.custom_reduce_scatter)
-        self.context.note_reduction(reduction)
+        context.note_reduction(reduction)
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced: after a failed step."""

@@ -2,18 +2,18 @@
 
     forward, per state     pre_forward    gather (unless issued earlier), wait, unsharded parameters on the
                                           modules, issue the gather of the state expected next
-                           post_forward   hooks on the outputs, sharded parameters back, memory given back as
-                                          soon as the next state has its own
+                           post_forward   hooks on the outputs, sharded parameters back, memory given back
     backward, per state    pre_backward   (an output's gradient is there) wait, unsharded parameters on the
                                           modules, issue the gather of the state before it in forward
                            gradients      all have arrived: into the reduce buffer, reduce-scatter issued
                            passed         backward has left the state: memory given back
     end of backward        states not finished are finished, streams joined, everything is sharded
 
-[Note: releasing late]
-After its forward a state is hidden, not released: its memory is given back when the next state has been gathered,
-so that this gather need not wait for it, and not at all if it was the last of forward, which is the first of
-backward. Two gather buffers live at any time. A state whose memory is kept like this holds the name `_kept`.
+[Note: two gather buffers]
+The gather of the next state runs beside this state's compute, so two gather buffers live at any time, not three. With
+a forecast, the next gather is issued before the compute, into other memory, and this state's memory is given back
+right after its forward. Without one (the first forward, or one that leaves the order), a state is only hidden after
+its forward and kept (`_kept`) until the next one has been gathered, so that this gather need not wait for it.
 
 [Note: recomputation]
 Activation checkpointing runs forward again within backward. If backward has reached the state (its pre_backward has
@@ -28,7 +28,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,16 @@ from .policies import MixedPrecisionPolicy
 from .schedule import Call, Schedule
 from .streams import FSDPCommContext
 from .tree import cast_floating, tensors_in
+
+
+class _Labels(NamedTuple):
+    """Names of a state's ranges in a profiler's trace."""
+
+    pre_forward: str
+    post_forward: str
+    prefetch: str
+    pre_backward: str
+    reduce: str
 
 
 class FSDPState:
@@ -62,7 +72,7 @@ class FSDPState:
         self.groups = tuple(groups)
         self.mp_policy = mp_policy
         self.device = device
-        self.name = ""
+        self.set_name("")
         self.reshard_after_forward = reshard_after_forward
         self.auto_reshard = auto_reshard
         """Whether the user left `reshard_after_forward` open, so that the root may decide otherwise."""
@@ -79,6 +89,17 @@ class FSDPState:
         self.modules_run: set[nn.Module] = set()
         self.recomputes = False
         """Whether a backward has been seen to run this state's forward again."""
+
+    def set_name(self, name: str) -> None:
+        """Take the full name, known at the first forward."""
+        self.name = name
+        self.labels = _Labels(
+            f"FSDP::pre_forward ({name})",
+            f"FSDP::post_forward ({name})",
+            f"FSDP::prefetch for {name}",
+            f"FSDP::pre_backward ({name})",
+            f"FSDP::post_backward_reduce ({name})",
+        )
 
     # --- groups ------------------------------------------------------------------------------------------
 
@@ -121,7 +142,7 @@ class FSDPState:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before a module's forward: unsharded parameters on the modules, inputs in the compute dtype."""
         runtime = self.runtime or lazy_init(self)
-        with torch_border.profiler_range(f"FSDP::pre_forward ({self.name})"):
+        with torch_border.profiler_range(self.labels.pre_forward):
             runtime.enter(self)
             dtype = self.mp_policy.param_dtype
             if dtype is not None and self.mp_policy.cast_forward_inputs:
@@ -132,7 +153,7 @@ class FSDPState:
         """After a module's forward: outputs watched for backward, sharded parameters on the modules."""
         runtime = self.runtime
         assert runtime is not None, "pre_forward comes before post_forward"
-        with torch_border.profiler_range(f"FSDP::post_forward ({self.name})"):
+        with torch_border.profiler_range(self.labels.post_forward):
             if self.mp_policy.output_dtype is not None:
                 output = cast_floating(output, self.mp_policy.output_dtype)
             self.modules_run.add(module)
@@ -214,12 +235,12 @@ class Runtime:
     def _prefetch(self, states: Sequence[FSDPState]) -> None:
         for state in states:
             if not state.gathered:
-                with torch_border.profiler_range(f"FSDP::prefetch for {state.name}"):
+                with torch_border.profiler_range(state.labels.prefetch):
                     state.unshard()
                     self._prefetched.add(state)
 
     def _keep(self, state: FSDPState) -> None:
-        """Hide ``state`` and keep its memory until somebody else's has been gathered: [Note: releasing late]."""
+        """Hide ``state`` and keep its memory until another has been gathered: [Note: two gather buffers]."""
         if self._kept is not state:
             self._release_kept()
         state.hide()
@@ -245,7 +266,11 @@ class Runtime:
         assert state.call is not None, "only a running call can end"
         self.schedule.leave(state.call)
         state.abandon_call()
-        if state.reshard_after_forward:
+        if not state.reshard_after_forward:
+            return
+        if self.schedule.on_track and torch_border.backward_pass_id() == -1:
+            state.reshard()
+        else:
             self._keep(state)
 
     def _end_forward(self) -> None:
@@ -255,8 +280,9 @@ class Runtime:
         for state in tuple(self._prefetched):
             state.reshard()  # the forecast was wrong
         self._prefetched.clear()
-        if not torch.is_grad_enabled():
-            self._release_kept()
+        # The last state of forward is the first of backward, and could stay. But between the two comes the loss,
+        # where the memory of a step usually peaks, and the first gather of backward hides behind it.
+        self._release_kept()
         self.schedule.end_forward()
         self._remember_shards()
 
@@ -296,7 +322,7 @@ class Runtime:
         reached = self._reached.get(state)
         if (reached is not None and call in reached.calls) or call.finished_in == this_pass:
             return  # by another output
-        with torch_border.profiler_range(f"FSDP::pre_backward ({state.name})"):
+        with torch_border.profiler_range(state.labels.pre_backward):
             self._begin_pass(this_pass)
             for other in self.schedule.passed(call, tuple(self._reached)):
                 self._finish_state(other)
@@ -343,12 +369,12 @@ class Runtime:
             self._begin_pass(this_pass)
             reached = self._reach(state, None, this_pass)
         reached.awaited.discard(param)
-        if not reached.awaited and not reached.complete:
+        if not reached.awaited and not reached.complete and state is not self.root:
             reached.complete = True
             self._reduce(state)
 
     def _reduce(self, state: FSDPState) -> None:
-        with torch_border.profiler_range(f"FSDP::post_backward_reduce ({state.name})"):
+        with torch_border.profiler_range(state.labels.reduce):
             for group in state.groups:
                 group.collect_gradients()
                 if state.requires_gradient_sync:
@@ -414,7 +440,10 @@ class _Reached:
             param for group in state.groups for param in group.params if param.trainable
         }
         self.complete = False
-        """Whether all gradients had arrived and were sent off; later ones are found when backward leaves."""
+        """Whether all gradients had arrived and were sent off; later ones are found when backward leaves.
+
+        The root's wait until then: they are often large, and its unsharded parameters are released first.
+        """
 
 
 # Hooks that autograd holds refer to the runtime weakly: a graph that outlives its model must not keep it.
@@ -491,7 +520,7 @@ def lazy_init(state: FSDPState) -> Runtime:
     runtime = Runtime(state, tuple(states), context)
     for found, name in states.items():
         found.runtime = runtime
-        found.name = name or "root"
+        found.set_name(name or "root")
         for group in found.groups:
             group.connect(context, found.name)
     return runtime

@@ -33,7 +33,7 @@ from typing import Generic, TypeVar
 Unit = TypeVar("Unit", bound=Hashable)
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False)
 class Call(Generic[Unit]):
     """One use of a unit in forward.
 
@@ -69,6 +69,11 @@ class Schedule(Generic[Unit]):
         self._order = []
         self._last_ended = None
         self._on_track = bool(self._previous_order)
+
+    @property
+    def on_track(self) -> bool:
+        """Whether this forward has used units in the order of the previous one so far."""
+        return self._on_track
 
     def enter(self, unit: Unit) -> tuple[Call[Unit], Unit | None]:
         """A unit's forward begins; returns its call and the unit expected next, if the order holds so far."""

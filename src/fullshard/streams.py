@@ -6,8 +6,8 @@ Compute runs on the user's current stream; gathers, reduce-scatters and all-redu
     reduce-scatter stream  reads reduce inputs, writes reduced shards
     all-reduce stream      sums reduced shards over replicas (HSDP)
 
-On the CPU the same calls do nothing: work is ordered by the host, and a collective is finished by waiting for
-its `Work`. `asynchronous` is the one question code may ask: may work be issued now and waited for by an event?
+A stream is a context manager: what is issued inside goes to it. On the CPU the same calls do nothing: work is
+ordered by the host, and a collective is finished by waiting for its `Work`. `asynchronous` is the one question code may ask: may work be issued now and waited for by an event?
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class FSDPCommContext:
         self.max_reductions = 1
         """Reduce inputs that may be in flight; one more makes compute wait for the oldest."""
 
-        self._module: Any = torch.get_device_module(device) if self.asynchronous else None
         self.all_gather = self._stream(priority=-1)
         self.reduce_scatter = self._stream(priority=-1)
         self.all_reduce = self._stream(priority=0)
@@ -83,20 +82,16 @@ class FSDPCommContext:
         self._reductions: deque[InFlight] = deque()
 
     def _stream(self, *, priority: int) -> Any:
-        return self._module.Stream(self.device, priority=priority) if self.asynchronous else None
+        return torch.Stream(self.device, priority=priority) if self.asynchronous else _HOST_STREAM
 
     def new_event(self) -> Event:
         """An event to be recorded and waited for as often as one likes."""
-        return self._module.Event() if self.asynchronous else _HOST_EVENT
-
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Issue what follows to ``stream``."""
-        return self._module.stream(stream) if self.asynchronous else _HOST_CONTEXT
+        return torch.Event(self.device.type) if self.asynchronous else _HOST_EVENT
 
     def gathers_wait_for_current_stream(self) -> None:
         """Let gathers issued from now on see what the current stream has written to the shards."""
         if self.asynchronous:
-            self.all_gather.wait_stream(self._module.current_stream())
+            self.all_gather.wait_stream(torch.accelerator.current_stream(self.device))
 
     def note_release(self, event: Event) -> None:
         """A gather buffer was given back; ``event`` marks the last read of it on the compute stream."""
@@ -136,4 +131,4 @@ class FSDPCommContext:
 
 
 _HOST_EVENT = _HostEvent()
-_HOST_CONTEXT = contextlib.nullcontext()
+_HOST_STREAM = contextlib.nullcontext()

@@ -1,0 +1,49 @@
+# make train    fullshard train
+# make test     format, lint, types, then all tests
+# make check    format, lint and types only
+# make clean    remove .venv and everything the tools left behind
+#
+# Each of them first builds .venv, if it is missing or older than pyproject.toml or constraints.txt.
+#
+#   ARGS=...            arguments for fullshard train or pytest:  make test ARGS="-k layout"
+#   PYTHON=...          the interpreter .venv is built from
+#   TORCH_PIP_ARGS=...  options for installing torch. On a machine without a GPU, name an index of
+#                       PyTorch's CPU wheels:  make test TORCH_PIP_ARGS="--index-url <address>"
+#   PY=...              use this interpreter as it is, with src on its path: no .venv, no installing
+
+PYTHON ?= python3
+TORCH_PIP_ARGS ?=
+ARGS ?=
+
+ifdef PY
+RUN := PYTHONPATH=src $(PY)
+READY :=
+else
+RUN := .venv/bin/python
+READY := .venv/.ready
+endif
+
+.PHONY: train test check clean
+
+train: $(READY)
+	$(RUN) -m fullshard train $(ARGS)
+
+test: check
+	$(RUN) -m pytest $(ARGS)
+
+check: $(READY)
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# torch comes first and alone, because TORCH_PIP_ARGS are for it only.
+.venv/.ready: pyproject.toml constraints.txt
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -c constraints.txt $(TORCH_PIP_ARGS) torch
+	.venv/bin/python -m pip install -c constraints.txt -e '.[dev]'
+	@nvidia-smi >/dev/null 2>&1 || .venv/bin/python -c 'import torch; torch.version.cuda is None or print("There is no GPU here, but this torch is a CUDA build. It works; for the smaller CPU build: make clean, then TORCH_PIP_ARGS (see Makefile).")'
+	touch $@

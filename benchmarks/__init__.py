@@ -1,0 +1,1 @@
+"""Programs that measure fullshard against torch's own FSDP and against no sharding at all."""

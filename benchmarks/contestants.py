@@ -1,0 +1,233 @@
+"""Who takes part, and how each of them is built from the same model.
+
+A builder makes its model on the meta device and shards it there, so the full fp32 model never
+exists on the device. The sharded contestants keep their shards in the master dtype and compute in
+the compute dtype; the unsharded one has its weights in the compute dtype, so all of them run the
+same kernels.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.transformer import Block, Shape, Transformer, initialise, local_tensor
+
+__all__ = [
+    "BUILDERS",
+    "Contestant",
+    "Precision",
+    "Setting",
+    "Unavailable",
+    "build",
+    "join_fake_group",
+    "plain_shards",
+]
+
+Precision = Literal["fp32", "bf16"]
+DTYPES: Mapping[Precision, torch.dtype] = MappingProxyType(
+    {"fp32": torch.float32, "bf16": torch.bfloat16}
+)
+
+
+class Unavailable(Exception):
+    """A contestant does not exist or cannot run here; the text says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What all contestants of one comparison have in common."""
+
+    shape: Shape
+    device: torch.device
+    world: int
+    precision: Precision
+    """Dtype of the computation."""
+    master: Precision
+    """Dtype of the sharded contestants' shards."""
+
+    def __post_init__(self) -> None:
+        if self.world < 1:
+            raise ValueError(f"world must be at least 1, got {self.world}.")
+        if self.precision == "fp32" and self.master == "bf16":
+            raise ValueError("bf16 masters need bf16 computation, but precision is fp32.")
+
+    @property
+    def mixed_precision(self) -> dict[str, Any]:
+        """Keyword arguments of either torch's or fullshard's mixed precision policy."""
+        if self.precision == "fp32":
+            return {}
+        return {"param_dtype": DTYPES[self.precision], "reduce_dtype": torch.float32}
+
+    @property
+    def described(self) -> str:
+        """The dtypes in words, for the head of the table."""
+        if self.precision == "fp32":
+            return "fp32 throughout"
+        return (
+            f"sharded: {self.master} shards, {self.precision} compute, fp32 reduction; "
+            f"unsharded: {self.precision} weights"
+        )
+
+    def meta_model(self, dtype: torch.dtype) -> Transformer:
+        """Make the model without memory."""
+        with torch.device("meta"):
+            return Transformer(self.shape).to(dtype)
+
+
+def join_fake_group(world: int) -> None:
+    """Become rank 0 of a group whose other ranks do not exist.
+
+    Its collectives repeat rank 0's piece for everyone: the bytes move, the values mean nothing.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+
+
+def build_unsharded(setting: Setting) -> nn.Module:
+    """Build the model as one process would have it."""
+    model = setting.meta_model(DTYPES[setting.precision]).to_empty(device=setting.device)
+    initialise(model)
+    return model
+
+
+def build_functional(module_name: str, setting: Setting) -> nn.Module:
+    """Build with `module_name`'s `fully_shard`: every block a group, the rest in the root's."""
+    try:
+        door: Any = importlib.import_module(module_name)
+        fully_shard, policy = door.fully_shard, door.MixedPrecisionPolicy
+    except (ImportError, AttributeError) as error:
+        raise Unavailable(str(error)) from error
+    mesh = init_device_mesh(setting.device.type, (setting.world,))
+    mp_policy = policy(**setting.mixed_precision)
+    model = setting.meta_model(DTYPES[setting.master])
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=mp_policy)
+    fully_shard(model, mesh=mesh, mp_policy=mp_policy)
+    model.to_empty(device=setting.device)
+    initialise(model)
+    return model
+
+
+def build_fsdp2(setting: Setting) -> nn.Module:
+    """Build with torch's `fully_shard`."""
+    return build_functional("torch.distributed.fsdp", setting)
+
+
+def build_fullshard(setting: Setting) -> nn.Module:
+    """Build with fullshard's `fully_shard`, by the same calls as torch's."""
+    return build_functional("fullshard", setting)
+
+
+def build_fsdp1(setting: Setting) -> nn.Module:
+    """Build with torch's wrapper class, every block a flat parameter."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    def materialise(module: nn.Module) -> None:
+        module.to_empty(device=setting.device, recurse=False)
+        initialise(module, recurse=False)
+
+    try:
+        return FullyShardedDataParallel(
+            setting.meta_model(DTYPES[setting.master]),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            mixed_precision=MixedPrecision(**setting.mixed_precision),
+            param_init_fn=materialise,
+            device_id=setting.device,
+            use_orig_params=True,
+        )
+    except RuntimeError as error:
+        if setting.device.type == "cuda":
+            raise
+        # Written for accelerators; some versions of torch let it run on the CPU when told to.
+        raise Unavailable(f"torch FSDP1 refuses the CPU: {error}") from error
+
+
+BUILDERS: Mapping[str, Callable[[Setting], nn.Module]] = MappingProxyType(
+    {
+        "unsharded": build_unsharded,
+        "fsdp2": build_fsdp2,
+        "fsdp1": build_fsdp1,
+        "fullshard": build_fullshard,
+    }
+)
+
+
+class Contestant:
+    """One built model with its batch; lives as long as its weights are on the device."""
+
+    def __init__(self, name: str, model: nn.Module, setting: Setting) -> None:
+        self.name = name
+        self.model = model
+        size = (setting.shape.batch, setting.shape.context)
+        self.tokens = torch.randint(setting.shape.vocab, size, device=setting.device)
+        self.targets = torch.randint(setting.shape.vocab, size, device=setting.device).flatten()
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def forward_backward(self) -> Tensor:
+        """Run what is timed, and return the loss."""
+        loss = F.cross_entropy(self.model(self.tokens).flatten(0, 1), self.targets)
+        torch.autograd.backward(loss)
+        return loss
+
+    def zero_grad(self) -> None:
+        """Drop the gradients, so that the next backward makes new ones."""
+        self.model.zero_grad(set_to_none=True)
+
+    def check(self) -> None:
+        """Run one step, and raise unless it did what a training step has to do.
+
+        Gradients are checked for presence and shape, not for values: the fake group makes them up.
+        """
+        self.zero_grad()
+        loss = self.forward_backward()
+        if not torch.isfinite(loss):
+            raise RuntimeError(f"the loss must be finite, got {loss.item()}")
+        wrong = []
+        for name, parameter in self.model.named_parameters():
+            piece, grad = local_tensor(parameter), parameter.grad
+            if not parameter.requires_grad or piece.numel() == 0:
+                continue  # FSDP1 gives no gradient to a parameter of which this rank holds nothing
+            if grad is None:
+                wrong.append(f"{name} has none")
+            elif (grad.shape, local_tensor(grad).shape) != (parameter.shape, piece.shape):
+                wrong.append(f"{name} {tuple(parameter.shape)} has {tuple(grad.shape)}")
+        if wrong:
+            raise RuntimeError(f"every parameter needs a gradient of its shape; {'; '.join(wrong)}")
+
+    @torch.no_grad()
+    def fill_gradients(self) -> None:
+        """Put small random values in place of whatever the fake group left in the gradients.
+
+        Before: after a backward. Garbage could be NaN, which would reach the weights with the next
+        optimizer step and the loss with the next forward.
+        """
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                local_tensor(parameter.grad).normal_(std=1e-3)
+
+
+def build(name: str, setting: Setting) -> Contestant:
+    """Build a contestant by its name."""
+    return Contestant(name, BUILDERS[name](setting), setting)
+
+
+def plain_shards(setting: Setting) -> list[nn.Parameter]:
+    """Make plain tensors of rank 0's shard shapes, with gradients: an optimizer's best case."""
+    shards = []
+    for parameter in setting.meta_model(DTYPES[setting.master]).parameters():
+        rows, *rest = parameter.shape
+        size = (-(-rows // setting.world), *rest)
+        piece = torch.empty(size, dtype=parameter.dtype, device=setting.device).normal_(std=0.02)
+        shards.append(nn.Parameter(piece))
+        shards[-1].grad = torch.empty_like(piece).normal_(std=1e-3)
+    return shards

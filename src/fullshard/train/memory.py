@@ -1,0 +1,30 @@
+"""How much memory this rank uses, as far as its device and platform can tell."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the peak of allocated memory on CUDA, on CPU the memory this process has resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _resident_bytes()
+
+
+def _resident_bytes() -> int:
+    try:
+        import psutil
+    except ModuleNotFoundError:
+        return _peak_resident_bytes()
+    return int(psutil.Process().memory_info().rss)
+
+
+def _peak_resident_bytes() -> int:
+    """Return the next best thing to the resident memory that the standard library knows."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

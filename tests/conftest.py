@@ -1,0 +1,35 @@
+"""Fixtures for all tests: a fixed seed, and `world(n)`, a bench of n real ranks."""
+
+import os
+
+# Before torch is imported, here and by inheritance in the ranks. Some machines advertise AMX and do
+# not allow it, and oneDNN would die of an illegal instruction in its first bf16 matmul.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from tests.helpers.ranks import RankPool, World
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Callable[[int], World]]:
+    pool = RankPool()
+    yield partial(World, pool)
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an accelerator"))

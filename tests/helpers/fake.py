@@ -1,0 +1,19 @@
+"""A world of any size in one process, whose collectives move nothing between ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.helpers.groups import leave_group
+
+
+@contextmanager
+def fake_world(size: int, rank: int = 0) -> Iterator[None]:
+    """Be `rank` of `size` in a `fake` default process group: shapes are true, values are not."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        leave_group()

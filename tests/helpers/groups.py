@@ -1,0 +1,29 @@
+"""Leaving a process group so that the next test in the same process meets no trace of it."""
+
+import gc
+import sys
+
+import torch
+import torch.distributed as dist
+
+
+def leave_group() -> None:
+    """Destroy the default process group, if there still is one, and free all that held on to it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _forget_meshes()
+    gc.collect()
+    assert not dist.is_initialized(), "the default process group survived its destruction"
+
+
+def _forget_meshes() -> None:
+    """Clear the caches of DTensor.
+
+    It remembers the outcome of every operation by mesh, and meshes of two tests compare equal: the
+    second test would get results on the first one's mesh, whose groups are gone.
+    """
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is not None:
+        # What torch.distributed.tensor.debug does, which takes a second to import.
+        tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()

@@ -1,0 +1,137 @@
+"""One rank of the test bench: a process that runs jobs until its parent is gone.
+
+The parent side is `ranks`. Between the two runs one pipe, and every message on it is bytes made by
+plain `pickle`, never by `torch.multiprocessing`, so that tensors travel as values and no shared
+memory outlives a rank.
+
+    parent                          rank
+    start the process   ->          import torch
+                        <-          Report (ready)
+    Job                 ->          join a new gloo group, call the function
+                        <-          Report (result or error)
+    b"" to every rank   ->          leave the group, collect garbage
+                        <-          Report (left)
+
+A rank leaves only when every rank has reported: a gloo peer that is still reading the last
+collective would otherwise see its connection closed.
+"""
+
+import faulthandler
+import gc
+import os
+import pickle
+import queue
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.helpers.groups import leave_group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What one rank has to do: which group to join and, pickled, which call to make there."""
+
+    rank: int
+    world_size: int
+    store: Path
+    group_timeout: timedelta
+    call: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What became of one exchange with a rank: a pickled result, or an error and its traceback."""
+
+    result: bytes = b""
+    error: BaseException | None = None
+    traceback: str = ""
+
+
+class StandInError(Exception):
+    """Stands for an exception that does not survive pickling; keeps its type's name and its text."""
+
+    def __init__(self, type_name: str, text: str) -> None:
+        super().__init__(type_name, text)
+        self.type_name = type_name
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"{self.type_name}: {self.text}"
+
+
+def main() -> None:
+    """Serve jobs; the arguments are the pipe's file descriptor, the bench's folder, the rank."""
+    connection, folder = Connection(int(sys.argv[1])), Path(sys.argv[2])
+    stacks = stacks_file(folder, int(sys.argv[3])).open("a")
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks)
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_watch_parent, args=(connection, folder, inbox), daemon=True).start()
+
+    torch.set_num_threads(1)
+    connection.send_bytes(pickle.dumps(Report()))
+    while True:
+        connection.send_bytes(pickle.dumps(_run(pickle.loads(inbox.get()))))
+        inbox.get()
+        connection.send_bytes(pickle.dumps(_leave()))
+
+
+def stacks_file(folder: Path, rank: int) -> Path:
+    """Where this rank's stacks go when it crashes or is asked for them."""
+    return folder / f"rank{rank}.stacks"
+
+
+def _watch_parent(connection: Connection, folder: Path, inbox: queue.SimpleQueue[bytes]) -> None:
+    """Pass messages on; when the parent is gone, however it went, leave nothing behind."""
+    try:
+        while True:
+            inbox.put(connection.recv_bytes())
+    except (EOFError, OSError):
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+
+def _run(job: Job) -> Report:
+    # What has outlived the jobs before is modules and caches, and it stays: without this the
+    # collection after every job walks all of torch.
+    gc.freeze()
+    try:
+        dist.init_process_group(
+            "gloo",
+            rank=job.rank,
+            world_size=job.world_size,
+            store=dist.FileStore(str(job.store), job.world_size),
+            timeout=job.group_timeout,
+        )
+        torch.manual_seed(0)
+        fn, args, kwargs = pickle.loads(job.call)
+        return Report(result=pickle.dumps(fn(*args, **kwargs)))
+    except BaseException as error:
+        return _failure(error)
+
+
+def _leave() -> Report:
+    try:
+        leave_group()
+        return Report()
+    except BaseException as error:
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> Report:
+    text = "".join(traceback.format_exception(error))
+    try:
+        portable = pickle.loads(pickle.dumps(error))
+    except Exception:
+        portable = StandInError(type(error).__name__, str(error))
+    return Report(error=portable, traceback=text)

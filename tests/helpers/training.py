@@ -1,0 +1,130 @@
+"""One training run, the same for one process, torch's FSDP2 and fullshard, so that they can be compared.
+
+Everything is returned whole (gathered), on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
+
+ONE_PROCESS, TORCH, FULLSHARD = "one process", "torch", "fullshard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What to train and how; a value, so that it travels to the ranks."""
+
+    model: ModelOptions = ModelOptions()
+    steps: int = 10
+    microbatches: int = 1
+    """Backwards per optimizer step; gradients are reduced in the last one only."""
+    sync_every_microbatch: bool = False
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    replicas: int = 1
+    """More than one: HSDP."""
+    reshard_after_forward: bool | None = None
+    keep_between_microbatches: bool = False
+    group_blocks: bool = True
+    """A group per block, or one for everything."""
+    optimizer: str = "AdamW"
+    clip: float | None = None
+    batch_per_rank: int = 2
+
+
+@dataclass
+class Record:
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of the last step."""
+    params: dict[str, Tensor] = field(default_factory=dict)
+
+
+def shard(model: Decoder, api: str, run: Run, **kwargs: Any) -> Decoder:
+    """Apply `fully_shard` of torch or of fullshard as the run says."""
+    if api == TORCH:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    else:
+        from fullshard import (  # type: ignore[assignment]
+            MixedPrecisionPolicy,
+            fully_shard,
+        )
+    world = dist.get_world_size()
+    if run.replicas > 1:
+        shape = (run.replicas, world // run.replicas)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (world,))
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(run.param_dtype, run.reduce_dtype),
+        "reshard_after_forward": run.reshard_after_forward,
+        **kwargs,
+    }
+    if run.group_blocks:
+        for block in model.blocks:
+            fully_shard(block, **options)
+    return fully_shard(model, **options)  # type: ignore[no-any-return]
+
+
+def train(api: str, run: Run, world_size: int = 1) -> Record:
+    """Train on the ranks of the default group, or in one process on the batch of ``world_size`` ranks."""
+    model = make_decoder(run.model)
+    if api != ONE_PROCESS:
+        shard(model, api, run)
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    optimizer = getattr(torch.optim, run.optimizer)(trainable, lr=1e-2)
+    record = Record()
+    for step in range(run.steps):
+        record.losses.append(_step(model, run, step, world_size if api == ONE_PROCESS else None))
+        if run.clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(trainable, run.clip)
+            record.losses.append(float(whole(norm)))
+        if step == run.steps - 1:
+            record.gradients = {
+                name: whole(param.grad)
+                for name, param in model.named_parameters()
+                if param.grad is not None
+            }
+        optimizer.step()
+        optimizer.zero_grad()
+    record.params = {name: whole(param) for name, param in model.named_parameters()}
+    return record
+
+
+def _step(model: Any, run: Run, step: int, whole_batch_of: int | None) -> float:
+    """All microbatches of one optimizer step; returns the loss over the global batch."""
+    rows = run.batch_per_rank * run.microbatches
+    if whole_batch_of is not None:
+        loss = model(tokens_for(step, rows * whole_batch_of))
+        loss.backward()
+        return float(loss.detach())
+    world, rank = dist.get_world_size(), dist.get_rank()
+    batch = tokens_for(step, rows * world)
+    total = torch.zeros(())
+    mine = batch[rank * rows : (rank + 1) * rows]
+    for index, microbatch in enumerate(mine.chunk(run.microbatches)):
+        last = index == run.microbatches - 1
+        model.set_requires_gradient_sync(last or run.sync_every_microbatch)
+        if run.keep_between_microbatches:
+            model.set_reshard_after_backward(last)
+        loss = model(microbatch) / run.microbatches
+        loss.backward()
+        total += loss.detach()
+    dist.all_reduce(total)
+    return float(total) / world
+
+
+def whole(tensor: Any) -> Tensor:
+    """A tensor gathered from its shards, cut loose from everything."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()  # type: ignore[no-any-return]

@@ -1,0 +1,49 @@
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fullshard
+
+ROOT = Path(__file__).parents[2]
+TINY = "--layers 2 --width 32 --batch 1 --context 8 --vocab 64".split()
+SHORT = "--device cpu --world 4 --rounds 1 --steps 2 --warmup 1".split()
+
+
+def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), *SHORT, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+
+
+def test_every_contestant_is_in_the_table_and_in_the_samples(tmp_path: Path) -> None:
+    expected = ["unsharded", "fsdp2"]
+    if hasattr(fullshard, "fully_shard"):
+        expected.append("fullshard")
+    file = tmp_path / "step.json"
+    names = ["unsharded", "fsdp2", "fullshard"]
+    finished = run_benchmark(*TINY, "--contestants", *names, "--json", str(file))
+    assert finished.returncode == 0, finished.stderr
+    written = json.loads(file.read_text())
+    (result,) = written["results"]
+    assert result["num_groups"] == 3
+    assert str(tmp_path) not in written["header"]["command"]
+    for name in expected:
+        assert f"\n| {name} " in finished.stdout
+        contestant = result["contestants"][name]
+        assert contestant["status"] == "measured", contestant["reason"]
+        for quantity in ("forward_backward_s", "host_s", "optimizer_s"):
+            assert len(contestant["samples"][quantity]) == 2
+            assert contestant["summary"][quantity]["median"] > 0
+        assert contestant["memory"] is None  # nothing untrue is said about memory on the CPU
+    assert "\n| plain shards " in finished.stdout
+
+
+def test_sizes_that_do_not_fit_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.transformer import PRESETS
+
+    with pytest.raises(ValueError, match="multiple of head_width, got 40 and 16"):
+        dataclasses.replace(PRESETS["tiny"], width=40)

@@ -1,0 +1,146 @@
+"""Sharded training computes what one process computes, and what torch's own FSDP2 computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.compare import assert_close, assert_equal
+from tests.helpers.models import ModelOptions
+from tests.helpers.training import FULLSHARD, ONE_PROCESS, TORCH, Record, Run, train
+
+CASES = {
+    "plain": Run(),
+    "one group": Run(group_blocks=False),
+    "kept after forward": Run(reshard_after_forward=False),
+    "released after forward, root too": Run(reshard_after_forward=True),
+    "accumulation": Run(microbatches=3),
+    "accumulation, reduced every time": Run(microbatches=2, sync_every_microbatch=True),
+    "accumulation, kept unsharded": Run(microbatches=2, keep_between_microbatches=True),
+    "reentrant checkpointing": Run(model=ModelOptions(checkpointing="reentrant")),
+    "non-reentrant checkpointing": Run(model=ModelOptions(checkpointing="non_reentrant")),
+    "non-reentrant checkpointing and accumulation": Run(
+        model=ModelOptions(checkpointing="non_reentrant"), microbatches=2
+    ),
+    "frozen": Run(model=ModelOptions(frozen=("up.weight", "norm.bias", "embed.weight"))),
+    "frozen, checkpointed": Run(
+        model=ModelOptions(frozen=("up.weight",), checkpointing="non_reentrant")
+    ),
+    "frozen block": Run(model=ModelOptions(frozen=("blocks.1.up.weight", "embed.weight"))),
+    "tied": Run(model=ModelOptions(tied=True)),
+    "tied, checkpointed": Run(model=ModelOptions(tied=True, checkpointing="reentrant")),
+    "blocks called twice": Run(model=ModelOptions(repeat=2)),
+    "blocks called twice, checkpointed": Run(
+        model=ModelOptions(repeat=2, checkpointing="non_reentrant")
+    ),
+    "blocks called twice, reentrant": Run(
+        model=ModelOptions(repeat=2, checkpointing="reentrant"), steps=3
+    ),
+    "clipped, SGD": Run(clip=0.5, optimizer="SGD"),
+    "deep and narrow": Run(model=ModelOptions(depth=7, width=3, hidden=5)),
+}
+ZERO_D = {"0-d parameters": Run(model=ModelOptions(scalar=True), clip=0.1)}
+
+
+def train_and_compare(run: Run, expected: Record) -> None:
+    record = train(FULLSHARD, run)
+    assert_close(record.losses, expected.losses, rtol=1e-5, atol=1e-7)
+    assert_close(record.gradients, expected.gradients, rtol=1e-5, atol=1e-6)
+    assert_close(record.params, expected.params, rtol=1e-5, atol=1e-6)
+
+
+def train_both_and_compare(run: Run, bit_for_bit: bool) -> None:
+    ours, theirs = train(FULLSHARD, run), train(TORCH, run)
+    if bit_for_bit:
+        assert_equal([ours.losses, ours.gradients], [theirs.losses, theirs.gradients])
+        assert_equal(ours.params, theirs.params)
+    else:
+        # Over more than two ranks the order of a sum depends on how the data is cut for the wire.
+        low = torch.finfo(run.reduce_dtype or run.param_dtype or torch.float32).eps
+        assert_close(ours.losses, theirs.losses, rtol=max(1e-5, low), atol=1e-6)
+        assert_close(ours.gradients, theirs.gradients, rtol=0.05, atol=max(1e-6, low))
+        assert_close(ours.params, theirs.params, rtol=1e-4, atol=max(1e-6, low))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["plain", "tied", "frozen", "0-d parameters"])
+def test_ten_steps_equal_one_process(world, name: str, world_size: int) -> None:
+    _assert_equals_one_process(world, world_size, {**CASES, **ZERO_D}[name])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("plain", "tied", "frozen")])
+def test_three_ranks_equal_one_process_with_every_option(world, name: str) -> None:
+    _assert_equals_one_process(world, 3, CASES[name])
+
+
+# torch 2.13 itself is off from one process here, by 1e-3 in the second loss; ours is not (above).
+TORCH_IS_WRONG = ("blocks called twice, reentrant",)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in TORCH_IS_WRONG])
+def test_two_ranks_equal_torch_to_the_last_bit(world, name: str) -> None:
+    world(2).run(train_both_and_compare, replace(CASES[name], steps=4), True)
+
+
+MIXED = {
+    "bf16": Run(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "bf16, reduced in bf16": Run(param_dtype=torch.bfloat16),
+    "bf16, accumulation": Run(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, microbatches=3
+    ),
+    "bf16, frozen and tied": Run(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        model=ModelOptions(frozen=("up.weight",), tied=True),
+    ),
+    "bf16, reentrant checkpointing": Run(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        model=ModelOptions(checkpointing="reentrant"),
+    ),
+    "bf16, non-reentrant checkpointing": Run(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        model=ModelOptions(checkpointing="non_reentrant"),
+    ),
+    "fp16": Run(param_dtype=torch.float16, reduce_dtype=torch.float16, steps=3),
+    "fp32 compute, bf16 reduced": Run(reduce_dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_precision_on_two_ranks_equals_torch_to_the_last_bit(world, name: str) -> None:
+    world(2).run(train_both_and_compare, replace(MIXED[name], steps=4), True)
+
+
+def test_mixed_precision_on_three_ranks_equals_torch(world) -> None:
+    world(3).run(train_both_and_compare, MIXED["bf16"], False)
+    world(3).run(train_both_and_compare, replace(MIXED["bf16, reduced in bf16"], steps=2), False)
+    world(3).run(train_both_and_compare, replace(MIXED["fp16"], steps=2), False)
+
+
+HSDP = {
+    "fp32": Run(replicas=2),
+    "accumulation": Run(replicas=2, microbatches=2),
+    "bf16": Run(replicas=2, param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "all replicas": Run(replicas=4),
+    "checkpointing": Run(replicas=2, model=ModelOptions(checkpointing="non_reentrant", tied=True)),
+}
+
+
+@pytest.mark.parametrize("name", HSDP)
+def test_hsdp_on_four_ranks_equals_torch(world, name: str) -> None:
+    bit_for_bit = name != "all replicas"
+    world(4).run(train_both_and_compare, replace(HSDP[name], steps=4), bit_for_bit)
+
+
+@pytest.mark.parametrize("name", ["fp32", "accumulation", "all replicas", "checkpointing"])
+def test_hsdp_on_four_ranks_equals_one_process(world, name: str) -> None:
+    _assert_equals_one_process(world, 4, HSDP[name])
+
+
+def _assert_equals_one_process(world, world_size: int, run: Run) -> None:
+    expected = train(ONE_PROCESS, run, world_size)
+    world(world_size).run(train_and_compare, run, expected)
