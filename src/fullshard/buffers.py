@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .layout import Division, Layout, Slot, place
+from .layout import Division, Layout, place
 
 
 class Buffer:
@@ -98,107 +99,159 @@ class ShardBuffer:
                 piece_tensor.zero_()  # padding travels with every gather; let it be the same everywhere
 
 
+class Staging(NamedTuple):
+    """Memory in which pieces lie rank after rank, as one message, and the views a packed gather needs of it."""
+
+    own_pieces: list[Tensor]
+    """Per segment, this rank's piece: what the shard is cast and copied into."""
+    targets: list[Tensor]
+    """Parts of the whole parameters, parallel to `sources`."""
+    sources: list[Tensor]
+    """What is copied there after the gather."""
+
+
 class GatherBuffer:
     """The whole parameters of a group in the compute dtype, while the group is unsharded.
 
-    Zero-copy segments are gathered in place: `outputs` are segments of this buffer and `inputs` this rank's
-    pieces of them. A `Division.CHUNKS` segment is gathered into a staging buffer, rank after rank, and
-    rearranged by `copy_out`.
+    In place, `outputs` are segments of this buffer and `inputs` this rank's pieces of them; what cannot be
+    gathered in place (`Division.CHUNKS`) goes through a staging buffer of its own. Packed, everything goes
+    through one staging buffer, (world, bytes of a shard): one output, one input.
     """
 
     def __init__(
-        self, layout: Layout, rank: int, dtypes: Sequence[torch.dtype], device: torch.device
+        self,
+        layout: Layout,
+        rank: int,
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        *,
+        packed: bool,
     ) -> None:
         """Allocate on the current stream (the all-gather stream) and make every view a step needs."""
-        self._layout = layout
+        self._layout, self._rank = layout, rank
         self._dtypes = [dtypes[segment.params[0]] for segment in layout.segments]
-        staged = [not _is_zero_copy(layout, index) for index in range(len(layout.segments))]
-        whole = [segment.piece_numel * layout.world for segment in layout.segments]
         homes = place(
             [
-                layout.slots[segment.params[0]].numel if is_staged else numel
-                for segment, is_staged, numel in zip(layout.segments, staged, whole, strict=True)
+                segment.piece_numel * layout.world
+                if _is_zero_copy(layout, index)
+                else layout.slots[segment.params[0]].numel
+                for index, segment in enumerate(layout.segments)
             ],
             self._dtypes,
         )
-        staging = place(
-            [numel if is_staged else 0 for numel, is_staged in zip(whole, staged, strict=True)],
-            self._dtypes,
-        )
-        self.nbytes = homes.nbytes
-        self.homes = Buffer(homes.nbytes, device)
-        self.staging = Buffer(staging.nbytes, device)
-        self.starts = homes.starts
-
-        self.outputs: list[Tensor] = []
-        """Per segment, the bytes it is gathered into."""
-        self.inputs: list[Tensor] = []
-        """Per segment, the bytes of this rank's piece within its output."""
-        self.own_pieces: list[Tensor] = []
-        """`inputs` in the compute dtype: what the shard is cast and copied into."""
-        for index, segment in enumerate(layout.segments):
-            buffer, start = (
-                (self.staging, staging.starts[index])
-                if staged[index]
-                else (self.homes, homes.starts[index])
-            )
-            dtype = self._dtypes[index]
-            piece_bytes = segment.piece_numel * dtype.itemsize
-            own = start + rank * piece_bytes
-            self.own_pieces.append(buffer.view(dtype, own, (segment.piece_numel,)))
-            if piece_bytes:  # a collective has nothing to do for a parameter without elements
-                self.outputs.append(buffer.view(torch.uint8, start, (piece_bytes * layout.world,)))
-                self.inputs.append(buffer.view(torch.uint8, own, (piece_bytes,)))
-
+        self._homes = Buffer(homes.nbytes, device)
+        self._starts = homes.starts
         self.params = [
-            self.homes.view(dtype, _home(homes.starts, slot, dtype), slot.shape)
+            self._homes.view(
+                dtype, homes.starts[slot.segment] + slot.start * dtype.itemsize, slot.shape
+            )
             for slot, dtype in zip(layout.slots, dtypes, strict=True)
         ]
         """Per parameter, the data of its unsharded face."""
-
+        self.outputs: list[Tensor] = []
+        """Bytes that collectives gather into."""
+        self.inputs: list[Tensor] = []
+        """Parallel to `outputs`, the bytes that this rank sends, which lie in them."""
+        self.own_pieces: list[Tensor] = []
+        """Per segment, this rank's piece in the compute dtype: what the shard is cast and copied into."""
         self._copy_out: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for index, slot in enumerate(layout.slots):
-            if not slot.zero_copy:
-                start, dtype = staging.starts[slot.segment], dtypes[index]
-                self._copy_out[0].extend(rank_chunks(layout, index, self.params[index]))
-                self._copy_out[1].extend(_staged_chunks(layout, index, self.staging, start, dtype))
+        self._packing = place([segment.piece_numel for segment in layout.segments], self._dtypes)
+        if packed:
+            self._prepare_packed(device)
+        else:
+            self._prepare_in_place(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameters, padding included."""
+        return self._homes.nbytes
+
+    def contains(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the gathered memory."""
+        begin = self._homes.data_ptr
+        return begin <= tensor.data_ptr() < begin + self._homes.nbytes
+
+    def _prepare_in_place(self, device: torch.device) -> None:
+        layout, world = self._layout, self._layout.world
+        staged = [not _is_zero_copy(layout, index) for index in range(len(layout.segments))]
+        staging = place(
+            [s.piece_numel * world * flag for s, flag in zip(layout.segments, staged, strict=True)],
+            self._dtypes,
+        )
+        self._staging = Buffer(staging.nbytes, device)
+        for index, segment in enumerate(layout.segments):
+            dtype = self._dtypes[index]
+            buffer, start = (
+                (self._staging, staging.starts[index])
+                if staged[index]
+                else (self._homes, self._starts[index])
+            )
+            self._add_message(buffer, start, segment.piece_numel * dtype.itemsize)
+            own = start + self._rank * segment.piece_numel * dtype.itemsize
+            self.own_pieces.append(buffer.view(dtype, own, (segment.piece_numel,)))
+            if staged[index]:
+                param = segment.params[0]
+                self._copy_out[0].extend(rank_chunks(layout, param, self.params[param]))
+                self._copy_out[1].extend(_staged_chunks(layout, param, buffer, start, dtype))
+
+    def _prepare_packed(self, device: torch.device) -> None:
+        nbytes = self.packed_nbytes
+        self._staging = Buffer(nbytes * self._layout.world, device)
+        self._add_message(self._staging, 0, nbytes)
+        rows = self._staging.view(torch.uint8, 0, (self._layout.world, nbytes))
+        self.own_pieces, *copies = self.stage(rows)
+        self._copy_out = (copies[0], copies[1])
+
+    def _add_message(self, buffer: Buffer, start: int, piece_bytes: int) -> None:
+        if piece_bytes:  # a collective has nothing to do for parameters without elements
+            own = start + self._rank * piece_bytes
+            self.outputs.append(
+                buffer.view(torch.uint8, start, (piece_bytes * self._layout.world,))
+            )
+            self.inputs.append(buffer.view(torch.uint8, own, (piece_bytes,)))
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of one rank's message in a packed gather."""
+        return self._packing.nbytes
+
+    def stage(self, rows: Tensor) -> Staging:
+        """The views a packed gather needs of ``rows``, bytes of shape (world, `packed_nbytes`)."""
+        layout = self._layout
+        staging = Staging([], [], [])
+        for index, segment in enumerate(layout.segments):
+            numel, dtype = segment.piece_numel, self._dtypes[index]
+            start = self._packing.starts[index]
+            pieces = rows[:, start : start + numel * dtype.itemsize].view(dtype)
+            staging.own_pieces.append(pieces[self._rank])
+            if _is_zero_copy(layout, index):
+                home = self._homes.view(dtype, self._starts[index], (layout.world, numel))
+                staging.targets.append(home)
+                staging.sources.append(pieces)
+                continue
+            param = segment.params[0]
+            staging.targets.extend(rank_chunks(layout, param, self.params[param]))
+            for rank in range(layout.world):
+                held = layout.piece(param, rank)
+                staging.sources.append(pieces[rank, : held.numel].view(held.shape))
+        return staging
 
     def allocate(self) -> None:
         """Take memory, on the current stream (the all-gather stream)."""
-        self.homes.allocate()
-        if self.staging.nbytes:
-            self.staging.allocate()
+        self._homes.allocate()
+        if self._staging.nbytes:
+            self._staging.allocate()
 
     def copy_out(self) -> None:
-        """Rearrange what was staged; after the collective, on the stream that ran it."""
+        """Distribute what was staged; after the collective, on the stream that ran it."""
         if self._copy_out[0]:
             torch._foreach_copy_(*self._copy_out)
-            self.staging.release()
-
-    def copy_out_packed(self, packed: Tensor, starts: Sequence[int]) -> None:
-        """Distribute a packed gather: ``packed`` is (world, bytes of a shard), pieces at byte ``starts``."""
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for index, segment in enumerate(self._layout.segments):
-            numel, dtype = segment.piece_numel, self._dtypes[index]
-            piece = packed[:, starts[index] : starts[index] + numel * dtype.itemsize].view(dtype)
-            param = segment.params[0]
-            if _is_zero_copy(self._layout, index):
-                shape = (self._layout.world, numel)
-                targets.append(self.homes.view(dtype, self.starts[index], shape))
-                sources.append(piece)
-                continue
-            targets.extend(rank_chunks(self._layout, param, self.params[param]))
-            for rank in range(self._layout.world):
-                held = self._layout.piece(param, rank)
-                sources.append(piece[rank, : held.numel].view(held.shape))
-        torch._foreach_copy_(targets, sources)
-        if self.staging.nbytes:
-            self.staging.release()
+            self._staging.release()
 
     def release(self) -> None:
         """Give the memory back."""
-        self.homes.release()
+        self._homes.release()
+        self._staging.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,10 +424,6 @@ class ReduceBuffer:
 
 def _is_zero_copy(layout: Layout, segment: int) -> bool:
     return layout.slots[layout.segments[segment].params[0]].zero_copy
-
-
-def _home(starts: Sequence[int], slot: Slot, dtype: torch.dtype) -> int:
-    return starts[slot.segment] + slot.start * dtype.itemsize
 
 
 def _staged_chunks(

@@ -12,6 +12,7 @@ group and exist so that the packed path can be had, and tested, without writing 
 from __future__ import annotations
 
 import functools
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -74,7 +75,7 @@ class DefaultAllGather(AllGather):
         """Gather through the process group."""
         options = _gather_options(async_op=async_op)
         work = torch_border.all_gather_single(group, output_tensor, input_tensor, options)
-        return _work_or_wait(work, async_op)
+        return work if async_op else _ordered(work, group)
 
 
 class DefaultReduceScatter(ReduceScatter):
@@ -91,7 +92,7 @@ class DefaultReduceScatter(ReduceScatter):
         """Reduce and scatter through the process group."""
         options = torch_border.reduce_scatter_options(op, async_op=async_op)
         work = torch_border.reduce_scatter_single(group, output_tensor, input_tensor, options)
-        return _work_or_wait(work, async_op)
+        return work if async_op else _ordered(work, group)
 
 
 def all_gather(
@@ -106,7 +107,7 @@ def all_gather(
         return None
     options = _gather_options(async_op=async_op)
     work = torch_border.all_gather_coalesced(group, outputs, inputs, options)
-    return _work_or_wait(work, async_op)
+    return work if async_op else _ordered(work, group)
 
 
 def reduce_scatter(
@@ -122,7 +123,7 @@ def reduce_scatter(
         return None
     options = _reduce_options(op, async_op=async_op)
     work = torch_border.reduce_scatter_coalesced(group, outputs, inputs, options)
-    return _work_or_wait(work, async_op)
+    return work if async_op else _ordered(work, group)
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType) -> None:
@@ -159,12 +160,21 @@ def _checked(comm: Comm, work: object) -> Work | None:
     return work  # type: ignore[return-value]
 
 
-def _work_or_wait(work: Work, async_op: bool) -> Work | None:
-    if async_op:
-        return work
-    # NCCL has run on the current stream and this costs an event; other backends block here, as they must.
-    work.wait()
+def _ordered(work: Work, group: ProcessGroup) -> Work | None:
+    """Order the current stream after ``work``; there is nothing left to wait for."""
+    if not _runs_on_current_stream(group):
+        work.wait()
     return None
+
+
+_ON_CURRENT_STREAM: weakref.WeakKeyDictionary[ProcessGroup, bool] = weakref.WeakKeyDictionary()
+
+
+def _runs_on_current_stream(group: ProcessGroup) -> bool:
+    """Whether a collective that is not asynchronous has been issued to the current stream, as NCCL's is."""
+    if group not in _ON_CURRENT_STREAM:
+        _ON_CURRENT_STREAM[group] = dist.get_backend(group) in ("nccl", "fake")
+    return _ON_CURRENT_STREAM[group]
 
 
 # Options are the same for every call, so each is made once.

@@ -43,6 +43,10 @@ ALIGNMENT = 128
 """Bytes at whose multiples every block of a buffer starts: whole cache lines, any vector load, any dtype."""
 
 
+IN_PLACE_FROM = 1 << 20
+"""Mean bytes of a rank's piece of a segment from which a group is gathered in place; see `gathers_in_place`."""
+
+
 class Division(enum.Enum):
     """How one parameter's elements are divided over ranks; see the module docstring."""
 
@@ -238,6 +242,18 @@ def place(
         end = start + numel * dtype.itemsize
     # The buffer's own length is aligned too, so that a byte buffer can be viewed in any dtype.
     return Placement(starts=tuple(starts), nbytes=-(-end // alignment) * alignment)
+
+
+def gathers_in_place(layout: Layout, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether to gather segment by segment in place, or all in one message that is distributed by a copy.
+
+    In place there is nothing to copy, but a collective per segment: right for pieces large enough to fill the
+    wire. Small pieces cost more in calls and latency than a copy of them does.
+    """
+    nbytes = sum(
+        segment.piece_numel * dtypes[segment.params[0]].itemsize for segment in layout.segments
+    )
+    return nbytes >= IN_PLACE_FROM * len(layout.segments)
 
 
 def _division(shape: tuple[int, ...], dim: int) -> Division:

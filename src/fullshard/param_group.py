@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed import Work
 
 from . import comm, gradients, torch_border
-from .buffers import GatherBuffer, ReduceBuffer, ShardBuffer
+from .buffers import GatherBuffer, ReduceBuffer, ShardBuffer, Staging
 from .errors import ConfigurationError
-from .layout import per_row_layout, place
+from .layout import gathers_in_place, per_row_layout
 from .mesh import FSDPMeshInfo
 from .param import FaceSwitch, FSDPParam
 from .policies import MixedPrecisionPolicy
@@ -80,7 +80,7 @@ class FSDPParamGroup:
         self._faces: FaceSwitch | None = None
         """None until the unsharded faces have been made of the present gather buffer."""
         self._gather_work: Work | None = None
-        self._packed: Tensor | None = None
+        self._custom_staging: Staging | None = None
         self._shard_versions: int | None = None
         self.unwatched: list[FSDPParam] = []
         """Trainable parameters of whose gradients nobody is told yet."""
@@ -231,7 +231,7 @@ class FSDPParamGroup:
             buffer = self._allocate_gather()
             async_op = not context.asynchronous
             if self.custom_all_gather is not None:
-                self._gather_work = self._packed_gather(self.custom_all_gather, async_op)
+                self._gather_work = self._custom_gather(buffer, self.custom_all_gather, async_op)
             else:
                 torch._foreach_copy_(buffer.own_pieces, self._shards.pieces)
                 self._gather_work = comm.all_gather(
@@ -252,43 +252,40 @@ class FSDPParamGroup:
         # Made under inference_mode, the faces could never be trained.
         with torch.inference_mode(False):
             rank = self.mesh_info.shard_mesh_rank
-            self._gather = GatherBuffer(self.layout, rank, self._compute_dtypes, self.device)
+            self._gather = GatherBuffer(
+                self.layout,
+                rank,
+                self._compute_dtypes,
+                self.device,
+                packed=not gathers_in_place(self.layout, self._compute_dtypes),
+            )
         return self._gather
 
-    def _packed_gather(self, all_gather: comm.AllGather, async_op: bool) -> Work | None:
-        """Stage this rank's piece, and gather with the user's comm object."""
-        segments = self.layout.segments
-        dtypes = [self._compute_dtypes[segment.params[0]] for segment in segments]
-        placement = place([segment.piece_numel for segment in segments], dtypes)
-        size, rank = placement.nbytes, self.mesh_info.shard_mesh_rank
-        uniform = dtypes[0] if len(set(dtypes)) == 1 else torch.uint8
-        world_size = size * self.layout.world // uniform.itemsize
-        output = all_gather.allocate((world_size,), dtype=uniform, device=self.device)
-        rows = output.view(torch.uint8).view(self.layout.world, size)
-        pieces = [
-            rows[rank, start : start + segment.piece_numel * dtype.itemsize].view(dtype)
-            for start, segment, dtype in zip(placement.starts, segments, dtypes, strict=True)
-        ]
-        torch._foreach_copy_(pieces, self._shards.pieces)
-        self._packed = rows
-        own = output.view(self.layout.world, -1)[rank]
-        group = self.mesh_info.shard_process_group
+    def _custom_gather(
+        self, buffer: GatherBuffer, all_gather: comm.AllGather, async_op: bool
+    ) -> Work | None:
+        """Stage this rank's message in memory of the user's comm object, and gather with it."""
+        world, rank = self.layout.world, self.mesh_info.shard_mesh_rank
+        dtypes = set(self._compute_dtypes)
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        numel = buffer.packed_nbytes // dtype.itemsize
+        output = all_gather.allocate((numel * world,), dtype=dtype, device=self.device)
+        self._custom_staging = buffer.stage(output.view(torch.uint8).view(world, -1))
+        torch._foreach_copy_(self._custom_staging.own_pieces, self._shards.pieces)
+        group, own = self.mesh_info.shard_process_group, output.view(world, -1)[rank]
         return comm.packed_all_gather(all_gather, output, own, group, async_op=async_op)
 
     def _copy_out(self) -> None:
-        """After the collective: rearrange what could not be gathered in place."""
+        """After the collective: distribute what was not gathered in place."""
         assert self._gather is not None, "there is a gather to finish"
         if self._gather_work is not None:
             self._gather_work.wait()
             self._gather_work = None
-        if self._packed is None:
+        if self._custom_staging is None:
             self._gather.copy_out()
-            return
-        segments = self.layout.segments
-        dtypes = [self._compute_dtypes[segment.params[0]] for segment in segments]
-        placement = place([segment.piece_numel for segment in segments], dtypes)
-        self._gather.copy_out_packed(self._packed, placement.starts)
-        self._packed = None  # allocated and freed on the same stream
+        else:
+            torch._foreach_copy_(self._custom_staging.targets, self._custom_staging.sources)
+            self._custom_staging = None  # allocated and freed on the same stream
 
     def _wait_for_gather(self) -> None:
         """Order the compute stream after the gather."""

@@ -11,13 +11,13 @@ def leave_group() -> None:
     """Destroy the default process group, if there still is one, and free all that held on to it."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    _forget_meshes()
+    forget_meshes()
     gc.collect()
     assert not dist.is_initialized(), "the default process group survived its destruction"
 
 
-def _forget_meshes() -> None:
-    """Clear the caches of DTensor.
+def forget_meshes() -> None:
+    """Clear the caches that DTensor keeps for this thread.
 
     It remembers the outcome of every operation by mesh, and meshes of two tests compare equal: the
     second test would get results on the first one's mesh, whose groups are gone.

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
-from tests.helpers.groups import leave_group
+from tests.helpers.groups import forget_meshes, leave_group
 from tests.helpers.ranks import JOB_TIMEOUT_S, RankError
 
 
@@ -51,6 +51,9 @@ def run_threads(
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
+                # Not left to the threads' ends: two of them, giving up the last references to their
+                # groups at the same time, would wait for each other forever.
+                forget_meshes()
         except BaseException as error:
             # Ranks that we wake below end with SystemExit, after the failure that is the cause.
             if not (failures and isinstance(error, SystemExit)):
@@ -58,7 +61,7 @@ def run_threads(
             ProcessLocalGroup.exception_handle(error)
 
     torch.manual_seed(0)
-    # A CUDA build on a machine without GPU crashes when a thread other than this one is the first.
+    # DTensor enters it in the ranks, where a CUDA build without a GPU crashes if it is the first time.
     with FakeTensorMode():
         pass
     autograd_was_multithreaded = torch.autograd.is_multithreading_enabled()
