@@ -9,17 +9,21 @@
 The public names of `torch.distributed.fsdp`, on an engine whose groups are gathered in place, without copies.
 """
 
-from .errors import (
-    CommunicationError,
-    ConfigurationError,
-    FullshardError,
-    LayoutError,
-    LifecycleError,
-    UnsupportedError,
-)
-from .fsdp_module import FSDPModule, UnshardHandle
-from .functional import fully_shard
-from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .errors import (
+        CommunicationError,
+        ConfigurationError,
+        FullshardError,
+        LayoutError,
+        LifecycleError,
+        UnsupportedError,
+    )
+    from .fsdp_module import FSDPModule, UnshardHandle
+    from .functional import fully_shard
+    from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __version__ = "0.1.0"
 
@@ -37,3 +41,27 @@ __all__ = [
     "UnsupportedError",
     "fully_shard",
 ]
+
+_HOMES = {
+    "CPUOffloadPolicy": "policies",
+    "FSDPModule": "fsdp_module",
+    "MixedPrecisionPolicy": "policies",
+    "OffloadPolicy": "policies",
+    "UnshardHandle": "fsdp_module",
+    "fully_shard": "functional",
+}
+"""Where the names live that are not in `errors`."""
+
+
+def __getattr__(name: str) -> object:
+    # Names are fetched when first used: importing torch takes seconds, and the command line must be able
+    # to set environment variables, and to answer --help, before that.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

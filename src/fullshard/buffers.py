@@ -191,7 +191,7 @@ class GatherBuffer:
             self.own_pieces.append(buffer.view(dtype, own, (segment.piece_numel,)))
             if staged[index]:
                 param = segment.params[0]
-                self._copy_out[0].extend(rank_chunks(layout, param, self.params[param]))
+                self._copy_out[0].extend(rank_chunks(layout, param, self._whole(index)))
                 self._copy_out[1].extend(_staged_chunks(layout, param, buffer, start, dtype))
 
     def _prepare_packed(self, device: torch.device) -> None:
@@ -201,6 +201,11 @@ class GatherBuffer:
         rows = self._staging.view(torch.uint8, 0, (self._layout.world, nbytes))
         self.own_pieces, *copies = self.stage(rows)
         self._copy_out = (copies[0], copies[1])
+
+    def _whole(self, segment: int) -> Tensor:
+        """Another alias of a segment's one parameter: writing to `params` would bump the faces' versions."""
+        shape = self._layout.slots[self._layout.segments[segment].params[0]].shape
+        return self._homes.view(self._dtypes[segment], self._starts[segment], shape)
 
     def _add_message(self, buffer: Buffer, start: int, piece_bytes: int) -> None:
         if piece_bytes:  # a collective has nothing to do for parameters without elements
@@ -230,7 +235,7 @@ class GatherBuffer:
                 staging.sources.append(pieces)
                 continue
             param = segment.params[0]
-            staging.targets.extend(rank_chunks(layout, param, self.params[param]))
+            staging.targets.extend(rank_chunks(layout, param, self._whole(index)))
             for rank in range(layout.world):
                 held = layout.piece(param, rank)
                 staging.sources.append(pieces[rank, : held.numel].view(held.shape))

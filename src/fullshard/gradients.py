@@ -166,9 +166,9 @@ class Reduction:
         self._events.input_read.wait()
         self._buffer.release()
 
-    def finish(self) -> None:
+    def finish(self, *, land: bool = True) -> None:
         """See `InFlight`."""
-        if not self._has_landed:
+        if land and not self._has_landed:
             self._land()
         self._events.done.wait()
         for kept in (self._reduced, self._landed, self._kept):

@@ -77,6 +77,7 @@ class FSDPParam:
             mesh_info.mesh, _placements(slot, mesh_info), self.shape, self.dtype
         )
         face = nn.Parameter(torch_border.dtensor(local, spec), requires_grad=original.requires_grad)
+        torch_border.replace_local(face, local)  # the Parameter was made over an alias of it
         face.__dict__.update(original.__dict__)  # attributes users hang on parameters move along
         self.original = None
         self.sharded_param = face

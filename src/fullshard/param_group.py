@@ -128,6 +128,7 @@ class FSDPParamGroup:
         self._faces = None
         self._reduce = None
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def repack(self) -> None:
         """Read the sharded parameters anew from the modules, and pack them if anything was replaced.
@@ -135,6 +136,7 @@ class FSDPParamGroup:
         Users move, cast, re-materialise and assign parameters; afterwards the objects on the modules are the
         truth, and their data is copied into a new shard buffer.
         """
+        self.hide()
         faces = [param.owners[0].current() for param in self.params]
         if all(self._is_packed(index, face) for index, face in enumerate(faces)):
             return
@@ -148,6 +150,7 @@ class FSDPParamGroup:
                 + "\nConvert full tensors with torch.distributed.tensor.distribute_tensor, or load them with "
                 "torch.distributed.checkpoint.state_dict.set_model_state_dict."
             )
+        self.reshard()
         for param, face in zip(self.params, faces, strict=True):
             assert face is not None, "replacement_fault refuses None"
             param.adopt(face, self.name)
@@ -192,6 +195,7 @@ class FSDPParamGroup:
 
     def connect(self, context: FSDPCommContext, name: str) -> None:
         """Join a model's streams, under the group's full name in it."""
+        self._wait_for_gather()  # one issued before, on streams of its own
         self._context = context
         self.name = name
         self._gathered = context.new_event()
@@ -365,7 +369,8 @@ class FSDPParamGroup:
         return self.gathered and self._shard_versions != self._versions()
 
     def _versions(self) -> int:
-        return sum(param.local._version for param in self.params)
+        # An operator on the DTensor counts there, one on its local tensor here.
+        return sum(param.sharded_param._version + param.local._version for param in self.params)
 
     # --- gradients ---------------------------------------------------------------------------------------
 

@@ -283,6 +283,10 @@ class Runtime:
         # The last state of forward is the first of backward, and could stay. But between the two comes the loss,
         # where the memory of a step usually peaks, and the first gather of backward hides behind it.
         self._release_kept()
+        if not torch.is_grad_enabled():
+            # No backward will put the sharded parameters back, and an optimizer built now must find them.
+            for state in self.states:
+                state.hide()
         self.schedule.end_forward()
         self._remember_shards()
 
@@ -417,7 +421,7 @@ class Runtime:
 
     def reset(self) -> None:
         """Return to the state between steps, whatever happened: see `FSDPModule.reset_iter_state`."""
-        self.context.join()
+        self.context.join(land=False)
         self._passes.clear()
         self._reached.clear()
         self._prefetched.clear()

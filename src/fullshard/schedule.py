@@ -27,29 +27,36 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Unit = TypeVar("Unit", bound=Hashable)
 
 
-@dataclass(eq=False)
 class Call(Generic[Unit]):
     """One use of a unit in forward.
 
-    Lives as long as backward may come by: the hooks on the call's outputs hold it, and with them the graph.
+    Lives as long as backward may come by: the hooks on the call's outputs hold it, and with them the graph. It
+    refers to its unit weakly, so that a graph that outlives its model does not keep the model.
     """
 
-    unit: Unit
-    begin: int
-    end: int | None = None
-    """None while running."""
-    previous: Call[Unit] | None = None
-    """The call that ended just before this one, in the same forward."""
-    has_backward: bool = False
-    """Whether an output can receive a gradient."""
-    finished_in: int = -1
-    """The backward pass that has left this call behind."""
+    def __init__(self, unit: Unit, begin: int, previous: Call[Unit] | None = None) -> None:
+        self._unit = weakref.ref(unit)
+        self.begin = begin
+        self.end: int | None = None
+        """None while running."""
+        self.previous = previous
+        """The call that ended just before this one, in the same forward."""
+        self.has_backward = False
+        """Whether an output can receive a gradient."""
+        self.finished_in = -1
+        """The backward pass that has left this call behind."""
+
+    @property
+    def unit(self) -> Unit:
+        """Who was called; asked for only while its schedule lives, and so do its units."""
+        unit = self._unit()
+        assert unit is not None, "a schedule belongs to the model whose units it orders"
+        return unit
 
 
 class Schedule(Generic[Unit]):

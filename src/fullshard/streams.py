@@ -45,8 +45,11 @@ class InFlight(Protocol):
     def finish_input(self) -> None:
         """Order the current stream after the last read of the reduction's input, and give the input back."""
 
-    def finish(self) -> None:
-        """Order the current stream after the whole reduction, and drop what it kept alive."""
+    def finish(self, *, land: bool = True) -> None:
+        """Order the current stream after the whole reduction, and drop what it kept alive.
+
+        With ``land`` False, gradients that are not in `.grad` yet are dropped.
+        """
 
 
 class FSDPCommContext:
@@ -123,11 +126,11 @@ class FSDPCommContext:
         while self._inputs:
             self._inputs.popleft().finish_input()
 
-    def join(self) -> None:
-        """Order the current stream after every reduction in flight."""
+    def join(self, *, land: bool = True) -> None:
+        """Order the current stream after every reduction in flight; see `InFlight.finish`."""
         self.finish_inputs()
         while self._reductions:
-            self._reductions.popleft().finish()
+            self._reductions.popleft().finish(land=land)
 
 
 _HOST_EVENT = _HostEvent()

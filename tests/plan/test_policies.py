@@ -1,0 +1,91 @@
+"""Option values cannot be changed, and wrong ones are refused where they are written."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from fullshard import (
+    ConfigurationError,
+    CPUOffloadPolicy,
+    FullshardError,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+
+
+def test_by_default_nothing_is_cast_but_inputs_would_be() -> None:
+    policy = MixedPrecisionPolicy()
+    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (None, None, None)
+    assert policy.cast_forward_inputs is True
+
+
+def test_arguments_stand_in_torch_s_order() -> None:
+    assert MixedPrecisionPolicy(
+        torch.bfloat16, torch.float32, torch.float16, False
+    ) == MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        output_dtype=torch.float16,
+        cast_forward_inputs=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "policy", [MixedPrecisionPolicy(torch.bfloat16), CPUOffloadPolicy()], ids=repr
+)
+def test_a_policy_cannot_be_changed(policy: Any) -> None:
+    for field in dataclasses.fields(policy):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(policy, field.name, None)
+    assert {policy: 1}[dataclasses.replace(policy)] == 1
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
+@pytest.mark.parametrize(
+    "wrong", [torch.int32, torch.bool, torch.complex64, "bfloat16", float, torch.ones(1)], ids=repr
+)
+def test_a_dtype_must_be_floating_point(field: str, wrong: object) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        MixedPrecisionPolicy(**{field: wrong})  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        f"{field} must be a floating-point torch.dtype or None, got {wrong!r}. "
+        "Use for example torch.bfloat16."
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_floating_point_dtypes_are_taken(dtype: torch.dtype) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+    assert policy.param_dtype is policy.reduce_dtype is policy.output_dtype is dtype
+
+
+@pytest.mark.parametrize("wrong", [1, None, "yes"], ids=repr)
+def test_casting_inputs_is_a_yes_or_no(wrong: object) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        MixedPrecisionPolicy(cast_forward_inputs=wrong)  # type: ignore[arg-type]
+    assert str(caught.value) == f"cast_forward_inputs must be True or False, got {wrong!r}."
+
+
+def test_a_replaced_policy_is_checked_anew() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with pytest.raises(ConfigurationError, match="reduce_dtype"):
+        dataclasses.replace(policy, reduce_dtype=torch.int8)
+
+
+def test_wrong_options_can_be_caught_as_value_errors_and_as_ours() -> None:
+    with pytest.raises(ValueError):
+        MixedPrecisionPolicy(param_dtype=torch.int8)
+    with pytest.raises(FullshardError):
+        MixedPrecisionPolicy(param_dtype=torch.int8)
+
+
+def test_offloading_to_the_host_pins_memory_and_is_an_offload_policy() -> None:
+    assert isinstance(CPUOffloadPolicy(), OffloadPolicy)
+    assert CPUOffloadPolicy().pin_memory is True
+    assert CPUOffloadPolicy(pin_memory=False) != CPUOffloadPolicy()
+    assert OffloadPolicy() == OffloadPolicy()
+    assert OffloadPolicy() != CPUOffloadPolicy()

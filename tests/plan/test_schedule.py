@@ -1,0 +1,320 @@
+"""The recorded order answers which unit comes next, which came before, and whose backward is over.
+
+Units are plain strings. A forward is written as nested calls:
+
+    run(schedule, ["root", ["a"], ["b", ["c"]]])        root runs a, then b, which runs c
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+from fullshard.schedule import Call, Schedule
+
+CHAIN = ["root", ["a"], ["b"], ["c"]]
+EVERYONE = ("root", "a", "b", "c")
+
+
+class Recorded:
+    """What became of one forward: its calls in the order in which they began, and what was forecast at each."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call[str]] = []
+        self.forecast: list[str | None] = []
+
+    def __getitem__(self, unit: str) -> Call[str]:
+        """The only call of a unit."""
+        (call,) = (call for call in self.calls if call.unit == unit)
+        return call
+
+
+def run_part(
+    schedule: Schedule[str],
+    nested: list[Any],
+    recorded: Recorded | None = None,
+    without_backward: tuple[str, ...] = (),
+) -> Recorded:
+    """Run a unit and what it contains, without telling that a forward of the whole model begins."""
+    recorded = recorded or Recorded()
+    unit, *inner = nested
+    call, expected = schedule.enter(unit)
+    recorded.calls.append(call)
+    recorded.forecast.append(expected)
+    for each in inner:
+        run_part(schedule, each, recorded, without_backward)
+    schedule.leave(call)
+    if unit not in without_backward:
+        schedule.expect_backward(call)
+    return recorded
+
+
+def run(
+    schedule: Schedule[str], nested: list[Any], without_backward: tuple[str, ...] = ()
+) -> Recorded:
+    """A forward of the whole model."""
+    schedule.begin_forward()
+    recorded = run_part(schedule, nested, None, without_backward)
+    schedule.end_forward()
+    return recorded
+
+
+@pytest.fixture
+def schedule() -> Schedule[str]:
+    return Schedule()
+
+
+# --- enter: which unit comes next? -----------------------------------------------------------------------
+
+
+def test_the_first_forward_has_no_forecast(schedule: Schedule[str]) -> None:
+    assert run(schedule, CHAIN).forecast == [None] * 4
+    assert not schedule.on_track
+
+
+def test_the_forecast_is_the_order_of_the_previous_forward(schedule: Schedule[str]) -> None:
+    run(schedule, CHAIN)
+    assert run(schedule, CHAIN).forecast == ["a", "b", "c", None]
+    assert schedule.on_track
+
+
+def test_nested_calls_are_forecast_in_the_order_in_which_they_begin(
+    schedule: Schedule[str],
+) -> None:
+    nested = ["root", ["outer", ["inner"], ["core"]], ["last"]]
+    run(schedule, nested)
+    assert run(schedule, nested).forecast == ["outer", "inner", "core", "last", None]
+
+
+def test_a_unit_called_twice_is_forecast_by_position_not_by_name(schedule: Schedule[str]) -> None:
+    nested = ["root", ["a"], ["a"], ["b"], ["a"]]
+    run(schedule, nested)
+    assert run(schedule, nested).forecast == ["a", "a", "b", "a", None]
+
+
+def test_leaving_the_order_stops_the_forecast_for_the_rest_of_that_forward(
+    schedule: Schedule[str],
+) -> None:
+    run(schedule, CHAIN)
+    assert run(schedule, ["root", ["b"], ["a"], ["c"]]).forecast == ["a", None, None, None]
+    assert not schedule.on_track
+    # And what was run instead is the forecast for the next.
+    assert run(schedule, ["root", ["b"], ["a"], ["c"]]).forecast == ["b", "a", "c", None]
+
+
+def test_a_unit_more_than_before_stops_the_forecast(schedule: Schedule[str]) -> None:
+    run(schedule, ["root", ["a"]])
+    assert run(schedule, CHAIN).forecast == ["a", None, None, None]
+    assert not schedule.on_track
+
+
+def test_a_forward_that_ends_early_was_on_track(schedule: Schedule[str]) -> None:
+    run(schedule, CHAIN)
+    assert run(schedule, ["root", ["a"]]).forecast == ["a", "b"]
+    assert schedule.on_track
+    assert run(schedule, CHAIN).forecast == ["a", None, None, None]
+
+
+def test_a_forward_that_never_ended_leaves_the_last_whole_order_as_forecast(
+    schedule: Schedule[str],
+) -> None:
+    run(schedule, CHAIN)
+    schedule.begin_forward()
+    schedule.enter("root")
+    schedule.enter("c")  # an exception ends this forward
+    assert run(schedule, CHAIN).forecast == ["a", "b", "c", None]
+
+
+def test_a_part_run_on_its_own_has_no_forecast_and_does_not_disturb_the_next_one(
+    schedule: Schedule[str],
+) -> None:
+    run(schedule, CHAIN)
+    assert run_part(schedule, ["b"]).forecast == [None]
+    assert not schedule.on_track
+    assert run(schedule, CHAIN).forecast == ["a", "b", "c", None]
+
+
+def test_parts_run_on_their_own_leave_nothing_behind(schedule: Schedule[str]) -> None:
+    run(schedule, CHAIN)
+    calls = [weakref.ref(run_part(schedule, ["b"]).calls[0]) for _ in range(10)]
+    gc.collect()
+    alive = sum(call() is not None for call in calls)
+    assert alive <= 1, f"{alive} of 10 calls of a part that nobody holds are still alive"
+
+
+# --- call.previous: which came before this call? ---------------------------------------------------------
+
+
+def test_previous_is_the_call_that_ended_just_before(schedule: Schedule[str]) -> None:
+    calls = run(schedule, CHAIN)
+    assert calls["a"].previous is None
+    assert calls["b"].previous is calls["a"]
+    assert calls["c"].previous is calls["b"]
+    assert calls["root"].previous is calls["c"]
+
+
+def test_previous_of_a_nesting_unit_is_the_last_one_inside_it(schedule: Schedule[str]) -> None:
+    calls = run(schedule, ["root", ["a"], ["outer", ["inner"]]])
+    assert calls["inner"].previous is calls["a"]
+    assert calls["outer"].previous is calls["inner"]
+
+
+def test_a_unit_called_twice_in_a_row_is_its_own_previous(schedule: Schedule[str]) -> None:
+    _, first, second = run(schedule, ["root", ["a"], ["a"]]).calls
+    assert second is not first
+    assert second.previous is first
+
+
+def test_previous_does_not_reach_into_an_earlier_forward(schedule: Schedule[str]) -> None:
+    run(schedule, CHAIN)
+    assert run(schedule, CHAIN)["a"].previous is None
+
+
+def test_a_recomputation_has_the_place_of_the_latest_call(schedule: Schedule[str]) -> None:
+    calls = run(schedule, CHAIN)
+    again = schedule.recompute("b")
+    assert again is not calls["b"]
+    assert again.unit == "b"
+    assert again.previous is calls["a"]
+    assert again.begin > (calls["root"].end or 0)
+    schedule.leave(again)
+    assert again.previous is calls["a"]
+    # It is no part of the order: neither for who came before ...
+    assert schedule.recompute("c").previous is calls["b"]
+    # ... nor for the forecast.
+    assert run(schedule, CHAIN).forecast == ["a", "b", "c", None]
+
+
+def test_a_recomputation_of_a_unit_called_twice_has_the_place_of_its_second_call(
+    schedule: Schedule[str],
+) -> None:
+    calls = run(schedule, ["root", ["a"], ["b"], ["c"], ["b"]]).calls
+    assert schedule.recompute("b").previous is calls[3]
+
+
+def test_a_recomputation_of_an_unknown_unit_has_no_place(schedule: Schedule[str]) -> None:
+    assert schedule.recompute("a").previous is None
+
+
+# --- passed: whose backward is over? ---------------------------------------------------------------------
+
+
+def test_the_clock_ticks_at_every_begin_and_end(schedule: Schedule[str]) -> None:
+    # The picture in the module docstring.
+    calls = run(schedule, ["root", ["block0"], ["block1"]])
+    ticks = [(call.begin, call.end) for call in calls.calls]
+    assert ticks == [(1, 6), (2, 3), (4, 5)]
+
+
+def test_backward_through_a_chain_has_passed_what_came_after(schedule: Schedule[str]) -> None:
+    calls = run(schedule, CHAIN)
+    assert schedule.passed(calls["c"], EVERYONE) == []
+    assert schedule.passed(calls["b"], EVERYONE) == ["c"]
+    assert schedule.passed(calls["a"], EVERYONE) == ["b", "c"]
+
+
+def test_only_units_asked_about_are_returned_in_the_order_of_the_question(
+    schedule: Schedule[str],
+) -> None:
+    calls = run(schedule, CHAIN)
+    assert schedule.passed(calls["a"], ["c", "b"]) == ["c", "b"]
+    assert schedule.passed(calls["a"], ["root"]) == []
+    assert schedule.passed(calls["a"], []) == []
+
+
+def test_a_parent_is_not_passed_while_backward_is_inside_it(schedule: Schedule[str]) -> None:
+    calls = run(schedule, ["root", ["a"], ["outer", ["inner"]], ["b"]])
+    everyone = ("root", "a", "outer", "inner", "b")
+    assert schedule.passed(calls["outer"], everyone) == ["b"]
+    assert schedule.passed(calls["inner"], everyone) == ["b"]
+    assert schedule.passed(calls["a"], everyone) == ["outer", "inner", "b"]
+
+
+def test_a_unit_called_twice_is_not_passed_before_its_first_call_is_left(
+    schedule: Schedule[str],
+) -> None:
+    calls = run(schedule, ["root", ["a"], ["b"], ["a"], ["c"]]).calls
+    _, first_a, b, second_a, _ = calls
+    assert schedule.passed(second_a, EVERYONE) == ["c"]
+    assert schedule.passed(b, EVERYONE) == ["c"]
+    assert schedule.passed(first_a, EVERYONE) == ["b", "c"]
+
+
+def test_a_unit_is_passed_when_backward_is_before_all_of_its_calls(
+    schedule: Schedule[str],
+) -> None:
+    calls = run(schedule, ["root", ["c"], ["a"], ["b"], ["a"]]).calls
+    assert schedule.passed(calls[1], ("a", "b", "c")) == ["a", "b"]
+
+
+def test_backward_that_reaches_a_call_still_running_has_passed_nobody(
+    schedule: Schedule[str],
+) -> None:
+    schedule.begin_forward()
+    running, _ = schedule.enter("a")
+    inner = run_part(schedule, ["b"])
+    assert running.end is None
+    assert schedule.passed(running, ("a", "b")) == []
+    schedule.leave(running)
+    assert schedule.passed(inner["b"], ("a", "b")) == []
+
+
+def test_a_unit_that_no_gradient_can_reach_is_never_passed(schedule: Schedule[str]) -> None:
+    calls = run(schedule, CHAIN, without_backward=("c",))
+    assert [call.has_backward for call in calls.calls] == [True, True, True, False]
+    assert schedule.passed(calls["a"], EVERYONE) == ["b"]
+    assert schedule.passed(calls["a"], ["never called"]) == []
+
+
+def test_of_two_forwards_the_first_one_s_backward_passes_and_the_second_one_s_waits(
+    schedule: Schedule[str],
+) -> None:
+    first, second = run(schedule, CHAIN), run(schedule, CHAIN)
+    # In backward of the second, gradients of the first may still be wanted from every unit.
+    assert schedule.passed(second["a"], EVERYONE) == []
+    assert schedule.passed(first["a"], EVERYONE) == ["b", "c"]
+
+
+def test_a_recomputation_counts_as_a_use(schedule: Schedule[str]) -> None:
+    calls = run(schedule, CHAIN)
+    again = schedule.recompute("b")
+    schedule.leave(again)
+    schedule.expect_backward(again)
+    assert schedule.passed(again, EVERYONE) == []
+    assert schedule.passed(calls["a"], EVERYONE) == ["b", "c"]
+
+
+def test_end_of_backward_forgets_all_calls(schedule: Schedule[str]) -> None:
+    calls = run(schedule, CHAIN)
+    schedule.end_backward()
+    assert schedule.passed(calls["a"], EVERYONE) == []
+    # The order stays, and calls of the next step are recorded as ever.
+    again = run(schedule, CHAIN)
+    assert again.forecast == ["a", "b", "c", None]
+    assert schedule.passed(again["b"], EVERYONE) == ["c"]
+
+
+def test_calls_die_with_their_last_reference_and_no_longer_hold_anybody_back(
+    schedule: Schedule[str],
+) -> None:
+    dropped = run(schedule, CHAIN)
+    dead = [weakref.ref(call) for call in dropped.calls]
+    calls = run(schedule, CHAIN)
+    # Outputs of the first forward are alive: it may have a backward, too.
+    assert schedule.passed(calls["a"], EVERYONE) == []
+    del dropped
+    gc.collect()
+    assert [ref() for ref in dead] == [None] * 4
+    assert schedule.passed(calls["a"], EVERYONE) == ["b", "c"]
+
+
+def test_a_forward_thrown_away_holds_nobody_back_though_a_unit_of_it_is_not_used_again(
+    schedule: Schedule[str],
+) -> None:
+    run(schedule, CHAIN)
+    gc.collect()
+    calls = run(schedule, ["root", ["a"], ["b"]])  # without c
+    assert schedule.passed(calls["a"], EVERYONE) == ["b"]
