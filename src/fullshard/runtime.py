@@ -87,6 +87,8 @@ class FSDPState:
         self.depth = 0
         """Forwards of this state's modules now running, one inside the other."""
         self.modules_run: set[nn.Module] = set()
+        self.left_gathered = False
+        """Whether the last forward left the parameters gathered for a backward, and none has come."""
         self.recomputes = False
         """Whether a backward has been seen to run this state's forward again."""
 
@@ -216,12 +218,17 @@ class Runtime:
         self.schedule.begin_forward()
 
     def _begin_gathers(self, states: Sequence[FSDPState]) -> None:
-        """Between steps the shards may have been written: gather from what they are now."""
+        """Between steps the shards may have been written: gather from what they are now.
+
+        What a user keeps gathered (by `unshard`, or by options) is gathered again if a write to the shards was
+        counted; fused optimizers do not count theirs, so what was merely left from a forward is not trusted.
+        """
         self.context.gathers_wait_for_current_stream()
         for state in states:
             for group in state.groups:
-                if group.outdated:
+                if state.left_gathered or group.outdated:
                     group.reshard()
+            state.left_gathered = False
 
     def _bring(self, state: FSDPState) -> None:
         """Put the unsharded parameters of ``state`` on its modules; whoever was kept until now is released."""
@@ -283,10 +290,14 @@ class Runtime:
         # The last state of forward is the first of backward, and could stay. But between the two comes the loss,
         # where the memory of a step usually peaks, and the first gather of backward hides behind it.
         self._release_kept()
-        if not torch.is_grad_enabled():
-            # No backward will put the sharded parameters back, and an optimizer built now must find them.
-            for state in self.states:
-                state.hide()
+        for state in self.states:
+            state.left_gathered = state.gathered and state.auto_reshard
+            if not torch.is_grad_enabled():
+                # No backward will put the sharded parameters back, and an optimizer built now must find them.
+                if state.left_gathered:
+                    state.reshard()
+                else:
+                    state.hide()
         self.schedule.end_forward()
         self._remember_shards()
 
@@ -390,6 +401,7 @@ class Runtime:
         for call in reached.calls:
             call.finished_in = reached.backward_pass
         state.abandon_call()  # of a recomputation that stopped early
+        state.left_gathered = False
         if state.reshard_after_backward:
             state.reshard()
         else:

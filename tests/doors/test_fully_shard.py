@@ -25,6 +25,7 @@ from fullshard import (
     fully_shard,
 )
 from fullshard.comm import DefaultAllGather, DefaultReduceScatter
+from fullshard.runtime import state_of
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
@@ -92,17 +93,17 @@ def test_a_list_of_modules_forms_one_group_and_is_returned() -> None:
     with fake_world(2):
         pair = [nn.Linear(3, 4), nn.Linear(4, 5)]
         assert fully_shard(pair) is pair
-        state = fully_shard.state(pair[0])  # type: ignore[attr-defined]
-        assert state is fully_shard.state(pair[1])  # type: ignore[attr-defined]
+        state = state_of(pair[0])
+        assert state is state_of(pair[1])
         assert len(state.groups) == 1 and len(state.groups[0].params) == 4
 
 
 def test_attributes_on_parameters_survive() -> None:
     with fake_world(2):
         layer = nn.Linear(3, 4)
-        layer.weight.no_decay = True  # type: ignore[attr-defined]
+        layer.weight.no_decay = True
         fully_shard(layer)
-        assert layer.weight.no_decay is True  # type: ignore[attr-defined]
+        assert layer.weight.no_decay is True
 
 
 def test_ignored_parameters_are_left_alone() -> None:
@@ -143,7 +144,9 @@ def meta_then_to_empty() -> None:
     assert all(before[name] is param for name, param in model.named_parameters())
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.copy_(torch.distributed.tensor.distribute_tensor(expected[name], param.device_mesh))
+            param.copy_(
+                torch.distributed.tensor.distribute_tensor(expected[name], param.device_mesh)
+            )
     batch = tokens_for(0, 2 * dist.get_world_size())
     model(mine(batch)).backward()
     assert_close(gradients(model), reference_gradients(batch), rtol=1e-5, atol=1e-6)
@@ -162,7 +165,7 @@ def cast_after_sharding() -> None:
     reference = make_decoder(ModelOptions(tied=True)).double()
     reference(batch).backward()
     assert model.embed.weight is model.head.weight
-    assert all(param.grad.dtype is torch.float64 for param in model.parameters())  # type: ignore[union-attr]
+    assert all(param.grad.dtype is torch.float64 for param in model.parameters())
     assert_close(gradients(model), gradients(reference), rtol=1e-6, atol=1e-7)
 
 
@@ -282,7 +285,7 @@ def prefetch_lists() -> list[str]:
         block.set_modules_to_backward_prefetch(list(reversed(blocks[max(i - 2, 0) : i])))
     issued: list[str] = []
     for i, block in enumerate(blocks):
-        group = fully_shard.state(block).groups[0]  # type: ignore[attr-defined]
+        group = state_of(block).groups[0]
         record_gathers(group, f"block {i}", issued)
     batch = tokens_for(0, 2 * dist.get_world_size())
     for _ in range(2):
@@ -317,7 +320,7 @@ def gather_order() -> tuple[list[str], list[str]]:
     model = sharded_decoder()
     events: list[str] = []
     for name, module in [("root", model), *((f"b{i}", b) for i, b in enumerate(model.blocks))]:
-        state = fully_shard.state(module)  # type: ignore[attr-defined]
+        state = state_of(module)
         record_gathers(state.groups[0], f"gather {name}", events)
         module.register_forward_pre_hook(lambda *_, name=name: events.append(f"forward {name}"))
     batch = tokens_for(0, 2 * dist.get_world_size())
@@ -457,7 +460,7 @@ def steps_that_use_different_layers() -> None:
         assert not any(
             group.gathered
             for module in model.modules()
-            if (state := fully_shard.state(module))  # type: ignore[attr-defined]
+            if (state := state_of(module))
             for group in state.groups
         )
 
@@ -551,7 +554,7 @@ class Consumes(nn.Module):
             z = out.right
         else:
             z = out[1][0]
-        return self.second(z)  # type: ignore[no-any-return]
+        return self.second(z)
 
 
 def outputs_of_kind(kind: str) -> None:
@@ -576,9 +579,11 @@ def test_outputs_in_containers(world, kind: str) -> None:
     world(2).run(outputs_of_kind, kind)
 
 
-def evaluation_between_steps() -> None:
+def evaluation_between_steps(fused: bool) -> None:
     model, reference = sharded_decoder(), make_decoder()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
+    optimizers = [
+        torch.optim.AdamW(m.parameters(), lr=0.1, fused=fused) for m in (model, reference)
+    ]
     weights = [w for m in (model, reference) for w in (m.head.weight, m.blocks[1].up.weight)]
     for step in range(3):
         batch = tokens_for(step, 2 * dist.get_world_size())
@@ -589,6 +594,7 @@ def evaluation_between_steps() -> None:
             assert_close(model(mine(batch)), evaluated[1], rtol=1e-5, atol=0)
         model(mine(batch)).backward()
         reference(batch).backward()
+        model(mine(batch))  # leaves the root gathered while the optimizer steps
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -599,8 +605,9 @@ def evaluation_between_steps() -> None:
                 param.mul_(0.9)
 
 
-def test_evaluation_sees_the_weights_of_the_last_step(world) -> None:
-    world(2).run(evaluation_between_steps)
+@pytest.mark.parametrize("fused", [False, True])
+def test_evaluation_sees_the_weights_of_the_last_step(world, fused: bool) -> None:
+    world(2).run(evaluation_between_steps, fused)
 
 
 def first_forward_in_inference_mode() -> None:
@@ -623,7 +630,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0])  # type: ignore[no-any-return]
+        return self.head(self.lstm(x)[0])
 
 
 def lstm() -> None:
@@ -753,8 +760,8 @@ def test_a_deleted_model_leaves_nothing_behind() -> None:
         model = sharded_decoder()
         loss = model(tokens_for(0, 2))
         loss.backward()
-        state = weakref.ref(fully_shard.state(model))  # type: ignore[attr-defined]
-        buffer = weakref.ref(state().groups[0]._gather)  # type: ignore[union-attr]
+        state = weakref.ref(state_of(model))
+        buffer = weakref.ref(state().groups[0]._gather)
         del model
         gc.collect()
         assert loss is not None  # its graph alone does not keep the model
@@ -767,5 +774,5 @@ def test_hsdp_parameters_are_replicated_and_sharded() -> None:
         layer = nn.Linear(3, 5)
         weight = layer.weight.detach().clone()
         fully_shard(layer, mesh=mesh)
-        assert layer.weight.placements == (Replicate(), Shard(0))  # type: ignore[attr-defined]
-        assert torch.equal(layer.weight.to_local(), weight[3:])  # type: ignore[attr-defined]
+        assert layer.weight.placements == (Replicate(), Shard(0))
+        assert torch.equal(layer.weight.to_local(), weight[3:])

@@ -5,6 +5,7 @@ Everything is returned whole (gathered), on every rank.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ ONE_PROCESS, TORCH, FULLSHARD = "one process", "torch", "fullshard"
 class Run:
     """What to train and how; a value, so that it travels to the ranks."""
 
-    model: ModelOptions = ModelOptions()
+    model: ModelOptions = field(default_factory=ModelOptions)
     steps: int = 10
     microbatches: int = 1
     """Backwards per optimizer step; gradients are reduced in the last one only."""
@@ -51,13 +52,8 @@ class Record:
 
 def shard(model: Decoder, api: str, run: Run, **kwargs: Any) -> Decoder:
     """Apply `fully_shard` of torch or of fullshard as the run says."""
-    if api == TORCH:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    else:
-        from fullshard import (  # type: ignore[assignment]
-            MixedPrecisionPolicy,
-            fully_shard,
-        )
+    library = importlib.import_module("torch.distributed.fsdp" if api == TORCH else "fullshard")
+    fully_shard, policy = library.fully_shard, library.MixedPrecisionPolicy
     world = dist.get_world_size()
     if run.replicas > 1:
         shape = (run.replicas, world // run.replicas)
@@ -66,14 +62,14 @@ def shard(model: Decoder, api: str, run: Run, **kwargs: Any) -> Decoder:
         mesh = init_device_mesh("cpu", (world,))
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(run.param_dtype, run.reduce_dtype),
+        "mp_policy": policy(run.param_dtype, run.reduce_dtype),
         "reshard_after_forward": run.reshard_after_forward,
         **kwargs,
     }
     if run.group_blocks:
         for block in model.blocks:
             fully_shard(block, **options)
-    return fully_shard(model, **options)  # type: ignore[no-any-return]
+    return fully_shard(model, **options)
 
 
 def train(api: str, run: Run, world_size: int = 1) -> Record:

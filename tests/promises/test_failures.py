@@ -19,13 +19,16 @@ from fullshard import (
     UnsupportedError,
     fully_shard,
 )
+from fullshard.runtime import state_of
 from tests.helpers.compare import assert_close
 from tests.helpers.models import make_decoder, tokens_for
 from tests.helpers.training import FULLSHARD, Run, shard, whole
 
 
 def three_axes() -> None:
-    fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=tuple("abc")))
+    fully_shard(
+        nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=tuple("abc"))
+    )
 
 
 def two_axes_without_names() -> None:
@@ -33,7 +36,7 @@ def two_axes_without_names() -> None:
 
 
 def not_a_mesh() -> None:
-    fully_shard(nn.Linear(2, 2), mesh="cpu")  # type: ignore[call-overload]
+    fully_shard(nn.Linear(2, 2), mesh="cpu")
 
 
 def module_list() -> None:
@@ -48,7 +51,7 @@ def module_without_forward() -> None:
 
 
 def not_a_module() -> None:
-    fully_shard("model")  # type: ignore[call-overload]
+    fully_shard("model")
 
 
 def empty_list() -> None:
@@ -86,7 +89,7 @@ def complex_trainable() -> None:
 
 
 def wrong_policy() -> None:
-    fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)  # type: ignore[call-overload]
+    fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)
 
 
 def wrong_dtype_in_policy() -> None:
@@ -94,7 +97,7 @@ def wrong_dtype_in_policy() -> None:
 
 
 def wrong_offload() -> None:
-    fully_shard(nn.Linear(2, 2), offload_policy=True)  # type: ignore[call-overload]
+    fully_shard(nn.Linear(2, 2), offload_policy=True)
 
 
 def cpu_offload() -> None:
@@ -107,15 +110,15 @@ def smaller_mesh_after_forward() -> None:
 
 
 def wrong_reshard() -> None:
-    fully_shard(nn.Linear(2, 2), reshard_after_forward="yes")  # type: ignore[call-overload]
+    fully_shard(nn.Linear(2, 2), reshard_after_forward="yes")
 
 
 def wrong_ignored() -> None:
-    fully_shard(nn.Linear(2, 2), ignored_params=["weight"])  # type: ignore[call-overload]
+    fully_shard(nn.Linear(2, 2), ignored_params=["weight"])
 
 
 def wrong_placement() -> None:
-    fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: Replicate())  # type: ignore[arg-type,return-value]
+    fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: Replicate())
 
 
 def placement_out_of_range() -> None:
@@ -159,20 +162,20 @@ def reset_below_the_root() -> None:
     fully_shard(model[0])
     fully_shard(model)
     model(torch.ones(1, 2))
-    model[0].reset_iter_state()  # type: ignore[operator]
+    model[0].reset_iter_state()
 
 
 def prefetch_of_a_plain_module() -> None:
     layer = fully_shard(nn.Linear(2, 2))
-    layer.set_modules_to_forward_prefetch([nn.Linear(2, 2)])  # type: ignore[attr-defined]
+    layer.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
 
 
 def sync_that_is_not_a_bool() -> None:
-    fully_shard(nn.Linear(2, 2)).set_requires_gradient_sync(1)  # type: ignore[attr-defined]
+    fully_shard(nn.Linear(2, 2)).set_requires_gradient_sync(1)
 
 
 def comm_of_the_wrong_type() -> None:
-    fully_shard(nn.Linear(2, 2)).set_custom_all_gather(print)  # type: ignore[attr-defined]
+    fully_shard(nn.Linear(2, 2)).set_custom_all_gather(print)
 
 
 CASES: list[tuple[Any, type[Exception], list[str]]] = [
@@ -263,7 +266,7 @@ def fail_then_train(where: str, reset: bool) -> None:
         raise RuntimeError("on purpose")
 
     def failing_backward(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return Failing.apply(output)  # type: ignore[no-any-return]
+        return Failing.apply(output)
 
     for _ in range(2):
         model(mine).backward()
@@ -281,7 +284,7 @@ def fail_then_train(where: str, reset: bool) -> None:
         assert not any(
             group.gathered
             for module in model.modules()
-            if (state := fully_shard.state(module))  # type: ignore[attr-defined]
+            if (state := state_of(module))
             for group in state.groups
         )
     model.zero_grad()

@@ -70,7 +70,9 @@ def test_ten_steps_equal_one_process(world, name: str, world_size: int) -> None:
     _assert_equals_one_process(world, world_size, {**CASES, **ZERO_D}[name])
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("plain", "tied", "frozen")])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name not in ("plain", "tied", "frozen")]
+)
 def test_three_ranks_equal_one_process_with_every_option(world, name: str) -> None:
     _assert_equals_one_process(world, 3, CASES[name])
 

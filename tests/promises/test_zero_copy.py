@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard.layout
 from fullshard import fully_shard
+from fullshard.runtime import state_of
 from tests.helpers.fake import fake_world
 from tests.helpers.models import ModelOptions, make_decoder, tokens_for
 
@@ -46,7 +47,7 @@ def gathers_and_what_follows(model: nn.Module, inputs: torch.Tensor) -> list[lis
 
 
 def group_of(module: nn.Module):
-    return fully_shard.state(module).groups[0]  # type: ignore[attr-defined]
+    return state_of(module).groups[0]
 
 
 def test_large_pieces_are_gathered_in_place_by_default() -> None:

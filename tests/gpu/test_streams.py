@@ -1,0 +1,201 @@
+"""Real streams: nothing is read before it is written, nothing is overwritten before it is read.
+
+Sleeps are put into the streams before and after collectives and kernels, at random, and the gradients must equal
+those of an undisturbed run bit for bit. That the test can see a missing wait is itself tested: each wait of the
+engine is taken out in turn, and the gradients must differ then.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard.layout
+from fullshard import MixedPrecisionPolicy, comm, fully_shard
+from fullshard.gradients import Reduction
+from fullshard.param_group import FSDPParamGroup
+from fullshard.streams import FSDPCommContext
+from tests.helpers.fake import fake_world
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, DEPTH, STEPS = 768, 6, 3
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+def make_model(hsdp: bool = False, reduce_dtype: torch.dtype | None = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Layer() for _ in range(DEPTH)))
+    mesh = (
+        init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+        if hsdp
+        else init_device_mesh("cuda", (4,))
+    )
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    for layer in model[1:]:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def train(model: nn.Module) -> list[Tensor]:
+    """A few steps with an optimizer; the gradients of all of them and the final shards."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator("cuda").manual_seed(1)
+    results = []
+    for step in range(STEPS):
+        x = torch.randn(256, WIDTH, device="cuda", generator=generator)
+        with torch.no_grad():
+            model(x)
+        if step == 1:  # accumulate once
+            model.set_requires_gradient_sync(False)
+            model(x).float().pow(2).mean().backward()
+            model.set_requires_gradient_sync(True)
+        model(x).float().pow(2).mean().backward()
+        results += [p.grad.to_local().clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    results += [p.to_local().detach().clone() for p in model.parameters()]
+    return results
+
+
+def pause(rng: random.Random) -> None:
+    """Keep the current stream busy for up to about a millisecond, or not at all."""
+    if rng.random() < 0.5:
+        torch.cuda._sleep(rng.randrange(2_000_000))
+
+
+@contextmanager
+def disturbed(seed: int) -> Iterator[None]:
+    """Sleeps before and after every collective, on its stream, and around some kernels, on theirs."""
+    rng = random.Random(seed)
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        def disturbed_function(*args: Any, **kwargs: Any) -> Any:
+            pause(rng)
+            result = function(*args, **kwargs)
+            pause(rng)
+            return result
+
+        return disturbed_function
+
+    def on_compute(*_: Any) -> None:
+        pause(rng)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+            patch.setattr(comm, name, around(getattr(comm, name)))
+        handles = [
+            nn.modules.module.register_module_forward_pre_hook(on_compute),
+            nn.modules.module.register_module_forward_hook(on_compute),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    torch.cuda.synchronize()
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    ("hsdp", "reduce_dtype"),
+    [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)],
+)
+def test_disturbed_streams_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, hsdp: bool, reduce_dtype: torch.dtype, in_place: bool
+) -> None:
+    monkeypatch.setattr(fullshard.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    with fake_world(4):
+        expected = train(make_model(hsdp, reduce_dtype))
+        assert equal(train(make_model(hsdp, reduce_dtype)), expected)
+        for seed in range(12):
+            with disturbed(seed):
+                assert equal(train(make_model(hsdp, reduce_dtype)), expected), f"seed {seed}"
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def forget_releases(context: FSDPCommContext) -> None:
+    context._releases.clear()
+
+
+def finish_input_at_once(reduction: Reduction) -> None:
+    reduction._buffer.release()
+
+
+def wait_not_for_gather(group: FSDPParamGroup) -> None:
+    from fullshard.param_group import _Memory
+
+    if group._memory is _Memory.IN_FLIGHT:
+        group._memory = _Memory.PRESENT
+
+
+SABOTAGE = {
+    "gathers do not wait for releases": (FSDPCommContext, "wait_for_releases", forget_releases),
+    "compute does not wait for gathers": (FSDPParamGroup, "_wait_for_gather", wait_not_for_gather),
+    "gathers do not wait for the optimizer": (
+        FSDPCommContext,
+        "gathers_wait_for_current_stream",
+        nothing,
+    ),
+    "reduce inputs are freed at once": (Reduction, "finish_input", finish_input_at_once),
+    "the optimizer does not wait for reductions": (FSDPCommContext, "join", nothing),
+}
+
+
+@pytest.mark.parametrize("name", SABOTAGE)
+def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    owner, method, replacement = SABOTAGE[name]
+    with fake_world(4):
+        expected = train(make_model())
+        monkeypatch.setattr(owner, method, replacement)
+        for seed in range(20):
+            with disturbed(seed):
+                if not equal(train(make_model()), expected):
+                    return
+    pytest.fail("no seed showed a difference")
+
+
+def test_nothing_uses_record_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda *args: calls.append(args))
+    with fake_world(4):
+        train(make_model())
+    assert not calls
+
+
+def test_the_host_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(4):
+        model = make_model()
+        x = torch.randn(8, WIDTH, device="cuda")
+        for _ in range(2):
+            model(x).float().mean().backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(x).float().mean().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

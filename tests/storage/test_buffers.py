@@ -1,0 +1,615 @@
+"""Memory comes and goes under its views, and what was put in by ranks comes out whole.
+
+All ranks live in this process: each has buffers of its own, and collectives are copies between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from fullshard.buffers import (
+    Buffer,
+    GatherBuffer,
+    LocalGradient,
+    ReduceBuffer,
+    ShardBuffer,
+    rank_chunks,
+    strides,
+)
+from fullshard.layout import ALIGNMENT, Division, Layout, flat_layout, per_row_layout
+from tests.helpers.compare import assert_equal
+
+CPU = torch.device("cpu")
+HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A layout and the dtypes of its parameters."""
+
+    layout: Layout
+    dtypes: tuple[torch.dtype, ...]
+
+    @property
+    def ranks(self) -> range:
+        return range(self.layout.world)
+
+    @property
+    def params(self) -> range:
+        return range(len(self.layout.slots))
+
+
+def per_row(
+    *params: tuple[tuple[int, ...], int, torch.dtype],
+    world: int,
+) -> Group:
+    layout = per_row_layout([p[0] for p in params], world=world, dims=[p[1] for p in params])
+    return Group(layout=layout, dtypes=tuple(p[2] for p in params))
+
+
+def flat(*params: tuple[tuple[int, ...], torch.dtype], world: int) -> Group:
+    dtypes = [p[1] for p in params]
+    layout = flat_layout([p[0] for p in params], world=world, kinds=dtypes)
+    return Group(layout=layout, dtypes=tuple(dtypes))
+
+
+MIXED = per_row(
+    ((3, 4), 0, SINGLE),
+    ((4,), 0, HALF),
+    ((), 0, DOUBLE),
+    ((2, 5, 3), 1, SINGLE),
+    ((0, 4), 0, SINGLE),
+    ((3, 2), 1, HALF),
+    ((7,), 0, torch.int64),
+    world=3,
+)
+GROUPS = {
+    "the worked example": per_row(((3, 4), 0, SINGLE), ((4,), 0, SINGLE), world=2),
+    "the worked example, flat": flat(((3, 4), SINGLE), ((4,), SINGLE), world=2),
+    "everything at once": MIXED,
+    "one rank": per_row(((3, 4), 1, SINGLE), ((), 0, HALF), ((2,), 0, HALF), world=1),
+    "more ranks than rows": per_row(((2, 3), 0, SINGLE), ((4, 2), 1, HALF), world=5),
+    "flat, two dtypes, 0-d": flat(
+        ((3, 4), SINGLE), ((), HALF), ((5,), HALF), ((0, 2), SINGLE), ((2, 2), SINGLE), world=3
+    ),
+    "nothing but empty parameters": per_row(((0, 3), 0, SINGLE), ((2, 0), 1, HALF), world=2),
+}
+every_group = pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS.keys())
+in_place_and_packed = pytest.mark.parametrize("packed", [False, True], ids=["in place", "packed"])
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    shapes = draw(st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=4))
+    dtypes = [draw(st.sampled_from([HALF, SINGLE, DOUBLE, torch.uint8])) for _ in shapes]
+    world = draw(st.integers(1, 5))
+    if draw(st.booleans()):
+        layout = flat_layout(shapes, world=world, kinds=dtypes)
+    else:
+        dims = [draw(st.integers(0, max(len(shape) - 1, 0))) for shape in shapes]
+        layout = per_row_layout(shapes, world=world, dims=dims)
+    return Group(layout=layout, dtypes=tuple(dtypes))
+
+
+quickly = settings(deadline=None, max_examples=60)
+
+
+def whole_params(group: Group, seed: int = 0) -> list[Tensor]:
+    """Whole numbers in every dtype, so that sums are exact, too."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(1, 60, slot.shape, generator=generator).to(dtype)
+        for slot, dtype in zip(group.layout.slots, group.dtypes, strict=True)
+    ]
+
+
+def held_by(layout: Layout, index: int, rank: int, whole: Tensor) -> Tensor:
+    """What of a whole parameter a rank holds."""
+    slot, piece = layout.slots[index], layout.piece(index, rank)
+    if slot.division is Division.REPLICATED:
+        return whole
+    if slot.division is Division.FLAT:
+        return whole.flatten()[piece.start : piece.start + piece.numel]
+    return whole.narrow(slot.dim, piece.start, piece.shape[slot.dim])
+
+
+def sharded(group: Group, wholes: Sequence[Tensor]) -> list[ShardBuffer]:
+    """The shard buffers of all ranks, filled."""
+    shards = []
+    for rank in group.ranks:
+        shard = ShardBuffer(group.layout, rank, group.dtypes, CPU)
+        for index, (local, whole) in enumerate(zip(shard.locals, wholes, strict=True)):
+            local.copy_(held_by(group.layout, index, rank, whole))
+        shards.append(shard)
+    return shards
+
+
+def gather_buffers(group: Group, *, packed: bool) -> list[GatherBuffer]:
+    return [
+        GatherBuffer(group.layout, rank, group.dtypes, CPU, packed=packed) for rank in group.ranks
+    ]
+
+
+def all_gather(buffers: Sequence[GatherBuffer], shards: Sequence[ShardBuffer]) -> None:
+    """What a group does to unshard, for all ranks."""
+    for buffer, shard in zip(buffers, shards, strict=True):
+        torch._foreach_copy_(buffer.own_pieces, shard.pieces)
+    for message in range(len(buffers[0].outputs)):
+        gathered = torch.cat([buffer.inputs[message] for buffer in buffers])
+        for buffer in buffers:
+            buffer.outputs[message].copy_(gathered)
+    for buffer in buffers:
+        buffer.copy_out()
+
+
+def address(tensor: Tensor) -> int:
+    """Where a tensor begins in its storage, in bytes."""
+    return int(tensor.storage_offset()) * tensor.dtype.itemsize
+
+
+def present(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > 0
+
+
+# --- Buffer ----------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_begins_with_its_memory_and_gives_it_back_and_takes_it_again() -> None:
+    buffer = Buffer(256, CPU)
+    states = [(buffer.allocated, buffer.data_ptr != 0, buffer.nbytes)]
+    buffer.release()
+    states.append((buffer.allocated, buffer.data_ptr != 0, buffer.nbytes))
+    buffer.allocate()
+    states.append((buffer.allocated, buffer.data_ptr != 0, buffer.nbytes))
+    assert states == [(True, True, 256), (False, False, 256), (True, True, 256)]
+
+
+def test_views_stay_valid_objects_while_the_memory_comes_and_goes() -> None:
+    buffer = Buffer(256, CPU)
+    view, twin = buffer.view(SINGLE, 128, (2, 3)), buffer.view(SINGLE, 128, (6,))
+    view.fill_(1)
+    assert twin.tolist() == [1.0] * 6
+    buffer.release()
+    assert not present(view)
+    assert view.shape == (2, 3) and view.stride() == (3, 1)
+    buffer.allocate()
+    assert present(view)
+    twin.copy_(torch.arange(6.0))
+    assert view.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert view.data_ptr() == buffer.data_ptr + 128
+
+
+def test_what_autograd_saved_sees_the_next_contents_and_no_change_of_version() -> None:
+    buffer = Buffer(128, CPU)
+    weight, filler = buffer.view(SINGLE, 0, (3,)), buffer.view(SINGLE, 0, (3,))
+    filler.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    x = torch.ones(3, requires_grad=True)
+    y = (x * torch.nn.Parameter(weight)).sum()
+    buffer.release()
+    buffer.allocate()
+    filler.copy_(torch.tensor([4.0, 5.0, 6.0]))
+    y.backward()
+    assert x.grad is not None and x.grad.tolist() == [4.0, 5.0, 6.0]
+
+
+def test_views_have_version_counters_of_their_own() -> None:
+    buffer = Buffer(128, CPU)
+    view, twin = buffer.view(SINGLE, 0, (3,)), buffer.view(SINGLE, 0, (3,))
+    before = view._version
+    twin.zero_()
+    buffer.release()
+    buffer.allocate()
+    assert view._version == before
+    view.zero_()
+    assert view._version == before + 1
+    assert not view._is_view() and view.grad_fn is None
+
+
+def test_a_view_of_absent_memory_is_refused_since_it_would_allocate() -> None:
+    buffer = Buffer(128, CPU)
+    buffer.release()
+    with pytest.raises(AssertionError, match="absent memory"):
+        buffer.view(SINGLE, 0, (3,))
+    assert not buffer.allocated
+
+
+def test_views_of_several_dtypes_share_one_storage() -> None:
+    buffer = Buffer(64, CPU)
+    number, bytes_ = buffer.view(torch.int32, 32, ()), buffer.view(torch.uint8, 32, (4,))
+    number.fill_(0x01020304)
+    assert sorted(bytes_.tolist()) == [1, 2, 3, 4]
+    assert number.shape == ()
+
+
+def test_an_empty_buffer_has_nothing_to_give_back_and_only_empty_views() -> None:
+    buffer = Buffer(0, CPU)
+    view = buffer.view(SINGLE, 0, (3, 0))
+    assert view.shape == (3, 0)
+    buffer.release()
+    buffer.allocate()
+    assert not buffer.allocated
+
+
+def test_a_view_of_no_elements_at_the_end_does_not_grow_the_buffer() -> None:
+    buffer = Buffer(128, CPU)
+    assert buffer.view(SINGLE, 128, (0, 3)).shape == (0, 3)
+    assert buffer.view(SINGLE, 0, (32,)).untyped_storage().nbytes() == 128
+
+
+@quickly
+@given(st.lists(st.integers(0, 4), max_size=4))
+def test_strides_are_those_of_a_contiguous_tensor(shape: list[int]) -> None:
+    assert strides(shape) == torch.empty(shape).stride()
+
+
+def test_rank_chunks_are_the_blocks_of_all_ranks_as_views() -> None:
+    layout = per_row_layout([(2, 5)], world=4, dims=[1])
+    whole = torch.arange(10).reshape(2, 5)
+    chunks = rank_chunks(layout, 0, whole)
+    assert [tuple(chunk.shape) for chunk in chunks] == [(2, 2), (2, 2), (2, 1), (2, 0)]
+    assert_equal(torch.cat(chunks, dim=1), whole)
+    chunks[2].zero_()
+    assert whole[:, 4].tolist() == [0, 0]
+
+
+# --- ShardBuffer -----------------------------------------------------------------------------------------
+
+
+@every_group
+def test_locals_are_parts_of_the_pieces_which_start_aligned_in_one_storage(group: Group) -> None:
+    layout = group.layout
+    for rank, shard in zip(group.ranks, sharded(group, whole_params(group)), strict=True):
+        end = 0
+        for piece, segment in zip(shard.pieces, layout.segments, strict=True):
+            assert piece.shape == (segment.piece_numel,)
+            assert address(piece) % ALIGNMENT == 0 and address(piece) >= end
+            end = address(piece) + piece.numel() * piece.dtype.itemsize
+        assert end <= shard.nbytes == shard.pieces[0].untyped_storage().nbytes()
+        for index, local in enumerate(shard.locals):
+            expected = layout.piece(index, rank)
+            piece = shard.pieces[layout.slots[index].segment]
+            assert local.shape == expected.shape and local.is_contiguous()
+            assert local.dtype is piece.dtype is group.dtypes[index]
+            held = piece[expected.offset : expected.offset + expected.numel]
+            assert torch.equal(held.reshape(expected.shape), local)
+
+
+def test_the_worked_example_has_zeros_where_it_is_padded() -> None:
+    group = GROUPS["the worked example"]
+    wholes = [torch.arange(1.0, 13.0).reshape(3, 4), torch.arange(101.0, 105.0)]
+    first, second = sharded(group, wholes)
+    assert [piece.tolist() for piece in first.pieces] == [list(range(1, 9)), [101, 102]]
+    assert [piece.tolist() for piece in second.pieces] == [[9, 10, 11, 12, 0, 0, 0, 0], [103, 104]]
+
+
+def test_a_shard_can_be_planned_on_the_meta_device() -> None:
+    shard = ShardBuffer(MIXED.layout, 1, MIXED.dtypes, torch.device("meta"))
+    assert all(local.is_meta for local in shard.locals)
+    expected = [MIXED.layout.piece(index, 1).shape for index in MIXED.params]
+    assert [tuple(local.shape) for local in shard.locals] == expected
+
+
+# --- GatherBuffer ----------------------------------------------------------------------------------------
+
+
+@in_place_and_packed
+@every_group
+def test_what_ranks_hold_is_gathered_bit_for_bit_again_and_again(
+    group: Group, packed: bool
+) -> None:
+    buffers = gather_buffers(group, packed=packed)
+    params = [list(buffer.params) for buffer in buffers]
+    for step in range(3):
+        wholes = whole_params(group, seed=step)
+        all_gather(buffers, sharded(group, wholes))
+        for buffer, before in zip(buffers, params, strict=True):
+            assert_equal(buffer.params, wholes)
+            assert all(new is old for new, old in zip(buffer.params, before, strict=True))
+            buffer.release()
+            assert not any(map(present, buffer.params))
+            buffer.allocate()
+
+
+@quickly
+@given(groups(), st.booleans())
+def test_any_group_is_gathered_bit_for_bit(group: Group, packed: bool) -> None:
+    wholes = whole_params(group)
+    buffers = gather_buffers(group, packed=packed)
+    all_gather(buffers, sharded(group, wholes))
+    for buffer in buffers:
+        assert_equal(buffer.params, wholes)
+
+
+@in_place_and_packed
+@every_group
+def test_params_lie_aligned_in_one_storage_and_are_contiguous(group: Group, packed: bool) -> None:
+    for buffer in gather_buffers(group, packed=packed):
+        begin = buffer.params[0].untyped_storage().data_ptr()
+        taken: list[tuple[int, int]] = []
+        for param, slot in zip(buffer.params, group.layout.slots, strict=True):
+            assert param.is_contiguous() and param.shape == slot.shape
+            assert param.untyped_storage().data_ptr() == begin
+            assert param.untyped_storage().nbytes() == buffer.nbytes
+            if slot.division is not Division.FLAT:
+                assert address(param) % ALIGNMENT == 0
+            if param.numel():
+                assert buffer.contains(param)
+                taken.append((address(param), address(param) + param.nbytes))
+        taken.sort()
+        assert all(end <= start for (_, end), (start, _) in pairwise(taken))
+        assert all(end <= buffer.nbytes for _, end in taken)
+        assert not buffer.contains(torch.ones(1))
+
+
+@in_place_and_packed
+@every_group
+def test_a_gather_is_no_change_of_the_parameters_in_the_eyes_of_autograd(
+    group: Group, packed: bool
+) -> None:
+    buffers = gather_buffers(group, packed=packed)
+    before = [[param._version for param in buffer.params] for buffer in buffers]
+    all_gather(buffers, sharded(group, whole_params(group)))
+    assert [[param._version for param in buffer.params] for buffer in buffers] == before
+
+
+@in_place_and_packed
+@every_group
+def test_a_rank_sends_its_part_of_what_it_receives(group: Group, packed: bool) -> None:
+    for rank, buffer in zip(group.ranks, gather_buffers(group, packed=packed), strict=True):
+        assert len(buffer.own_pieces) == len(group.layout.segments)
+        for output, own in zip(buffer.outputs, buffer.inputs, strict=True):
+            assert output.dtype is own.dtype is torch.uint8
+            assert output.numel() == own.numel() * group.layout.world > 0
+            assert own.data_ptr() == output.data_ptr() + rank * own.numel()
+
+
+def test_in_place_every_segment_with_elements_is_a_message_and_whole_rows_lie_where_they_arrive() -> (
+    None
+):
+    buffer = GatherBuffer(MIXED.layout, 0, MIXED.dtypes, CPU, packed=False)
+    assert len(buffer.outputs) == 6  # of seven parameters one is empty
+    zero_copy = [slot.zero_copy for slot in MIXED.layout.slots]
+    assert [buffer.contains(piece) for piece in buffer.own_pieces if piece.numel()] == [
+        flag for flag, param in zip(zero_copy, buffer.params, strict=True) if param.numel()
+    ]
+
+
+def test_packed_there_is_one_message_and_nothing_of_it_in_the_gathered_memory() -> None:
+    buffer = GatherBuffer(MIXED.layout, 0, MIXED.dtypes, CPU, packed=True)
+    (output,), (own,) = buffer.outputs, buffer.inputs
+    assert own.numel() == buffer.packed_nbytes
+    assert output.numel() == 3 * buffer.packed_nbytes
+    assert not any(map(buffer.contains, [output, own, *buffer.own_pieces]))
+
+
+def test_a_group_without_elements_sends_no_message() -> None:
+    for packed in (False, True):
+        (buffer, _) = gather_buffers(GROUPS["nothing but empty parameters"], packed=packed)
+        assert buffer.outputs == [] and buffer.inputs == []
+
+
+@in_place_and_packed
+def test_staging_memory_is_there_from_allocation_to_copy_out_only(packed: bool) -> None:
+    buffers = gather_buffers(MIXED, packed=packed)
+    chunked = next(i for i, slot in enumerate(MIXED.layout.slots) if not slot.zero_copy)
+    staged = [buffer.own_pieces[chunked] for buffer in buffers]
+    all_gather(buffers, sharded(MIXED, whole_params(MIXED)))
+    assert not any(map(present, staged))
+    assert all(present(param) for buffer in buffers for param in buffer.params)
+    for buffer in buffers:
+        buffer.release()
+        buffer.allocate()
+    assert all(map(present, staged))
+    for buffer in buffers:  # a gather that came to nothing
+        buffer.release()
+    assert not any(map(present, staged))
+
+
+@every_group
+def test_a_message_can_be_staged_in_memory_of_somebody_else(group: Group) -> None:
+    wholes = whole_params(group)
+    for buffer in gather_buffers(group, packed=False):
+        rows = torch.zeros(group.layout.world, buffer.packed_nbytes, dtype=torch.uint8)
+        for rank, shard in zip(group.ranks, sharded(group, wholes), strict=True):
+            other = GatherBuffer(group.layout, rank, group.dtypes, CPU, packed=False)
+            torch._foreach_copy_(other.stage(rows).own_pieces, shard.pieces)
+        staging = buffer.stage(rows)
+        torch._foreach_copy_(staging.targets, staging.sources)
+        assert_equal(buffer.params, wholes)
+
+
+# --- ReduceBuffer ----------------------------------------------------------------------------------------
+
+
+def reduce_buffers(
+    group: Group,
+    params: Sequence[int],
+    reduce_dtypes: Sequence[torch.dtype] | None = None,
+) -> list[ReduceBuffer]:
+    """The reduce buffers of all ranks, full of rubbish where allocation does not clear them."""
+    buffers = []
+    for rank in group.ranks:
+        dtypes = reduce_dtypes or group.dtypes
+        buffer = ReduceBuffer(group.layout, rank, params, dtypes, group.dtypes, CPU)
+        for tensor in buffer.inputs.values():
+            tensor.fill_(77)
+        buffer.allocate()
+        buffers.append(buffer)
+    return buffers
+
+
+def fill(buffer: ReduceBuffer, gradients: dict[int, Tensor]) -> None:
+    for param, gradient in gradients.items():
+        targets, sources = buffer.targets[param], buffer.sources(param, gradient)
+        assert [t.shape for t in targets] == [s.shape for s in sources]
+        torch._foreach_copy_(targets, sources)
+
+
+def reduce_scatter(
+    buffers: Sequence[ReduceBuffer], used: frozenset[int]
+) -> list[dict[int, Tensor]]:
+    """What a reduction does, for all ranks: per rank and parameter, the local gradient."""
+    for buffer in buffers:
+        for run in buffer.runs(used):
+            for tensor in run.unfilled:
+                tensor.zero_()
+    all_runs = [buffer.runs(used) for buffer in buffers]
+    results = []
+    for rank, runs in enumerate(all_runs):
+        local: dict[int, Tensor] = {}
+        for number, run in enumerate(runs):
+            output = torch.full((run.numel,), -1, dtype=run.reduce_dtype)
+            for i, (start, numel) in enumerate(run.outputs):
+                total = torch.stack([each[number].inputs[i] for each in all_runs]).sum(0)
+                output[start : start + numel] = total[rank * numel : (rank + 1) * numel]
+            local |= {g.param: cut(output, g) for g in run.gradients}
+        results.append(local)
+    return results
+
+
+def cut(output: Tensor, gradient: LocalGradient) -> Tensor:
+    return output.as_strided(gradient.shape, gradient.strides, gradient.start)
+
+
+def floating(group: Group) -> list[int]:
+    return [index for index in group.params if group.dtypes[index].is_floating_point]
+
+
+@every_group
+def test_every_rank_gets_its_piece_of_the_sum_of_all_gradients(group: Group) -> None:
+    params = floating(group)
+    buffers = reduce_buffers(group, params)
+    per_rank = [whole_params(group, seed=rank) for rank in group.ranks]
+    for buffer, gradients in zip(buffers, per_rank, strict=True):
+        fill(buffer, {param: gradients[param] for param in params})
+    totals = [torch.stack(each).sum(0) for each in zip(*per_rank, strict=True)]
+    for rank, local in enumerate(reduce_scatter(buffers, frozenset(params))):
+        assert sorted(local) == params
+        for param in params:
+            assert_equal(local[param], held_by(group.layout, param, rank, totals[param]))
+
+
+@every_group
+def test_padding_is_cleared_whatever_the_memory_held(group: Group) -> None:
+    layout, params = group.layout, floating(group)
+    (buffer, *_) = reduce_buffers(group, params)
+    gradients = whole_params(group)  # without a zero among them
+    fill(buffer, {param: gradients[param] for param in params})
+    for index, flat_input in buffer.inputs.items():
+        members = [layout.slots[param] for param in layout.segments[index].params]
+        copies = sum(
+            layout.world if slot.division is Division.REPLICATED else slot.numel for slot in members
+        )
+        assert int((flat_input != 0).sum()) == copies
+        assert not (flat_input == 77).any()
+
+
+def test_gradients_are_cast_to_the_reduce_dtype_on_their_way_in() -> None:
+    group = per_row(((3, 4), 0, HALF), ((2, 3), 1, HALF), world=2)
+    buffers = reduce_buffers(group, [0, 1], reduce_dtypes=[SINGLE, SINGLE])
+    gradients = whole_params(group)
+    for buffer in buffers:
+        fill(buffer, dict(enumerate(gradients)))
+    (run,) = buffers[0].runs(frozenset([0, 1]))
+    assert (run.reduce_dtype, run.shard_dtype) == (SINGLE, HALF)
+    assert all(tensor.dtype is SINGLE for tensor in run.inputs)
+    for rank, local in enumerate(reduce_scatter(buffers, frozenset([0, 1]))):
+        for param, gradient in enumerate(gradients):
+            expected = held_by(group.layout, param, rank, 2 * gradient.to(SINGLE))
+            assert_equal(local[param], expected)
+
+
+def test_there_is_one_run_per_pair_of_dtypes_and_outputs_of_a_run_do_not_overlap() -> None:
+    group = per_row(
+        *(((3, 2), 0, dtype) for dtype in (SINGLE, HALF, SINGLE, DOUBLE, HALF)), world=2
+    )
+    reduce_dtypes = [SINGLE, SINGLE, SINGLE, SINGLE, HALF]
+    (buffer, _) = reduce_buffers(group, range(5), reduce_dtypes)
+    runs = buffer.runs(frozenset(range(5)))
+    assert [(run.reduce_dtype, run.shard_dtype) for run in runs] == [
+        (SINGLE, SINGLE),
+        (SINGLE, HALF),
+        (SINGLE, DOUBLE),
+        (HALF, HALF),
+    ]
+    assert [[g.param for g in run.gradients] for run in runs] == [[0, 2], [1], [3], [4]]
+    for run in runs:
+        end = 0
+        for start, numel in run.outputs:
+            assert start * run.reduce_dtype.itemsize % ALIGNMENT == 0 and start >= end
+            end = start + numel
+        assert end <= run.numel
+
+
+def test_runs_of_the_same_parameters_are_planned_once() -> None:
+    (buffer, *_) = reduce_buffers(MIXED, floating(MIXED))
+    used = frozenset([0, 1])
+    assert buffer.runs(used) is buffer.runs(frozenset([1, 0]))
+    assert buffer.runs(used) is not buffer.runs(frozenset([0]))
+
+
+def test_per_row_a_parameter_without_gradient_does_not_travel() -> None:
+    group = per_row(((3, 4), 0, SINGLE), ((4,), 0, SINGLE), ((2, 2), 0, SINGLE), world=2)
+    (buffer, _) = reduce_buffers(group, [0, 1, 2])
+    (run,) = buffer.runs(frozenset([0, 2]))
+    assert [g.param for g in run.gradients] == [0, 2]
+    assert len(run.inputs) == len(run.outputs) == 2
+    assert run.unfilled == ()
+    assert buffer.runs(frozenset()) == ()
+
+
+def test_flat_a_parameter_without_gradient_travels_as_zeros_with_its_segment() -> None:
+    group = flat(((3, 4), SINGLE), ((3,), SINGLE), ((4,), SINGLE), world=2)
+    buffers = reduce_buffers(group, [0, 1, 2])
+    gradients = whole_params(group)
+    for buffer in buffers:
+        buffer.targets[1][0].fill_(77)  # what an earlier step left
+        fill(buffer, {0: gradients[0], 2: gradients[2]})
+    used = frozenset([0, 2])
+    (run,) = buffers[0].runs(used)
+    assert [tensor.shape for tensor in run.unfilled] == [(3,)]
+    assert run.unfilled[0].data_ptr() == buffers[0].targets[1][0].data_ptr()
+    locals_ = reduce_scatter(buffers, used)
+    for rank, local in enumerate(locals_):
+        assert sorted(local) == [0, 2]
+        for param in (0, 2):
+            expected = held_by(group.layout, param, rank, 2 * gradients[param])
+            assert_equal(local[param], expected)
+    assert run.inputs[0][12:15].tolist() == [0.0] * 3
+
+
+def test_flat_a_frozen_parameter_is_padding() -> None:
+    group = flat(((3, 4), SINGLE), ((3,), SINGLE), ((4,), SINGLE), world=2)
+    (buffer, _) = reduce_buffers(group, [0, 2])
+    fill(buffer, {0: torch.ones(3, 4), 2: torch.ones(4)})
+    assert sorted(buffer.targets) == [0, 2]
+    assert buffer.inputs[0].tolist() == [1.0] * 12 + [0.0] * 3 + [1.0] * 4 + [0.0]
+    (run,) = buffer.runs(frozenset([0, 2]))
+    assert run.unfilled == ()
+
+
+def test_segments_without_trainable_parameters_have_no_memory() -> None:
+    group = per_row(((300, 4), 0, SINGLE), ((4,), 0, SINGLE), world=2)
+    (buffer, _) = reduce_buffers(group, [1])
+    assert list(buffer.inputs) == [1]
+    assert buffer.inputs[1].untyped_storage().nbytes() == ALIGNMENT
+
+
+def test_a_reduce_buffer_gives_its_memory_back_and_takes_it_again_under_its_views() -> None:
+    (buffer, *_) = reduce_buffers(MIXED, floating(MIXED))
+    states = [buffer.allocated]
+    buffer.release()
+    assert not any(map(present, buffer.inputs.values()))
+    states.append(buffer.allocated)
+    buffer.allocate()
+    states.append(buffer.allocated)
+    assert states == [True, False, True]
+    fill(buffer, {0: torch.ones(3, 4)})
+    assert buffer.inputs[0].tolist() == [1.0] * 12
