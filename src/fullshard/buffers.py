@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,23 +98,13 @@ class ShardBuffer:
                 piece_tensor.zero_()  # padding travels with every gather; let it be the same everywhere
 
 
-class Staging(NamedTuple):
-    """Memory in which pieces lie rank after rank, as one message, and the views a packed gather needs of it."""
-
-    own_pieces: list[Tensor]
-    """Per segment, this rank's piece: what the shard is cast and copied into."""
-    targets: list[Tensor]
-    """Parts of the whole parameters, parallel to `sources`."""
-    sources: list[Tensor]
-    """What is copied there after the gather."""
-
-
 class GatherBuffer:
     """The whole parameters of a group in the compute dtype, while the group is unsharded.
 
     In place, `outputs` are segments of this buffer and `inputs` this rank's pieces of them; what cannot be
     gathered in place (`Division.CHUNKS`) goes through a staging buffer of its own. Packed, everything goes
-    through one staging buffer, (world, bytes of a shard): one output, one input.
+    through one staging buffer, (world, bytes of a shard): one output, one input; the whole parameters take
+    their memory only when it is copied out, when the group used before has given its own back.
     """
 
     def __init__(
@@ -129,6 +118,7 @@ class GatherBuffer:
     ) -> None:
         """Allocate on the current stream (the all-gather stream) and make every view a step needs."""
         self._layout, self._rank = layout, rank
+        self.packed = packed
         self._dtypes = [dtypes[segment.params[0]] for segment in layout.segments]
         homes = place(
             [
@@ -158,6 +148,7 @@ class GatherBuffer:
         self._packing = place([segment.piece_numel for segment in layout.segments], self._dtypes)
         if packed:
             self._prepare_packed(device)
+            self._homes.release()
         else:
             self._prepare_in_place(device)
 
@@ -199,8 +190,8 @@ class GatherBuffer:
         self._staging = Buffer(nbytes * self._layout.world, device)
         self._add_message(self._staging, 0, nbytes)
         rows = self._staging.view(torch.uint8, 0, (self._layout.world, nbytes))
-        self.own_pieces, *copies = self.stage(rows)
-        self._copy_out = (copies[0], copies[1])
+        self.own_pieces = self.own_pieces_in(rows)
+        self._copy_out = (self._packed_targets(), self._packed_sources(rows))
 
     def _whole(self, segment: int) -> Tensor:
         """Another alias of a segment's one parameter: writing to `params` would bump the faces' versions."""
@@ -220,32 +211,55 @@ class GatherBuffer:
         """Bytes of one rank's message in a packed gather."""
         return self._packing.nbytes
 
-    def stage(self, rows: Tensor) -> Staging:
-        """The views a packed gather needs of ``rows``, bytes of shape (world, `packed_nbytes`)."""
-        layout = self._layout
-        staging = Staging([], [], [])
+    def own_pieces_in(self, rows: Tensor) -> list[Tensor]:
+        """Per segment, this rank's piece in ``rows``, bytes of shape (world, `packed_nbytes`)."""
+        return [pieces[self._rank] for pieces in self._pieces_in(rows)]
+
+    def copy_out_of(self, rows: Tensor) -> None:
+        """Distribute a packed gather that went into memory of somebody else's."""
+        torch._foreach_copy_(self._copy_out[0], self._packed_sources(rows))
+        self._staging.release()
+
+    def _pieces_in(self, rows: Tensor) -> list[Tensor]:
+        return [
+            rows[:, start : start + segment.piece_numel * dtype.itemsize].view(dtype)
+            for segment, dtype, start in zip(
+                self._layout.segments, self._dtypes, self._packing.starts, strict=True
+            )
+        ]
+
+    def _packed_targets(self) -> list[Tensor]:
+        """Parts of the whole parameters, parallel to `_packed_sources`."""
+        layout, targets = self._layout, list[Tensor]()
         for index, segment in enumerate(layout.segments):
-            numel, dtype = segment.piece_numel, self._dtypes[index]
-            start = self._packing.starts[index]
-            pieces = rows[:, start : start + numel * dtype.itemsize].view(dtype)
-            staging.own_pieces.append(pieces[self._rank])
             if _is_zero_copy(layout, index):
-                home = self._homes.view(dtype, self._starts[index], (layout.world, numel))
-                staging.targets.append(home)
-                staging.sources.append(pieces)
+                shape = (layout.world, segment.piece_numel)
+                targets.append(self._homes.view(self._dtypes[index], self._starts[index], shape))
+            else:
+                targets += rank_chunks(layout, segment.params[0], self._whole(index))
+        return targets
+
+    def _packed_sources(self, rows: Tensor) -> list[Tensor]:
+        layout, sources = self._layout, list[Tensor]()
+        for index, pieces in enumerate(self._pieces_in(rows)):
+            if _is_zero_copy(layout, index):
+                sources.append(pieces)
                 continue
-            param = segment.params[0]
-            staging.targets.extend(rank_chunks(layout, param, self._whole(index)))
             for rank in range(layout.world):
-                held = layout.piece(param, rank)
-                staging.sources.append(pieces[rank, : held.numel].view(held.shape))
-        return staging
+                held = layout.piece(layout.segments[index].params[0], rank)
+                sources.append(pieces[rank, : held.numel].view(held.shape))
+        return sources
 
     def allocate(self) -> None:
-        """Take memory, on the current stream (the all-gather stream)."""
-        self._homes.allocate()
+        """Take memory to gather into, on the current stream (the all-gather stream)."""
+        if not self.packed:
+            self._homes.allocate()
         if self._staging.nbytes:
             self._staging.allocate()
+
+    def allocate_params(self) -> None:
+        """Take memory for the whole parameters, on the current stream (the all-gather stream)."""
+        self._homes.allocate()
 
     def copy_out(self) -> None:
         """Distribute what was staged; after the collective, on the stream that ran it."""

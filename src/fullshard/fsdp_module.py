@@ -121,7 +121,7 @@ class FSDPModule:
         """Gather this module's group with a comm object: one staged input, one output, copies around it."""
         _check_type("comm", comm, AllGather)
         for group in _state(self).groups:
-            group.custom_all_gather = comm
+            group.set_custom_all_gather(comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this module's group with a comm object: one staged input, one output, copies around it."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from . import comm, gradients, torch_border
-from .buffers import GatherBuffer, ReduceBuffer, ShardBuffer, Staging
+from .buffers import GatherBuffer, ReduceBuffer, ShardBuffer
 from .errors import ConfigurationError
 from .layout import gathers_in_place, per_row_layout
 from .mesh import FSDPMeshInfo
@@ -80,7 +80,7 @@ class FSDPParamGroup:
         self._faces: FaceSwitch | None = None
         """None until the unsharded faces have been made of the present gather buffer."""
         self._gather_work: Work | None = None
-        self._custom_staging: Staging | None = None
+        self._custom_output: Tensor | None = None
         self._shard_versions: int | None = None
         self.unwatched: list[FSDPParam] = []
         """Trainable parameters of whose gradients nobody is told yet."""
@@ -232,11 +232,12 @@ class FSDPParamGroup:
         context = self.context
         with context.all_gather:
             context.wait_for_releases()  # before the allocation: [Note: memory and streams], rule 1
-            buffer = self._allocate_gather()
             async_op = not context.asynchronous
             if self.custom_all_gather is not None:
-                self._gather_work = self._custom_gather(buffer, self.custom_all_gather, async_op)
+                self._gather_work = self._custom_gather(self.custom_all_gather, async_op)
             else:
+                buffer = self._gather_buffer()
+                buffer.allocate()
                 torch._foreach_copy_(buffer.own_pieces, self._shards.pieces)
                 self._gather_work = comm.all_gather(
                     buffer.outputs,
@@ -244,62 +245,68 @@ class FSDPParamGroup:
                     self.mesh_info.shard_process_group,
                     async_op=async_op,
                 )
-            if context.asynchronous:
-                self._copy_out()
-                self._gathered.record()
+                if context.asynchronous and not buffer.packed:
+                    buffer.copy_out()
+            self._gathered.record()
         self._memory = _Memory.IN_FLIGHT
 
-    def _allocate_gather(self) -> GatherBuffer:
-        if self._gather is not None:
-            self._gather.allocate()
-            return self._gather
-        # Made under inference_mode, the faces could never be trained.
-        with torch.inference_mode(False):
-            rank = self.mesh_info.shard_mesh_rank
-            self._gather = GatherBuffer(
-                self.layout,
-                rank,
-                self._compute_dtypes,
-                self.device,
-                packed=not gathers_in_place(self.layout, self._compute_dtypes),
-            )
+    def _gather_buffer(self) -> GatherBuffer:
+        if self._gather is None:
+            # Made under inference_mode, the faces could never be trained.
+            with torch.inference_mode(False):
+                self._gather = GatherBuffer(
+                    self.layout,
+                    self.mesh_info.shard_mesh_rank,
+                    self._compute_dtypes,
+                    self.device,
+                    packed=self.custom_all_gather is not None
+                    or not gathers_in_place(self.layout, self._compute_dtypes),
+                )
         return self._gather
 
-    def _custom_gather(
-        self, buffer: GatherBuffer, all_gather: comm.AllGather, async_op: bool
-    ) -> Work | None:
+    def set_custom_all_gather(self, all_gather: comm.AllGather) -> None:
+        """Gather with a user's comm object from now on."""
+        self.reshard()
+        self.custom_all_gather = all_gather
+        self._gather = self._faces = None
+
+    def _custom_gather(self, all_gather: comm.AllGather, async_op: bool) -> Work | None:
         """Stage this rank's message in memory of the user's comm object, and gather with it."""
+        buffer = self._gather_buffer()
         world, rank = self.layout.world, self.mesh_info.shard_mesh_rank
         dtypes = set(self._compute_dtypes)
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         numel = buffer.packed_nbytes // dtype.itemsize
         output = all_gather.allocate((numel * world,), dtype=dtype, device=self.device)
-        self._custom_staging = buffer.stage(output.view(torch.uint8).view(world, -1))
-        torch._foreach_copy_(self._custom_staging.own_pieces, self._shards.pieces)
+        self._custom_output = output.view(torch.uint8).view(world, -1)
+        torch._foreach_copy_(buffer.own_pieces_in(self._custom_output), self._shards.pieces)
         group, own = self.mesh_info.shard_process_group, output.view(world, -1)[rank]
         return comm.packed_all_gather(all_gather, output, own, group, async_op=async_op)
 
-    def _copy_out(self) -> None:
-        """After the collective: distribute what was not gathered in place."""
-        assert self._gather is not None, "there is a gather to finish"
+    def _wait_for_gather(self) -> None:
+        """Order the compute stream after the gather; what was packed is distributed first."""
+        if self._memory is not _Memory.IN_FLIGHT:
+            return
+        buffer, context = self._gather_buffer(), self.context
+        if buffer.packed or not context.asynchronous:
+            with context.all_gather:
+                self._copy_out(buffer)
+                self._gathered.record()
+        self._gathered.wait()
+        self._memory = _Memory.PRESENT
+
+    def _copy_out(self, buffer: GatherBuffer) -> None:
         if self._gather_work is not None:
             self._gather_work.wait()
             self._gather_work = None
-        if self._custom_staging is None:
-            self._gather.copy_out()
+        if buffer.packed:
+            self.context.wait_for_releases()
+            buffer.allocate_params()
+        if self._custom_output is None:
+            buffer.copy_out()
         else:
-            torch._foreach_copy_(self._custom_staging.targets, self._custom_staging.sources)
-            self._custom_staging = None  # allocated and freed on the same stream
-
-    def _wait_for_gather(self) -> None:
-        """Order the compute stream after the gather."""
-        if self._memory is not _Memory.IN_FLIGHT:
-            return
-        if self.context.asynchronous:
-            self._gathered.wait()
-        else:
-            self._copy_out()
-        self._memory = _Memory.PRESENT
+            buffer.copy_out_of(self._custom_output)
+            self._custom_output = None  # allocated and freed on the same stream
 
     def wait(self) -> None:
         """Wait for the gather and put the unsharded parameters on their modules.

@@ -299,13 +299,14 @@ def prefetch_lists() -> list[str]:
 
 
 def record_gathers(group: Any, name: str, issued: list[str]) -> None:
-    allocate = group._allocate_gather
+    unshard = group.unshard
 
-    def recording() -> Any:
-        issued.append(name)
-        return allocate()
+    def recording() -> None:
+        if not group.gathered:
+            issued.append(name)
+        unshard()
 
-    group._allocate_gather = recording
+    group.unshard = recording
 
 
 def test_prefetch_lists_are_followed(world) -> None:

@@ -52,7 +52,7 @@ def synchronised_collectives() -> Iterator[None]:
         yield
 
 
-def make_model() -> nn.Module:
+def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(37, 64),
@@ -67,7 +67,7 @@ def losses_and_gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {name: whole(param.grad) for name, param in model.named_parameters()}
 
 
-def train_on_thread(model: nn.Module, x: Tensor, replicas: int) -> dict[str, Tensor]:
+def train_on_thread(model: nn.Sequential, x: Tensor, replicas: int) -> dict[str, Tensor]:
     torch.cuda.set_device(0)
     world, rank = dist.get_world_size(), dist.get_rank()
     rng = random.Random(rank)

@@ -36,11 +36,17 @@ def gathers_and_what_follows(model: nn.Module, inputs: torch.Tensor) -> list[lis
     recorder = Recorder()
     with recorder:
         model(inputs)
-    positions = [i for i, name in enumerate(recorder.names) if "gather" in name]
+    # What is copied right before a gather is what this rank sends.
+    names = [
+        name
+        for name, after in zip(recorder.names, [*recorder.names[1:], ""], strict=True)
+        if not ("copy" in name and "gather" in after)
+    ]
+    positions = [i for i, name in enumerate(names) if "gather" in name]
     users = ("mm", "embedding", "layer_norm")
     following = []
     for position in positions:
-        rest = recorder.names[position + 1 :]
+        rest = names[position + 1 :]
         until = next(i for i, name in enumerate(rest) if any(user in name for user in users))
         following.append(rest[:until])
     return following
@@ -80,6 +86,7 @@ def test_small_pieces_are_gathered_in_one_message_and_copied_once() -> None:
         with recorder:
             model(tokens_for(0, 2))
         assert sum("gather" in name for name in recorder.names) == 1
+        assert sum("copy" in name for name in recorder.names) == 2  # in and out
 
 
 def unsharded_parameters_lie_in_the_gather_storage(in_place: bool) -> None:
