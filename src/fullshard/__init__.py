@@ -9,10 +9,10 @@
 The public names of `torch.distributed.fsdp`, on an engine whose groups are gathered in place, without copies.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-if TYPE_CHECKING:
+if _TYPE_CHECKING:
     from .errors import (
         CommunicationError,
         ConfigurationError,
@@ -58,7 +58,7 @@ def __getattr__(name: str) -> object:
     # to set environment variables, and to answer --help, before that.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)
+    value: object = getattr(_import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)
     globals()[name] = value
     return value
 

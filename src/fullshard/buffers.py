@@ -221,12 +221,14 @@ class GatherBuffer:
         self._staging.release()
 
     def _pieces_in(self, rows: Tensor) -> list[Tensor]:
-        return [
-            rows[:, start : start + segment.piece_numel * dtype.itemsize].view(dtype)
-            for segment, dtype, start in zip(
-                self._layout.segments, self._dtypes, self._packing.starts, strict=True
-            )
-        ]
+        pieces = []
+        for segment, dtype, start in zip(
+            self._layout.segments, self._dtypes, self._packing.starts, strict=True
+        ):
+            piece = rows[:, start : start + segment.piece_numel * dtype.itemsize]
+            # Rows without a byte have no stride that could be another dtype's.
+            pieces.append(piece.view(dtype) if piece.numel() else piece.to(dtype))
+        return pieces
 
     def _packed_targets(self) -> list[Tensor]:
         """Parts of the whole parameters, parallel to `_packed_sources`."""

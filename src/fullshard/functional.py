@@ -4,7 +4,7 @@ It decides which parameters form a group, checks that they can, and hands them t
 
     1. checks of the arguments and of the modules
     2. modules and parameters of the group: everything below that no other `fully_shard` call has taken
-    3. parameters and buffers moved to the mesh's device
+    3. buffers moved to the mesh's device (of parameters, only this rank's pieces ever get there)
     4. the group (which shards the parameters), the state, the hooks, the class
 """
 
@@ -109,10 +109,7 @@ def fully_shard(
     managed = list(_managed_modules(modules))
     params = _params_to_shard(managed, ignored, shard_placement_fn)
     device = device_of(info.mesh)
-    _move_to_device(managed, ignored, device)
-    for param in params:
-        param.original = cast(nn.Parameter, param.owners[0].current())
-
+    _move_buffers(managed, device)
     name = _provisional_name(modules)
     groups = [FSDPParamGroup(params, info, device, mp_policy, name)] if params else []
     state = FSDPState(
@@ -280,6 +277,12 @@ def _params_to_shard(
             + "\n  ".join(faults)
             + "\nFreeze them, or leave them out with ignored_params."
         )
+    on_meta = [name for name, param in found.values() if param.is_meta]
+    if 0 < len(on_meta) < len(found):
+        raise ConfigurationError(
+            "The parameters of a group must all be on the meta device, or none; these are, and others are not: "
+            f"{on_meta}. Build the whole module under torch.device('meta'), or materialise these first."
+        )
     result = []
     for key, (name, param) in found.items():
         placement = shard_placement_fn(param) if shard_placement_fn is not None else None
@@ -299,30 +302,15 @@ def _check_unshared(found: Iterable[tuple[str, nn.Parameter]]) -> None:
         )
 
 
-# --- 3. moving -------------------------------------------------------------------------------------------
+# --- 3. buffers ------------------------------------------------------------------------------------------
 
 
-def _move_to_device(
-    managed: Iterable[tuple[str, nn.Module]], ignored: set[int], device: torch.device
-) -> None:
-    """Move parameters and buffers to the device, one by one; what is on meta stays there."""
-    moved: dict[int, nn.Parameter] = {}
+def _move_buffers(managed: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
+    """Move buffers to the device; what is on meta stays there."""
     for _, module in managed:
-        for name, param in module._parameters.items():
-            if param is None or id(param) in ignored or param.is_meta or param.device == device:
-                continue
-            if id(param) not in moved:
-                moved[id(param)] = _moved(param, device)
-            module._parameters[name] = moved[id(param)]
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
-
-
-def _moved(param: nn.Parameter, device: torch.device) -> nn.Parameter:
-    moved = nn.Parameter(param.detach().to(device), requires_grad=param.requires_grad)
-    moved.__dict__.update(param.__dict__)
-    return moved
 
 
 # --- 4. hooks of the module ------------------------------------------------------------------------------

@@ -137,7 +137,8 @@ class Layout:
         begin, end = rank * piece_numel, (rank + 1) * piece_numel
         first = min(max(slot.start, begin), end)
         last = max(min(slot.start + slot.numel, end), first)
-        return Piece(shape=(last - first,), start=max(first - slot.start, 0), offset=first - begin)
+        start = min(max(first - slot.start, 0), slot.numel)
+        return Piece(shape=(last - first,), start=start, offset=first - begin)
 
     def padding(self, segment: int) -> int:
         """Elements of a segment that belong to no parameter; copies of a 0-d parameter count as one element."""

@@ -95,7 +95,7 @@ class FSDPParamGroup:
         """Copy this rank's pieces into one shard buffer and put DTensor faces on the modules."""
         originals = [param.original for param in self.params]
         rank = self.mesh_info.shard_mesh_rank
-        on_meta = any(original is not None and original.is_meta for original in originals)
+        on_meta = originals[0] is not None and originals[0].is_meta  # all of them, or none
         device = torch.device("meta") if on_meta else self.device
         self._shards = ShardBuffer(
             self.layout, rank, [param.dtype for param in self.params], device

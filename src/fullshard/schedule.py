@@ -67,6 +67,7 @@ class Schedule(Generic[Unit]):
         self._order: list[Unit] = []
         self._previous_order: list[Unit] = []
         self._on_track = False
+        self._in_forward = False
         self._last_ended: Call[Unit] | None = None
         self._latest: dict[Unit, Call[Unit]] = {}
         self._with_backward: dict[Unit, weakref.WeakSet[Call[Unit]]] = {}
@@ -74,7 +75,9 @@ class Schedule(Generic[Unit]):
     def begin_forward(self) -> None:
         """A forward of the whole model begins."""
         self._order = []
+        self._latest = {}
         self._last_ended = None
+        self._in_forward = True
         self._on_track = bool(self._previous_order)
 
     @property
@@ -102,7 +105,7 @@ class Schedule(Generic[Unit]):
         """A call's forward has ended."""
         self._clock += 1
         call.end = self._clock
-        if self._latest.get(call.unit) is call:
+        if self._in_forward and self._latest.get(call.unit) is call:
             call.previous = self._last_ended
             self._last_ended = call
 
@@ -114,6 +117,7 @@ class Schedule(Generic[Unit]):
     def end_forward(self) -> None:
         """The forward of the whole model has ended; its order is the forecast for the next."""
         self._previous_order, self._order = self._order, []
+        self._in_forward = False
 
     def passed(self, call: Call[Unit], units: Iterable[Unit]) -> list[Unit]:
         """Those of ``units`` whose backward is over when backward reaches the output of ``call``."""

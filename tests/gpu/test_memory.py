@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.gpu.test_streams import WIDTH, Layer, make_model
+from tests.gpu.test_streams import WIDTH, make_model
 from tests.helpers.fake import fake_world
 
 pytestmark = pytest.mark.gpu
+
+SIZE = 4096
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
@@ -67,14 +69,16 @@ def peak_of(library: str) -> tuple[int, int]:
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
+    # Large enough that the allocator's rounding of single blocks does not count.
     with torch.device("cuda"):
-        model = nn.Sequential(nn.Linear(2048, WIDTH), *(Layer() for _ in range(8)))
+        layers = (nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)) for _ in range(6))
+        model = nn.Sequential(nn.Linear(SIZE, SIZE), *layers)
     mesh = init_device_mesh("cuda", (8,))
     policy = module.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model[1:]:
         module.fully_shard(layer, mesh=mesh, mp_policy=policy)
     module.fully_shard(model, mesh=mesh, mp_policy=policy)
-    x = torch.randn(128, 2048, device="cuda")
+    x = torch.randn(128, SIZE, device="cuda")
     for _ in range(3):
         model(x).float().pow(2).mean().backward()
         model.zero_grad()

@@ -55,7 +55,7 @@ def make_model(hsdp: bool = False, reduce_dtype: torch.dtype | None = torch.floa
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def train(model: nn.Module) -> list[Tensor]:
+def train(model: nn.Module, rng: random.Random | None = None) -> list[Tensor]:
     """A few steps with an optimizer; the gradients of all of them and the final shards."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator("cuda").manual_seed(1)
@@ -70,6 +70,8 @@ def train(model: nn.Module) -> list[Tensor]:
             model.set_requires_gradient_sync(True)
         model(x).float().pow(2).mean().backward()
         results += [p.grad.to_local().clone() for p in model.parameters()]
+        if rng is not None:
+            pause(rng)
         optimizer.step()
         optimizer.zero_grad()
     results += [p.to_local().detach().clone() for p in model.parameters()]
@@ -94,7 +96,7 @@ def reduce_scatter_that_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def disturbed(seed: int) -> Iterator[None]:
+def disturbed(seed: int) -> Iterator[random.Random]:
     """Sleeps before and after every collective, on its stream, and around some kernels, on theirs."""
     rng = random.Random(seed)
 
@@ -118,7 +120,7 @@ def disturbed(seed: int) -> Iterator[None]:
             nn.modules.module.register_module_forward_hook(on_compute),
         ]
         try:
-            yield
+            yield rng
         finally:
             for handle in handles:
                 handle.remove()
@@ -142,8 +144,9 @@ def test_disturbed_streams_give_the_same_bits(
         expected = train(make_model(hsdp, reduce_dtype))
         assert equal(train(make_model(hsdp, reduce_dtype)), expected)
         for seed in range(12):
-            with disturbed(seed):
-                assert equal(train(make_model(hsdp, reduce_dtype)), expected), f"seed {seed}"
+            with disturbed(seed) as rng:
+                result = train(make_model(hsdp, reduce_dtype), rng)
+            assert equal(result, expected), f"seed {seed}"
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -181,13 +184,15 @@ SABOTAGE = {
 @pytest.mark.parametrize("name", SABOTAGE)
 def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     owner, method, replacement = SABOTAGE[name]
+    monkeypatch.setattr(fullshard.layout, "IN_PLACE_FROM", 0)
     with fake_world(4):
         expected = train(make_model())
         monkeypatch.setattr(owner, method, replacement)
         for seed in range(20):
-            with disturbed(seed):
-                if not equal(train(make_model()), expected):
-                    return
+            with disturbed(seed) as rng:
+                result = train(make_model(), rng)
+            if not equal(result, expected):
+                return
     pytest.fail("no seed showed a difference")
 
 

@@ -22,6 +22,7 @@ from fullshard import layout as layout_module
 from fullshard.errors import LayoutError
 from fullshard.layout import (
     ALIGNMENT,
+    IN_PLACE_FROM,
     Division,
     Layout,
     Piece,
@@ -30,6 +31,7 @@ from fullshard.layout import (
     Slot,
     chunk_size,
     flat_layout,
+    gathers_in_place,
     per_row_layout,
     place,
 )
@@ -394,6 +396,17 @@ def test_pieces_are_what_dtensor_has_on_each_rank(
             mesh = init_device_mesh("cpu", (world,))
             sharded = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
             assert_equal(block(layout.slots[0], layout.piece(0, rank), whole), sharded.to_local())
+
+
+def test_pieces_that_are_large_on_average_are_gathered_in_place() -> None:
+    rows, single = IN_PLACE_FROM // 4, [torch.float32] * 2
+    exactly = per_row_layout([(3 * rows,), (3 * rows,)], world=3)
+    assert gathers_in_place(exactly, single)
+    assert not gathers_in_place(exactly, [torch.float32, torch.bfloat16])
+    assert not gathers_in_place(per_row_layout([(3 * rows,), (3 * rows - 3,)], world=3), single)
+    assert gathers_in_place(per_row_layout([(6 * rows,), (3,)], world=3), single)
+    # What counts is a rank's piece, not the whole.
+    assert not gathers_in_place(per_row_layout([(3 * rows,), (3 * rows,)], world=4), single)
 
 
 # --- values and errors -----------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """The recorded order answers which unit comes next, which came before, and whose backward is over.
 
-Units are plain strings. A forward is written as nested calls:
+Units are strings. A forward is written as nested calls:
 
     run(schedule, ["root", ["a"], ["b", ["c"]]])        root runs a, then b, which runs c
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from typing import Any
@@ -14,6 +15,14 @@ from typing import Any
 import pytest
 
 from fullshard.schedule import Call, Schedule
+
+
+class Unit(str):
+    """A name that can be referred to weakly."""
+
+
+unit_of = functools.cache(Unit)
+"""The one unit of a name."""
 
 CHAIN = ["root", ["a"], ["b"], ["c"]]
 EVERYONE = ("root", "a", "b", "c")
@@ -41,7 +50,7 @@ def run_part(
     """Run a unit and what it contains, without telling that a forward of the whole model begins."""
     recorded = recorded or Recorded()
     unit, *inner = nested
-    call, expected = schedule.enter(unit)
+    call, expected = schedule.enter(unit_of(unit))
     recorded.calls.append(call)
     recorded.forecast.append(expected)
     for each in inner:
@@ -123,8 +132,8 @@ def test_a_forward_that_never_ended_leaves_the_last_whole_order_as_forecast(
 ) -> None:
     run(schedule, CHAIN)
     schedule.begin_forward()
-    schedule.enter("root")
-    schedule.enter("c")  # an exception ends this forward
+    schedule.enter(unit_of("root"))
+    schedule.enter(unit_of("c"))  # an exception ends this forward
     assert run(schedule, CHAIN).forecast == ["a", "b", "c", None]
 
 
@@ -175,7 +184,7 @@ def test_previous_does_not_reach_into_an_earlier_forward(schedule: Schedule[str]
 
 def test_a_recomputation_has_the_place_of_the_latest_call(schedule: Schedule[str]) -> None:
     calls = run(schedule, CHAIN)
-    again = schedule.recompute("b")
+    again = schedule.recompute(unit_of("b"))
     assert again is not calls["b"]
     assert again.unit == "b"
     assert again.previous is calls["a"]
@@ -183,7 +192,7 @@ def test_a_recomputation_has_the_place_of_the_latest_call(schedule: Schedule[str
     schedule.leave(again)
     assert again.previous is calls["a"]
     # It is no part of the order: neither for who came before ...
-    assert schedule.recompute("c").previous is calls["b"]
+    assert schedule.recompute(unit_of("c")).previous is calls["b"]
     # ... nor for the forecast.
     assert run(schedule, CHAIN).forecast == ["a", "b", "c", None]
 
@@ -192,11 +201,11 @@ def test_a_recomputation_of_a_unit_called_twice_has_the_place_of_its_second_call
     schedule: Schedule[str],
 ) -> None:
     calls = run(schedule, ["root", ["a"], ["b"], ["c"], ["b"]]).calls
-    assert schedule.recompute("b").previous is calls[3]
+    assert schedule.recompute(unit_of("b")).previous is calls[3]
 
 
 def test_a_recomputation_of_an_unknown_unit_has_no_place(schedule: Schedule[str]) -> None:
-    assert schedule.recompute("a").previous is None
+    assert schedule.recompute(unit_of("a")).previous is None
 
 
 # --- passed: whose backward is over? ---------------------------------------------------------------------
@@ -254,7 +263,7 @@ def test_backward_that_reaches_a_call_still_running_has_passed_nobody(
     schedule: Schedule[str],
 ) -> None:
     schedule.begin_forward()
-    running, _ = schedule.enter("a")
+    running, _ = schedule.enter(unit_of("a"))
     inner = run_part(schedule, ["b"])
     assert running.end is None
     assert schedule.passed(running, ("a", "b")) == []
@@ -280,7 +289,7 @@ def test_of_two_forwards_the_first_one_s_backward_passes_and_the_second_one_s_wa
 
 def test_a_recomputation_counts_as_a_use(schedule: Schedule[str]) -> None:
     calls = run(schedule, CHAIN)
-    again = schedule.recompute("b")
+    again = schedule.recompute(unit_of("b"))
     schedule.leave(again)
     schedule.expect_backward(again)
     assert schedule.passed(again, EVERYONE) == []
@@ -309,6 +318,19 @@ def test_calls_die_with_their_last_reference_and_no_longer_hold_anybody_back(
     gc.collect()
     assert [ref() for ref in dead] == [None] * 4
     assert schedule.passed(calls["a"], EVERYONE) == ["b", "c"]
+
+
+def test_a_call_does_not_keep_its_unit_alive() -> None:
+    unit = Unit("mortal")
+    schedule: Schedule[str] = Schedule()
+    call, _ = schedule.enter(unit)
+    schedule.leave(call)
+    schedule.expect_backward(call)
+    alive = weakref.ref(unit)
+    del schedule, unit
+    gc.collect()
+    assert alive() is None
+    assert call.has_backward
 
 
 def test_a_forward_thrown_away_holds_nobody_back_though_a_unit_of_it_is_not_used_again(

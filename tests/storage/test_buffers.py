@@ -146,6 +146,8 @@ def all_gather(buffers: Sequence[GatherBuffer], shards: Sequence[ShardBuffer]) -
         for buffer in buffers:
             buffer.outputs[message].copy_(gathered)
     for buffer in buffers:
+        if buffer.packed:
+            buffer.allocate_params()
         buffer.copy_out()
 
 
@@ -331,6 +333,7 @@ def test_any_group_is_gathered_bit_for_bit(group: Group, packed: bool) -> None:
 @every_group
 def test_params_lie_aligned_in_one_storage_and_are_contiguous(group: Group, packed: bool) -> None:
     for buffer in gather_buffers(group, packed=packed):
+        buffer.allocate_params()
         begin = buffer.params[0].untyped_storage().data_ptr()
         taken: list[tuple[int, int]] = []
         for param, slot in zip(buffer.params, group.layout.slots, strict=True):
@@ -383,6 +386,7 @@ def test_in_place_every_segment_with_elements_is_a_message_and_whole_rows_lie_wh
 
 def test_packed_there_is_one_message_and_nothing_of_it_in_the_gathered_memory() -> None:
     buffer = GatherBuffer(MIXED.layout, 0, MIXED.dtypes, CPU, packed=True)
+    buffer.allocate_params()
     (output,), (own,) = buffer.outputs, buffer.inputs
     assert own.numel() == buffer.packed_nbytes
     assert output.numel() == 3 * buffer.packed_nbytes
@@ -412,17 +416,39 @@ def test_staging_memory_is_there_from_allocation_to_copy_out_only(packed: bool) 
     assert not any(map(present, staged))
 
 
+def test_packed_the_parameters_take_memory_only_when_they_are_distributed() -> None:
+    (buffer, *_) = gather_buffers(MIXED, packed=True)
+    for _ in range(2):
+        assert not any(map(present, buffer.params))
+        assert all(map(present, buffer.own_pieces))
+        buffer.allocate_params()
+        assert all(map(present, buffer.params))
+        buffer.release()
+        buffer.allocate()
+
+
+def test_in_place_the_parameters_take_memory_with_the_gather() -> None:
+    (buffer, *_) = gather_buffers(MIXED, packed=False)
+    for _ in range(2):
+        assert all(map(present, [*buffer.params, *buffer.own_pieces]))
+        buffer.release()
+        assert not any(map(present, [*buffer.params, *buffer.own_pieces]))
+        buffer.allocate()
+
+
 @every_group
-def test_a_message_can_be_staged_in_memory_of_somebody_else(group: Group) -> None:
-    wholes = whole_params(group)
-    for buffer in gather_buffers(group, packed=False):
-        rows = torch.zeros(group.layout.world, buffer.packed_nbytes, dtype=torch.uint8)
-        for rank, shard in zip(group.ranks, sharded(group, wholes), strict=True):
-            other = GatherBuffer(group.layout, rank, group.dtypes, CPU, packed=False)
-            torch._foreach_copy_(other.stage(rows).own_pieces, shard.pieces)
-        staging = buffer.stage(rows)
-        torch._foreach_copy_(staging.targets, staging.sources)
+def test_a_message_can_be_gathered_in_memory_of_somebody_else(group: Group) -> None:
+    buffers, wholes = gather_buffers(group, packed=True), whole_params(group)
+    rows = torch.zeros(group.layout.world, buffers[0].packed_nbytes, dtype=torch.uint8)
+    for buffer, shard in zip(buffers, sharded(group, wholes), strict=True):
+        torch._foreach_copy_(buffer.own_pieces_in(rows), shard.pieces)
+    for buffer in buffers:
+        buffer.allocate_params()
+        buffer.copy_out_of(rows)
         assert_equal(buffer.params, wholes)
+        assert not any(map(present, buffer.own_pieces)), (
+            "the staging memory of its own is of no use"
+        )
 
 
 # --- ReduceBuffer ----------------------------------------------------------------------------------------
