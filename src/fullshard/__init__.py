@@ -6,7 +6,8 @@
         fully_shard(layer)
     fully_shard(model)
 
-The public names of `torch.distributed.fsdp`, on an engine whose groups are gathered in place, without copies.
+The public names of `torch.distributed.fsdp`, on an engine whose groups are gathered in place,
+without copies.
 """
 
 from importlib import import_module as _import_module
@@ -54,8 +55,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    # Names are fetched when first used: importing torch takes seconds, and the command line must be able
-    # to set environment variables, and to answer --help, before that.
+    # Names are fetched when first used: importing torch takes seconds, and the command line must be
+    # able to set environment variables, and to answer --help, before that.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(_import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)

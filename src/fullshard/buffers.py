@@ -4,10 +4,11 @@
     GatherBuffer    the whole parameters, while they are needed
     ReduceBuffer    the whole gradients in the reduce dtype, from their arrival until they are reduced
 
-A `Buffer` can give its memory back and take it again without its views noticing: the storage is resized, not
-replaced. Tensors that autograd saved keep their storage object and see the data again after the next gather,
-and every view a step needs is made once. Views are made with `set_`, so they are no autograd views: each has a
-version counter of its own, and a gather does not look to autograd like a change of the parameter.
+A `Buffer` can give its memory back and take it again without its views noticing: the storage is
+resized, not replaced. Tensors that autograd saved keep their storage object and see the data again
+after the next gather, and every view a step needs is made once. Views are made with `set_`, so they
+are no autograd views: each has a version counter of its own, and a gather does not look to autograd
+like a change of the parameter.
 """
 
 from __future__ import annotations
@@ -101,10 +102,11 @@ class ShardBuffer:
 class GatherBuffer:
     """The whole parameters of a group in the compute dtype, while the group is unsharded.
 
-    In place, `outputs` are segments of this buffer and `inputs` this rank's pieces of them; what cannot be
-    gathered in place (`Division.CHUNKS`) goes through a staging buffer of its own. Packed, everything goes
-    through one staging buffer, (world, bytes of a shard): one output, one input; the whole parameters take
-    their memory only when it is copied out, when the group used before has given its own back.
+    In place, `outputs` are segments of this buffer and `inputs` this rank's pieces of them; what
+    cannot be gathered in place (`Division.CHUNKS`) goes through a staging buffer of its own.
+    Packed, everything goes through one staging buffer, (world, bytes of a shard): one output, one
+    input; the whole parameters take their memory only when it is copied out, when the group used
+    before has given its own back.
     """
 
     def __init__(
@@ -306,8 +308,8 @@ class ReduceRun:
 class ReduceBuffer:
     """The whole gradients of a group's trainable parameters in the reduce dtype, rank after rank.
 
-    Filled by one fused cast-copy when gradients arrive; kept over steps that accumulate without reducing;
-    given back when the reduce-scatter has read it.
+    Filled by one fused cast-copy when gradients arrive; kept over steps that accumulate without
+    reducing; given back when the reduce-scatter has read it.
     """
 
     def __init__(

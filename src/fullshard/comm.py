@@ -5,8 +5,9 @@ Two ways to gather and to reduce, over the same layout:
     in place   one coalesced call over the segments, no staging: the default
     packed     one input and one output tensor, staged rank after rank: for comm objects users supply
 
-`AllGather` and `ReduceScatter` are what a user's comm object implements; the `Default...` forms call the process
-group and exist so that the packed path can be had, and tested, without writing one.
+`AllGather` and `ReduceScatter` are what a user's comm object implements; the `Default...` forms
+call the process group and exist so that the packed path can be had, and tested, without writing
+one.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ def all_gather(
 ) -> Work | None:
     """Gather ``inputs[i]`` of all ranks into ``outputs[i]``, in one call.
 
-    With ``async_op`` False the current stream is ordered after the gather; the host waits for a backend
-    that has no streams.
+    With ``async_op`` False the current stream is ordered after the gather; the host waits for a
+    backend that has no streams.
     """
     if not outputs:
         return None

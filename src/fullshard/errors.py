@@ -7,8 +7,9 @@
       CommunicationError   (RuntimeError)   a collective or a comm object broke its contract
       UnsupportedError     (NotImplementedError)   torch offers it, this version does not yet
 
-Messages say the rule, then what was found with all offenders by full name, then the remedy. Checks run on
-what every rank knows alike, before the first collective, so that all ranks raise the same error.
+Messages say the rule, then what was found with all offenders by full name, then the remedy. Checks
+run on what every rank knows alike, before the first collective, so that all ranks raise the same
+error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a sharded module can do beside what its class could: the methods of `FSDPModule`.
 
-`fully_shard` gives a module a class that derives from `FSDPModule` and from the module's own class, so it stays
-what it was (`isinstance`, attributes, parameter names) and gains these methods.
+`fully_shard` gives a module a class that derives from `FSDPModule` and from the module's own class,
+so it stays what it was (`isinstance`, attributes, parameter names) and gains these methods.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class FSDPModule:
         """Gather the parameters of this module's group, not of those below it.
 
         Args:
-            async_op: Return at once with an `UnshardHandle`; the module's forward waits by itself if nobody
-                else did.
+            async_op: Return at once with an `UnshardHandle`; the module's forward waits by itself
+                if nobody else did.
         """
         state = _state(self)
         for group in state.groups:
@@ -73,8 +73,9 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Return to the state between steps, after an exception in forward or backward.
 
-        Waits for what is in flight, drops gradients that were not reduced and shards all parameters. Gradients
-        that had been reduced stay in `.grad`; clear them with `optimizer.zero_grad()`. On the root only.
+        Waits for what is in flight, drops gradients that were not reduced and shards all
+        parameters. Gradients that had been reduced stay in `.grad`; clear them with
+        `optimizer.zero_grad()`. On the root only.
         """
         state = _state(self)
         if state.runtime is None:

@@ -78,8 +78,9 @@ def fully_shard(
 ) -> ModuleT | list[ModuleT]:
     """Shard a module's parameters over ranks, in place; gather them only while they are needed.
 
-    Apply it bottom-up: to each layer, then to the whole model. Each call makes one group of the parameters
-    below the module that no earlier call has taken; a group is gathered and reduced as one.
+    Apply it bottom-up: to each layer, then to the whole model. Each call makes one group of the
+    parameters below the module that no earlier call has taken; a group is gathered and reduced as
+    one.
 
         for layer in model.layers:
             fully_shard(layer)
@@ -88,10 +89,10 @@ def fully_shard(
     Args:
         module: A module, or a list of modules that form one group.
         mesh: 1-D (shard) or 2-D (replicate, shard) with named axes. By default all ranks, 1-D.
-        reshard_after_forward: Free the gathered parameters after forward and gather them again for backward
-            (True), or keep them (False). None means True, but False for the root. The shard size means True;
-            1 means False.
-        shard_placement_fn: Says per parameter along which dimension to shard; None means dimension 0.
+        reshard_after_forward: Free the gathered parameters after forward and gather them again for
+            backward (True), or keep them (False). None means True, but False for the root. The
+            shard size means True; 1 means False.
+        shard_placement_fn: Says per parameter along which dimension to shard; None means 0.
         mp_policy: Dtypes of compute, reduction and outputs.
         offload_policy: Where shards rest. Only the default, on the device, is supported yet.
         ignored_params: Parameters to leave alone: not sharded, moved or reduced.
@@ -133,7 +134,7 @@ def fsdp_state(module: nn.Module) -> FSDPState | None:
 fully_shard.state = fsdp_state  # type: ignore[attr-defined]
 
 
-# --- 1. checks -------------------------------------------------------------------------------------------
+# --- 1. checks ------------------------------------------------------------------------------------
 
 
 def _checked_modules(module: object) -> list[nn.Module]:
@@ -234,7 +235,7 @@ def _reshard_choice(choice: object, info: FSDPMeshInfo) -> tuple[bool, bool]:
     )
 
 
-# --- 2. modules and parameters ---------------------------------------------------------------------------
+# --- 2. modules and parameters --------------------------------------------------------------------
 
 
 def _managed_modules(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -302,7 +303,7 @@ def _check_unshared(found: Iterable[tuple[str, nn.Parameter]]) -> None:
         )
 
 
-# --- 3. buffers ------------------------------------------------------------------------------------------
+# --- 3. buffers -----------------------------------------------------------------------------------
 
 
 def _move_buffers(managed: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
@@ -313,7 +314,7 @@ def _move_buffers(managed: Iterable[tuple[str, nn.Module]], device: torch.device
                 module._buffers[name] = buffer.to(device)
 
 
-# --- 4. hooks of the module ------------------------------------------------------------------------------
+# --- 4. hooks of the module -----------------------------------------------------------------------
 
 
 def _before_state_dict(module: nn.Module, *_args: object) -> None:

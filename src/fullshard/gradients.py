@@ -42,8 +42,9 @@ class DivideRule:
 def divide_rule(dtype: torch.dtype, num_ranks: int) -> DivideRule:
     """The rule for gradients reduced in ``dtype`` over ``num_ranks`` data-parallel ranks.
 
-    Dtypes with the range of float32 let the collective average. float16 would overflow in the sum or underflow
-    in the quotient, so about the square root of the ranks is divided out before, the rest after.
+    Dtypes with the range of float32 let the collective average. float16 would overflow in the sum
+    or underflow in the quotient, so about the square root of the ranks is divided out before, the
+    rest after.
     """
     if num_ranks == 1:
         return DivideRule(1, 1, ReduceOp.SUM)
@@ -100,8 +101,8 @@ class ReduceEvents:
 class Reduction:
     """One reduction of one group's gradients, from the filled buffer to `.grad` of the sharded parameters.
 
-    Lives while it is in flight. It owns the reduce buffer's memory and everything its streams touch until the
-    compute stream has been ordered after them ([Note: memory and streams]).
+    Lives while it is in flight. It owns the reduce buffer's memory and everything its streams touch
+    until the compute stream has been ordered after them ([Note: memory and streams]).
     """
 
     def __init__(
@@ -222,8 +223,8 @@ class Reduction:
     ) -> Work | None:
         async_op = not self._context.asynchronous
         group = self._mesh_info.shard_process_group
-        # Averaging over shards and then over replicas is averaging over all; a shard group of one has nothing
-        # to average, and NCCL's AVG is not reliable there.
+        # Averaging over shards and then over replicas is averaging over all; a shard group of one
+        # has nothing to average, and NCCL's AVG is not reliable there.
         op = rule.op if self._mesh_info.shard_mesh_size > 1 else ReduceOp.SUM
         if custom is not None:
             return comm.packed_reduce_scatter(

@@ -1,8 +1,9 @@
 """Where every element of a group lives.
 
-A group's **gather buffer** holds its parameters one after the other, each whole and contiguous. A **segment**
-is a range of it that splits evenly into ``world`` pieces; piece r rests on rank r, in that rank's **shard
-buffer**. Gathering a group means gathering its segments in place: afterwards there is nothing to copy.
+A group's **gather buffer** holds its parameters one after the other, each whole and contiguous. A
+**segment** is a range of it that splits evenly into ``world`` pieces; piece r rests on rank r, in
+that rank's **shard buffer**. Gathering a group means gathering its segments in place: afterwards
+there is nothing to copy.
 
     per row, 2 ranks: weight (3, 4) and bias (4,)
     gather buffer   | w row 0 | w row 1 | w row 2 | pad | b 0..3 |     segments [0, 16) and [16, 20)
@@ -24,8 +25,8 @@ A parameter's elements are divided in one of four ways (`Division`):
     REPLICATED   0-d: every rank holds the one element
     FLAT         elements of the flattened parameter, cut wherever a rank's piece of the segment ends; zero-copy
 
-Everything here is arithmetic over shapes and world size, computed once: no tensor is allocated, no process
-group is asked, so the engine, the checkpoint and the reports can share it.
+Everything here is arithmetic over shapes and world size, computed once: no tensor is allocated, no
+process group is asked, so the engine, the checkpoint and the reports can share it.
 """
 
 from __future__ import annotations
@@ -248,8 +249,8 @@ def place(
 def gathers_in_place(layout: Layout, dtypes: Sequence[torch.dtype]) -> bool:
     """Whether to gather segment by segment in place, or all in one message that is distributed by a copy.
 
-    In place there is nothing to copy, but a collective per segment: right for pieces large enough to fill the
-    wire. Small pieces cost more in calls and latency than a copy of them does.
+    In place there is nothing to copy, but a collective per segment: right for pieces large enough
+    to fill the wire. Small pieces cost more in calls and latency than a copy of them does.
     """
     nbytes = sum(
         segment.piece_numel * dtypes[segment.params[0]].itemsize for segment in layout.segments

@@ -84,7 +84,8 @@ def mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
     """Give the axes of a user's mesh their roles.
 
     Raises:
-        ConfigurationError: the mesh has not one or two axes, lacks axis names, or leaves this rank out.
+        ConfigurationError: the mesh has not one or two axes, lacks axis names, or leaves this
+            rank out.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ConfigurationError(

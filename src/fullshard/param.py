@@ -3,8 +3,9 @@
     sharded face     a DTensor parameter over this rank's piece: what the user, the optimizer and state dicts see
     unsharded face   a plain parameter over the gather buffer: what forward and backward compute with
 
-Both are `nn.Parameter` objects made once; going from one state to the other means putting the other object on
-the modules that own the parameter. This file is the only one that puts parameters on modules.
+Both are `nn.Parameter` objects made once; going from one state to the other means putting the other
+object on the modules that own the parameter. This file is the only one that puts parameters on
+modules.
 """
 
 from __future__ import annotations
@@ -134,8 +135,8 @@ class FSDPParam:
 class FaceSwitch:
     """Puts one face of all parameters of a group on their modules; made anew when a face is.
 
-    Twice per step for every parameter, so it writes where `nn.Module` keeps parameters, except on modules
-    that do more on assignment.
+    Twice per step for every parameter, so it writes where `nn.Module` keeps parameters, except on
+    modules that do more on assignment.
     """
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:

@@ -1,7 +1,7 @@
 """The parameters that communicate together: one group, its buffers and its life in a training step.
 
-The hub of the engine: it calls storage, communication and parameters in turn; those do not call each other. Its
-verbs stand in the order in which one step uses them:
+The hub of the engine: it calls storage, communication and parameters in turn; those do not call
+each other. Its verbs stand in the order in which one step uses them:
 
     unshard            start gathering
     wait               the gathered parameters are on their modules, ready for compute
@@ -88,7 +88,7 @@ class FSDPParamGroup:
         self._held: set[int] = set()
         self._shard_originals()
 
-    # --- at rest -----------------------------------------------------------------------------------------
+    # --- at rest ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _shard_originals(self) -> None:
@@ -133,8 +133,8 @@ class FSDPParamGroup:
     def repack(self) -> None:
         """Read the sharded parameters anew from the modules, and pack them if anything was replaced.
 
-        Users move, cast, re-materialise and assign parameters; afterwards the objects on the modules are the
-        truth, and their data is copied into a new shard buffer.
+        Users move, cast, re-materialise and assign parameters; afterwards the objects on the
+        modules are the truth, and their data is copied into a new shard buffer.
         """
         self.hide()
         faces = [param.owners[0].current() for param in self.params]
@@ -210,7 +210,7 @@ class FSDPParamGroup:
             assert self._context is not None
         return self._context
 
-    # --- unshard -----------------------------------------------------------------------------------------
+    # --- unshard ----------------------------------------------------------------------------------
 
     @property
     def gathered(self) -> bool:
@@ -338,7 +338,7 @@ class FSDPParamGroup:
     def _find_unwatched(self) -> None:
         self.unwatched = [p for p in self.params if p.trainable and not p.watched]
 
-    # --- release -----------------------------------------------------------------------------------------
+    # --- release ----------------------------------------------------------------------------------
 
     def hide(self) -> None:
         """Put the sharded parameters back on their modules and keep the gathered memory.
@@ -353,8 +353,8 @@ class FSDPParamGroup:
     def reshard(self) -> None:
         """Put the sharded parameters back on their modules and give the gathered memory back.
 
-        Before: any state. After: SHARDED, memory ABSENT; tensors that autograd saved stay valid objects and see
-        the data again after the next gather.
+        Before: any state. After: SHARDED, memory ABSENT; tensors that autograd saved stay valid
+        objects and see the data again after the next gather.
         """
         self.hide()
         if self._memory is _Memory.ABSENT:
@@ -379,7 +379,7 @@ class FSDPParamGroup:
         # An operator on the DTensor counts there, one on its local tensor here.
         return sum(param.sharded_param._version + param.local._version for param in self.params)
 
-    # --- gradients ---------------------------------------------------------------------------------------
+    # --- gradients --------------------------------------------------------------------------------
 
     def collect_gradients(self) -> None:
         """Move the unsharded parameters' gradients into the reduce buffer, adding to what it holds.
@@ -422,8 +422,8 @@ class FSDPParamGroup:
     def reduce_gradients(self) -> None:
         """Send the collected gradients on their way to the sharded parameters; nothing without gradients.
 
-        Before: gradients collected. After: a reduction is in flight; `join` on the context, at the latest,
-        waits for it.
+        Before: gradients collected. After: a reduction is in flight; `join` on the context, at the
+        latest, waits for it.
         """
         if not self._held:
             return
@@ -443,7 +443,7 @@ class FSDPParamGroup:
         if self._reduce is not None and self._reduce.allocated:
             self._reduce.release()
 
-    # --- names -------------------------------------------------------------------------------------------
+    # --- names ------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return f"FSDPParamGroup({self.name!r}, {len(self.params)} parameters)"

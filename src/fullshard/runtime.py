@@ -1,25 +1,29 @@
 """Hooks: what happens around forward and backward of every sharded module.
 
-    forward, per state     pre_forward    gather (unless issued earlier), wait, unsharded parameters on the
-                                          modules, issue the gather of the state expected next
-                           post_forward   hooks on the outputs, sharded parameters back, memory given back
-    backward, per state    pre_backward   (an output's gradient is there) wait, unsharded parameters on the
-                                          modules, issue the gather of the state before it in forward
-                           gradients      all have arrived: into the reduce buffer, reduce-scatter issued
+    forward, per state     pre_forward    gather (unless issued earlier), wait, unsharded
+                                          parameters on the modules, gather of the next one issued
+                           post_forward   hooks on the outputs, sharded parameters back, memory
+                                          given back
+    backward, per state    pre_backward   (an output's gradient is there) wait, unsharded parameters
+                                          on the modules, gather of the one before issued
+                           gradients      all have arrived: into the reduce buffer, reduce-scatter
+                                          issued
                            passed         backward has left the state: memory given back
     end of backward        states not finished are finished, streams joined, everything is sharded
 
 [Note: two gather buffers]
-The gather of the next state runs beside this state's compute, so two gather buffers live at any time, not three. With
-a forecast, the next gather is issued before the compute, into other memory, and this state's memory is given back
-right after its forward. Without one (the first forward, or one that leaves the order), a state is only hidden after
-its forward and kept (`_kept`) until the next one has been gathered, so that this gather need not wait for it.
+The gather of the next state runs beside this state's compute, so two gather buffers live at any
+time, not three. With a forecast, the next gather is issued before the compute, into other memory,
+and this state's memory is given back right after its forward. Without one (the first forward, or
+one that leaves the order), a state is only hidden after its forward and kept (`_kept`) until the
+next one has been gathered, so that this gather need not wait for it.
 
 [Note: recomputation]
-Activation checkpointing runs forward again within backward. If backward has reached the state (its pre_backward has
-run), recomputation finds it unsharded and leaves it so. If not (reentrant checkpointing, or several states in one
-checkpoint), recomputation is a forward of its own, whose outputs get hooks of their own. A reentrant checkpoint
-runs a backward pass within the backward pass; each pass finishes the states it reached.
+Activation checkpointing runs forward again within backward. If backward has reached the state (its
+pre_backward has run), recomputation finds it unsharded and leaves it so. If not (reentrant
+checkpointing, or several states in one checkpoint), recomputation is a forward of its own, whose
+outputs get hooks of their own. A reentrant checkpoint runs a backward pass within the backward
+pass; each pass finishes the states it reached.
 """
 
 from __future__ import annotations
@@ -55,7 +59,8 @@ class _Labels(NamedTuple):
 class FSDPState:
     """What one `fully_shard` call put on a module, or on several that share a group.
 
-    Lives as long as the modules. Knows its groups and options; the order of things is the `Runtime`'s.
+    Lives as long as the modules. Knows its groups and options; the order of things is the
+    `Runtime`'s.
     """
 
     def __init__(
@@ -103,7 +108,7 @@ class FSDPState:
             f"FSDP::post_backward_reduce ({name})",
         )
 
-    # --- groups ------------------------------------------------------------------------------------------
+    # --- groups -----------------------------------------------------------------------------------
 
     @property
     def gathered(self) -> bool:
@@ -137,7 +142,7 @@ class FSDPState:
         self.call, self.depth = None, 0
         self.modules_run.clear()
 
-    # --- hooks -------------------------------------------------------------------------------------------
+    # --- hooks ------------------------------------------------------------------------------------
 
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -182,7 +187,7 @@ class Runtime:
         self._reached: dict[FSDPState, _Reached] = {}
         """States that backward has reached and not left."""
 
-    # --- forward -----------------------------------------------------------------------------------------
+    # --- forward ----------------------------------------------------------------------------------
 
     def enter(self, state: FSDPState) -> None:
         """A module of ``state`` begins its forward."""
@@ -220,8 +225,9 @@ class Runtime:
     def _begin_gathers(self, states: Sequence[FSDPState]) -> None:
         """Between steps the shards may have been written: gather from what they are now.
 
-        What a user keeps gathered (by `unshard`, or by options) is gathered again if a write to the shards was
-        counted; fused optimizers do not count theirs, so what was merely left from a forward is not trusted.
+        What a user keeps gathered (by `unshard`, or by options) is gathered again if a write to the
+        shards was counted; fused optimizers do not count theirs, so what was merely left from a
+        forward is not trusted.
         """
         self.context.gathers_wait_for_current_stream()
         for state in states:
@@ -287,13 +293,15 @@ class Runtime:
         for state in tuple(self._prefetched):
             state.reshard()  # the forecast was wrong
         self._prefetched.clear()
-        # The last state of forward is the first of backward, and could stay. But between the two comes the loss,
-        # where the memory of a step usually peaks, and the first gather of backward hides behind it.
+        # The last state of forward is the first of backward, and could stay. But between the two
+        # comes the loss, where the memory of a step usually peaks, and the first gather of backward
+        # hides behind it.
         self._release_kept()
         for state in self.states:
             state.left_gathered = state.gathered and state.auto_reshard
             if not torch.is_grad_enabled():
-                # No backward will put the sharded parameters back, and an optimizer built now must find them.
+                # No backward will put the sharded parameters back, and an optimizer built now must
+                # find them.
                 if state.left_gathered:
                     state.reshard()
                 else:
@@ -307,7 +315,7 @@ class Runtime:
                 if group.gathered:
                     group.remember_shards()
 
-    # --- backward ----------------------------------------------------------------------------------------
+    # --- backward ---------------------------------------------------------------------------------
 
     def _watch_output(self, call: Call[FSDPState], output: Any) -> None:
         """Have `_pre_backward` run when the gradient of any output is there, before backward goes on from it."""
@@ -379,7 +387,8 @@ class Runtime:
         """Autograd has accumulated the gradient of an unsharded parameter."""
         reached = self._reached.get(state)
         if reached is None:
-            # Backward came without passing an output we know of, or once more after the state was finished.
+            # Backward came without passing an output we know of, or once more after the state was
+            # finished.
             this_pass = torch_border.backward_pass_id()
             self._begin_pass(this_pass)
             reached = self._reach(state, None, this_pass)
@@ -458,11 +467,13 @@ class _Reached:
         self.complete = False
         """Whether all gradients had arrived and were sent off; later ones are found when backward leaves.
 
-        The root's wait until then: they are often large, and its unsharded parameters are released first.
+        The root's wait until then: they are often large, and its unsharded parameters are released
+        first.
         """
 
 
-# Hooks that autograd holds refer to the runtime weakly: a graph that outlives its model must not keep it.
+# Hooks that autograd holds refer to the runtime weakly: a graph that outlives its model must not
+# keep it.
 
 
 def _pre_backward(runtime: weakref.ref[Runtime], call: Call[FSDPState], gradient: Tensor) -> None:
@@ -491,7 +502,7 @@ def _watch_gradient(state: FSDPState, param: Any) -> None:
     param.watched = True
 
 
-# --- lazy initialisation ---------------------------------------------------------------------------------
+# --- lazy initialisation --------------------------------------------------------------------------
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

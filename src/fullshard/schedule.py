@@ -1,7 +1,7 @@
 """The order in which units are used, and what follows from it.
 
-A unit is whatever is gathered and released together (here: an `FSDPState`). A `Call` is one use of a unit in
-forward, with the ticks of a clock at which it began and ended.
+A unit is whatever is gathered and released together (here: an `FSDPState`). A `Call` is one use of
+a unit in forward, with the ticks of a clock at which it began and ended.
 
     forward    tick  1     2      3      4      5      6
                unit  root( block0        block1         )
@@ -14,13 +14,14 @@ Three questions are answered from this record, without tensors, streams or hooks
     passed         whose backward is over?       see the note
 
 [Note: whose backward is over]
-Autograd executes, among the nodes that are ready, the one created last. So when the node that produced the output
-of call c runs, every reachable node created after it has run: a ready one would have been preferred, and one that
-was not ready waits for nodes created still later, of which the last created is ready. Therefore, when backward
-reaches the output of call c, all work of units whose calls all began after c ended is done: their remaining
-gradients never come, and their parameters are not needed any more. This holds whether or not inputs require
-gradients, and with frozen and unused parameters. (Forward passes run on several threads at once are outside of it;
-what arrives late is then still reduced at the end of backward.)
+Autograd executes, among the nodes that are ready, the one created last. So when the node that
+produced the output of call c runs, every reachable node created after it has run: a ready one would
+have been preferred, and one that was not ready waits for nodes created still later, of which the
+last created is ready. Therefore, when backward reaches the output of call c, all work of units
+whose calls all began after c ended is done: their remaining gradients never come, and their
+parameters are not needed any more. This holds whether or not inputs require gradients, and with
+frozen and unused parameters. (Forward passes run on several threads at once are outside of it; what
+arrives late is then still reduced at the end of backward.)
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ Unit = TypeVar("Unit", bound=Hashable)
 class Call(Generic[Unit]):
     """One use of a unit in forward.
 
-    Lives as long as backward may come by: the hooks on the call's outputs hold it, and with them the graph. It
-    refers to its unit weakly, so that a graph that outlives its model does not keep the model.
+    Lives as long as backward may come by: the hooks on the call's outputs hold it, and with them
+    the graph. It refers to its unit weakly, so that a graph that outlives its model does not keep
+    the model.
     """
 
     def __init__(self, unit: Unit, begin: int, previous: Call[Unit] | None = None) -> None:

@@ -1,13 +1,15 @@
 """Streams, events and what is in flight on them.
 
-Compute runs on the user's current stream; gathers, reduce-scatters and all-reduces on streams of their own.
+Compute runs on the user's current stream; gathers, reduce-scatters and all-reduces on streams of
+their own.
 
     all-gather stream      allocates, fills and frees gather buffers
     reduce-scatter stream  reads reduce inputs, writes reduced shards
     all-reduce stream      sums reduced shards over replicas (HSDP)
 
-A stream is a context manager: what is issued inside goes to it. On the CPU the same calls do nothing: work is
-ordered by the host, and a collective is finished by waiting for its `Work`. `asynchronous` is the one question code may ask: may work be issued now and waited for by an event?
+A stream is a context manager: what is issued inside goes to it. On the CPU the same calls do
+nothing: work is ordered by the host, and a collective is finished by waiting for its `Work`.
+`asynchronous` is the one question code may ask: may work be issued now and waited for by an event?
 """
 
 from __future__ import annotations
@@ -56,19 +58,20 @@ class FSDPCommContext:
     """The streams of one sharded model and what is in flight on them; shared by all its groups.
 
     [Note: memory and streams]
-    The caching allocator hands freed memory out again to the stream that allocated it, without waiting for
-    other streams that read it. So whoever holds a buffer that another stream reads also holds the event that
-    ends the read, and three rules keep every reuse behind that event, without record_stream and without
-    stopping the host:
+    The caching allocator hands freed memory out again to the stream that allocated it, without
+    waiting for other streams that read it. So whoever holds a buffer that another stream reads also
+    holds the event that ends the read, and three rules keep every reuse behind that event, without
+    record_stream and without stopping the host:
 
-    1. Gather buffers are allocated and freed on the all-gather stream and read by compute. Giving one back
-       records an event on the compute stream (`note_release`); before the next allocation the all-gather
-       stream waits for all such events (`wait_for_releases`).
-    2. Reduce inputs and reduced gradients are allocated on the compute stream and used by the reduce-scatter
-       and all-reduce streams, which wait for compute first. They stay referenced by their reduction until the
-       compute stream has waited for it (`make_room_for_reduction`, `join`).
-    3. Every gather is waited for by the compute stream before its group is given back, used or not; so a
-       later write to the shards (the optimizer) comes after the gather's read of them.
+    1. Gather buffers are allocated and freed on the all-gather stream and read by compute. Giving
+       one back records an event on the compute stream (`note_release`); before the next allocation
+       the all-gather stream waits for all such events (`wait_for_releases`).
+    2. Reduce inputs and reduced gradients are allocated on the compute stream and used by the
+       reduce-scatter and all-reduce streams, which wait for compute first. They stay referenced by
+       their reduction until the compute stream has waited for it (`make_room_for_reduction`,
+       `join`).
+    3. Every gather is waited for by the compute stream before its group is given back, used or not;
+       so a later write to the shards (the optimizer) comes after the gather's read of them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -111,8 +114,8 @@ class FSDPCommContext:
         """Keep the reduce inputs in flight below `max_reductions`; called before one is allocated."""
         while len(self._inputs) >= self.max_reductions:
             self._inputs.popleft().finish_input()
-        # What outlives the input (an all-reduce, a cast) is small, and one more group's compute is ample time
-        # for it, so waiting for it here costs nothing.
+        # What outlives the input (an all-reduce, a cast) is small, and one more group's compute is
+        # ample time for it, so waiting for it here costs nothing.
         while len(self._reductions) > self.max_reductions:
             self._reductions.popleft().finish()
 

@@ -1,7 +1,7 @@
 """Every touch of a private torch name, and every difference between the torch versions we support.
 
-When a torch release moves something, this is the one file to change. What each function promises is said
-here; how torch spells it is nobody else's business.
+When a torch release moves something, this is the one file to change. What each function promises is
+said here; how torch spells it is nobody else's business.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     return cast(DTensor, _new_dtensor(DTensor, local, spec, requires_grad=False))
 
 
-# A DTensor per gradient and step: without the compiler's guard around the constructor, which takes as long
-# as the construction.
+# A DTensor per gradient and step: without the compiler's guard around the constructor, which takes
+# as long as the construction.
 _new_dtensor: Callable[..., Any] = inspect.unwrap(DTensor.__new__)
 
 

@@ -1,6 +1,7 @@
 """Finding and replacing tensors in what modules take and return.
 
-Tuples, lists, dicts, dataclasses and their subclasses are looked into; anything else is left as it is.
+Tuples, lists, dicts, dataclasses and their subclasses are looked into; anything else is left as it
+is.
 """
 
 from __future__ import annotations

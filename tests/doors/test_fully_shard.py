@@ -50,7 +50,7 @@ def reference_gradients(batch: Tensor, options: ModelOptions | None = None) -> d
     return gradients(model)
 
 
-# --- what a sharded module is ----------------------------------------------------------------------------
+# --- what a sharded module is ---------------------------------------------------------------------
 
 
 def test_a_sharded_module_is_what_it_was_and_an_fsdp_module() -> None:
@@ -130,7 +130,7 @@ def test_what_is_not_there_yet_says_so(name: str) -> None:
             getattr(layer, name)(True)
 
 
-# --- devices, dtypes, state dicts ------------------------------------------------------------------------
+# --- devices, dtypes, state dicts -----------------------------------------------------------------
 
 
 def meta_then_to_empty() -> None:
@@ -231,7 +231,7 @@ def test_assigning_full_tensors_is_an_error_that_names_them_all(world) -> None:
     assert "distribute_tensor" in messages[0]
 
 
-# --- unshard, reshard, prefetch --------------------------------------------------------------------------
+# --- unshard, reshard, prefetch -------------------------------------------------------------------
 
 
 def unshard_and_reshard() -> None:
@@ -385,7 +385,7 @@ def test_sharding_along_other_dimensions_even_or_not(world, world_size: int, dim
     world(world_size).run(shard_along, dim)
 
 
-# --- steps of unusual shape ------------------------------------------------------------------------------
+# --- steps of unusual shape -----------------------------------------------------------------------
 
 
 def several_forwards_before_a_backward(retain: bool) -> None:

@@ -1,8 +1,8 @@
 """Real streams: nothing is read before it is written, nothing is overwritten before it is read.
 
-Sleeps are put into the streams before and after collectives and kernels, at random, and the gradients must equal
-those of an undisturbed run bit for bit. That the test can see a missing wait is itself tested: each wait of the
-engine is taken out in turn, and the gradients must differ then.
+Sleeps are put into the streams before and after collectives and kernels, at random, and the
+gradients must equal those of an undisturbed run bit for bit. That the test can see a missing wait
+is itself tested: each wait of the engine is taken out in turn, and the gradients must differ then.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def run_threads(
             ProcessLocalGroup.exception_handle(error)
 
     torch.manual_seed(0)
-    # DTensor enters it in the ranks, where a CUDA build without a GPU crashes if it is the first time.
+    # DTensor enters it in the ranks, where a CUDA build without a GPU crashes if it is the first
+    # time.
     with FakeTensorMode():
         pass
     autograd_was_multithreaded = torch.autograd.is_multithreading_enabled()

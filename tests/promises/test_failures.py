@@ -249,7 +249,7 @@ def test_a_rank_outside_of_the_mesh_is_told_so(world) -> None:
     assert "rank 2" in outcomes[2] and "[0, 1]" in outcomes[2]
 
 
-# --- failed steps ----------------------------------------------------------------------------------------
+# --- failed steps ---------------------------------------------------------------------------------
 
 
 class Failing(torch.autograd.Function):

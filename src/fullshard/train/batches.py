@@ -1,14 +1,15 @@
 """Which windows of the text each rank sees at which step.
 
-The windows of a step are drawn for all ranks at once, from the seed and the step alone; a rank then takes
-its rows. So the global batch depends on the total number of rows, not on how many ranks share them:
+The windows of a step are drawn for all ranks at once, from the seed and the step alone; a rank then
+takes its rows. So the global batch depends on the total number of rows, not on how many ranks share
+them:
 
     step 7, 4 windows   | w0 | w1 | w2 | w3 |
     1 rank  * 4 rows    | rank 0            |
     2 ranks * 2 rows    | rank 0  | rank 1  |
 
-A window is one byte longer than the context: its bytes without the last are the inputs, without the first
-the targets.
+A window is one byte longer than the context: its bytes without the last are the inputs, without the
+first the targets.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
       under torchrun   this process is a rank already        -> run_rank
       else             n processes on this machine           -> run_rank in each
 
-What can be known to be wrong is found here, before any rank starts. torch is imported only where it is
-needed: it takes seconds, and the process that merely watches the ranks can often do without.
+What can be known to be wrong is found here, before any rank starts. torch is imported only where it
+is needed: it takes seconds, and the process that merely watches the ranks can often do without.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def start(options: TrainOptions) -> None:
     """Train, and return when all is done that this process has to do.
 
     Raises:
-        ConfigurationError: the options do not fit this machine or the launcher; no rank was started.
+        ConfigurationError: the options do not fit this machine or the launcher; no rank was
+            started.
         RankFailedError: a rank started here failed; all of them have ended.
     """
     read_text(options.text, context=options.context)  # only to find what is wrong with it

@@ -1,7 +1,8 @@
 """The training loop of one rank, and an example of `fully_shard` in use.
 
-The model is built without memory (meta), cut (`fully_shard`: one group per block and one for the rest), given
-memory for this rank's pieces only (`to_empty`), and filled. From there on it is an ordinary loop.
+The model is built without memory (meta), cut (`fully_shard`: one group per block and one for the
+rest), given memory for this rank's pieces only (`to_empty`), and filled. From there on it is an
+ordinary loop.
 """
 
 from __future__ import annotations
@@ -54,7 +55,6 @@ def train(
     for report in train_steps(options, model, optimizer, batches):
         reports.append(report)
         watcher.step(report)
-    # Counted before the evaluation, which may leave groups unsharded: no backward follows that would end it.
     rank_bytes = _bytes_at_rest(model, device)
 
     result = TrainResult(

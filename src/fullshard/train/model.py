@@ -3,8 +3,8 @@
     byte -> embed -> | RMSNorm -> attention (rotary, causal) -> + | x layers -> RMSNorm -> head -> 256
                      | RMSNorm -> SwiGLU                     -> + |
 
-No module here holds a buffer, so a model built on the meta device is complete once its parameters are
-filled (`weights`). Nothing here knows about sharding.
+No module here holds a buffer, so a model built on the meta device is complete once its parameters
+are filled (`weights`). Nothing here knows about sharding.
 """
 
 from __future__ import annotations
@@ -128,8 +128,9 @@ class Decoder(nn.Module):
 def rotate(x: Tensor) -> Tensor:
     """Turn the feature pairs of (..., length, features) by angles that grow with the position.
 
-    Feature i is paired with i + features / 2. The angles are made here at each call rather than kept in a
-    buffer, which `to_empty` would leave unfilled and a mixed precision policy would round.
+    Feature i is paired with i + features / 2. The angles are made here at each call rather than
+    kept in a buffer, which `to_empty` would leave unfilled and a mixed precision policy would
+    round.
     """
     length, features = x.shape[-2:]
     pairs = torch.arange(features // 2, device=x.device, dtype=torch.float32)

@@ -1,7 +1,7 @@
 """What a training run can be told, checked before anything starts.
 
-This file imports no torch: a wrong option is answered at once. What only the machine can answer (does
-the text exist, are there enough GPUs) is checked by `text` and `launch`.
+This file imports no torch: a wrong option is answered at once. What only the machine can answer
+(does the text exist, are there enough GPUs) is checked by `text` and `launch`.
 """
 
 from __future__ import annotations

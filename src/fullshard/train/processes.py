@@ -1,13 +1,13 @@
 """Run a function in several processes of this machine, and see to it that they all end.
 
-A process that fails sends its traceback through a pipe before its sockets close. So when its failure makes
-others fail, the message of the first is already there, and that is the one to show:
+A process that fails sends its traceback through a pipe before its sockets close. So when its
+failure makes others fail, the message of the first is already there, and that is the one to show:
 
     rank 1   raises -> traceback into the pipe -> ends, connections close
     rank 0                                                     -> "connection closed by peer" -> ...
 
-The processes ignore Ctrl-C, which a terminal sends to all of them: the parent stops them. They also end when
-the parent is gone, whatever ended it.
+The processes ignore Ctrl-C, which a terminal sends to all of them: the parent stops them. They also
+end when the parent is gone, whatever ended it.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ def _process_main(
                 time_s=time.monotonic(),
             )
         )
-        # No orderly exit: taking down a process group whose other ranks are in a collective can hang.
+        # No orderly exit: taking down a process group whose other ranks are in a collective can
+        # hang.
         os._exit(1)
 
 

@@ -1,7 +1,7 @@
 """What the user sees of a run: one live line while it trains, and a summary at its end.
 
-On a terminal the line renews itself; elsewhere (a pipe, a log file) a plain line appears about ten times in
-the whole run. Rank 0 watches with `showing_progress`, the others with `Silence`.
+On a terminal the line renews itself; elsewhere (a pipe, a log file) a plain line appears about ten
+times in the whole run. Rank 0 watches with `showing_progress`, the others with `Silence`.
 """
 
 from __future__ import annotations

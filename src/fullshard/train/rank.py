@@ -1,6 +1,7 @@
 """The life of one rank: join the process group, train, leave.
 
-How the rank came to be (started by `launch` or by torchrun) is settled before; it arrives as a `Place`.
+How the rank came to be (started by `launch` or by torchrun) is settled before; it arrives as a
+`Place`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from fullshard.train.text import read_text
 def run_rank(options: TrainOptions, place: Place) -> TrainResult:
     """Train as one of the ranks; rank 0 shows the progress."""
     device = _claim_device(place)
-    # Read before the process group exists: what fails here must not leave other ranks waiting in a collective.
+    # Read before the process group exists: what fails here must not leave other ranks waiting in a
+    # collective.
     text = read_text(options.text, context=options.context)
     dist.init_process_group(
         backend="nccl" if place.device == "cuda" else "gloo",
@@ -34,7 +36,8 @@ def run_rank(options: TrainOptions, place: Place) -> TrainResult:
     )
     with showing_progress(Console()) if place.rank == 0 else nullcontext(Silence()) as watcher:
         result = train(options, text, device=device, watcher=watcher)
-    # Not in a finally: after an error the other ranks may be inside a collective, and leaving could wait for them.
+    # Not in a finally: after an error the other ranks may be inside a collective, and leaving could
+    # wait for them.
     dist.destroy_process_group()
     return result
 

@@ -1,7 +1,7 @@
 """Text to learn from: which files, their bytes, and the part kept back for evaluation.
 
-Every machine that runs this has text: the sources of Python's own standard library. The files are taken
-in the order of their paths, so ranks that read for themselves read the same.
+Every machine that runs this has text: the sources of Python's own standard library. The files are
+taken in the order of their paths, so ranks that read for themselves read the same.
 
     | file a | file b | ...                 | file y | file z |
     | training                                   | held out   |

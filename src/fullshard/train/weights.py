@@ -1,9 +1,9 @@
 """Starting weights, the same on any number of ranks and any device.
 
-Each parameter is drawn whole on the CPU, from a generator seeded by the run's seed and the parameter's name,
-and every rank keeps its own piece. That costs the memory of one unsharded parameter at a time and no
-communication. (Drawing straight into the shards would be cheaper, but then the values depend on how the
-parameter is cut.)
+Each parameter is drawn whole on the CPU, from a generator seeded by the run's seed and the
+parameter's name, and every rank keeps its own piece. That costs the memory of one unsharded
+parameter at a time and no communication. (Drawing straight into the shards would be cheaper, but
+then the values depend on how the parameter is cut.)
 """
 
 from __future__ import annotations
