@@ -262,8 +262,8 @@ def _params_to_shard(
     owners: dict[int, list[ParamOwner]] = {}
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, module in managed:
-        for name, param in module._parameters.items():
-            if param is not None and id(param) not in ignored:
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(param) not in ignored:
                 full_name = f"{prefix}.{name}" if prefix else name
                 found.setdefault(id(param), (full_name, param))
                 owners.setdefault(id(param), []).append(ParamOwner(module, name))
@@ -309,9 +309,9 @@ def _check_unshared(found: Iterable[tuple[str, nn.Parameter]]) -> None:
 def _move_buffers(managed: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
     """Move buffers to the device; what is on meta stays there."""
     for _, module in managed:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if not buffer.is_meta and buffer.device != device:
+                setattr(module, name, buffer.to(device))
 
 
 # --- 4. hooks of the module -----------------------------------------------------------------------

@@ -41,7 +41,7 @@ class ParamOwner:
 
     def current(self) -> Tensor | None:
         """The parameter now on the module."""
-        return self.module._parameters[self.name]
+        return torch_border.parameter_table(self.module)[self.name]
 
     def install(self, param: nn.Parameter) -> None:
         """Put ``param`` on the module."""
@@ -147,7 +147,7 @@ class FaceSwitch:
             assert unsharded is not None, "a switch is between two faces"
             for owner in param.owners:
                 if owner.plain:
-                    table = owner.module._parameters
+                    table = torch_border.parameter_table(owner.module)
                     self._tables.append((table, owner.name, param.sharded_param, unsharded))
                 else:
                     self._assigned.append((owner, param.sharded_param, unsharded))

@@ -377,7 +377,10 @@ class FSDPParamGroup:
 
     def _versions(self) -> int:
         # An operator on the DTensor counts there, one on its local tensor here.
-        return sum(param.sharded_param._version + param.local._version for param in self.params)
+        return sum(
+            torch_border.version_of(param.sharded_param) + torch_border.version_of(param.local)
+            for param in self.params
+        )
 
     # --- gradients --------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
@@ -118,6 +118,16 @@ def local_of(tensor: Tensor) -> Tensor:
 def replace_local(tensor: Tensor, local: Tensor) -> None:
     """Let a DTensor keep its identity and stand for another local tensor of the same shape and dtype."""
     cast(DTensor, tensor)._local_tensor = local
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor has been written in place, by operators that count."""
+    return tensor._version
+
+
+def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Where a module keeps its own parameters; writing here has no side effects."""
+    return module._parameters
 
 
 def post_accumulate_grad_hooks(param: Tensor) -> Sequence[Callable[[Tensor], None]]:

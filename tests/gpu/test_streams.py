@@ -56,14 +56,14 @@ def make_model(hsdp: bool = False, reduce_dtype: torch.dtype | None = torch.floa
 
 
 def train(model: nn.Module, rng: random.Random | None = None) -> list[Tensor]:
-    """A few steps with an optimizer; the gradients of all of them and the final shards."""
+    """A few steps with an optimizer; what it computed, all gradients and the final shards."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator("cuda").manual_seed(1)
     results = []
     for step in range(STEPS):
         x = torch.randn(256, WIDTH, device="cuda", generator=generator)
         with torch.no_grad():
-            model(x)
+            results.append(model(x))
         if step == 1:  # accumulate once
             model.set_requires_gradient_sync(False)
             model(x).float().pow(2).mean().backward()
