@@ -120,7 +120,8 @@ def fully_shard(
         attach_state(each, state)
         each.__class__ = sharded_class(type(each))
         each.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)
-        each.register_forward_hook(state.post_forward, prepend=False)
+        # Also when forward raises, so that nobody stays unsharded, or in the middle of a call.
+        each.register_forward_hook(state.post_forward, prepend=False, always_call=True)
         each.register_state_dict_pre_hook(_before_state_dict)
         each.register_load_state_dict_post_hook(_after_load_state_dict)
     return module

@@ -157,9 +157,13 @@ class FSDPState:
             return args, kwargs
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """After a module's forward: outputs watched for backward, sharded parameters on the modules."""
+        """After a module's forward: outputs watched for backward, sharded parameters on the modules.
+
+        After an exception, too; the output is None then.
+        """
         runtime = self.runtime
-        assert runtime is not None, "pre_forward comes before post_forward"
+        if runtime is None:
+            return output  # the first forward was refused
         with torch_border.profiler_range(self.labels.post_forward):
             if self.mp_policy.output_dtype is not None:
                 output = cast_floating(output, self.mp_policy.output_dtype)
@@ -323,7 +327,7 @@ class Runtime:
             return
         hook = functools.partial(_pre_backward, weakref.ref(self), call)
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:
                 tensor.register_hook(hook)
                 if not call.has_backward:
                     self.schedule.expect_backward(call)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import weakref
 from typing import Any
 
@@ -152,6 +153,15 @@ def test_parts_run_on_their_own_leave_nothing_behind(schedule: Schedule[str]) ->
     gc.collect()
     alive = sum(call() is not None for call in calls)
     assert alive <= 1, f"{alive} of 10 calls of a part that nobody holds are still alive"
+
+
+def test_parts_run_on_their_own_do_not_pile_up_in_the_order(schedule: Schedule[str]) -> None:
+    run(schedule, CHAIN)
+    before = sys.getrefcount(unit_of("b"))
+    for _ in range(100):
+        run_part(schedule, ["b"])
+    gc.collect()
+    assert sys.getrefcount(unit_of("b")) - before < 10
 
 
 # --- call.previous: which came before this call? ---------------------------------------------------------

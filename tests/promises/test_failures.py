@@ -285,6 +285,7 @@ def fail_then_train(where: str, reset: bool) -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         model(mine).backward()
     handle.remove()
+    assert all(state.call is None for m in model.modules() if (state := state_of(m)))
     if reset:
         model.reset_iter_state()
         assert not any(
