@@ -735,6 +735,24 @@ def test_the_optimizer_may_step_in_backward(world) -> None:
     world(2).run(optimizer_in_backward)
 
 
+def not_contiguous() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(20, 4))
+    reference[0].to(memory_format=torch.channels_last)
+    reference[2].weight = nn.Parameter(torch.randn(20, 4).t())
+    assert not reference[0].weight.is_contiguous() and not reference[2].weight.is_contiguous()
+    model = copy.deepcopy(reference)
+    fully_shard(model)
+    x = torch.randn(2 * dist.get_world_size(), 3, 4, 4)
+    model(mine(x)).pow(2).mean().backward()
+    reference(x).pow(2).mean().backward()
+    assert_close(gradients(model), gradients(reference), rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_need_not_be_contiguous(world) -> None:
+    world(3).run(not_contiguous)
+
+
 def mixed_dtypes() -> None:
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4).double())

@@ -297,6 +297,20 @@ def test_of_two_forwards_the_first_one_s_backward_passes_and_the_second_one_s_wa
     assert schedule.passed(first["a"], EVERYONE) == ["b", "c"]
 
 
+def test_a_unit_is_not_passed_because_a_later_forward_used_it_too(
+    schedule: Schedule[str],
+) -> None:
+    # Two forwards, a backward, a third forward, a backward: as pipelines do (1F1B).
+    nested = ["root", ["outer", ["inner"]]]
+    run(schedule, nested)
+    second = run(schedule, nested)
+    schedule.end_backward()  # of the first
+    third = run(schedule, nested)
+    # Backward of the second is inside outer, whose parameters it still needs.
+    assert schedule.passed(second["inner"], ("root", "outer")) == []
+    assert third["outer"].begin > (second["inner"].end or 0)
+
+
 def test_a_recomputation_counts_as_a_use(schedule: Schedule[str]) -> None:
     calls = run(schedule, CHAIN)
     again = schedule.recompute(unit_of("b"))

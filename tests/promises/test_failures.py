@@ -31,6 +31,10 @@ def three_axes() -> None:
     )
 
 
+def more_ranks_than_there_are() -> None:
+    fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (8,)))
+
+
 def two_axes_without_names() -> None:
     fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1, 2)))
 
@@ -185,6 +189,7 @@ def comm_of_the_wrong_type() -> None:
 
 CASES: list[tuple[Any, type[Exception], list[str]]] = [
     (three_axes, ConfigurationError, ["1-D", "2-D", "3 axes"]),
+    (more_ranks_than_there_are, RuntimeError, ["8", "world size"]),
     (two_axes_without_names, ConfigurationError, ["name", "mesh_dim_names"]),
     (not_a_mesh, ConfigurationError, ["DeviceMesh", "str"]),
     (module_list, ConfigurationError, ["forward", "ModuleList"]),
