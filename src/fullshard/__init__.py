@@ -22,7 +22,12 @@ if _TYPE_CHECKING:
         LifecycleError,
         UnsupportedError,
     )
-    from .fsdp_module import FSDPModule, UnshardHandle
+    from .fsdp_module import (
+        FSDPModule,
+        UnshardHandle,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
     from .functional import fully_shard
     from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -41,6 +46,8 @@ __all__ = [
     "UnshardHandle",
     "UnsupportedError",
     "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 
 _HOMES = {
@@ -50,6 +57,8 @@ _HOMES = {
     "OffloadPolicy": "policies",
     "UnshardHandle": "fsdp_module",
     "fully_shard": "functional",
+    "register_fsdp_forward_method": "fsdp_module",
+    "share_comm_ctx": "fsdp_module",
 }
 """Where the names live that are not in `errors`."""
 

@@ -6,14 +6,20 @@ so it stays what it was (`isinstance`, attributes, parameter names) and gains th
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import MethodType
 from typing import Any, NoReturn, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from .comm import AllGather, ReduceScatter
 from .errors import ConfigurationError, LifecycleError, UnsupportedError
+from .mesh import HSDPMeshInfo, twin_group
 from .runtime import FSDPState, state_of
+from .streams import FSDPCommContext
 
 
 class UnshardHandle:
@@ -61,7 +67,7 @@ class FSDPModule:
         """
         state = _state(self)
         for group in state.groups:
-            group.context.gathers_wait_for_current_stream()
+            group.context.gathers_wait_for()
             group.unshard()
             group.remember_shards()
         handle = UnshardHandle(state)
@@ -87,6 +93,14 @@ class FSDPModule:
             )
         state.runtime.reset()
 
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Wait for reductions at the end of the next backward (True), or leave them in flight (False).
+
+        With several backwards per step, only the last one's end needs complete gradients. On the root.
+        """
+        _check_bool("is_last_backward", is_last_backward)
+        _state(self).is_last_backward = is_last_backward
+
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
@@ -94,6 +108,11 @@ class FSDPModule:
         _check_bool("requires_gradient_sync", requires_gradient_sync)
         for state in _states(self, recurse):
             state.requires_gradient_sync = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """With HSDP, sum reduced gradients over replicas at backward, or keep partial sums for later."""
+        _check_bool("requires_all_reduce", requires_all_reduce)
+        _change_reduction(self, recurse, all_reduce=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free the unsharded parameters after forward and gather them again for backward, or keep them."""
@@ -112,11 +131,28 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these modules' parameters while this one computes its forward, instead of the forecast."""
-        _state(self).forward_prefetch = _prefetch_states(modules)
+        _state(self).forward_prefetch = _sharded_states(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these modules' parameters while this one computes its backward, instead of the forecast."""
-        _state(self).backward_prefetch = _prefetch_states(modules)
+        _state(self).backward_prefetch = _sharded_states(modules)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Gather this module's parameters for backward, or not, if backward does not need them.
+
+        An embedding's backward, for one, needs no weight.
+        """
+        _check_bool("unshard_in_backward", unshard_in_backward)
+        _state(self).unshard_in_backward = unshard_in_backward
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the next forward's gathers wait for this event instead of the current stream; on the root.
+
+        Record it right after the optimizer's step; it counts once.
+        """
+        if not callable(getattr(event, "record", None)):
+            raise ConfigurationError(f"event must be a torch.Event, got {type(event).__name__}.")
+        _state(self).post_optim_event = event
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this module's group with a comm object: one staged input, one output, copies around it."""
@@ -127,25 +163,143 @@ class FSDPModule:
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this module's group with a comm object: one staged input, one output, copies around it."""
         _check_type("comm", comm, ReduceScatter)
-        for group in _state(self).groups:
-            group.custom_reduce_scatter = comm
+        _change_reduction(self, recurse=False, custom=comm)
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook`` with this group's reduced shards before they land in `.grad`.
+
+        After the reduce-scatter, or with HSDP after the all-reduce. It may change them in place: an
+        all-reduce of one's own, say.
+
+        Args:
+            hook: Takes the flat reduced shards.
+            stream: Where to run it, if not in the reduction's own stream. Not with HSDP.
+        """
+        if not callable(hook):
+            raise ConfigurationError(f"hook must be callable, got {type(hook).__name__}.")
+        groups = _state(self).groups
+        if stream is not None and any(isinstance(g.mesh_info, HSDPMeshInfo) for g in groups):
+            raise ConfigurationError(
+                "With a 2-D mesh the hook runs in the all-reduce stream; leave stream out."
+            )
+        _change_reduction(self, recurse=False, hook=hook, hook_stream=stream)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this group's summed gradients by ``factor`` instead of by the number of ranks."""
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
+            raise ConfigurationError(f"factor must be a positive number, got {factor!r}.")
+        _change_reduction(self, recurse=False, divide_by=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Deprecated name of `set_gradient_divide_factor`."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor is deprecated; use set_gradient_divide_factor.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Let this group's collectives only sum, and divide in a step of its own."""
+        _check_bool("enable", enable)
+        _change_reduction(self, recurse=False, force_sum=enable)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Give trainable parameters that backward did not use a gradient of zero, and reduce it.
+
+        Needed where ranks use different parameters of a group: all of them then reduce the same.
+        """
+        _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        _change_reduction(self, recurse, zero_unused=reduce_scatter_unused_params)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Let so many reduce-scatters read their inputs at once; the largest number in a model counts.
+
+        More than one helps where reduce-scatters take longer than the backward of a layer, for the
+        memory of their inputs.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise ConfigurationError(
+                f"max_input_buffers must be an int, got {max_input_buffers!r}."
+            )
+        if max_input_buffers < 1:
+            raise ConfigurationError(
+                f"max_input_buffers must be at least 1, got {max_input_buffers}."
+            )
+        for state in _states(self, recurse):
+            state.max_reductions = max_input_buffers
+        runtime = _state(self).runtime
+        if runtime is not None:
+            runtime.limit_reductions()
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Reduce over a process group of its own, so that gathers do not queue behind reductions.
+
+        Collective: call it on all ranks.
+        """
+        _check_bool("enable", enable)
+        for state in _states(self, recurse):
+            for group in state.groups:
+                shared = group.mesh_info.shard_process_group
+                own = twin_group(shared) if enable else shared
+                group.reduction = replace(group.reduction, process_group=own)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for torch's sake: gathers here never stop the host or the compute stream."""
+        _check_bool("async_op", async_op)
 
 
-_NOT_YET = (
-    "set_is_last_backward",
-    "set_requires_all_reduce",
-    "set_all_reduce_hook",
-    "set_post_optim_event",
-    "set_gradient_divide_factor",
-    "set_reduce_scatter_divide_factor",
-    "set_force_sum_reduction_for_comms",
-    "set_reduce_scatter_unused_params",
-    "set_reduce_scatter_max_input_buffers",
-    "set_separate_reduce_scatter_group",
-    "set_unshard_in_backward",
-    "set_allocate_memory_from_process_group_for_comm",
-    "set_symm_mem_for_comm",
-)
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Gather a sharded module's parameters around another of its methods, as around forward.
+
+    Nothing happens to a module that is not sharded.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no method {method_name!r} to gather parameters around."
+        )
+    original, state = getattr(module, method_name), _state(module)
+
+    @functools.wraps(original)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = state.pre_forward(self, args, kwargs)
+        output = None
+        try:
+            output = original(*args, **kwargs)
+        finally:  # as the hooks do: when it raises, too
+            output = state.post_forward(self, args, output)
+        return output
+
+    setattr(module, method_name, MethodType(method, module))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several root modules use the same streams, and so the same memory pools.
+
+    For models that run one after the other in a step, such as the chunks of a pipeline.
+    """
+    states = _sharded_states(modules)
+    if not states:
+        return
+    context = next((s.runtime.context for s in states if s.runtime is not None), None)
+    context = context or FSDPCommContext(states[0].device)
+    for state in states:
+        state.shared_context = context
+        if state.runtime is not None and state.runtime.context is not context:
+            state.runtime.context.join()
+            state.runtime.context = context
+            state.runtime.connect()
+
+
+_NOT_YET = ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm")
 """Methods of torch's FSDPModule that this version does not have; calling one says so."""
 
 
@@ -190,7 +344,13 @@ def _states(module: FSDPModule, recurse: bool) -> Iterator[FSDPState]:
             yield state
 
 
-def _prefetch_states(modules: Sequence[FSDPModule]) -> tuple[FSDPState, ...]:
+def _change_reduction(module: FSDPModule, recurse: bool, **changes: Any) -> None:
+    for state in _states(module, recurse):
+        for group in state.groups:
+            group.reduction = replace(group.reduction, **changes)
+
+
+def _sharded_states(modules: Sequence[FSDPModule]) -> tuple[FSDPState, ...]:
     if not isinstance(modules, (list, tuple)):
         raise ConfigurationError(
             f"A list of sharded modules is needed, got {type(modules).__name__}."
@@ -198,7 +358,7 @@ def _prefetch_states(modules: Sequence[FSDPModule]) -> tuple[FSDPState, ...]:
     foreign = [type(module).__name__ for module in modules if not isinstance(module, FSDPModule)]
     if foreign:
         raise ConfigurationError(
-            f"Only modules that fully_shard was applied to can be prefetched, got {foreign}."
+            f"Only modules that fully_shard was applied to can be given here, got {foreign}."
         )
     return tuple(_state(module) for module in modules)
 

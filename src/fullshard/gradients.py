@@ -10,17 +10,17 @@ This file is the only one that writes `.grad`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp, Work
+from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.tensor import DTensor
 
 from . import comm, torch_border
-from .buffers import ReduceBuffer, ReduceRun
+from .buffers import LocalGradient, ReduceBuffer, ReduceRun
 from .mesh import FSDPMeshInfo, HSDPMeshInfo
 from .param import FSDPParam
 from .streams import Event, FSDPCommContext
@@ -39,19 +39,43 @@ class DivideRule:
 
 
 @functools.cache
-def divide_rule(dtype: torch.dtype, num_ranks: int) -> DivideRule:
+def divide_rule(
+    dtype: torch.dtype, num_ranks: int, divide_by: float | None = None, force_sum: bool = False
+) -> DivideRule:
     """The rule for gradients reduced in ``dtype`` over ``num_ranks`` data-parallel ranks.
+
+    The divisor is ``divide_by``, or the number of ranks. Collectives only ever sum with ``force_sum``.
 
     Dtypes with the range of float32 let the collective average. float16 would overflow in the sum
     or underflow in the quotient, so about the square root of the ranks is divided out before, the
     rest after.
     """
-    if num_ranks == 1:
-        return DivideRule(1, 1, ReduceOp.SUM)
-    if dtype.itemsize > 2 or dtype is torch.bfloat16:
+    divisor = num_ranks if divide_by is None else divide_by
+    wide = dtype.itemsize > 2 or dtype is torch.bfloat16
+    if wide and num_ranks > 1 and divisor == num_ranks and not force_sum:
         return DivideRule(1, 1, ReduceOp.AVG)
-    before = 2 ** (num_ranks.bit_length() // 2)  # a power of two: exact
-    return DivideRule(before, num_ranks / before, ReduceOp.SUM)
+    before = 1 if wide else 2 ** (num_ranks.bit_length() // 2)  # a power of two: exact
+    return DivideRule(before, divisor / before, ReduceOp.SUM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReductionSettings:
+    """How one group's gradients are combined across ranks; replaced whole when a user changes one."""
+
+    process_group: ProcessGroup
+    """Over which the reduce-scatter runs."""
+    divide_by: float | None = None
+    """Total divisor; None means the number of data-parallel ranks."""
+    force_sum: bool = False
+    """Collectives only sum, and division is a step of its own."""
+    all_reduce: bool = True
+    """Whether reduced shards are summed over replicas now, or kept as partial sums for a later time."""
+    zero_unused: bool = False
+    """Whether trainable parameters without a gradient take part as zeros."""
+    custom: comm.ReduceScatter | None = None
+    hook: Callable[[Tensor], None] | None = None
+    """Called with the reduced shards of a call, before they land."""
+    hook_stream: Any = None
 
 
 def take(params: Sequence[FSDPParam]) -> dict[int, Tensor]:
@@ -110,16 +134,23 @@ class Reduction:
         context: FSDPCommContext,
         events: ReduceEvents,
         mesh_info: FSDPMeshInfo,
+        settings: ReductionSettings,
         buffer: ReduceBuffer,
         params: Sequence[FSDPParam],
         used: set[int],
+        partial: dict[int, Tensor],
     ) -> None:
-        """Prepare to reduce parameters ``used``, indices into ``params``; the others get no gradient."""
+        """Prepare to reduce parameters ``used``, indices into ``params``; the others get no gradient.
+
+        ``partial`` holds reduced shards that were not summed over replicas yet; it is added to, or emptied.
+        """
         self._context = context
         self._events = events
         self._mesh_info = mesh_info
+        self._settings = settings
         self._buffer = buffer
         self._params = params
+        self._partial = partial
         self._runs = buffer.runs(frozenset(used))
         self._works: list[Work | None] = []
         self._reduced: list[Tensor] = []
@@ -129,10 +160,16 @@ class Reduction:
         info = mesh_info
         replicas = info.replicate_mesh_size if isinstance(info, HSDPMeshInfo) else 1
         self._rules = [
-            divide_rule(run.reduce_dtype, info.shard_mesh_size * replicas) for run in self._runs
+            divide_rule(
+                run.reduce_dtype,
+                info.shard_mesh_size * replicas,
+                settings.divide_by,
+                settings.force_sum,
+            )
+            for run in self._runs
         ]
 
-    def issue(self, custom: comm.ReduceScatter | None = None) -> None:
+    def issue(self) -> None:
         """Start the reduction; on devices with streams, all of it.
 
         On the compute stream, which allocates everything and whose gradients are in the buffer. The
@@ -140,15 +177,14 @@ class Reduction:
         """
         context, events = self._context, self._events
         calls = [
-            self._prepare(run, rule, custom)
-            for run, rule in zip(self._runs, self._rules, strict=True)
+            self._prepare(run, rule) for run, rule in zip(self._runs, self._rules, strict=True)
         ]
         events.ready.record()
         replicated = isinstance(self._mesh_info, HSDPMeshInfo)
         with context.reduce_scatter:
             events.ready.wait()
             for (outputs, inputs), rule in zip(calls, self._rules, strict=True):
-                self._works.append(self._scatter(outputs, inputs, rule, custom))
+                self._works.append(self._scatter(outputs, inputs, rule))
             events.input_read.record()
             if context.asynchronous and not replicated:
                 self._land()
@@ -175,17 +211,15 @@ class Reduction:
         for kept in (self._reduced, self._landed, self._kept):
             kept.clear()
 
-    def _prepare(
-        self, run: ReduceRun, rule: DivideRule, custom: comm.ReduceScatter | None
-    ) -> tuple[list[Tensor], Sequence[Tensor]]:
+    def _prepare(self, run: ReduceRun, rule: DivideRule) -> tuple[list[Tensor], Sequence[Tensor]]:
         """Allocate a run's output, and return what its reduce-scatter writes and reads."""
         if run.unfilled:
             torch._foreach_zero_(run.unfilled)
         if rule.before != 1:
             torch._foreach_div_(run.inputs, rule.before)
         device, dtype = self._context.device, run.reduce_dtype
-        if custom is not None:
-            return self._prepare_packed(run, custom)
+        if self._settings.custom is not None:
+            return self._prepare_packed(run, self._settings.custom)
         reduced = torch.empty(run.numel, dtype=dtype, device=device)
         self._keep_output(run, reduced)
         return [reduced.narrow(0, start, numel) for start, numel in run.outputs], run.inputs
@@ -219,10 +253,9 @@ class Reduction:
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
         rule: DivideRule,
-        custom: comm.ReduceScatter | None,
     ) -> Work | None:
         async_op = not self._context.asynchronous
-        group = self._mesh_info.shard_process_group
+        group, custom = self._settings.process_group, self._settings.custom
         # Averaging over shards and then over replicas is averaging over all; a shard group of one
         # has nothing to average, and NCCL's AVG is not reliable there.
         op = rule.op if self._mesh_info.shard_mesh_size > 1 else ReduceOp.SUM
@@ -241,16 +274,56 @@ class Reduction:
             self._runs, self._rules, self._reduced, self._landed, strict=True
         ):
             if isinstance(info, HSDPMeshInfo):
+                if not self._settings.all_reduce:
+                    self._keep_partial(run, reduced)
+                    continue
+                self._add_partial(run, reduced)
                 op = rule.op if info.replicate_mesh_size > 1 else ReduceOp.SUM
                 comm.all_reduce(reduced, info.replicate_process_group, op)
+            if self._settings.hook is not None:
+                self._run_hook(self._settings.hook, reduced)
             if rule.after != 1:
                 reduced.div_(rule.after)
             if landed is not reduced:
                 landed.copy_(reduced)
             for gradient in run.gradients:
-                start = landed.storage_offset() + gradient.start
-                local = torch.as_strided(landed, gradient.shape, gradient.strides, start)
-                _land(self._params[gradient.param], local)
+                _land(self._params[gradient.param], _local(gradient, landed))
+
+    def _keep_partial(self, run: ReduceRun, reduced: Tensor) -> None:
+        """Add to what will be summed over replicas later; always on the stream that does so."""
+        for gradient in run.gradients:
+            local = _local(gradient, reduced)
+            if gradient.param in self._partial:
+                self._partial[gradient.param].add_(local)
+            else:
+                self._partial[gradient.param] = local
+
+    def _add_partial(self, run: ReduceRun, reduced: Tensor) -> None:
+        for gradient in run.gradients:
+            partial = self._partial.pop(gradient.param, None)
+            if partial is not None:
+                _local(gradient, reduced).add_(partial)
+                self._kept.append(partial)
+
+    def _run_hook(self, hook: Callable[[Tensor], None], reduced: Tensor) -> None:
+        """Run the user's hook in the current stream, or in the one it was given with."""
+        stream = self._settings.hook_stream
+        if stream is None:
+            hook(reduced)
+            return
+        before, after = self._context.new_event(), self._context.new_event()
+        before.record()
+        with stream:
+            before.wait()
+            hook(reduced)
+            after.record()
+        after.wait()
+
+
+def _local(gradient: LocalGradient, output: Tensor) -> Tensor:
+    """A parameter's part of the output of its run."""
+    start = output.storage_offset() + gradient.start
+    return torch.as_strided(output, gradient.shape, gradient.strides, start)
 
 
 def _land(param: FSDPParam, local: Tensor) -> None:

@@ -8,6 +8,7 @@ This file is the only one that asks a mesh or a process group for ranks, sizes a
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -110,6 +111,24 @@ def mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
     if mesh.ndim == 1:
         return FSDPMeshInfo(mesh, shard_mesh_dim=0)
     return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+_TWINS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another process group of the same ranks, made once: its collectives do not queue behind the first one's.
+
+    Collective over the ranks of ``group``.
+    """
+    if group not in _TWINS:
+        ranks = dist.get_process_group_ranks(group)
+        twin = dist.new_group(ranks, use_local_synchronization=True)
+        assert twin is not None, "this rank is one of the group's"
+        _TWINS[group] = twin
+    return _TWINS[group]
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

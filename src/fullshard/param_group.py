@@ -71,7 +71,7 @@ class FSDPParamGroup:
             dims=[param.shard_dim for param in params],
         )
         self.custom_all_gather: comm.AllGather | None = None
-        self.custom_reduce_scatter: comm.ReduceScatter | None = None
+        self.reduction = gradients.ReductionSettings(process_group=mesh_info.shard_process_group)
         self.sharded_state = ShardedState.SHARDED
 
         self._context: FSDPCommContext | None = None
@@ -86,6 +86,8 @@ class FSDPParamGroup:
         """Trainable parameters of whose gradients nobody is told yet."""
         self._reduce: ReduceBuffer | None = None
         self._held: set[int] = set()
+        self._partial: dict[int, Tensor] = {}
+        """Reduced shards that wait to be summed over replicas."""
         self._shard_originals()
 
     # --- at rest ----------------------------------------------------------------------------------
@@ -392,17 +394,19 @@ class FSDPParamGroup:
         taken = gradients.take(self.params)
         if not taken:
             return
-        if self._reduce is None:
-            self._rebuild_reduce_buffer()
-        assert self._reduce is not None
+        gradients.fill(self._reserve_reduce_buffer(), taken, self._held)
+
+    def _reserve_reduce_buffer(self) -> ReduceBuffer:
+        """The reduce buffer with its memory present, and nobody else reading it."""
+        buffer = self._reduce or self._rebuild_reduce_buffer()
         if not self._held:
             self.context.make_room_for_reduction()
-            if self._reduce.allocated:  # this very group's previous reduction still reads it
+            if buffer.allocated:  # this very group's previous reduction still reads it
                 self.context.finish_inputs()
-            self._reduce.allocate()
-        gradients.fill(self._reduce, taken, self._held)
+            buffer.allocate()
+        return buffer
 
-    def _rebuild_reduce_buffer(self) -> None:
+    def _rebuild_reduce_buffer(self) -> ReduceBuffer:
         """Make the reduce buffer for the parameters that are trainable now or have gradients."""
         if self._held:
             raise ConfigurationError(
@@ -421,28 +425,45 @@ class FSDPParamGroup:
             self.device,
         )
         self._reduce.release()
+        return self._reduce
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self, *, with_unused: bool = False) -> None:
         """Send the collected gradients on their way to the sharded parameters; nothing without gradients.
+
+        Parameters that have partial sums from earlier, and with ``with_unused`` all trainable ones, take part
+        as zeros if they have no gradient now.
 
         Before: gradients collected. After: a reduction is in flight; `join` on the context, at the
         latest, waits for it.
         """
-        if not self._held:
+        missing = set(self._partial) if self.reduction.all_reduce else set()
+        if with_unused:
+            missing.update(index for index, param in enumerate(self.params) if param.trainable)
+        missing -= self._held
+        if not self._held and not missing:
             return
-        assert self._reduce is not None, "held gradients have a buffer"
-        context = self.context
+        context, buffer = self.context, self._reserve_reduce_buffer()
+        if missing:
+            torch._foreach_zero_([t for index in sorted(missing) for t in buffer.targets[index]])
         reduction = gradients.Reduction(
-            context, self._reduce_events, self.mesh_info, self._reduce, self.params, self._held
+            context,
+            self._reduce_events,
+            self.mesh_info,
+            self.reduction,
+            buffer,
+            self.params,
+            self._held | missing,
+            self._partial,
         )
         self._held = set()
-        reduction.issue(self.custom_reduce_scatter)
+        reduction.issue()
         context.note_reduction(reduction)
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced: after a failed step."""
         gradients.take(self.params)
         self._held.clear()
+        self._partial.clear()
         if self._reduce is not None and self._reduce.allocated:
             self._reduce.release()
 

@@ -85,6 +85,14 @@ class FSDPState:
         self.requires_gradient_sync = True
         self.forward_prefetch: tuple[FSDPState, ...] | None = None
         self.backward_prefetch: tuple[FSDPState, ...] | None = None
+        self.unshard_in_backward = True
+        self.is_last_backward = True
+        """Of the root: whether the end of backward waits for reductions and forgets the order."""
+        self.post_optim_event: Any = None
+        """Of the root: what the next forward's gathers wait for, instead of the current stream."""
+        self.max_reductions = 1
+        self.shared_context: FSDPCommContext | None = None
+        """Of a root: streams it shares with other models."""
         self.runtime: Runtime | None = None
 
         self.call: Call[FSDPState] | None = None
@@ -190,6 +198,19 @@ class Runtime:
         """Backward passes now running in which a state was reached; more than one if they are nested."""
         self._reached: dict[FSDPState, _Reached] = {}
         """States that backward has reached and not left."""
+        self._reduced: set[FSDPState] = set()
+        """States whose gradients this backward has sent off."""
+
+    def connect(self) -> None:
+        """Let all groups use the model's streams."""
+        for state in self.states:
+            for group in state.groups:
+                group.connect(self.context, state.name)
+        self.limit_reductions()
+
+    def limit_reductions(self) -> None:
+        """Let as many reductions be in flight as the most demanding state asks for."""
+        self.context.max_reductions = max(state.max_reductions for state in self.states)
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -233,7 +254,8 @@ class Runtime:
         shards was counted; fused optimizers do not count theirs, so what was merely left from a
         forward is not trusted.
         """
-        self.context.gathers_wait_for_current_stream()
+        event, self.root.post_optim_event = self.root.post_optim_event, None
+        self.context.gathers_wait_for(event)
         for state in states:
             for group in state.groups:
                 if state.left_gathered or group.outdated:
@@ -357,15 +379,16 @@ class Runtime:
             if self._kept is state:
                 self._kept = None
             self._prefetched.discard(state)
-            state.unshard()
-            state.wait()
+            if state.unshard_in_backward:
+                state.unshard()
+                state.wait()
             self._prefetch_backward(state, call)
 
     def _begin_pass(self, this_pass: int) -> None:
         if this_pass in self._passes:
             return
         if not self._passes:
-            self.context.gathers_wait_for_current_stream()
+            self.context.gathers_wait_for()
         self._passes.append(this_pass)
         torch_border.queue_end_of_backward(
             functools.partial(_end_of_pass, weakref.ref(self), this_pass)
@@ -384,7 +407,9 @@ class Runtime:
             self._prefetch(state.backward_prefetch)
             return
         previous = call.previous
-        if previous is not None and (previous.has_backward or previous.unit.recomputes):
+        if previous is None or not previous.unit.unshard_in_backward:
+            return
+        if previous.has_backward or previous.unit.recomputes:
             self._prefetch((previous.unit,))
 
     def gradient_arrived(self, state: FSDPState, param: Any) -> None:
@@ -406,7 +431,9 @@ class Runtime:
             for group in state.groups:
                 group.collect_gradients()
                 if state.requires_gradient_sync:
-                    group.reduce_gradients()
+                    unused = group.reduction.zero_unused and state not in self._reduced
+                    group.reduce_gradients(with_unused=unused)
+            self._reduced.add(state)
 
     def _finish_state(self, state: FSDPState) -> None:
         """Backward has left ``state``: reduce what has arrived, give the memory back."""
@@ -428,6 +455,14 @@ class Runtime:
                 self._finish_state(state)
         self._passes.remove(this_pass)
         if not self._passes:
+            for (
+                state
+            ) in self.states:  # those that backward did not reach, but other ranks' may have
+                if state not in self._reduced and any(
+                    g.reduction.zero_unused for g in state.groups
+                ):
+                    self._reduce(state)
+            self._reduced.clear()
             self._end_backward()
 
     def _end_backward(self) -> None:
@@ -440,8 +475,9 @@ class Runtime:
                 if state.call is not None:  # a recomputation that stopped early
                     state.abandon_call()
                     state.reshard()
-            self.context.join()
-            self.schedule.end_backward()
+            if self.root.is_last_backward:
+                self.context.join()
+                self.schedule.end_backward()
             self._remember_shards()
 
     def reset(self) -> None:
@@ -449,6 +485,7 @@ class Runtime:
         self.context.join(land=False)
         self._passes.clear()
         self._reached.clear()
+        self._reduced.clear()
         self._prefetched.clear()
         self._kept = None
         for state in self.states:
@@ -547,13 +584,11 @@ def lazy_init(state: FSDPState) -> Runtime:
     _check_ready(states)
     if state.auto_reshard:
         state.reshard_after_forward = False  # needed again at once in backward
-    context = FSDPCommContext(state.device)
-    runtime = Runtime(state, tuple(states), context)
+    runtime = Runtime(state, tuple(states), state.shared_context or FSDPCommContext(state.device))
     for found, name in states.items():
         found.runtime = runtime
         found.set_name(name or "root")
-        for group in found.groups:
-            group.connect(context, found.name)
+    runtime.connect()
     return runtime
 
 

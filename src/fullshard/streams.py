@@ -94,10 +94,17 @@ class FSDPCommContext:
         """An event to be recorded and waited for as often as one likes."""
         return torch.Event(self.device.type) if self.asynchronous else _HOST_EVENT
 
-    def gathers_wait_for_current_stream(self) -> None:
-        """Let gathers issued from now on see what the current stream has written to the shards."""
-        if self.asynchronous:
+    def gathers_wait_for(self, event: Any = None) -> None:
+        """Let gathers issued from now on see what was written to the shards before ``event``.
+
+        None means everything issued to the current stream so far.
+        """
+        if not self.asynchronous:
+            return
+        if event is None:
             self.all_gather.wait_stream(torch.accelerator.current_stream(self.device))
+        else:
+            self.all_gather.wait_event(event)
 
     def note_release(self, event: Event) -> None:
         """A gather buffer was given back; ``event`` marks the last read of it on the compute stream."""

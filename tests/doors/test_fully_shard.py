@@ -121,7 +121,7 @@ def test_deepcopy_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["set_requires_all_reduce", "set_unshard_in_backward", "set_symm_mem_for_comm"]
+    "name", ["set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm"]
 )
 def test_what_is_not_there_yet_says_so(name: str) -> None:
     with fake_world(2):

@@ -173,7 +173,7 @@ SABOTAGE = {
     "compute does not wait for gathers": (FSDPParamGroup, "_wait_for_gather", wait_not_for_gather),
     "gathers do not wait for the optimizer": (
         FSDPCommContext,
-        "gathers_wait_for_current_stream",
+        "gathers_wait_for",
         nothing,
     ),
     "reduce inputs are freed at once": (Reduction, "finish_input", finish_input_at_once),
