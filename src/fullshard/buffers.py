@@ -162,7 +162,7 @@ class GatherBuffer:
     def contains(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the gathered memory."""
         begin = self._homes.data_ptr
-        return begin <= tensor.data_ptr() < begin + self._homes.nbytes
+        return self._homes.allocated and begin <= tensor.data_ptr() < begin + self._homes.nbytes
 
     def _prepare_in_place(self, device: torch.device) -> None:
         layout, world = self._layout, self._layout.world
@@ -267,6 +267,7 @@ class GatherBuffer:
 
     def copy_out(self) -> None:
         """Distribute what was staged; after the collective, on the stream that ran it."""
+        assert self._homes.allocated or not self._homes.nbytes, "there must be memory to copy to"
         if self._copy_out[0]:
             torch._foreach_copy_(*self._copy_out)
             self._staging.release()

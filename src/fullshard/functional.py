@@ -123,6 +123,7 @@ def fully_shard(
         # Also when forward raises, so that nobody stays unsharded, or in the middle of a call.
         each.register_forward_hook(state.post_forward, prepend=False, always_call=True)
         each.register_state_dict_pre_hook(_before_state_dict)
+        each.register_load_state_dict_pre_hook(_before_state_dict)
         each.register_load_state_dict_post_hook(_after_load_state_dict)
     return module
 
@@ -319,7 +320,7 @@ def _move_buffers(managed: Iterable[tuple[str, nn.Module]], device: torch.device
 
 
 def _before_state_dict(module: nn.Module, *_args: object) -> None:
-    """State dicts hold sharded parameters, whatever was unsharded a moment ago."""
+    """State dicts hold, and are loaded into, sharded parameters, whatever was unsharded a moment ago."""
     cast(FSDPModule, module).reshard()
 
 

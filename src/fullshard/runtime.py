@@ -41,7 +41,7 @@ from . import torch_border
 from .errors import ConfigurationError, LifecycleError
 from .param_group import FSDPParamGroup
 from .policies import MixedPrecisionPolicy
-from .schedule import Call, Schedule
+from .schedule import Call, Schedule, has_left
 from .streams import FSDPCommContext
 from .tree import cast_floating, tensors_in
 
@@ -87,7 +87,7 @@ class FSDPState:
         self.backward_prefetch: tuple[FSDPState, ...] | None = None
         self.unshard_in_backward = True
         self.is_last_backward = True
-        """Of the root: whether the end of backward waits for reductions and forgets the order."""
+        """Of the root: whether the end of backward waits for reductions."""
         self.post_optim_event: Any = None
         """Of the root: what the next forward's gathers wait for, instead of the current stream."""
         self.max_reductions = 1
@@ -351,8 +351,7 @@ class Runtime:
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(hook)
-                if not call.has_backward:
-                    self.schedule.expect_backward(call)
+                call.has_backward = True
 
     def _enter_recomputation(self, state: FSDPState) -> None:
         state.recomputes = True
@@ -373,8 +372,9 @@ class Runtime:
             return  # by another output
         with torch_border.profiler_range(state.labels.pre_backward):
             self._begin_pass(this_pass)
-            for other in self.schedule.passed(call, tuple(self._reached)):
-                self._finish_state(other)
+            for other, theirs in tuple(self._reached.items()):
+                if has_left(theirs.calls, call):
+                    self._finish_state(other)
             self._reach(state, call, this_pass)
             if self._kept is state:
                 self._kept = None
@@ -477,7 +477,6 @@ class Runtime:
                     state.reshard()
             if self.root.is_last_backward:
                 self.context.join()
-                self.schedule.end_backward()
             self._remember_shards()
 
     def reset(self) -> None:

@@ -11,23 +11,24 @@ Three questions are answered from this record, without tensors, streams or hooks
 
     enter          which unit comes next?        the one that followed here in the previous forward
     call.previous  which came before this call?  the one whose backward comes next
-    passed         whose backward is over?       see the note
+    has_left       whose backward is over?       see the note
 
 [Note: whose backward is over]
 Autograd executes, among the nodes that are ready, the one created last. So when the node that
 produced the output of call c runs, every reachable node created after it has run: a ready one would
 have been preferred, and one that was not ready waits for nodes created still later, of which the
-last created is ready. Therefore, when backward reaches the output of call c, all work of units
-whose calls all began after c ended is done: their remaining gradients never come, and their
-parameters are not needed any more. This holds whether or not inputs require gradients, and with
-frozen and unused parameters. (Forward passes run on several threads at once are outside of it; what
-arrives late is then still reduced at the end of backward.)
+last created is ready. Therefore, when backward reaches the output of call c, the work of all calls
+that began after c ended is done. A unit which backward reached through such calls only is not
+needed any more, and gradients of those calls that have not come never will; if another, earlier
+call of it is reached later, it is gathered again. This holds whether or not inputs require
+gradients, and with frozen and unused parameters. (Forward passes run on several threads at once are
+outside of it; what arrives late is then still reduced at the end of backward.)
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
 Unit = TypeVar("Unit", bound=Hashable)
@@ -62,7 +63,7 @@ class Call(Generic[Unit]):
 
 
 class Schedule(Generic[Unit]):
-    """Who was used when: since the last finished backward, and in the forward before this one."""
+    """Who was used when, in this forward and in the one before."""
 
     def __init__(self) -> None:
         self._clock = 0
@@ -72,7 +73,6 @@ class Schedule(Generic[Unit]):
         self._in_forward = False
         self._last_ended: Call[Unit] | None = None
         self._latest: dict[Unit, Call[Unit]] = {}
-        self._with_backward: dict[Unit, weakref.WeakSet[Call[Unit]]] = {}
 
     def begin_forward(self) -> None:
         """A forward of the whole model begins."""
@@ -92,8 +92,14 @@ class Schedule(Generic[Unit]):
         self._clock += 1
         call = self._latest[unit] = Call(unit, self._clock)
         previous, position = self._previous_order, len(self._order)
-        self._order.append(unit)
-        self._on_track = self._on_track and position < len(previous) and previous[position] is unit
+        if self._in_forward:
+            self._order.append(unit)
+        self._on_track = (
+            self._on_track
+            and self._in_forward
+            and position < len(previous)
+            and previous[position] is unit
+        )
         following = position + 1
         return call, previous[following] if self._on_track and following < len(previous) else None
 
@@ -111,25 +117,13 @@ class Schedule(Generic[Unit]):
             call.previous = self._last_ended
             self._last_ended = call
 
-    def expect_backward(self, call: Call[Unit]) -> None:
-        """An output of the call can receive a gradient."""
-        call.has_backward = True
-        self._with_backward.setdefault(call.unit, weakref.WeakSet()).add(call)
-
     def end_forward(self) -> None:
         """The forward of the whole model has ended; its order is the forecast for the next."""
         self._previous_order, self._order = self._order, []
         self._in_forward = False
 
-    def passed(self, call: Call[Unit], units: Iterable[Unit]) -> list[Unit]:
-        """Those of ``units`` whose backward is over when backward reaches the output of ``call``."""
-        return [unit for unit in units if self._all_began_after(unit, call)]
 
-    def _all_began_after(self, unit: Unit, reached: Call[Unit]) -> bool:
-        calls = self._with_backward.get(unit)
-        end = reached.end
-        return bool(calls) and end is not None and all(call.begin > end for call in calls or ())
-
-    def end_backward(self) -> None:
-        """Backward is over; the calls made so far say nothing about the next one."""
-        self._with_backward.clear()
+def has_left(calls: Sequence[Call[Unit]], reached: Call[Unit]) -> bool:
+    """Whether the work of ``calls`` is done when backward reaches the output of ``reached``."""
+    end = reached.end
+    return end is not None and bool(calls) and all(call.begin > end for call in calls)

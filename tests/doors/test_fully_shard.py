@@ -215,6 +215,28 @@ def test_load_state_dict(world, assign: bool) -> None:
     world(2).run(load_state_dict, assign)
 
 
+def load_while_unsharded(assign: bool, left_by: str) -> None:
+    model = shard(make_decoder(seed=5), FULLSHARD, Run())
+    batch = tokens_for(0, 2 * dist.get_world_size())
+    if left_by == "forward":
+        model(mine(batch))
+    else:
+        model.unshard()
+        model.blocks[0].unshard()
+    state = {name: value.clone() for name, value in sharded_decoder().state_dict().items()}
+    model.load_state_dict(state, assign=assign)
+    actual = {name: whole(param) for name, param in model.named_parameters()}
+    assert_equal(actual, dict(make_decoder().named_parameters()))
+    model(mine(batch)).backward()
+    assert_close(gradients(model), reference_gradients(batch), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("left_by", ["forward", "unshard"])
+def test_loading_while_unsharded_loses_nothing(world, assign: bool, left_by: str) -> None:
+    world(2).run(load_while_unsharded, assign, left_by)
+
+
 def load_full_tensors() -> str:
     model = sharded_decoder()
     try:
@@ -421,6 +443,40 @@ def two_losses_two_backwards() -> None:
 
 def test_two_forwards_then_two_backwards(world) -> None:
     world(2).run(two_losses_two_backwards)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(torch.tanh(self.inner(torch.tanh(self.first(x)))))
+        return result
+
+
+def forwards_and_backwards_interleaved() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(Outer(), Outer())
+    model = copy.deepcopy(reference)
+    for outer in model:
+        fully_shard(outer.get_submodule("inner"))
+        fully_shard(outer)
+    fully_shard(model)
+    xs = [torch.randn(2 * dist.get_world_size(), 16) for _ in range(4)]
+    for m, cut in ((model, mine), (reference, lambda x: x)):
+        losses = [m(cut(x)).square().mean() for x in xs[:2]]
+        losses[0].backward()
+        losses.append(m(cut(xs[2])).square().mean())
+        losses[1].backward()  # its calls are older than those of the third forward
+        losses.append(m(cut(xs[3])).square().mean())
+        losses[3].backward()
+        losses[2].backward()
+    assert_close(gradients(model), gradients(reference), rtol=1e-5, atol=1e-6)
+
+
+def test_forwards_and_backwards_may_interleave(world) -> None:
+    world(2).run(forwards_and_backwards_interleaved)
 
 
 class Sometimes(nn.Module):

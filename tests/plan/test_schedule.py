@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.schedule import Call, Schedule
+from fullshard.schedule import Call, Schedule, has_left
 
 
 class Unit(str):
@@ -26,7 +26,6 @@ unit_of = functools.cache(Unit)
 """The one unit of a name."""
 
 CHAIN = ["root", ["a"], ["b"], ["c"]]
-EVERYONE = ("root", "a", "b", "c")
 
 
 class Recorded:
@@ -46,7 +45,6 @@ def run_part(
     schedule: Schedule[str],
     nested: list[Any],
     recorded: Recorded | None = None,
-    without_backward: tuple[str, ...] = (),
 ) -> Recorded:
     """Run a unit and what it contains, without telling that a forward of the whole model begins."""
     recorded = recorded or Recorded()
@@ -55,19 +53,15 @@ def run_part(
     recorded.calls.append(call)
     recorded.forecast.append(expected)
     for each in inner:
-        run_part(schedule, each, recorded, without_backward)
+        run_part(schedule, each, recorded)
     schedule.leave(call)
-    if unit not in without_backward:
-        schedule.expect_backward(call)
     return recorded
 
 
-def run(
-    schedule: Schedule[str], nested: list[Any], without_backward: tuple[str, ...] = ()
-) -> Recorded:
+def run(schedule: Schedule[str], nested: list[Any]) -> Recorded:
     """A forward of the whole model."""
     schedule.begin_forward()
-    recorded = run_part(schedule, nested, None, without_backward)
+    recorded = run_part(schedule, nested)
     schedule.end_forward()
     return recorded
 
@@ -218,7 +212,7 @@ def test_a_recomputation_of_an_unknown_unit_has_no_place(schedule: Schedule[str]
     assert schedule.recompute(unit_of("a")).previous is None
 
 
-# --- passed: whose backward is over? ---------------------------------------------------------------------
+# --- has_left: whose backward is over? ------------------------------------------------------------
 
 
 def test_the_clock_ticks_at_every_begin_and_end(schedule: Schedule[str]) -> None:
@@ -228,120 +222,58 @@ def test_the_clock_ticks_at_every_begin_and_end(schedule: Schedule[str]) -> None
     assert ticks == [(1, 6), (2, 3), (4, 5)]
 
 
-def test_backward_through_a_chain_has_passed_what_came_after(schedule: Schedule[str]) -> None:
+def test_backward_through_a_chain_has_left_what_came_after(schedule: Schedule[str]) -> None:
     calls = run(schedule, CHAIN)
-    assert schedule.passed(calls["c"], EVERYONE) == []
-    assert schedule.passed(calls["b"], EVERYONE) == ["c"]
-    assert schedule.passed(calls["a"], EVERYONE) == ["b", "c"]
+    assert not has_left([calls["c"]], calls["c"])
+    assert has_left([calls["c"]], calls["b"])
+    assert has_left([calls["b"]], calls["a"]) and has_left([calls["c"]], calls["a"])
+    assert not has_left([calls["a"]], calls["b"])
+    assert not has_left([calls["root"]], calls["a"])
 
 
-def test_only_units_asked_about_are_returned_in_the_order_of_the_question(
-    schedule: Schedule[str],
-) -> None:
-    calls = run(schedule, CHAIN)
-    assert schedule.passed(calls["a"], ["c", "b"]) == ["c", "b"]
-    assert schedule.passed(calls["a"], ["root"]) == []
-    assert schedule.passed(calls["a"], []) == []
-
-
-def test_a_parent_is_not_passed_while_backward_is_inside_it(schedule: Schedule[str]) -> None:
+def test_a_parent_is_not_left_while_backward_is_inside_it(schedule: Schedule[str]) -> None:
     calls = run(schedule, ["root", ["a"], ["outer", ["inner"]], ["b"]])
-    everyone = ("root", "a", "outer", "inner", "b")
-    assert schedule.passed(calls["outer"], everyone) == ["b"]
-    assert schedule.passed(calls["inner"], everyone) == ["b"]
-    assert schedule.passed(calls["a"], everyone) == ["outer", "inner", "b"]
+    assert not has_left([calls["outer"]], calls["inner"])
+    assert has_left([calls["outer"]], calls["a"]) and has_left([calls["inner"]], calls["a"])
 
 
-def test_a_unit_called_twice_is_not_passed_before_its_first_call_is_left(
+def test_a_unit_reached_through_several_calls_is_left_with_the_first_of_them(
     schedule: Schedule[str],
 ) -> None:
     calls = run(schedule, ["root", ["a"], ["b"], ["a"], ["c"]]).calls
     _, first_a, b, second_a, _ = calls
-    assert schedule.passed(second_a, EVERYONE) == ["c"]
-    assert schedule.passed(b, EVERYONE) == ["c"]
-    assert schedule.passed(first_a, EVERYONE) == ["b", "c"]
+    assert has_left([second_a], b)  # the first call gathers again when it is reached
+    assert not has_left([second_a, first_a], b)
+    assert not has_left([second_a], second_a)
 
 
-def test_a_unit_is_passed_when_backward_is_before_all_of_its_calls(
-    schedule: Schedule[str],
-) -> None:
-    calls = run(schedule, ["root", ["c"], ["a"], ["b"], ["a"]]).calls
-    assert schedule.passed(calls[1], ("a", "b", "c")) == ["a", "b"]
-
-
-def test_backward_that_reaches_a_call_still_running_has_passed_nobody(
-    schedule: Schedule[str],
-) -> None:
-    schedule.begin_forward()
-    running, _ = schedule.enter(unit_of("a"))
-    inner = run_part(schedule, ["b"])
-    assert running.end is None
-    assert schedule.passed(running, ("a", "b")) == []
-    schedule.leave(running)
-    assert schedule.passed(inner["b"], ("a", "b")) == []
-
-
-def test_a_unit_that_no_gradient_can_reach_is_never_passed(schedule: Schedule[str]) -> None:
-    calls = run(schedule, CHAIN, without_backward=("c",))
-    assert [call.has_backward for call in calls.calls] == [True, True, True, False]
-    assert schedule.passed(calls["a"], EVERYONE) == ["b"]
-    assert schedule.passed(calls["a"], ["never called"]) == []
-
-
-def test_of_two_forwards_the_first_one_s_backward_passes_and_the_second_one_s_waits(
-    schedule: Schedule[str],
-) -> None:
-    first, second = run(schedule, CHAIN), run(schedule, CHAIN)
-    # In backward of the second, gradients of the first may still be wanted from every unit.
-    assert schedule.passed(second["a"], EVERYONE) == []
-    assert schedule.passed(first["a"], EVERYONE) == ["b", "c"]
-
-
-def test_a_unit_is_not_passed_because_a_later_forward_used_it_too(
-    schedule: Schedule[str],
-) -> None:
-    # Two forwards, a backward, a third forward, a backward: as pipelines do (1F1B).
+def test_a_unit_is_not_left_because_a_later_forward_used_it_too(schedule: Schedule[str]) -> None:
     nested = ["root", ["outer", ["inner"]]]
     run(schedule, nested)
     second = run(schedule, nested)
-    schedule.end_backward()  # of the first
-    third = run(schedule, nested)
-    # Backward of the second is inside outer, whose parameters it still needs.
-    assert schedule.passed(second["inner"], ("root", "outer")) == []
-    assert third["outer"].begin > (second["inner"].end or 0)
+    run(schedule, nested)
+    assert not has_left([second["outer"]], second["inner"])
+    assert not has_left([second["root"]], second["inner"])
 
 
-def test_a_recomputation_counts_as_a_use(schedule: Schedule[str]) -> None:
-    calls = run(schedule, CHAIN)
-    again = schedule.recompute(unit_of("b"))
-    schedule.leave(again)
-    schedule.expect_backward(again)
-    assert schedule.passed(again, EVERYONE) == []
-    assert schedule.passed(calls["a"], EVERYONE) == ["b", "c"]
-
-
-def test_end_of_backward_forgets_all_calls(schedule: Schedule[str]) -> None:
-    calls = run(schedule, CHAIN)
-    schedule.end_backward()
-    assert schedule.passed(calls["a"], EVERYONE) == []
-    # The order stays, and calls of the next step are recorded as ever.
-    again = run(schedule, CHAIN)
-    assert again.forecast == ["a", "b", "c", None]
-    assert schedule.passed(again["b"], EVERYONE) == ["c"]
-
-
-def test_calls_die_with_their_last_reference_and_no_longer_hold_anybody_back(
+def test_backward_that_reaches_a_call_still_running_has_left_nobody(
     schedule: Schedule[str],
 ) -> None:
-    dropped = run(schedule, CHAIN)
-    dead = [weakref.ref(call) for call in dropped.calls]
+    schedule.begin_forward()
+    running, _ = schedule.enter(unit_of("root"))
+    inner = run_part(schedule, ["a"])
+    assert not has_left([inner["a"]], running)
+
+
+def test_a_unit_reached_through_no_known_call_is_not_left(schedule: Schedule[str]) -> None:
+    assert not has_left([], run(schedule, CHAIN)["a"])
+
+
+def test_a_recomputation_is_later_than_all_calls(schedule: Schedule[str]) -> None:
     calls = run(schedule, CHAIN)
-    # Outputs of the first forward are alive: it may have a backward, too.
-    assert schedule.passed(calls["a"], EVERYONE) == []
-    del dropped
-    gc.collect()
-    assert [ref() for ref in dead] == [None] * 4
-    assert schedule.passed(calls["a"], EVERYONE) == ["b", "c"]
+    again = schedule.recompute(unit_of("c"))
+    schedule.leave(again)
+    assert has_left([again], calls["b"]) and not has_left([calls["c"]], again)
 
 
 def test_a_call_does_not_keep_its_unit_alive() -> None:
@@ -349,18 +281,7 @@ def test_a_call_does_not_keep_its_unit_alive() -> None:
     schedule: Schedule[str] = Schedule()
     call, _ = schedule.enter(unit)
     schedule.leave(call)
-    schedule.expect_backward(call)
     alive = weakref.ref(unit)
     del schedule, unit
     gc.collect()
     assert alive() is None
-    assert call.has_backward
-
-
-def test_a_forward_thrown_away_holds_nobody_back_though_a_unit_of_it_is_not_used_again(
-    schedule: Schedule[str],
-) -> None:
-    run(schedule, CHAIN)
-    gc.collect()
-    calls = run(schedule, ["root", ["a"], ["b"]])  # without c
-    assert schedule.passed(calls["a"], EVERYONE) == ["b"]
