@@ -151,7 +151,9 @@ class FSDPState:
         self.modules_run.clear()
 
     # --- hooks ------------------------------------------------------------------------------------
+    # Guarded against the compiler here, at the border to user code, and nowhere below.
 
+    @torch_border.opaque_to_compiler
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -164,6 +166,7 @@ class FSDPState:
                 return cast_floating(args, dtype), cast_floating(kwargs, dtype)
             return args, kwargs
 
+    @torch_border.opaque_to_compiler
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """After a module's forward: outputs watched for backward, sharded parameters on the modules.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # torch 2.13 renamed the coalesced collectives of ProcessGroup; 2.11 has only the older names.
 _RENAMED = hasattr(ProcessGroup, "all_gather_single_coalesced")
@@ -134,6 +137,11 @@ def post_accumulate_grad_hooks(param: Tensor) -> Sequence[Callable[[Tensor], Non
     """What the user registered to run once a parameter's gradient is complete."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None)
     return tuple(hooks.values()) if hooks else ()
+
+
+def opaque_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, at which the compiler breaks its graph instead of looking inside."""
+    return cast("Callable[P, R]", torch._disable_dynamo(function))
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

@@ -288,7 +288,7 @@ def gathers_of_the_embedding(unshard_in_backward: bool) -> int:
     fully_shard(model.head)
     fully_shard(model)
     count = 0
-    group = state_of(model.embed).groups[0]
+    group: Any = state_of(model.embed).groups[0]
     unshard = group.unshard
 
     def counted() -> None:

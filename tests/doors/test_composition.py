@@ -1,0 +1,251 @@
+"""Sharded modules with torch's compiler, checkpoints, communication counts and activation offload."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from fullshard import fully_shard
+from tests.helpers.compare import assert_close, assert_equal
+from tests.helpers.models import ModelOptions, make_decoder, tokens_for
+from tests.helpers.training import FULLSHARD, TORCH, Run, shard, whole
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(param) for name, param in model.named_parameters()}
+
+
+def mine(batch: Tensor) -> Tensor:
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def batch_of(step: int) -> Tensor:
+    return tokens_for(step, 2 * dist.get_world_size())
+
+
+# --- torch.compile -----------------------------------------------------------------------------------
+
+
+def compiled(what: str, checkpointing: str) -> tuple[int, int]:
+    """Train a compiled model; returns the number of graphs after two steps and after five."""
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    options = ModelOptions(checkpointing=checkpointing)
+    model, reference = make_decoder(options), make_decoder(options)
+    if what == "blocks":
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    shard(model, FULLSHARD, Run())
+    run: Any = torch.compile(model, backend="aot_eager") if what == "model" else model
+    graphs = []
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(5):
+        run(mine(batch_of(step))).backward()
+        reference(batch_of(step)).backward()
+        assert_close(gradients(model), gradients(reference), rtol=1e-4, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        graphs.append(dynamo.utils.counters["stats"]["unique_graphs"])
+    return graphs[1], graphs[-1]
+
+
+@pytest.mark.parametrize(
+    ("what", "checkpointing"),
+    [("blocks", "none"), ("model", "none"), ("blocks", "non_reentrant")],
+)
+def test_compiled_models_train_and_are_compiled_once(world, what: str, checkpointing: str) -> None:
+    for early, late in world(2).run(compiled, what, checkpointing):
+        assert 0 < late == early
+
+
+# --- checkpoints -------------------------------------------------------------------------------------
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = shard(make_decoder(), FULLSHARD, Run())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        model(mine(batch_of(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def untrained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = shard(make_decoder(seed=9), FULLSHARD, Run())
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    names = {param: name for name, param in model.named_parameters()}
+    return {
+        names[param]: {key: whole(value) for key, value in state.items()}
+        for param, state in optimizer.state.items()
+    }
+
+
+def state_dict_round_trip(full: bool, offload: bool, broadcast: bool) -> None:
+    model, optimizer = trained()
+    options = StateDictOptions(full_state_dict=full, cpu_offload=offload)
+    model_state = get_model_state_dict(model, options=options)
+    # A copy, since the state dict and what is loaded from it share tensors with the optimizer.
+    optim_state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    if not full:
+        assert all(isinstance(value, DTensor) for value in model_state.values())
+    load = StateDictOptions(full_state_dict=full, broadcast_from_rank0=broadcast)
+    if broadcast and dist.get_rank() != 0:
+        model_state, optim_state = {}, {}
+    other, other_optimizer = untrained()
+    set_model_state_dict(other, model_state, options=load)
+    set_optimizer_state_dict(other, other_optimizer, optim_state, options=load)
+    assert_equal(weights(other), weights(model))
+    assert_equal(optimizer_state(other, other_optimizer), optimizer_state(model, optimizer))
+    for m, o in ((model, optimizer), (other, other_optimizer)):
+        m(mine(batch_of(2))).backward()
+        o.step()
+    assert_equal(weights(other), weights(model))
+
+
+@pytest.mark.parametrize(
+    ("full", "offload", "broadcast"),
+    [(False, False, False), (True, False, False), (True, True, True)],
+)
+def test_state_dicts_of_models_and_optimizers_round_trip(
+    world, full: bool, offload: bool, broadcast: bool
+) -> None:
+    world(2).run(state_dict_round_trip, full, offload, broadcast)
+
+
+def save(path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    model, optimizer = trained()
+    model_state, optim_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optim_state}, checkpoint_id=path)
+    return weights(model), optimizer_state(model, optimizer)
+
+
+def load(path: str, expected: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
+    model, optimizer = untrained()
+    model_state, optim_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optim_state}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    assert_equal(weights(model), expected[0])
+    assert_equal(optimizer_state(model, optimizer), expected[1])
+
+
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 3), (3, 1), (1, 4)])
+def test_distributed_checkpoints_are_read_by_any_number_of_ranks(
+    world, tmp_path: Path, saved_on: int, loaded_on: int
+) -> None:
+    expected = world(saved_on).run(save, str(tmp_path))[0]
+    world(loaded_on).run(load, str(tmp_path), expected)
+
+
+# --- counting, offloading ----------------------------------------------------------------------------
+
+
+def collectives(api: str) -> tuple[int, int]:
+    """All-gathers and reduce-scatters of a step in steady state."""
+    model = shard(make_decoder(), api, Run())
+    for step in range(2):
+        model(mine(batch_of(step))).backward()
+    comm = CommDebugMode()
+    with comm:
+        model(mine(batch_of(2))).backward()
+    counts = {str(op): count for op, count in comm.get_comm_counts().items()}
+    gathers = sum(count for op, count in counts.items() if "gather" in op)
+    reductions = sum(count for op, count in counts.items() if "reduce_scatter" in op)
+    return gathers, reductions
+
+
+def test_comm_debug_mode_counts_as_many_collectives_as_torch_s(world) -> None:
+    ours = world(2).run(collectives, FULLSHARD)
+    assert ours == world(2).run(collectives, TORCH)
+    assert ours == [(7, 4)] * 2  # three blocks twice, the root once; four reductions
+
+
+def offloaded_activations() -> None:
+    model, reference = shard(make_decoder(), FULLSHARD, Run()), make_decoder()
+    for step in range(2):
+        with torch.autograd.graph.save_on_cpu():
+            loss = model(mine(batch_of(step)))
+        loss.backward()
+        reference(batch_of(step)).backward()
+    assert_close(gradients(model), gradients(reference), rtol=1e-5, atol=1e-6)
+
+
+def test_activations_may_be_saved_elsewhere(world) -> None:
+    world(2).run(offloaded_activations)
+
+
+class Scaled(torch.autograd.Function):
+    """Reads a parameter in backward that it saved, and one it did not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, module: nn.Linear) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.module = module
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        assert torch.equal(ctx.module.weight, weight)  # the unsharded one is on the module
+        return grads[0] @ weight, grads[0].t() @ x, None
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaled.apply(torch.sin(x), self.linear.weight, self.linear)
+
+
+def custom_function() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(Custom(), Custom())
+    torch.manual_seed(0)
+    model = nn.Sequential(Custom(), Custom())
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    x = torch.randn(2 * dist.get_world_size(), 5)
+    model(mine(x)).square().mean().backward()
+    reference(x).square().mean().backward()
+    assert_close(gradients(model), gradients(reference), rtol=1e-5, atol=1e-7)
+
+
+def test_custom_autograd_functions_find_the_unsharded_parameters(world) -> None:
+    world(2).run(custom_function)
