@@ -102,7 +102,7 @@ def untrained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    names = {param: name for name, param in model.named_parameters()}
+    names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
     return {
         names[param]: {key: whole(value) for key, value in state.items()}
         for param, state in optimizer.state.items()

@@ -149,6 +149,98 @@ def test_disturbed_streams_give_the_same_bits(
             assert equal(result, expected), f"seed {seed}"
 
 
+def two_inputs_in_flight(model: Any) -> None:
+    model.set_reduce_scatter_max_input_buffers(2)
+
+
+def three_inputs_in_flight(model: Any) -> None:
+    model.set_reduce_scatter_max_input_buffers(3)
+
+
+def separate_group(model: Any) -> None:
+    model.set_separate_reduce_scatter_group()
+
+
+def prefetch_two(model: Any) -> None:
+    layers = list(model)[1:]
+    for i, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 3])
+        layer.set_modules_to_backward_prefetch(list(reversed(layers[max(i - 2, 0) : i])))
+
+
+def kept_between_microbatches(model: Any) -> None:
+    model.set_reshard_after_backward(False)
+
+
+def hook_in_a_stream_of_its_own(model: Any) -> None:
+    stream = torch.Stream(torch.device("cuda", 0))
+    for layer in list(model)[1:]:
+        layer.set_all_reduce_hook(lambda reduced: reduced.mul_(1.5), stream=stream)
+
+
+SETTERS = [
+    two_inputs_in_flight,
+    three_inputs_in_flight,
+    separate_group,
+    prefetch_two,
+    kept_between_microbatches,
+    hook_in_a_stream_of_its_own,
+]
+
+
+@pytest.mark.parametrize("setter", SETTERS, ids=[s.__name__ for s in SETTERS])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_disturbed_streams_give_the_same_bits_with_every_setter(
+    monkeypatch: pytest.MonkeyPatch, setter: Callable[[Any], None], in_place: bool
+) -> None:
+    monkeypatch.setattr(fullshard.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+
+    def run(rng: random.Random | None = None) -> list[Tensor]:
+        model = make_model()
+        setter(model)
+        return train(model, rng)
+
+    with fake_world(4):
+        expected = run()
+        for seed in range(6):
+            with disturbed(seed) as rng:
+                result = run(rng)
+            assert equal(result, expected), f"seed {seed}"
+
+
+def partial_sums(rng: random.Random | None = None) -> list[Tensor]:
+    """HSDP, accumulating twice without all-reduce; the optimizer waits for an event of its own."""
+    model: Any = make_model(hsdp=True)
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    generator = torch.Generator("cuda").manual_seed(1)
+    results = []
+    for _ in range(STEPS):
+        for microbatch in range(3):
+            model.set_requires_all_reduce(microbatch == 2)
+            model.set_is_last_backward(microbatch == 2)
+            x = torch.randn(64, WIDTH, device="cuda", generator=generator)
+            model(x).float().pow(2).mean().backward()
+        results += [p.grad.to_local().clone() for p in params]
+        if rng is not None:
+            pause(rng)
+        optimizer.step()
+        event = torch.Event("cuda")
+        event.record()
+        model.set_post_optim_event(event)
+        optimizer.zero_grad()
+    return results
+
+
+def test_disturbed_partial_sums_give_the_same_bits() -> None:
+    with fake_world(4):
+        expected = partial_sums()
+        for seed in range(12):
+            with disturbed(seed) as rng:
+                result = partial_sums(rng)
+            assert equal(result, expected), f"seed {seed}"
+
+
 def nothing(*_: Any, **__: Any) -> None:
     pass
 
