@@ -25,10 +25,17 @@ from .layout import Division, Layout, place
 class Buffer:
     """One storage whose memory can be given back and taken again."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        """Allocate at once, on the current stream, as views can only be made of present memory."""
+    def __init__(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> None:
+        """Allocate at once, on the current stream, as views can only be made of present memory.
+
+        Pinned memory is the host's, and not given back before the buffer's end.
+        """
         self.nbytes = nbytes
-        self._storage = torch.UntypedStorage(nbytes, device=device)
+        self._storage = (
+            torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
+            if pinned
+            else torch.UntypedStorage(nbytes, device=device)
+        )
 
     @property
     def allocated(self) -> bool:
@@ -75,13 +82,22 @@ class ShardBuffer:
     """This rank's pieces of all parameters of a group, in the parameters' own dtypes."""
 
     def __init__(
-        self, layout: Layout, rank: int, dtypes: Sequence[torch.dtype], device: torch.device
+        self,
+        layout: Layout,
+        rank: int,
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        *,
+        pinned: bool = False,
     ) -> None:
+        self.device = device
         segment_dtypes = [dtypes[segment.params[0]] for segment in layout.segments]
         numels = [segment.piece_numel for segment in layout.segments]
         placement = place(numels, segment_dtypes)
-        self._buffer = Buffer(placement.nbytes, device)
+        self._buffer = Buffer(placement.nbytes, device, pinned=pinned)
         self.nbytes = placement.nbytes
+        self.bytes = self._buffer.view(torch.uint8, 0, (placement.nbytes,))
+        """All of it."""
         self.pieces = [
             self._buffer.view(dtype, start, (numel,))
             for dtype, start, numel in zip(segment_dtypes, placement.starts, numels, strict=True)
@@ -97,6 +113,34 @@ class ShardBuffer:
         if device.type != "meta":
             for piece_tensor in self.pieces:
                 piece_tensor.zero_()  # padding travels with every gather; let it be the same everywhere
+
+    def allocate(self) -> None:
+        """Take memory again, on the current stream."""
+        self._buffer.allocate()
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._buffer.release()
+
+
+class UploadBuffer:
+    """A copy on the device of shards that rest in host memory, while they are cast and gathered from."""
+
+    def __init__(
+        self, layout: Layout, rank: int, dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> None:
+        """Allocate on the current stream (the all-gather stream)."""
+        self._twin = ShardBuffer(layout, rank, dtypes, device)
+
+    def upload(self, shards: ShardBuffer) -> list[Tensor]:
+        """Copy the shards without waiting for it, and return their pieces on the device."""
+        self._twin.allocate()
+        self._twin.bytes.copy_(shards.bytes, non_blocking=True)
+        return self._twin.pieces
+
+    def release(self) -> None:
+        """Give the memory back, to the stream that uploaded and read it."""
+        self._twin.release()
 
 
 class GatherBuffer:

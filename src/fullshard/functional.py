@@ -30,7 +30,7 @@ from .param import (
     normalized_shard_dim,
 )
 from .param_group import FSDPParamGroup
-from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .runtime import FSDPState, attach_state, state_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -94,7 +94,7 @@ def fully_shard(
             shard size means True; 1 means False.
         shard_placement_fn: Says per parameter along which dimension to shard; None means 0.
         mp_policy: Dtypes of compute, reduction and outputs.
-        offload_policy: Where shards rest. Only the default, on the device, is supported yet.
+        offload_policy: Where shards rest: on the device, or with `CPUOffloadPolicy` in host memory.
         ignored_params: Parameters to leave alone: not sharded, moved or reduced.
         dp_mesh_dims: Not supported yet.
 
@@ -112,7 +112,9 @@ def fully_shard(
     device = device_of(info.mesh)
     _move_buffers(managed, device)
     name = _provisional_name(modules)
-    groups = [FSDPParamGroup(params, info, device, mp_policy, name)] if params else []
+    groups = (
+        [FSDPParamGroup(params, info, device, mp_policy, offload_policy, name)] if params else []
+    )
     state = FSDPState(
         modules, groups, mp_policy, device, reshard_after_forward=reshard, auto_reshard=auto_reshard
     )
@@ -191,10 +193,6 @@ def _check_options(
     if not isinstance(offload_policy, OffloadPolicy):
         raise ConfigurationError(
             f"offload_policy must be a fullshard.OffloadPolicy, got {type(offload_policy).__name__}."
-        )
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        raise UnsupportedError(
-            "CPUOffloadPolicy is not supported by this version of fullshard. Leave offload_policy out."
         )
     if dp_mesh_dims is not None:
         raise UnsupportedError(

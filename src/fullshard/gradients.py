@@ -286,8 +286,26 @@ class Reduction:
                 reduced.div_(rule.after)
             if landed is not reduced:
                 landed.copy_(reduced)
+            if self._params[run.gradients[0].param].local.device != landed.device:
+                landed = self._download(run, landed)
             for gradient in run.gradients:
                 _land(self._params[gradient.param], _local(gradient, landed))
+
+    def _download(self, run: ReduceRun, landed: Tensor) -> Tensor:
+        """Copy gradients to host memory, where their parameters rest.
+
+        The copy runs beside everything else, and the host waits for it at the end of backward
+        (`FSDPCommContext.join`); but at once if the host is about to read it: to add it to a gradient, or in
+        a hook of the user's.
+        """
+        pinned = self._params[run.gradients[0].param].local.is_pinned()
+        on_host = torch.empty(landed.shape, dtype=landed.dtype, pin_memory=pinned)
+        on_host.copy_(landed, non_blocking=True)
+        self._kept.append(on_host)
+        params = [self._params[gradient.param].sharded_param for gradient in run.gradients]
+        if any(p.grad is not None or torch_border.post_accumulate_grad_hooks(p) for p in params):
+            torch.accelerator.current_stream(landed.device).synchronize()
+        return on_host
 
     def _keep_partial(self, run: ReduceRun, reduced: Tensor) -> None:
         """Add to what will be summed over replicas later; always on the stream that does so."""

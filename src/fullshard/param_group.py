@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.distributed import Work
 
 from . import comm, gradients, torch_border
-from .buffers import GatherBuffer, ReduceBuffer, ShardBuffer
+from .buffers import GatherBuffer, ReduceBuffer, ShardBuffer, UploadBuffer
 from .errors import ConfigurationError
 from .layout import gathers_in_place, per_row_layout
 from .mesh import FSDPMeshInfo
 from .param import FaceSwitch, FSDPParam
-from .policies import MixedPrecisionPolicy
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .streams import FSDPCommContext
 
 
@@ -57,6 +57,7 @@ class FSDPParamGroup:
         mesh_info: FSDPMeshInfo,
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
         name: str,
     ) -> None:
         """Shard the parameters: from here on each rank keeps its piece only."""
@@ -64,6 +65,10 @@ class FSDPParamGroup:
         self.mesh_info = mesh_info
         self.device = device
         self.mp_policy = mp_policy
+        self.shard_device, self._pins = device, False
+        """Where the shards rest, and whether in page-locked memory."""
+        if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
+            self.shard_device, self._pins = torch.device("cpu"), offload_policy.pin_memory
         self.name = name
         self.layout = per_row_layout(
             [param.shape for param in params],
@@ -98,10 +103,8 @@ class FSDPParamGroup:
         originals = [param.original for param in self.params]
         rank = self.mesh_info.shard_mesh_rank
         on_meta = originals[0] is not None and originals[0].is_meta  # all of them, or none
-        device = torch.device("meta") if on_meta else self.device
-        self._shards = ShardBuffer(
-            self.layout, rank, [param.dtype for param in self.params], device
-        )
+        device = torch.device("meta") if on_meta else self.shard_device
+        self._shards = self._new_shard_buffer(device)
         for index, (param, original) in enumerate(zip(self.params, originals, strict=True)):
             assert original is not None, "a group shards each parameter once"
             local = self._shards.locals[index]
@@ -129,6 +132,7 @@ class FSDPParamGroup:
         self._gather = None
         self._faces = None
         self._reduce = None
+        self._upload: UploadBuffer | None = None
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -163,15 +167,26 @@ class FSDPParamGroup:
                 f"All parameters of a group must be on one device; group {self.name!r} has them on "
                 f"{sorted(map(str, devices))}. Move the whole module."
             )
-        rank = self.mesh_info.shard_mesh_rank
-        self._shards = ShardBuffer(
-            self.layout, rank, [param.dtype for param in self.params], devices.pop()
-        )
+        self._shards = self._new_shard_buffer(devices.pop())
         for param, old, new in zip(self.params, locals_, self._shards.locals, strict=True):
             if not old.is_meta:
                 new.copy_(old)
             torch_border.replace_local(param.sharded_param, new)
         self._prepare_dtypes()
+
+    def _new_shard_buffer(self, device: torch.device) -> ShardBuffer:
+        return ShardBuffer(
+            self.layout,
+            self.mesh_info.shard_mesh_rank,
+            [param.dtype for param in self.params],
+            device,
+            pinned=self._pins and device.type == "cpu",
+        )
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the shards rest elsewhere than compute happens."""
+        return self._shards.device != self.device
 
     def _is_packed(self, index: int, face: Tensor | None) -> bool:
         param = self.params[index]
@@ -182,8 +197,8 @@ class FSDPParamGroup:
         )
 
     def misplaced(self) -> list[str]:
-        """Names of parameters that are not on the group's device, with where they are."""
-        device = self.device
+        """Names of parameters that are not where the group's shards rest, with where they are."""
+        device = self.shard_device
         return [
             f"{param.name} is on {param.local.device}"
             for param in self.params
@@ -200,6 +215,7 @@ class FSDPParamGroup:
         self._wait_for_gather()  # one issued before, on streams of its own
         self._context = context
         self.name = name
+        context.host_reads_results = context.host_reads_results or self.offloaded
         self._gathered = context.new_event()
         self._released = context.new_event()
         self._reduce_events = gradients.ReduceEvents.new(context)
@@ -240,7 +256,7 @@ class FSDPParamGroup:
             else:
                 buffer = self._gather_buffer()
                 buffer.allocate()
-                torch._foreach_copy_(buffer.own_pieces, self._shards.pieces)
+                self._copy_in(buffer.own_pieces)
                 self._gather_work = comm.all_gather(
                     buffer.outputs,
                     buffer.inputs,
@@ -251,6 +267,18 @@ class FSDPParamGroup:
                     buffer.copy_out()
             self._gathered.record()
         self._memory = _Memory.IN_FLIGHT
+
+    def _copy_in(self, own_pieces: list[Tensor]) -> None:
+        """Cast and copy this rank's shard to where it is sent from, on the current (all-gather) stream."""
+        if not self.offloaded:
+            torch._foreach_copy_(own_pieces, self._shards.pieces)
+            return
+        if self._upload is None:
+            dtypes = [param.dtype for param in self.params]
+            rank = self.mesh_info.shard_mesh_rank
+            self._upload = UploadBuffer(self.layout, rank, dtypes, self.device)
+        torch._foreach_copy_(own_pieces, self._upload.upload(self._shards))
+        self._upload.release()
 
     def _gather_buffer(self) -> GatherBuffer:
         if self._gather is None:
@@ -281,7 +309,7 @@ class FSDPParamGroup:
         numel = buffer.packed_nbytes // dtype.itemsize
         output = all_gather.allocate((numel * world,), dtype=dtype, device=self.device)
         self._custom_output = output.view(torch.uint8).view(world, -1)
-        torch._foreach_copy_(buffer.own_pieces_in(self._custom_output), self._shards.pieces)
+        self._copy_in(buffer.own_pieces_in(self._custom_output))
         group, own = self.mesh_info.shard_process_group, output.view(world, -1)[rank]
         return comm.packed_all_gather(all_gather, output, own, group, async_op=async_op)
 

@@ -335,6 +335,8 @@ class Runtime:
                     state.reshard()
                 else:
                     state.hide()
+        if self.context.host_reads_results and not torch.is_grad_enabled():
+            self.context.synchronize()  # no backward will; the host may write the shards now
         self.schedule.end_forward()
         self._remember_shards()
 
@@ -602,7 +604,7 @@ def _check_ready(states: dict[FSDPState, str]) -> None:
         for fault in group.misplaced()
     ]
     if misplaced:
-        device = next(iter(states)).device
+        device = next(group.shard_device for state in states for group in state.groups)
         raise ConfigurationError(
             f"Parameters must be on {device} at the first forward:\n  "
             + "\n  ".join(misplaced)

@@ -83,6 +83,8 @@ class FSDPCommContext:
         self.all_gather = self._stream(priority=-1)
         self.reduce_scatter = self._stream(priority=-1)
         self.all_reduce = self._stream(priority=0)
+        self.host_reads_results = False
+        """Whether gradients land in host memory, so that the host must wait for them."""
         self._releases: list[Event] = []
         self._inputs: deque[InFlight] = deque()
         self._reductions: deque[InFlight] = deque()
@@ -141,6 +143,14 @@ class FSDPCommContext:
         self.finish_inputs()
         while self._reductions:
             self._reductions.popleft().finish(land=land)
+        if self.host_reads_results:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Make the host wait for all streams of this context: what they read and write in its memory is its own."""
+        if self.asynchronous:
+            for stream in (self.all_gather, self.reduce_scatter, self.all_reduce):
+                stream.synchronize()
 
 
 _HOST_EVENT = _HostEvent()

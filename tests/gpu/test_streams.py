@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard.layout
-from fullshard import MixedPrecisionPolicy, comm, fully_shard
+from fullshard import MixedPrecisionPolicy, OffloadPolicy, comm, fully_shard
 from fullshard.gradients import Reduction
 from fullshard.param_group import FSDPParamGroup
 from fullshard.streams import FSDPCommContext
 from tests.helpers.fake import fake_world
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("reduce_scatter_that_reduces")]
 
 WIDTH, DEPTH, STEPS = 768, 6, 3
 
@@ -40,7 +40,11 @@ class Layer(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
-def make_model(hsdp: bool = False, reduce_dtype: torch.dtype | None = torch.float32) -> nn.Module:
+def make_model(
+    hsdp: bool = False,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+) -> nn.Module:
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Layer() for _ in range(DEPTH)))
@@ -51,8 +55,8 @@ def make_model(hsdp: bool = False, reduce_dtype: torch.dtype | None = torch.floa
     )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     for layer in model[1:]:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    return fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
 
 
 def train(model: nn.Module, rng: random.Random | None = None) -> list[Tensor]:
@@ -82,17 +86,6 @@ def pause(rng: random.Random) -> None:
     """Keep the current stream busy for up to about a millisecond, or not at all."""
     if rng.random() < 0.5:
         torch.cuda._sleep(rng.randrange(2_000_000))
-
-
-def reduce_scatter(outputs: Any, inputs: Any, group: Any, op: Any, *, async_op: bool) -> None:
-    """A stand-in for the fake group's, which writes nothing in torch 2.11: every input element counts."""
-    for output, source in zip(outputs, inputs, strict=True):
-        torch.sum(source.view(-1, output.numel()), 0, out=output)
-
-
-@pytest.fixture(autouse=True)
-def reduce_scatter_that_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm, "reduce_scatter", reduce_scatter)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fullshard import (
     ConfigurationError,
-    CPUOffloadPolicy,
     LifecycleError,
     MixedPrecisionPolicy,
     UnsupportedError,
@@ -109,10 +108,6 @@ def wrong_offload() -> None:
     fully_shard(nn.Linear(2, 2), offload_policy=True)
 
 
-def cpu_offload() -> None:
-    fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
-
-
 def smaller_mesh_after_forward() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=3)
@@ -204,7 +199,6 @@ CASES: list[tuple[Any, type[Exception], list[str]]] = [
     (wrong_policy, ConfigurationError, ["mp_policy", "dtype"]),
     (wrong_dtype_in_policy, ConfigurationError, ["param_dtype", "int8"]),
     (wrong_offload, ConfigurationError, ["offload_policy", "bool"]),
-    (cpu_offload, UnsupportedError, ["CPUOffloadPolicy"]),
     (smaller_mesh_after_forward, ConfigurationError, ["divide", "3"]),
     (wrong_reshard, ConfigurationError, ["reshard_after_forward", "yes"]),
     (wrong_ignored, ConfigurationError, ["ignored_params", "list"]),
