@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -106,7 +107,9 @@ SETTERS = [
 
 def step_of(api: str, setter: Callable[[Any], None], replicas: int) -> dict[str, Tensor]:
     model = shard(make_decoder(), api, Run(replicas=replicas))
-    setter(model)
+    # torch 2.11 lacks some setters of 2.13, of those that change no number.
+    with suppress(AttributeError) if api == TORCH else nullcontext():
+        setter(model)
     sharded = list(model.parameters())
     for step in range(2):
         for param in sharded:
