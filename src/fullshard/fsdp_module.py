@@ -67,9 +67,10 @@ class FSDPModule:
         """
         state = _state(self)
         for group in state.groups:
-            group.context.gathers_wait_for()
-            group.unshard()
-            group.remember_shards()
+            if not group.gathered:
+                group.context.gathers_wait_for()
+                group.unshard()
+                group.remember_shards()
         handle = UnshardHandle(state)
         if async_op:
             return handle

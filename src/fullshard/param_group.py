@@ -267,6 +267,7 @@ class FSDPParamGroup:
                     buffer.copy_out()
             self._gathered.record()
         self._memory = _Memory.IN_FLIGHT
+        self._shard_versions = None
 
     def _copy_in(self, own_pieces: list[Tensor]) -> None:
         """Cast and copy this rank's shard to where it is sent from, on the current (all-gather) stream."""
@@ -397,12 +398,18 @@ class FSDPParamGroup:
         self._memory = _Memory.ABSENT
 
     def remember_shards(self) -> None:
-        """Note the state of the shards that the gathered memory was made from; see `outdated`."""
+        """Note the state of the shards that are being gathered, for a group that may stay gathered.
+
+        Right after `unshard`; see `outdated`.
+        """
         self._shard_versions = self._versions()
 
     @property
     def outdated(self) -> bool:
-        """Whether the shards were changed in place (by an optimizer, say) after they were gathered."""
+        """Whether the shards were, or may have been, changed in place after they were gathered.
+
+        By an optimizer, say. Nothing is known of a group whose shards were not remembered.
+        """
         return self.gathered and self._shard_versions != self._versions()
 
     def _versions(self) -> int:

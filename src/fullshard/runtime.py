@@ -125,8 +125,12 @@ class FSDPState:
 
     def unshard(self) -> None:
         """Issue the gathers."""
+        stays = not (self.reshard_after_forward and self.reshard_after_backward)
         for group in self.groups:
-            group.unshard()
+            if not group.gathered:
+                group.unshard()
+                if stays:
+                    group.remember_shards()
 
     def wait(self) -> None:
         """Put the unsharded parameters on the modules."""
@@ -338,13 +342,6 @@ class Runtime:
         if self.context.host_reads_results and not torch.is_grad_enabled():
             self.context.synchronize()  # no backward will; the host may write the shards now
         self.schedule.end_forward()
-        self._remember_shards()
-
-    def _remember_shards(self) -> None:
-        for state in self.states:
-            for group in state.groups:
-                if group.gathered:
-                    group.remember_shards()
 
     # --- backward ---------------------------------------------------------------------------------
 
@@ -482,7 +479,6 @@ class Runtime:
                     state.reshard()
             if self.root.is_last_backward:
                 self.context.join()
-            self._remember_shards()
 
     def reset(self) -> None:
         """Return to the state between steps, whatever happened: see `FSDPModule.reset_iter_state`."""

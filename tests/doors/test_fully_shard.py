@@ -364,6 +364,45 @@ def test_the_recorded_order_is_prefetched(world) -> None:
     ]
 
 
+class PassesOn(nn.Module):
+    """Returns its input beside its output: a tensor that another module produced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.linear(pair[0])), pair[0]
+
+
+def inputs_passed_on() -> list[str]:
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(PassesOn() for _ in range(3)))
+    model = copy.deepcopy(reference)
+    issued: list[str] = []
+    for i, layer in enumerate(model):
+        fully_shard(layer)
+        record_gathers(state_of(layer).groups[0], f"layer {i}", issued)
+    fully_shard(model)
+    x = torch.randn(2 * dist.get_world_size(), 5)
+    for m, cut in ((reference, lambda x: x), (model, mine)):
+        for _ in range(2):
+            issued.clear()
+            m.zero_grad()
+            left, right = m((cut(x), cut(x)))
+            (left + right).square().mean().backward()
+    assert_close(gradients(model), gradients(reference), rtol=1e-5, atol=1e-6)
+    return issued
+
+
+def test_an_input_passed_on_does_not_bring_a_module_back(world) -> None:
+    recorded = world(2).run(inputs_passed_on)[0]
+    assert recorded == [
+        *("layer 0", "layer 1", "layer 2"),
+        *("layer 2", "layer 1", "layer 0"),
+    ]
+
+
 def custom_comms(uneven: bool) -> None:
     options = ModelOptions(width=6 if uneven else 8, hidden=13 if uneven else 16)
     model = sharded_decoder(options)

@@ -217,7 +217,7 @@ def _set_prefetch_lists(modules: list[Any], num_ahead: int) -> None:
 class CollectiveCounter(TorchDispatchMode):
     """Counts collectives by kind, in backward too, which on CPU runs in the caller's thread.
 
-    `CommDebugMode` counts the same, but fails where a checkpoint stops its recomputation early.
+    `CommDebugMode` counts the same, but fails (IndexError) where a module is called twice.
     """
 
     KINDS = {  # noqa: RUF012 (never changed)
