@@ -7,6 +7,7 @@ said here; how torch spells it is nobody else's business.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
@@ -140,8 +141,19 @@ def post_accumulate_grad_hooks(param: Tensor) -> Sequence[Callable[[Tensor], Non
 
 
 def opaque_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, at which the compiler breaks its graph instead of looking inside."""
-    return cast("Callable[P, R]", torch._disable_dynamo(function))
+    """The same function, at which the compiler breaks its graph instead of looking inside.
+
+    The guard takes longer than some functions do, so nobody else goes through it.
+    """
+    guarded = cast("Callable[P, R]", torch._disable_dynamo(function))
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return guarded(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
