@@ -176,6 +176,9 @@ def check_can_be_sharded(name: str, param: nn.Parameter) -> str | None:
     """Why a parameter cannot be sharded, or None if it can."""
     if isinstance(param, DTensor):
         return f"{name}: is a DTensor already (tensor parallel parameters are not supported yet)"
+    if type(param.data) is not Tensor:
+        # It may have an all-gather protocol of its own, and its data is not what a buffer holds.
+        return f"{name}: is a {type(param.data).__name__} (tensor subclasses are not supported yet)"
     if param.requires_grad and not param.dtype.is_floating_point:
         return f"{name}: is trainable but of dtype {param.dtype}"
     if param.layout is not torch.strided:

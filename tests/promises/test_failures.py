@@ -96,6 +96,19 @@ def complex_trainable() -> None:
     fully_shard(layer)
 
 
+class Wrapped(Tensor):
+    """A tensor subclass with a gather of its own."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        raise AssertionError("must not be called")
+
+
+def tensor_subclass() -> None:
+    layer = nn.Linear(2, 2)
+    layer.weight = nn.Parameter(torch.ones(2, 2).as_subclass(Wrapped))
+    fully_shard(layer)
+
+
 def wrong_policy() -> None:
     fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)
 
@@ -196,6 +209,7 @@ CASES: list[tuple[Any, type[Exception], list[str]]] = [
     (parameter_in_two_groups, ConfigurationError, ["weight", "[a, b]"]),
     (parameter_in_child_and_parent, ConfigurationError, ["head.weight (by Block)", "[a, b]"]),
     (complex_trainable, ConfigurationError, ["weight", "complex64", "ignored_params"]),
+    (tensor_subclass, ConfigurationError, ["weight: is a Wrapped", "not supported yet"]),
     (wrong_policy, ConfigurationError, ["mp_policy", "dtype"]),
     (wrong_dtype_in_policy, ConfigurationError, ["param_dtype", "int8"]),
     (wrong_offload, ConfigurationError, ["offload_policy", "bool"]),
