@@ -1,10 +1,22 @@
-"""Leaving a process group so that the next test in the same process meets no trace of it."""
+"""Entering and leaving a process group in the process of the tests, without a trace for the next one."""
 
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Be the only rank of a real (gloo) default process group."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        yield
+    finally:
+        leave_group()
 
 
 def leave_group() -> None:

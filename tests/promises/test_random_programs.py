@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fullshard.layout
 from fullshard import FSDPModule, fully_shard
 from tests.helpers.compare import assert_close
-from tests.helpers.fake import fake_world
+from tests.helpers.groups import alone
 from tests.helpers.random_models import (
     WIDTH,
     BlownFuse,
@@ -44,7 +44,7 @@ TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
-    with fake_world(1):
+    with alone():
         yield
 
 
