@@ -205,11 +205,6 @@ class FSDPParamGroup:
             if param.local.device != device
         ]
 
-    @property
-    def sharded_nbytes(self) -> int:
-        """Bytes of this rank's shard, padding included."""
-        return self._shards.nbytes
-
     def connect(self, context: FSDPCommContext, name: str) -> None:
         """Join a model's streams, under the group's full name in it."""
         self._wait_for_gather()  # one issued before, on streams of its own
@@ -234,11 +229,6 @@ class FSDPParamGroup:
     def gathered(self) -> bool:
         """Whether the whole parameters are in memory or on their way."""
         return self._memory is not _Memory.ABSENT
-
-    @property
-    def in_use(self) -> bool:
-        """Whether the unsharded parameters are on the modules."""
-        return self.sharded_state is ShardedState.UNSHARDED
 
     def unshard(self) -> None:
         """Start gathering the parameters, unless that has been done.

@@ -25,24 +25,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard import fully_shard
 from tests.helpers.compare import assert_close, assert_equal
-from tests.helpers.models import ModelOptions, make_decoder, tokens_for
-from tests.helpers.training import FULLSHARD, TORCH, Run, shard, whole
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+from tests.helpers.models import ModelOptions, make_decoder
+from tests.helpers.training import FULLSHARD, TORCH, Run, batch_of, gradients, mine, shard, whole
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(param) for name, param in model.named_parameters()}
-
-
-def mine(batch: Tensor) -> Tensor:
-    return batch.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def batch_of(step: int) -> Tensor:
-    return tokens_for(step, 2 * dist.get_world_size())
 
 
 # --- torch.compile -----------------------------------------------------------------------------------

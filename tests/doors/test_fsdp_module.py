@@ -25,19 +25,7 @@ from fullshard.runtime import state_of
 from tests.helpers.compare import assert_close
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
-from tests.helpers.training import FULLSHARD, TORCH, Run, shard, whole
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-
-
-def mine(batch: Tensor) -> Tensor:
-    return batch.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def batch_of(step: int) -> Tensor:
-    return tokens_for(step, 2 * dist.get_world_size())
+from tests.helpers.training import FULLSHARD, TORCH, Run, batch_of, gradients, mine, shard, whole
 
 
 def all_modules(model: Decoder) -> list[Any]:

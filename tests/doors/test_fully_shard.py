@@ -29,19 +29,11 @@ from fullshard.runtime import state_of
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
-from tests.helpers.training import FULLSHARD, Run, shard, whole
+from tests.helpers.training import FULLSHARD, Run, gradients, mine, shard, whole
 
 
 def sharded_decoder(options: ModelOptions | None = None, **kwargs: Any) -> Decoder:
     return shard(make_decoder(options), FULLSHARD, Run(), **kwargs)
-
-
-def mine(batch: Tensor) -> Tensor:
-    return batch.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
 
 
 def reference_gradients(batch: Tensor, options: ModelOptions | None = None) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -124,3 +124,18 @@ def whole(tensor: Any) -> Tensor:
     """A tensor gathered from its shards, cut loose from everything."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone()  # type: ignore[no-any-return]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """All gradients, whole."""
+    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def mine(batch: Tensor) -> Tensor:
+    """This rank's rows of a global batch."""
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def batch_of(step: int) -> Tensor:
+    """A global batch with two rows for every rank."""
+    return tokens_for(step, 2 * dist.get_world_size())
