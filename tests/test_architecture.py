@@ -21,10 +21,10 @@ FOLDER = Path(fullshard.__file__).parent
 
 LAYERS = [
     ["errors", "policies"],
-    ["mesh", "layout", "tree", "schedule"],
     ["torch_border"],
-    ["streams", "buffers", "param"],
-    ["comm", "gradients"],
+    ["mesh", "layout", "tree", "schedule"],
+    ["streams", "buffers", "placement", "param"],
+    ["comm", "gathering", "self_gathered", "gradients"],
     ["param_group", "runtime"],
     ["fsdp_module", "functional"],
     ["__init__"],  # `from fullshard import ...`: what users see, and the programs below are users

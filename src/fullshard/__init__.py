@@ -24,12 +24,18 @@ if _TYPE_CHECKING:
     )
     from .fsdp_module import (
         FSDPModule,
+        ReplicateModule,
         UnshardHandle,
         register_fsdp_forward_method,
         share_comm_ctx,
     )
-    from .functional import fully_shard
-    from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from .functional import fully_shard, replicate
+    from .policies import (
+        CPUOffloadPolicy,
+        DataParallelMeshDims,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+    )
 
 __version__ = "0.1.0"
 
@@ -37,27 +43,33 @@ __all__ = [
     "CPUOffloadPolicy",
     "CommunicationError",
     "ConfigurationError",
+    "DataParallelMeshDims",
     "FSDPModule",
     "FullshardError",
     "LayoutError",
     "LifecycleError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ReplicateModule",
     "UnshardHandle",
     "UnsupportedError",
     "fully_shard",
     "register_fsdp_forward_method",
+    "replicate",
     "share_comm_ctx",
 ]
 
 _HOMES = {
     "CPUOffloadPolicy": "policies",
+    "DataParallelMeshDims": "policies",
     "FSDPModule": "fsdp_module",
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
+    "ReplicateModule": "fsdp_module",
     "UnshardHandle": "fsdp_module",
     "fully_shard": "functional",
     "register_fsdp_forward_method": "fsdp_module",
+    "replicate": "functional",
     "share_comm_ctx": "fsdp_module",
 }
 """Where the names live that are not in `errors`."""

@@ -71,6 +71,14 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(result))
 
 
+def own_part(layout: Layout, param: int, rank: int, whole: Tensor) -> Tensor:
+    """What ``rank`` holds of a whole parameter, as a view of it."""
+    slot, piece = layout.slots[param], layout.piece(param, rank)
+    if slot.division is Division.REPLICATED:
+        return whole
+    return whole.narrow(slot.dim, piece.start, piece.shape[slot.dim])
+
+
 def rank_chunks(layout: Layout, param: int, whole: Tensor) -> list[Tensor]:
     """The blocks of a whole parameter (or gradient) that the ranks hold, empty ones included."""
     slot = layout.slots[param]
@@ -161,8 +169,13 @@ class GatherBuffer:
         device: torch.device,
         *,
         packed: bool,
+        into: GatherBuffer | None = None,
     ) -> None:
-        """Allocate on the current stream (the all-gather stream) and make every view a step needs."""
+        """Allocate on the current stream (the all-gather stream) and make every view a step needs.
+
+        With ``into``, the whole parameters are those of another buffer, whose memory is present. It
+        is for a multiple of this one's ranks: then its padding is at least as long.
+        """
         self._layout, self._rank = layout, rank
         self.packed = packed
         self._dtypes = [dtypes[segment.params[0]] for segment in layout.segments]
@@ -175,11 +188,11 @@ class GatherBuffer:
             ],
             self._dtypes,
         )
-        self._homes = Buffer(homes.nbytes, device)
-        self._starts = homes.starts
+        self._homes: Buffer = Buffer(homes.nbytes, device) if into is None else into._homes
+        self._starts: tuple[int, ...] = homes.starts if into is None else into._starts
         self.params = [
             self._homes.view(
-                dtype, homes.starts[slot.segment] + slot.start * dtype.itemsize, slot.shape
+                dtype, self._starts[slot.segment] + slot.start * dtype.itemsize, slot.shape
             )
             for slot, dtype in zip(layout.slots, dtypes, strict=True)
         ]
@@ -194,9 +207,12 @@ class GatherBuffer:
         self._packing = place([segment.piece_numel for segment in layout.segments], self._dtypes)
         if packed:
             self._prepare_packed(device)
-            self._homes.release()
         else:
             self._prepare_in_place(device)
+        if into is not None:
+            self._staging.release()
+        elif packed:
+            self._homes.release()
 
     @property
     def nbytes(self) -> int:

@@ -16,6 +16,7 @@ import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from . import torch_border
 from .errors import CommunicationError
+
+T = TypeVar("T")
 
 
 class Comm(ABC):  # noqa: B024 (what it shares is concrete)
@@ -130,6 +133,13 @@ def reduce_scatter(
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType) -> None:
     """Reduce ``tensor`` over the group in place; the current stream is ordered after it."""
     dist.all_reduce(tensor, op=op, group=group)
+
+
+def values_of_all_ranks(value: T, group: ProcessGroup) -> list[T]:
+    """A small picklable value of every rank, by rank; the host waits for it."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def packed_all_gather(

@@ -6,18 +6,19 @@ so it stays what it was (`isinstance`, attributes, parameter names) and gains th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import MethodType
-from typing import Any, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 from torch import Tensor, nn
 
 from .comm import AllGather, ReduceScatter
 from .errors import ConfigurationError, LifecycleError, UnsupportedError
-from .mesh import HSDPMeshInfo, twin_group
+from .mesh import twin_group
 from .runtime import FSDPState, state_of
 from .streams import FSDPCommContext
 
@@ -37,6 +38,21 @@ class UnshardHandle:
 
 class FSDPModule:
     """Methods of a module that `fully_shard` was applied to."""
+
+    _original_class: type[nn.Module]
+    _initialises: ClassVar[bool] = True
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An instance of the class the module had before.
+
+        Containers make others of their own class when they are sliced; those are not sharded.
+        """
+        if not hasattr(cls, "_original_class"):
+            raise LifecycleError(f"{cls.__name__} is not made, but given to a module by its door.")
+        made = cls._original_class.__new__(cls._original_class)
+        if cls._initialises:
+            cls._original_class.__init__(made, *args, **kwargs)
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise LifecycleError(
@@ -121,6 +137,8 @@ class FSDPModule:
         for state in _states(self, recurse):
             state.reshard_after_forward = reshard_after_forward
             state.auto_reshard = False
+            for group in state.groups:
+                group.keep_no_part()
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -179,9 +197,9 @@ class FSDPModule:
         if not callable(hook):
             raise ConfigurationError(f"hook must be callable, got {type(hook).__name__}.")
         groups = _state(self).groups
-        if stream is not None and any(isinstance(g.mesh_info, HSDPMeshInfo) for g in groups):
+        if stream is not None and any(g.mesh_info.replicate_process_group for g in groups):
             raise ConfigurationError(
-                "With a 2-D mesh the hook runs in the all-reduce stream; leave stream out."
+                "With replicas the hook runs in the all-reduce stream; leave stream out."
             )
         _change_reduction(self, recurse=False, hook=hook, hook_stream=stream)
 
@@ -248,7 +266,7 @@ class FSDPModule:
         for state in _states(self, recurse):
             for group in state.groups:
                 shared = group.mesh_info.shard_process_group
-                own = twin_group(shared) if enable else shared
+                own = twin_group(shared) if enable and shared is not None else shared
                 group.reduction = replace(group.reduction, process_group=own)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -318,15 +336,36 @@ for _name in _NOT_YET:
     setattr(FSDPModule, _name, _unsupported(_name))
 
 
-_SHARDED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+class ReplicateModule(FSDPModule):
+    """Methods of a module that `replicate` was applied to."""
 
 
-def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class a sharded instance of ``cls`` has: ``FSDP<cls>``, made once."""
-    if cls not in _SHARDED_CLASSES:
-        namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-        _SHARDED_CLASSES[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
-    return _SHARDED_CLASSES[cls]
+_SHARDED_CLASSES: dict[tuple[type[FSDPModule], type[nn.Module]], type[nn.Module]] = {}
+
+
+def sharded_class(cls: type[nn.Module], mixin: type[FSDPModule]) -> type[nn.Module]:
+    """The class that an instance of ``cls`` gets, ``FSDP<cls>`` or ``Replicate<cls>``; made once."""
+    key = (mixin, cls)
+    if key not in _SHARDED_CLASSES:
+        prefix = mixin.__name__.removesuffix("Module")
+        namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_original_class": cls}
+        _SHARDED_CLASSES[key] = type(f"{prefix}{cls.__name__}", (mixin, cls), namespace)
+    return _SHARDED_CLASSES[key]
+
+
+def get_cls_to_fsdp_cls() -> dict[type[nn.Module], type[nn.Module]]:
+    """The classes that `fully_shard` has given modules, by the classes they had before."""
+    return {cls: made for (mixin, cls), made in _SHARDED_CLASSES.items() if mixin is FSDPModule}
+
+
+@contextlib.contextmanager
+def disable_fsdp_module_new_init() -> Iterator[None]:
+    """Within it, calling a sharded module's class makes an instance of the class it had, uninitialised."""
+    FSDPModule._initialises = False
+    try:
+        yield
+    finally:
+        FSDPModule._initialises = True
 
 
 def _state(module: FSDPModule) -> FSDPState:

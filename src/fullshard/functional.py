@@ -1,17 +1,19 @@
-"""The functional door: `fully_shard`.
+"""The functional doors: `fully_shard` and `replicate`.
 
-It decides which parameters form a group, checks that they can, and hands them to the engine:
+They decide which parameters form a group, check that they can, and hand them to the engine:
 
     1. checks of the arguments and of the modules
-    2. modules and parameters of the group: everything below that no other `fully_shard` call has taken
-    3. buffers moved to the mesh's device (of parameters, only this rank's pieces ever get there)
-    4. the group (which shards the parameters), the state, the hooks, the class
+    2. modules and parameters: everything below that no other call has taken
+    3. groups: parameters that communicate over the same ranks
+    4. buffers moved to the mesh's device (of parameters, only this rank's pieces ever get there)
+    5. the groups (which shard the parameters), the state, the hooks, the class
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar, cast, overload
 
 import torch
@@ -19,9 +21,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from .errors import ConfigurationError, LifecycleError, UnsupportedError
-from .fsdp_module import FSDPModule, sharded_class
-from .mesh import FSDPMeshInfo, default_mesh, device_of, mesh_info
+from .errors import ConfigurationError, LifecycleError
+from .fsdp_module import FSDPModule, ReplicateModule, sharded_class
+from .mesh import (
+    DataParallelMeshInfo,
+    FSDPMeshInfo,
+    ShardPlacementResult,
+    default_mesh,
+    device_of,
+    replicating_mesh_info,
+    sharding_mesh_info,
+)
 from .param import (
     FSDPParam,
     ParamOwner,
@@ -30,11 +40,13 @@ from .param import (
     normalized_shard_dim,
 )
 from .param_group import FSDPParamGroup
-from .policies import MixedPrecisionPolicy, OffloadPolicy
+from .placement import FacePlacement, Placer, local_tensor
+from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .runtime import FSDPState, attach_state, state_of
+from .self_gathered import gathers_itself
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
 @overload
@@ -47,7 +59,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: object = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> list[ModuleT]: ...
 
 
@@ -61,7 +73,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: object = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> ModuleT: ...
 
 
@@ -74,7 +86,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: object = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> ModuleT | list[ModuleT]:
     """Shard a module's parameters over ranks, in place; gather them only while they are needed.
 
@@ -89,78 +101,196 @@ def fully_shard(
     Args:
         module: A module, or a list of modules that form one group.
         mesh: 1-D (shard) or 2-D (replicate, shard) with named axes. By default all ranks, 1-D.
+            Parameters may be DTensors on other axes of the mesh this one was cut from (tensor
+            parallelism).
         reshard_after_forward: Free the gathered parameters after forward and gather them again for
-            backward (True), or keep them (False). None means True, but False for the root. The
-            shard size means True; 1 means False.
-        shard_placement_fn: Says per parameter along which dimension to shard; None means 0.
+            backward (True), or keep them (False). None means True, but False for the root. A
+            divisor of the shard size keeps a part of them, such that backward gathers over so many
+            neighbouring ranks only; the ranks of one node, say.
+        shard_placement_fn: Says per parameter along which dimension to shard (`Shard(dim)`; None
+            means 0) and, with `ShardPlacementResult`, over which mesh; parameters with different
+            meshes form groups of their own.
         mp_policy: Dtypes of compute, reduction and outputs.
         offload_policy: Where shards rest: on the device, or with `CPUOffloadPolicy` in host memory.
         ignored_params: Parameters to leave alone: not sharded, moved or reduced.
-        dp_mesh_dims: Not supported yet.
+        dp_mesh_dims: Names the data-parallel axes of ``mesh``, which then is the mesh of all kinds
+            of parallelism, and all parameters are DTensors on it.
 
     Returns:
         The same object, now also an `FSDPModule`.
     """
-    modules = _checked_modules(module)
+    modules = _checked_modules("fully_shard", module)
     _check_options(mp_policy, offload_policy, ignored_params, dp_mesh_dims)
-    info = mesh_info(mesh if mesh is not None else default_mesh())
-    reshard, auto_reshard = _reshard_choice(reshard_after_forward, info)
-    ignored = {id(param) for param in ignored_params or ()}
+    info = sharding_mesh_info(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
+    keeping = _keeping_after_forward(reshard_after_forward, info)
+    found = _params_to_shard(modules, ignored_params or (), shard_placement_fn, info)
+    _check_parts(found, keeping.part_size)
+    _apply(modules, found, info, mp_policy, offload_policy, keeping, FSDPModule)
+    return module
 
-    managed = list(_managed_modules(modules))
-    params = _params_to_shard(managed, ignored, shard_placement_fn)
-    device = device_of(info.mesh)
-    _move_buffers(managed, device)
-    name = _provisional_name(modules)
-    groups = (
-        [FSDPParamGroup(params, info, device, mp_policy, offload_policy, name)] if params else []
-    )
-    state = FSDPState(
-        modules, groups, mp_policy, device, reshard_after_forward=reshard, auto_reshard=auto_reshard
-    )
-    for each in modules:
-        attach_state(each, state)
-        each.__class__ = sharded_class(type(each))
-        each.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)
-        # Also when forward raises, so that nobody stays unsharded, or in the middle of a call.
-        each.register_forward_hook(state.post_forward, prepend=False, always_call=True)
-        each.register_state_dict_pre_hook(_before_state_dict)
-        each.register_load_state_dict_pre_hook(_before_state_dict)
-        each.register_load_state_dict_post_hook(_after_load_state_dict)
+
+@overload
+def replicate(
+    module: list[ModuleT],
+    *,
+    mesh: DeviceMesh | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> list[ModuleT]: ...
+
+
+@overload
+def replicate(
+    module: ModuleT,
+    *,
+    mesh: DeviceMesh | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> ModuleT: ...
+
+
+def replicate(
+    module: ModuleT | list[ModuleT],
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> ModuleT | list[ModuleT]:
+    """Keep a module's parameters whole on every rank, and average their gradients: plain data parallelism.
+
+    On the engine of `fully_shard`, with its groups, precision, offloading and methods. A model may
+    have replicated and fully sharded modules.
+
+    Args:
+        module: A module, or a list of modules that form one group.
+        mesh: 1-D. By default all ranks.
+        mp_policy: Dtypes of compute, reduction and outputs.
+        offload_policy: Where parameters rest.
+        ignored_params: Parameters to leave alone: not moved or reduced.
+        dp_mesh_dims: Names the replicate axes of ``mesh``, on which all parameters are DTensors.
+
+    Returns:
+        The same object, now also a `ReplicateModule`.
+    """
+    modules = _checked_modules("replicate", module)
+    _check_options(mp_policy, offload_policy, ignored_params, dp_mesh_dims)
+    own_mesh = mesh if mesh is not None else default_mesh(dim_names=("replicate",))
+    info = replicating_mesh_info(own_mesh, dp_mesh_dims)
+    found = _params_to_shard(modules, ignored_params or (), None, info)
+    _apply(modules, found, info, mp_policy, offload_policy, _Keeping(False), ReplicateModule)
     return module
 
 
 def fsdp_state(module: nn.Module) -> FSDPState | None:
-    """The state `fully_shard` put on a module, or None; also as ``fully_shard.state(module)``."""
+    """The state a call put on a module, or None; also as ``fully_shard.state(module)``."""
     return state_of(module)
 
 
 fully_shard.state = fsdp_state  # type: ignore[attr-defined]
+replicate.state = fsdp_state  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class _Keeping:
+    """What happens to gathered parameters after forward."""
+
+    reshard: bool
+    auto: bool = False
+    """Whether the user left it open, so that the root may decide otherwise."""
+    part_size: int | None = None
+    """Over how many ranks a part of them is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A parameter to be sharded, and how."""
+
+    name: str
+    param: nn.Parameter
+    owners: list[ParamOwner]
+    dim: int
+    mesh_info: DataParallelMeshInfo
+    placement: FacePlacement
+
+
+def _apply(
+    modules: Sequence[nn.Module],
+    found: Sequence[_Found],
+    info: DataParallelMeshInfo,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    keeping: _Keeping,
+    mixin: type[FSDPModule],
+) -> None:
+    """Shard what was found and attach the state: nothing can be refused from here on."""
+    device = device_of(info.mesh)
+    _move_buffers(modules, device)
+    name = _provisional_name(modules)
+    members: dict[object, list[_Found]] = {}
+    for each in found:
+        members.setdefault(each.mesh_info.communicates_over, []).append(each)
+    groups = [
+        FSDPParamGroup(
+            [FSDPParam(e.name, e.owners, e.param, e.dim, e.placement) for e in together],
+            together[0].mesh_info,
+            device,
+            mp_policy,
+            offload_policy,
+            name,
+            keeping.part_size
+            if keeping.part_size != together[0].mesh_info.shard_mesh_size
+            else None,
+        )
+        for together in members.values()
+    ]
+    state = FSDPState(
+        modules,
+        groups,
+        mp_policy,
+        device,
+        reshard_after_forward=keeping.reshard,
+        auto_reshard=keeping.auto,
+    )
+    for module in modules:
+        attach_state(module, state)
+        module.__class__ = sharded_class(type(module), mixin)
+        module.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)
+        # Also when forward raises, so that nobody stays unsharded, or in the middle of a call.
+        module.register_forward_hook(state.post_forward, prepend=False, always_call=True)
+        module.register_state_dict_pre_hook(_before_state_dict)
+        module.register_load_state_dict_pre_hook(_before_state_dict)
+        module.register_load_state_dict_post_hook(_after_load_state_dict)
 
 
 # --- 1. checks ------------------------------------------------------------------------------------
 
 
-def _checked_modules(module: object) -> list[nn.Module]:
+def _checked_modules(door: str, module: object) -> list[nn.Module]:
     modules = module if isinstance(module, (list, tuple)) else [module]
     wrong = [type(each).__name__ for each in modules if not isinstance(each, nn.Module)]
     if wrong or not modules:
         found = f"a list with {wrong}" if isinstance(module, (list, tuple)) else f"{wrong[0]}"
         raise ConfigurationError(
-            "fully_shard takes an nn.Module or a non-empty list of them, got "
+            f"{door} takes an nn.Module or a non-empty list of them, got "
             f"{found if modules else 'an empty list'}."
         )
     checked = cast("list[nn.Module]", list(modules))
     without_forward = [type(each).__name__ for each in checked if not _has_forward(each)]
     if without_forward:
         raise ConfigurationError(
-            "fully_shard gathers parameters around a module's forward, but these have none: "
+            f"{door} gathers parameters around a module's forward, but these have none: "
             f"{without_forward}. Shard the modules they contain, or the module that contains them."
         )
     twice = [type(each).__name__ for each in checked if state_of(each) is not None]
     if twice or len({id(each) for each in checked}) < len(checked):
         raise ConfigurationError(
-            f"fully_shard is applied to a module once; it was applied before to: {twice or checked}. Remove "
+            f"{door} is applied to a module once; it was applied before to: {twice or checked}. Remove "
             "the second call."
         )
     started = [
@@ -171,7 +301,7 @@ def _checked_modules(module: object) -> list[nn.Module]:
     ]
     if started:
         raise LifecycleError(
-            f"fully_shard must be applied before the first forward; these have run already: {started}. Apply "
+            f"{door} must be applied before the first forward; these have run already: {started}. Apply "
             "it to the layers, then to the model, and only then run it."
         )
     return checked
@@ -194,9 +324,9 @@ def _check_options(
         raise ConfigurationError(
             f"offload_policy must be a fullshard.OffloadPolicy, got {type(offload_policy).__name__}."
         )
-    if dp_mesh_dims is not None:
-        raise UnsupportedError(
-            "dp_mesh_dims is not supported by this version of fullshard. Pass the data-parallel mesh itself."
+    if dp_mesh_dims is not None and not isinstance(dp_mesh_dims, DataParallelMeshDims):
+        raise ConfigurationError(
+            f"dp_mesh_dims must be a fullshard.DataParallelMeshDims, got {type(dp_mesh_dims).__name__}."
         )
     if ignored_params is not None and (
         not isinstance(ignored_params, Iterable)
@@ -207,12 +337,11 @@ def _check_options(
         )
 
 
-def _reshard_choice(choice: object, info: FSDPMeshInfo) -> tuple[bool, bool]:
-    """Whether to reshard after forward, and whether the root may decide otherwise."""
+def _keeping_after_forward(choice: object, info: DataParallelMeshInfo) -> _Keeping:
     if choice is None:
-        return True, True
+        return _Keeping(reshard=True, auto=True)
     if isinstance(choice, bool):
-        return choice, False
+        return _Keeping(reshard=choice)
     if not isinstance(choice, int):
         raise ConfigurationError(
             f"reshard_after_forward must be True, False, None or an int, got {choice!r}."
@@ -222,17 +351,34 @@ def _reshard_choice(choice: object, info: FSDPMeshInfo) -> tuple[bool, bool]:
             "reshard_after_forward=1 keeps the gathered parameters, as False does; say False.",
             stacklevel=3,
         )
-        return False, False
+        return _Keeping(reshard=False)
     if choice == info.shard_mesh_size:
-        return True, False
-    if choice < 1 or info.shard_mesh_size % choice:
-        raise ConfigurationError(
-            f"reshard_after_forward as an int must divide the shard size {info.shard_mesh_size}, got {choice}."
-        )
-    raise UnsupportedError(
-        f"reshard_after_forward={choice} (resharding to a smaller mesh of the {info.shard_mesh_size} ranks) is "
-        "not supported by this version of fullshard. Use True or False."
+        return _Keeping(reshard=True)
+    return _Keeping(reshard=True, part_size=choice)
+
+
+def _check_parts(found: Sequence[_Found], part_size: int | None) -> None:
+    """Check that parameters can be kept after forward over so many ranks."""
+    if part_size is None:
+        return
+    wrong = sorted(
+        {
+            e.mesh_info.shard_mesh_size
+            for e in found
+            if part_size < 1 or e.mesh_info.shard_mesh_size % part_size
+        }
     )
+    if wrong:
+        raise ConfigurationError(
+            "reshard_after_forward as an int must divide the shard size, "
+            f"{', '.join(map(str, wrong))} here; got {part_size}."
+        )
+    itself = [e.name for e in found if gathers_itself(local_tensor(e.param))]
+    if itself:
+        raise ConfigurationError(
+            "reshard_after_forward as an int keeps plain tensors, but these are tensor subclasses that gather "
+            f"themselves: {itself}. Use True or False."
+        )
 
 
 # --- 2. modules and parameters --------------------------------------------------------------------
@@ -255,41 +401,73 @@ def _managed_modules(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Mod
 
 
 def _params_to_shard(
-    managed: Iterable[tuple[str, nn.Module]],
-    ignored: set[int],
+    modules: Sequence[nn.Module],
+    ignored_params: Iterable[nn.Parameter],
     shard_placement_fn: ShardPlacementFn | None,
-) -> list[FSDPParam]:
+    info: DataParallelMeshInfo,
+) -> list[_Found]:
+    ignored = {id(param) for param in ignored_params}
     owners: dict[int, list[ParamOwner]] = {}
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for prefix, module in managed:
+    params: dict[int, tuple[str, nn.Parameter]] = {}
+    for prefix, module in _managed_modules(modules):
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(param) not in ignored:
                 full_name = f"{prefix}.{name}" if prefix else name
-                found.setdefault(id(param), (full_name, param))
+                params.setdefault(id(param), (full_name, param))
                 owners.setdefault(id(param), []).append(ParamOwner(module, name))
-    _check_unshared(found.values())
-    faults = [
-        fault for name, param in found.values() if (fault := check_can_be_sharded(name, param))
-    ]
+    _check_unshared(params.values())
+    _check_kinds(params.values())
+    placer, result, faults = Placer(), list[_Found](), list[str]()
+    for key, (name, param) in params.items():
+        answer = shard_placement_fn(param) if shard_placement_fn is not None else None
+        own_info = info
+        if isinstance(answer, ShardPlacementResult):
+            own_info = _checked_mesh_info(name, answer, info)
+            answer = answer.placement
+        dim = normalized_shard_dim(name, param, answer)
+        try:
+            placement = placer.place(param, dim, own_info)
+        except ConfigurationError as error:
+            faults.append(f"{name}: {error}")
+            continue
+        result.append(_Found(name, param, owners[key], dim, own_info, placement))
     if faults:
         raise ConfigurationError(
-            "Parameters to be sharded must be plain tensors, and real floating-point where they are "
-            "trainable:\n  "
+            "Parameters that are DTensors must lie on other axes of the mesh than data parallelism does, and "
+            "with dp_mesh_dims all on the whole mesh, replicated along the data-parallel axes:\n  "
+            + "\n  ".join(faults)
+            + "\nTake all meshes from one init_device_mesh call; parallelize before sharding."
+        )
+    return result
+
+
+def _checked_mesh_info(
+    name: str, answer: ShardPlacementResult, default: DataParallelMeshInfo
+) -> FSDPMeshInfo:
+    info = answer.mesh_info
+    if not isinstance(info, FSDPMeshInfo) or info.mesh.device_type != default.mesh.device_type:
+        raise ConfigurationError(
+            "The mesh_info of a ShardPlacementResult must be a fullshard.mesh.FSDPMeshInfo on "
+            f"{default.mesh.device_type}, got {info!r} for {name}."
+        )
+    return info
+
+
+def _check_kinds(found: Iterable[tuple[str, nn.Parameter]]) -> None:
+    faults = [fault for name, param in found if (fault := check_can_be_sharded(name, param))]
+    if faults:
+        raise ConfigurationError(
+            "Parameters to be sharded must be plain tensors, DTensors or tensor subclasses that gather "
+            "themselves, and real floating-point where they are trainable:\n  "
             + "\n  ".join(faults)
             + "\nFreeze them, or leave them out with ignored_params."
         )
-    on_meta = [name for name, param in found.values() if param.is_meta]
-    if 0 < len(on_meta) < len(found):
+    on_meta = [name for name, param in found if param.is_meta]
+    if on_meta and not all(param.is_meta for _, param in found):
         raise ConfigurationError(
             "The parameters of a group must all be on the meta device, or none; these are, and others are not: "
             f"{on_meta}. Build the whole module under torch.device('meta'), or materialise these first."
         )
-    result = []
-    for key, (name, param) in found.items():
-        placement = shard_placement_fn(param) if shard_placement_fn is not None else None
-        dim = normalized_shard_dim(name, param, placement)
-        result.append(FSDPParam(name, owners[key], param, dim))
-    return result
 
 
 def _check_unshared(found: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -306,9 +484,9 @@ def _check_unshared(found: Iterable[tuple[str, nn.Parameter]]) -> None:
 # --- 3. buffers -----------------------------------------------------------------------------------
 
 
-def _move_buffers(managed: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
+def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
     """Move buffers to the device; what is on meta stays there."""
-    for _, module in managed:
+    for _, module in _managed_modules(modules):
         for name, buffer in list(module.named_buffers(recurse=False)):
             if not buffer.is_meta and buffer.device != device:
                 setattr(module, name, buffer.to(device))
@@ -330,6 +508,6 @@ def _after_load_state_dict(module: nn.Module, _incompatible: object) -> None:
         group.repack()
 
 
-def _provisional_name(modules: list[nn.Module]) -> str:
+def _provisional_name(modules: Sequence[nn.Module]) -> str:
     """A name for messages until the first forward, when full names are known."""
     return ", ".join(dict.fromkeys(type(module).__name__ for module in modules))

@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from . import comm, torch_border
 from .buffers import LocalGradient, ReduceBuffer, ReduceRun
-from .mesh import FSDPMeshInfo, HSDPMeshInfo
+from .mesh import DataParallelMeshInfo
 from .param import FSDPParam
+from .placement import local_gradient
 from .streams import Event, FSDPCommContext
 
 
@@ -62,8 +63,8 @@ def divide_rule(
 class ReductionSettings:
     """How one group's gradients are combined across ranks; replaced whole when a user changes one."""
 
-    process_group: ProcessGroup
-    """Over which the reduce-scatter runs."""
+    process_group: ProcessGroup | None
+    """Over which the reduce-scatter runs; None if nothing is sharded."""
     divide_by: float | None = None
     """Total divisor; None means the number of data-parallel ranks."""
     force_sum: bool = False
@@ -76,6 +77,8 @@ class ReductionSettings:
     hook: Callable[[Tensor], None] | None = None
     """Called with the reduced shards of a call, before they land."""
     hook_stream: Any = None
+    pinned: bool = False
+    """Whether gradients that go to host memory go to page-locked memory."""
 
 
 def take(params: Sequence[FSDPParam]) -> dict[int, Tensor]:
@@ -84,7 +87,7 @@ def take(params: Sequence[FSDPParam]) -> dict[int, Tensor]:
     for index, param in enumerate(params):
         unsharded = param.unsharded_param
         if unsharded is not None and unsharded.grad is not None:
-            gradients[index] = unsharded.grad
+            gradients[index] = local_gradient(param.placement, unsharded.grad)
             unsharded.grad = None
     return gradients
 
@@ -133,7 +136,7 @@ class Reduction:
         self,
         context: FSDPCommContext,
         events: ReduceEvents,
-        mesh_info: FSDPMeshInfo,
+        mesh_info: DataParallelMeshInfo,
         settings: ReductionSettings,
         buffer: ReduceBuffer,
         params: Sequence[FSDPParam],
@@ -157,12 +160,10 @@ class Reduction:
         self._landed: list[Tensor] = []
         self._kept: list[Tensor] = []
         self._has_landed = False
-        info = mesh_info
-        replicas = info.replicate_mesh_size if isinstance(info, HSDPMeshInfo) else 1
         self._rules = [
             divide_rule(
                 run.reduce_dtype,
-                info.shard_mesh_size * replicas,
+                mesh_info.shard_mesh_size * mesh_info.replicate_mesh_size,
                 settings.divide_by,
                 settings.force_sum,
             )
@@ -180,7 +181,7 @@ class Reduction:
             self._prepare(run, rule) for run, rule in zip(self._runs, self._rules, strict=True)
         ]
         events.ready.record()
-        replicated = isinstance(self._mesh_info, HSDPMeshInfo)
+        replicated = self._mesh_info.replicate_process_group is not None
         with context.reduce_scatter:
             events.ready.wait()
             for (outputs, inputs), rule in zip(calls, self._rules, strict=True):
@@ -259,6 +260,9 @@ class Reduction:
         # Averaging over shards and then over replicas is averaging over all; a shard group of one
         # has nothing to average, and NCCL's AVG is not reliable there.
         op = rule.op if self._mesh_info.shard_mesh_size > 1 else ReduceOp.SUM
+        if group is None:
+            torch._foreach_copy_(list(outputs), list(inputs))
+            return None
         if custom is not None:
             return comm.packed_reduce_scatter(
                 custom, outputs[0], inputs[0], group, op, async_op=async_op
@@ -273,7 +277,7 @@ class Reduction:
         for run, rule, reduced, landed in zip(
             self._runs, self._rules, self._reduced, self._landed, strict=True
         ):
-            if isinstance(info, HSDPMeshInfo):
+            if info.replicate_process_group is not None:
                 if not self._settings.all_reduce:
                     self._keep_partial(run, reduced)
                     continue
@@ -298,7 +302,7 @@ class Reduction:
         (`FSDPCommContext.join`); but at once if the host is about to read it: to add it to a gradient, or in
         a hook of the user's.
         """
-        pinned = self._params[run.gradients[0].param].local.is_pinned()
+        pinned = self._settings.pinned
         on_host = torch.empty(landed.shape, dtype=landed.dtype, pin_memory=pinned)
         on_host.copy_(landed, non_blocking=True)
         self._kept.append(on_host)

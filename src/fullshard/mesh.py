@@ -2,6 +2,10 @@
 
     1-D mesh                    FSDPMeshInfo     every rank holds a different shard
     2-D mesh (replicate, shard) HSDPMeshInfo     each row of the mesh holds one whole set of shards
+    1-D mesh, replicated        DDPMeshInfo      every rank holds everything
+
+A mesh that has axes for other kinds of parallelism too is read with `DataParallelMeshDims`, which
+names those of data parallelism; several axes named for one role act as one.
 
 This file is the only one that asks a mesh or a process group for ranks, sizes and groups.
 """
@@ -9,62 +13,94 @@ This file is the only one that asks a mesh or a process group for ranks, sizes a
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 
+from . import torch_border
 from .errors import ConfigurationError
+from .policies import DataParallelMeshDims
 
 
 @dataclass(kw_only=False)
 class DataParallelMeshInfo:
-    """A mesh and the roles of its axes; lives as long as the groups made from it."""
+    """A mesh and the roles of its axes; lives as long as the groups made from it.
+
+    An axis that is not there has size 1, rank 0 and no process group.
+    """
 
     mesh: DeviceMesh
+    """The data-parallel mesh: the shard axis, the replicate axis, or (replicate, shard)."""
     shard_mesh_dim: int | None = None
     replicate_mesh_dim: int | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = None
+    spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
+    """With `dp_mesh_dims`: the mesh they name axes of."""
+
+    shard_mesh_size: int = field(init=False)
+    shard_mesh_rank: int = field(init=False)
+    shard_process_group: dist.ProcessGroup | None = field(init=False)
+    replicate_mesh_size: int = field(init=False)
+    replicate_mesh_rank: int = field(init=False)
+    replicate_process_group: dist.ProcessGroup | None = field(init=False)
 
     def __post_init__(self) -> None:
         if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
             raise ConfigurationError(
                 "A data-parallel mesh needs a shard axis, a replicate axis or both; got neither."
             )
+        self.shard_mesh_size, self.shard_mesh_rank, self.shard_process_group = _axis(
+            self.mesh, self.shard_mesh_dim
+        )
+        self.replicate_mesh_size, self.replicate_mesh_rank, self.replicate_process_group = _axis(
+            self.mesh, self.replicate_mesh_dim
+        )
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard axis alone; the whole mesh if it has one axis."""
+        if self.mesh.ndim == 1:
+            return self.mesh
+        names, dim = self.mesh.mesh_dim_names, self.shard_mesh_dim
+        assert names is not None and dim is not None, "a mesh of two axes names them"
+        return self.mesh[names[dim]]
+
+    @property
+    def communicates_over(self) -> Hashable:
+        """Equal for mesh infos whose parameters can travel together."""
+        return self.shard_process_group, self.replicate_process_group
+
+
+def _axis(mesh: DeviceMesh, dim: int | None) -> tuple[int, int, dist.ProcessGroup | None]:
+    """Size of an axis, this rank's place along it, and its process group."""
+    if dim is None:
+        return 1, 0, None
+    group = mesh.get_group(dim)
+    return mesh.size(dim), dist.get_rank(group), group
 
 
 @dataclass(kw_only=False)
 class FSDPMeshInfo(DataParallelMeshInfo):
     """A mesh with a shard axis."""
 
-    shard_mesh_size: int = field(init=False)
-    shard_mesh_rank: int = field(init=False)
-    shard_process_group: dist.ProcessGroup = field(init=False)
-
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.shard_mesh_dim is None:
             raise ConfigurationError("FSDPMeshInfo needs shard_mesh_dim; got None.")
-        self.shard_mesh_size = self.mesh.size(self.shard_mesh_dim)
-        self.shard_process_group = self.mesh.get_group(self.shard_mesh_dim)
-        self.shard_mesh_rank = dist.get_rank(self.shard_process_group)
+        super().__post_init__()
 
 
 @dataclass(kw_only=False)
 class DDPMeshInfo(DataParallelMeshInfo):
     """A mesh with a replicate axis."""
 
-    replicate_mesh_size: int = field(init=False)
-    replicate_mesh_rank: int = field(init=False)
-    replicate_process_group: dist.ProcessGroup = field(init=False)
-
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.replicate_mesh_dim is None:
             raise ConfigurationError("DDPMeshInfo needs replicate_mesh_dim; got None.")
-        self.replicate_mesh_size = self.mesh.size(self.replicate_mesh_dim)
-        self.replicate_process_group = self.mesh.get_group(self.replicate_mesh_dim)
-        self.replicate_mesh_rank = dist.get_rank(self.replicate_process_group)
+        super().__post_init__()
 
 
 @dataclass(kw_only=False)
@@ -72,50 +108,117 @@ class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
     """A mesh with a replicate axis and a shard axis."""
 
 
-def default_mesh() -> DeviceMesh:
+@dataclass
+class ShardPlacementResult:
+    """What a `shard_placement_fn` may return: along which dimension, and over which mesh, to shard."""
+
+    placement: Shard | None
+    mesh_info: FSDPMeshInfo
+
+
+def default_mesh(*, dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
     """A 1-D mesh over all ranks, on the accelerator if this machine has one, else on the CPU."""
     if not dist.is_initialized():
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = accelerator.type if accelerator is not None else "cpu"
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=dim_names)
 
 
-def mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
-    """Give the axes of a user's mesh their roles.
+def sharding_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallelMeshInfo:
+    """Give the axes of the mesh given to `fully_shard` their roles.
 
     Raises:
-        ConfigurationError: the mesh has not one or two axes, lacks axis names, or leaves this
-            rank out.
+        ConfigurationError: the mesh has not one or two axes (or, with ``dims``, not those named),
+            lacks axis names, or leaves this rank out.
     """
-    if not isinstance(mesh, DeviceMesh):
-        raise ConfigurationError(
-            f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}. "
-            "Make one with init_device_mesh(device_type, (world_size,))."
-        )
+    _check_mesh(mesh)
+    if dims is not None:
+        return _info_of_named_axes(mesh, dims)
     if mesh.ndim not in (1, 2):
         raise ConfigurationError(
             f"fully_shard takes a 1-D mesh (shard) or a 2-D mesh (replicate, shard), got {mesh.ndim} axes: "
-            f"{mesh}. Pass the data-parallel part of the mesh, for example mesh['replicate', 'shard']."
+            f"{mesh}. Pass the data-parallel part of the mesh, for example mesh['replicate', 'shard']; or, if "
+            "all parameters are DTensors on the whole mesh, name that part with dp_mesh_dims."
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ConfigurationError(
             f"A 2-D mesh must name its axes, got {mesh}. Pass "
             "mesh_dim_names=('replicate', 'shard') to init_device_mesh."
         )
-    if mesh.get_coordinate() is None:
-        raise ConfigurationError(
-            f"Every rank that calls fully_shard must be in the mesh; rank {dist.get_rank()} is not in "
-            f"{mesh.mesh.tolist()}. Call fully_shard only on the mesh's ranks, or pass another mesh."
-        )
     if mesh.ndim == 1:
         return FSDPMeshInfo(mesh, shard_mesh_dim=0)
     return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
-_TWINS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
+def replicating_mesh_info(
+    mesh: DeviceMesh, dims: DataParallelMeshDims | None
+) -> DataParallelMeshInfo:
+    """Give the axes of the mesh given to `replicate` their roles."""
+    _check_mesh(mesh)
+    if dims is not None:
+        if dims.shard_names:
+            raise ConfigurationError(
+                f"replicate shards nothing, but dp_mesh_dims names shard axes {dims.shard_names}. Leave "
+                "them out, or use fully_shard."
+            )
+        return _info_of_named_axes(mesh, dims)
+    if mesh.ndim != 1:
+        raise ConfigurationError(
+            f"replicate takes a 1-D mesh, got {mesh.ndim} axes: {mesh}. Pass its replicate axis, for "
+            "example mesh['replicate']."
+        )
+    return DDPMeshInfo(mesh, replicate_mesh_dim=0)
+
+
+def _check_mesh(mesh: object) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigurationError(
+            f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}. "
+            "Make one with init_device_mesh(device_type, (world_size,))."
+        )
+    if mesh.get_coordinate() is None:
+        raise ConfigurationError(
+            f"Every rank that shards a module must be in the mesh; rank {dist.get_rank()} is not in "
+            f"{mesh.mesh.tolist()}. Shard only on the mesh's ranks, or pass another mesh."
+        )
+
+
+def _info_of_named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo:
+    names = (*dims.shard_names, *dims.replicate_names)
+    known = mesh.mesh_dim_names or ()
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigurationError(
+            f"dp_mesh_dims must name axes of the mesh, which are {known}; not among them: {unknown}."
+        )
+    if len(set(names)) < len(names):
+        raise ConfigurationError(f"dp_mesh_dims must name each axis once, got {dims}.")
+    shard = _joined_axes(mesh, dims.shard_names) if dims.shard_names else None
+    replicate = _joined_axes(mesh, dims.replicate_names) if dims.replicate_names else None
+    if shard is None:
+        assert replicate is not None, "DataParallelMeshDims names at least one"
+        return DDPMeshInfo(replicate, replicate_mesh_dim=0, dp_mesh_dims=dims, spmd_mesh=mesh)
+    if replicate is None:
+        return FSDPMeshInfo(shard, shard_mesh_dim=0, dp_mesh_dims=dims, spmd_mesh=mesh)
+    return HSDPMeshInfo(
+        torch_border.joined_mesh([replicate, shard]),
+        shard_mesh_dim=1,
+        replicate_mesh_dim=0,
+        dp_mesh_dims=dims,
+        spmd_mesh=mesh,
+    )
+
+
+def _joined_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """One axis made of the named ones."""
+    if len(names) == 1:
+        return mesh[names[0]]
+    return torch_border.flat_mesh(mesh[names], "_".join(names))
+
+
+_COMPANIONS: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[str, int], dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()
 
 
 def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -123,12 +226,26 @@ def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
     Collective over the ranks of ``group``.
     """
-    if group not in _TWINS:
-        ranks = dist.get_process_group_ranks(group)
-        twin = dist.new_group(ranks, use_local_synchronization=True)
-        assert twin is not None, "this rank is one of the group's"
-        _TWINS[group] = twin
-    return _TWINS[group]
+    return _companion(group, "twin", group.size())
+
+
+def block_group(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """The process group of the block of ``size`` consecutive ranks of ``group`` that this rank is in, made once.
+
+    Collective over the ranks of the block.
+    """
+    return _companion(group, "block", size)
+
+
+def _companion(group: dist.ProcessGroup, role: str, size: int) -> dist.ProcessGroup:
+    made = _COMPANIONS.setdefault(group, {})
+    if (role, size) not in made:
+        first = dist.get_rank(group) // size * size
+        ranks = dist.get_process_group_ranks(group)[first : first + size]
+        companion = dist.new_group(ranks, use_local_synchronization=True)
+        assert companion is not None, "this rank is one of the group's"
+        made[role, size] = companion
+    return made[role, size]
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

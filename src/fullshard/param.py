@@ -16,12 +16,11 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from . import torch_border
 from .errors import ConfigurationError
-from .layout import Division, Slot
-from .mesh import FSDPMeshInfo, HSDPMeshInfo
+from .placement import FacePlacement, local_tensor, sharded_face, unsharded_face
 
 _GROUP_MARK = "_fullshard_group"
 """Attribute of a parameter that belongs to a group, on its sharded face and on the original it replaced."""
@@ -52,14 +51,21 @@ class FSDPParam:
     """One parameter of a group; lives as long as the group."""
 
     def __init__(
-        self, name: str, owners: Sequence[ParamOwner], original: nn.Parameter, shard_dim: int
+        self,
+        name: str,
+        owners: Sequence[ParamOwner],
+        original: nn.Parameter,
+        shard_dim: int,
+        placement: FacePlacement,
     ) -> None:
         self.name = name
         self.owners = tuple(owners)
-        self.shape = tuple(original.shape)
+        self.placement = placement
+        self.shape = tuple(local_tensor(original).shape)
+        """Of the whole local tensor: of all that this rank had before."""
         self.shard_dim = shard_dim
         self.original: nn.Parameter | None = original
-        """The whole parameter as the user made it, until it is sharded."""
+        """The parameter as the user made it, until it is sharded."""
         self.dtype = original.dtype
         """Of the shard; the group's policy says in which dtype it computes."""
         self.sharded_param: nn.Parameter
@@ -68,18 +74,14 @@ class FSDPParam:
         self.watched = False
         """Whether somebody is told when the unsharded face's gradient has been accumulated."""
 
-    def make_sharded_face(
-        self, local: Tensor, slot: Slot, mesh_info: FSDPMeshInfo, group_name: str
-    ) -> None:
+    def make_sharded_face(self, local: Tensor, group_name: str) -> None:
         """Replace the original by a DTensor parameter over ``local`` on all owners."""
         original = self.original
         assert original is not None, "a parameter is sharded once"
-        spec = torch_border.dtensor_spec(
-            mesh_info.mesh, _placements(slot, mesh_info), self.shape, self.dtype
-        )
-        face = nn.Parameter(torch_border.dtensor(local, spec), requires_grad=original.requires_grad)
-        torch_border.replace_local(face, local)  # the Parameter was made over an alias of it
-        face.__dict__.update(original.__dict__)  # attributes users hang on parameters move along
+        face = sharded_face(self.placement, local, trainable=original.requires_grad)
+        if type(local) is Tensor:
+            # Attributes users hang on parameters move along; a subclass keeps its data in there.
+            face.__dict__.update(original.__dict__)
         self.original = None
         self.sharded_param = face
         _mark(original, group_name)
@@ -87,11 +89,11 @@ class FSDPParam:
         self.install(face)
 
     def make_unsharded_face(self, whole: Tensor) -> None:
-        """Make a parameter over the gather buffer.
+        """Make a parameter over the gathered local tensor.
 
         On the compute stream: autograd remembers the stream on which it first sees a leaf.
         """
-        self.unsharded_param = nn.Parameter(whole, requires_grad=self.trainable)
+        self.unsharded_param = unsharded_face(self.placement, whole, trainable=self.trainable)
         self.watched = False
 
     def install(self, face: nn.Parameter) -> None:
@@ -116,8 +118,9 @@ class FSDPParam:
         """Why ``face`` cannot be this parameter's sharded face, or None if it can."""
         if not isinstance(face, DTensor):
             return f"{self.name}: expected a DTensor, got {type(face).__name__}"
-        if tuple(face.shape) != self.shape:
-            return f"{self.name}: expected shape {self.shape}, got {tuple(face.shape)}"
+        shape = self.placement.shape
+        if tuple(face.shape) != shape:
+            return f"{self.name}: expected shape {shape}, got {tuple(face.shape)}"
         expected = torch_border.spec_of(cast(DTensor, self.sharded_param))
         if face.placements != expected.placements or face.device_mesh != expected.mesh:
             return (
@@ -174,11 +177,15 @@ def group_of(param: Tensor) -> str | None:
 
 def check_can_be_sharded(name: str, param: nn.Parameter) -> str | None:
     """Why a parameter cannot be sharded, or None if it can."""
-    if isinstance(param, DTensor):
-        return f"{name}: is a DTensor already (tensor parallel parameters are not supported yet)"
-    if type(param.data) is not Tensor:
-        # It may have an all-gather protocol of its own, and its data is not what a buffer holds.
-        return f"{name}: is a {type(param.data).__name__} (tensor subclasses are not supported yet)"
+    local = local_tensor(param)
+    if type(local) is not Tensor and not hasattr(local, "fsdp_pre_all_gather"):
+        # Its data is not what a buffer holds, and it does not say how to gather it.
+        return f"{name}: is a {type(local).__name__}, a tensor subclass without fsdp_pre_all_gather"
+    if hasattr(local, "fsdp_pre_all_gather") != hasattr(local, "fsdp_post_all_gather"):
+        return (
+            f"{name}: is a {type(local).__name__}, which has only one of fsdp_pre_all_gather and "
+            "fsdp_post_all_gather"
+        )
     if param.requires_grad and not param.dtype.is_floating_point:
         return f"{name}: is trainable but of dtype {param.dtype}"
     if param.layout is not torch.strided:
@@ -192,7 +199,8 @@ def normalized_shard_dim(name: str, param: nn.Parameter, placement: object) -> i
         return 0
     if not isinstance(placement, Shard):
         raise ConfigurationError(
-            f"shard_placement_fn must return None or Shard(dim), got {placement!r} for {name}."
+            "shard_placement_fn must return None, Shard(dim) or ShardPlacementResult(Shard(dim), mesh_info), "
+            f"got {placement!r} for {name}."
         )
     dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < max(param.ndim, 1):
@@ -205,8 +213,3 @@ def normalized_shard_dim(name: str, param: nn.Parameter, placement: object) -> i
 
 def _mark(param: Tensor, group_name: str) -> None:
     setattr(param, _GROUP_MARK, group_name)
-
-
-def _placements(slot: Slot, mesh_info: FSDPMeshInfo) -> tuple[Placement, ...]:
-    shard: Placement = Replicate() if slot.division is Division.REPLICATED else Shard(slot.dim)
-    return (Replicate(), shard) if isinstance(mesh_info, HSDPMeshInfo) else (shard,)

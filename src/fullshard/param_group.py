@@ -15,18 +15,22 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
+from torch.distributed import ProcessGroup
 
 from . import comm, gradients, torch_border
-from .buffers import GatherBuffer, ReduceBuffer, ShardBuffer, UploadBuffer
+from .buffers import ReduceBuffer, ShardBuffer, UploadBuffer, own_part
 from .errors import ConfigurationError
-from .layout import gathers_in_place, per_row_layout
-from .mesh import FSDPMeshInfo
+from .gathering import Gathering, Messages
+from .layout import Layout, per_row_layout
+from .mesh import DataParallelMeshInfo, block_group
 from .param import FaceSwitch, FSDPParam
+from .placement import local_tensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .self_gathered import SelfGathered, agree_on_sizes, gathers_itself
 from .streams import FSDPCommContext
 
 
@@ -45,6 +49,19 @@ class _Memory(enum.Enum):
     PRESENT = enum.auto()
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a rank keeps of the gathered parameters from forward to backward, to gather over fewer ranks.
+
+    The memory is taken from the compute stream, which fills it, and given back to it.
+    """
+
+    gathering: Gathering
+    buffer: ShardBuffer
+    sources: list[Tensor]
+    """Views of the whole parameters, parallel to the buffer's `locals`."""
+
+
 class FSDPParamGroup:
     """Parameters that are gathered and reduced together; lives as long as their modules.
 
@@ -54,13 +71,17 @@ class FSDPParamGroup:
     def __init__(
         self,
         params: Sequence[FSDPParam],
-        mesh_info: FSDPMeshInfo,
+        mesh_info: DataParallelMeshInfo,
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
         name: str,
+        part_size: int | None = None,
     ) -> None:
-        """Shard the parameters: from here on each rank keeps its piece only."""
+        """Shard the parameters: from here on each rank keeps its piece only.
+
+        With ``part_size``, they are kept after forward in parts over so many ranks.
+        """
         self.params = tuple(params)
         self.mesh_info = mesh_info
         self.device = device
@@ -70,22 +91,33 @@ class FSDPParamGroup:
         if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
             self.shard_device, self._pins = torch.device("cpu"), offload_policy.pin_memory
         self.name = name
-        self.layout = per_row_layout(
-            [param.shape for param in params],
-            world=mesh_info.shard_mesh_size,
-            dims=[param.shard_dim for param in params],
+        self.layout = self._layout_over(mesh_info.shard_mesh_size, params)
+        """Of all parameters; gradients are reduced by it."""
+        self._plain = [
+            param for param in params if not gathers_itself(local_tensor(_original(param)))
+        ]
+        self._plain_layout = self._layout_over(mesh_info.shard_mesh_size, self._plain)
+        """Of those that lie in the shard and gather buffers; the others gather themselves."""
+        self._custom_all_gather: comm.AllGather | None = None
+        self.reduction = gradients.ReductionSettings(
+            process_group=mesh_info.shard_process_group, pinned=self._pins
         )
-        self.custom_all_gather: comm.AllGather | None = None
-        self.reduction = gradients.ReductionSettings(process_group=mesh_info.shard_process_group)
         self.sharded_state = ShardedState.SHARDED
+        self._part_ranks: ProcessGroup | None = None
+        if part_size is not None:
+            assert mesh_info.shard_process_group is not None, "there is nothing to divide otherwise"
+            self._part_ranks = block_group(mesh_info.shard_process_group, part_size)
 
         self._context: FSDPCommContext | None = None
         self._memory = _Memory.ABSENT
-        self._gather: GatherBuffer | None = None
+        self._gathering: Gathering | None = None
         self._faces: FaceSwitch | None = None
         """None until the unsharded faces have been made of the present gather buffer."""
-        self._gather_work: Work | None = None
-        self._custom_output: Tensor | None = None
+        self._in_use: Gathering | None = None
+        """How the parameters that are in memory, or on their way, are gathered."""
+        self._part: _Part | None = None
+        self._has_part = False
+        """Whether `_part` holds the values that backward needs."""
         self._shard_versions: int | None = None
         self.unwatched: list[FSDPParam] = []
         """Trainable parameters of whose gradients nobody is told yet."""
@@ -97,42 +129,59 @@ class FSDPParamGroup:
 
     # --- at rest ----------------------------------------------------------------------------------
 
+    def _layout_over(self, ranks: int, params: Sequence[FSDPParam]) -> Layout:
+        shapes, dims = [param.shape for param in params], [param.shard_dim for param in params]
+        return per_row_layout(shapes, world=ranks, dims=dims)
+
     @torch.no_grad()
     def _shard_originals(self) -> None:
         """Copy this rank's pieces into one shard buffer and put DTensor faces on the modules."""
-        originals = [param.original for param in self.params]
         rank = self.mesh_info.shard_mesh_rank
-        on_meta = originals[0] is not None and originals[0].is_meta  # all of them, or none
+        on_meta = _original(self.params[0]).is_meta  # all of them, or none
         device = torch.device("meta") if on_meta else self.shard_device
-        self._shards = self._new_shard_buffer(device)
-        for index, (param, original) in enumerate(zip(self.params, originals, strict=True)):
-            assert original is not None, "a group shards each parameter once"
-            local = self._shards.locals[index]
-            if device.type != "meta":
-                slot, piece = self.layout.slots[index], self.layout.piece(index, rank)
-                whole = original.detach()
-                local.copy_(
-                    whole
-                    if whole.ndim == 0
-                    else whole.narrow(slot.dim, piece.start, piece.shape[slot.dim])
-                )
-            param.make_sharded_face(local, self.layout.slots[index], self.mesh_info, self.name)
+        self._new_shard_buffer(device)
+        for index, param in enumerate(self.params):
+            piece = own_part(self.layout, index, rank, local_tensor(_original(param)))
+            if param in self._packed:
+                shard = self._packed[param]
+                if not on_meta:
+                    shard.copy_(piece)
+            else:
+                shard = self._at_rest(piece.clone(), device)
+            param.make_sharded_face(shard, self.name)
         self._prepare_dtypes()
+
+    def _at_rest(self, shard: Tensor, device: torch.device) -> Tensor:
+        """A shard that is in no buffer, where shards rest."""
+        shard = shard.to(device)
+        return shard.pin_memory() if self._pins and device.type == "cpu" else shard
 
     def _prepare_dtypes(self) -> None:
         """Derive compute and reduce dtypes from the shards' dtypes, and drop what was built on older ones."""
         policy = self.mp_policy
-        self._compute_dtypes = [
-            policy.param_dtype
+        compute_dtypes = {
+            param: policy.param_dtype
             if policy.param_dtype is not None and param.dtype.is_floating_point
             else param.dtype
             for param in self.params
+        }
+        self._compute_dtypes = [compute_dtypes[param] for param in self._plain]
+        self._reduce_dtypes = [policy.reduce_dtype or compute_dtypes[p] for p in self.params]
+        self._self_gathered = [
+            SelfGathered(param, self.mesh_info.shard_mesh, policy)
+            for param in self.params
+            if gathers_itself(param.local)
         ]
-        self._reduce_dtypes = [policy.reduce_dtype or dtype for dtype in self._compute_dtypes]
-        self._gather = None
-        self._faces = None
+        self._message_sizes: list[list[int]] | None = None
         self._reduce = None
         self._upload: UploadBuffer | None = None
+        self._drop_gatherings()
+
+    def _drop_gatherings(self) -> None:
+        """Build anew what depends on how parameters are gathered."""
+        self._gathering = None
+        self._part = None
+        self._faces = None
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -144,7 +193,7 @@ class FSDPParamGroup:
         """
         self.hide()
         faces = [param.owners[0].current() for param in self.params]
-        if all(self._is_packed(index, face) for index, face in enumerate(faces)):
+        if all(map(self._is_packed, self.params, faces)):
             return
         faults = [
             param.replacement_fault(face) for param, face in zip(self.params, faces, strict=True)
@@ -160,39 +209,38 @@ class FSDPParamGroup:
         for param, face in zip(self.params, faces, strict=True):
             assert face is not None, "replacement_fault refuses None"
             param.adopt(face, self.name)
-        locals_ = [param.local for param in self.params]
-        devices = {local.device for local in locals_}
+        devices = {param.local.device for param in self.params}
         if len(devices) > 1:
             raise ConfigurationError(
                 f"All parameters of a group must be on one device; group {self.name!r} has them on "
                 f"{sorted(map(str, devices))}. Move the whole module."
             )
-        self._shards = self._new_shard_buffer(devices.pop())
-        for param, old, new in zip(self.params, locals_, self._shards.locals, strict=True):
-            if not old.is_meta:
-                new.copy_(old)
-            torch_border.replace_local(param.sharded_param, new)
+        self._new_shard_buffer(devices.pop())
+        for param, shard in self._packed.items():
+            if not param.local.is_meta:
+                shard.copy_(param.local)
+            torch_border.replace_local(param.sharded_param, shard)
         self._prepare_dtypes()
 
-    def _new_shard_buffer(self, device: torch.device) -> ShardBuffer:
-        return ShardBuffer(
-            self.layout,
+    def _new_shard_buffer(self, device: torch.device) -> None:
+        self._shards = ShardBuffer(
+            self._plain_layout,
             self.mesh_info.shard_mesh_rank,
-            [param.dtype for param in self.params],
+            [param.dtype for param in self._plain],
             device,
             pinned=self._pins and device.type == "cpu",
         )
+        self._packed = dict(zip(self._plain, self._shards.locals, strict=True))
 
     @property
     def offloaded(self) -> bool:
         """Whether the shards rest elsewhere than compute happens."""
         return self._shards.device != self.device
 
-    def _is_packed(self, index: int, face: Tensor | None) -> bool:
-        param = self.params[index]
+    def _is_packed(self, param: FSDPParam, face: Tensor | None) -> bool:
         return (
             face is param.sharded_param
-            and torch_border.local_of(face) is self._shards.locals[index]
+            and (param not in self._packed or param.local is self._packed[param])
             and all(owner.current() is face for owner in param.owners)
         )
 
@@ -240,24 +288,29 @@ class FSDPParamGroup:
         context = self.context
         with context.all_gather:
             context.wait_for_releases()  # before the allocation: [Note: memory and streams], rule 1
-            async_op = not context.asynchronous
-            if self.custom_all_gather is not None:
-                self._gather_work = self._custom_gather(self.custom_all_gather, async_op)
+            if self._has_part:
+                assert self._part is not None, "a part that is held has a buffer"
+                gathering, copy_in, extra = self._part.gathering, self._copy_in_part, Messages()
             else:
-                buffer = self._gather_buffer()
-                buffer.allocate()
-                self._copy_in(buffer.own_pieces)
-                self._gather_work = comm.all_gather(
-                    buffer.outputs,
-                    buffer.inputs,
-                    self.mesh_info.shard_process_group,
-                    async_op=async_op,
-                )
-                if context.asynchronous and not buffer.packed:
-                    buffer.copy_out()
+                gathering, copy_in, extra = self._own_gathering(), self._copy_in, self._messages()
+            gathering.start(copy_in, extra, async_op=not context.asynchronous)
+            self._in_use = gathering
+            if context.asynchronous and not self._finished_late:
+                gathering.finish(context)
             self._gathered.record()
         self._memory = _Memory.IN_FLIGHT
         self._shard_versions = None
+
+    @property
+    def _finished_late(self) -> bool:
+        """Whether the gather in use is finished when it is waited for, not right after it was issued.
+
+        The host must wait for it, or it takes more memory then, which others have given back by that time.
+        """
+        assert self._in_use is not None, "a gather is in use"
+        return (
+            not self.context.asynchronous or self._in_use.buffer.packed or bool(self._self_gathered)
+        )
 
     def _copy_in(self, own_pieces: list[Tensor]) -> None:
         """Cast and copy this rank's shard to where it is sent from, on the current (all-gather) stream."""
@@ -265,69 +318,67 @@ class FSDPParamGroup:
             torch._foreach_copy_(own_pieces, self._shards.pieces)
             return
         if self._upload is None:
-            dtypes = [param.dtype for param in self.params]
+            dtypes = [param.dtype for param in self._plain]
             rank = self.mesh_info.shard_mesh_rank
-            self._upload = UploadBuffer(self.layout, rank, dtypes, self.device)
+            self._upload = UploadBuffer(self._plain_layout, rank, dtypes, self.device)
         torch._foreach_copy_(own_pieces, self._upload.upload(self._shards))
         self._upload.release()
 
-    def _gather_buffer(self) -> GatherBuffer:
-        if self._gather is None:
+    def _copy_in_part(self, own_pieces: list[Tensor]) -> None:
+        assert self._part is not None, "called for a part that is held"
+        torch._foreach_copy_(own_pieces, self._part.buffer.pieces)
+
+    def _messages(self) -> Messages:
+        """What the parameters that gather themselves send, on the current (all-gather) stream."""
+        result = Messages()
+        for member in self._self_gathered:
+            member.prepare(self.device)
+        group = self.mesh_info.shard_process_group
+        if self._message_sizes is None and self._self_gathered and group is not None:
+            self._message_sizes = agree_on_sizes(self._self_gathered, group)
+        for index, member in enumerate(self._self_gathered):
+            if self._message_sizes is not None:
+                member.pad(self._message_sizes[index])
+            theirs = member.messages(self.mesh_info.shard_mesh_size)
+            result.outputs.extend(theirs.outputs)
+            result.inputs.extend(theirs.inputs)
+        return result
+
+    def _own_gathering(self) -> Gathering:
+        if self._gathering is None:
             # Made under inference_mode, the faces could never be trained.
             with torch.inference_mode(False):
-                self._gather = GatherBuffer(
-                    self.layout,
+                self._gathering = Gathering(
+                    self._plain_layout,
                     self.mesh_info.shard_mesh_rank,
+                    self.mesh_info.shard_process_group,
                     self._compute_dtypes,
                     self.device,
-                    packed=self.custom_all_gather is not None
-                    or not gathers_in_place(self.layout, self._compute_dtypes),
+                    self._custom_all_gather,
                 )
-        return self._gather
+        return self._gathering
 
-    def set_custom_all_gather(self, all_gather: comm.AllGather) -> None:
+    def set_custom_all_gather(self, all_gather: comm.AllGather | None) -> None:
         """Gather with a user's comm object from now on."""
         self.reshard()
-        self.custom_all_gather = all_gather
-        self._gather = self._faces = None
-
-    def _custom_gather(self, all_gather: comm.AllGather, async_op: bool) -> Work | None:
-        """Stage this rank's message in memory of the user's comm object, and gather with it."""
-        buffer = self._gather_buffer()
-        world, rank = self.layout.world, self.mesh_info.shard_mesh_rank
-        dtypes = set(self._compute_dtypes)
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-        numel = buffer.packed_nbytes // dtype.itemsize
-        output = all_gather.allocate((numel * world,), dtype=dtype, device=self.device)
-        self._custom_output = output.view(torch.uint8).view(world, -1)
-        self._copy_in(buffer.own_pieces_in(self._custom_output))
-        group, own = self.mesh_info.shard_process_group, output.view(world, -1)[rank]
-        return comm.packed_all_gather(all_gather, output, own, group, async_op=async_op)
+        self._custom_all_gather = all_gather
+        self._drop_gatherings()
 
     def _wait_for_gather(self) -> None:
         """Order the compute stream after the gather; what was packed is distributed first."""
         if self._memory is not _Memory.IN_FLIGHT:
             return
-        buffer, context = self._gather_buffer(), self.context
-        if buffer.packed or not context.asynchronous:
+        assert self._in_use is not None, "a gather is in flight"
+        context = self.context
+        if self._finished_late:
             with context.all_gather:
-                self._copy_out(buffer)
+                self._in_use.finish(context)
+                for member in self._self_gathered:
+                    member.finish()
                 self._gathered.record()
         self._gathered.wait()
+        self._drop_part()  # has been read
         self._memory = _Memory.PRESENT
-
-    def _copy_out(self, buffer: GatherBuffer) -> None:
-        if self._gather_work is not None:
-            self._gather_work.wait()
-            self._gather_work = None
-        if buffer.packed:
-            self.context.wait_for_releases()
-            buffer.allocate_params()
-        if self._custom_output is None:
-            buffer.copy_out()
-        else:
-            buffer.copy_out_of(self._custom_output)
-            self._custom_output = None  # allocated and freed on the same stream
 
     def wait(self) -> None:
         """Wait for the gather and put the unsharded parameters on their modules.
@@ -348,10 +399,13 @@ class FSDPParamGroup:
             self.sharded_state = ShardedState.UNSHARDED
 
     def _make_unsharded_faces(self) -> FaceSwitch:
-        assert self._gather is not None, "faces are made of gathered memory"
+        assert self._gathering is not None, "faces are made of gathered memory"
         with torch.inference_mode(False):
-            for param, whole in zip(self.params, self._gather.params, strict=True):
+            for param, whole in zip(self._plain, self._gathering.buffer.params, strict=True):
                 param.make_unsharded_face(whole)
+            for member in self._self_gathered:
+                assert member.whole is not None, "the gather has been finished"
+                member.param.make_unsharded_face(member.whole)
         self._find_unwatched()
         self._faces = FaceSwitch(self.params)
         return self._faces
@@ -377,13 +431,73 @@ class FSDPParamGroup:
         Before: any state. After: SHARDED, memory ABSENT; tensors that autograd saved stay valid
         objects and see the data again after the next gather.
         """
+        self._give_memory_back()
+        self._drop_part()
+
+    def reshard_after_forward(self) -> None:
+        """The same, but with a part kept for backward to gather from, if the group was told to."""
+        if (
+            self._part_ranks is None
+            or self._memory is _Memory.ABSENT
+            or not torch.is_grad_enabled()
+        ):
+            self.reshard()
+            return
+        self._wait_for_gather()
+        if self._part is None:
+            self._part = self._make_part(self._part_ranks)
+        self._part.buffer.allocate()
+        torch._foreach_copy_(self._part.buffer.locals, self._part.sources)
+        # The event that lets others take the memory also ends this copy, and every gather waits for it.
+        self._give_memory_back()
+        self._has_part = True
+
+    def _make_part(self, ranks: ProcessGroup) -> _Part:
+        assert self._gathering is not None, "parts are made of gathered memory"
+        layout, rank = self._layout_over(ranks.size(), self._plain), ranks.rank()
+        dtypes = self._compute_dtypes
+        with torch.inference_mode(False):
+            with self.context.all_gather:
+                gathering = Gathering(
+                    layout,
+                    rank,
+                    ranks,
+                    dtypes,
+                    self.device,
+                    self._custom_all_gather,
+                    into=self._gathering,
+                )
+            wholes = self._gathering.buffer.params
+            sources = [own_part(layout, index, rank, whole) for index, whole in enumerate(wholes)]
+            return _Part(gathering, ShardBuffer(layout, rank, dtypes, self.device), sources)
+
+    def keep_no_part(self) -> None:
+        """After forward, keep the whole parameters or nothing from now on."""
+        self.drop_part()
+        self._part_ranks = None
+
+    def drop_part(self) -> None:
+        """Forget what was kept for backward to gather from, unless it is being gathered."""
+        if self._memory is not _Memory.IN_FLIGHT:
+            self._drop_part()
+
+    def _drop_part(self) -> None:
+        """Give the memory of the part back to the compute stream, which is ordered after its last read."""
+        if self._has_part:
+            assert self._part is not None, "a part that is held has a buffer"
+            self._part.buffer.release()
+            self._has_part = False
+
+    def _give_memory_back(self) -> None:
         self.hide()
         if self._memory is _Memory.ABSENT:
             return
-        assert self._gather is not None, "present memory has a buffer"
+        assert self._in_use is not None, "present memory was gathered"
         self._wait_for_gather()  # used or not: [Note: memory and streams], rule 3
         self._released.record()
-        self._gather.release()
+        self._in_use.release()
+        for member in self._self_gathered:
+            member.release()
         self.context.note_release(self._released)
         self._memory = _Memory.ABSENT
 
@@ -496,3 +610,8 @@ class FSDPParamGroup:
 
     def __repr__(self) -> str:
         return f"FSDPParamGroup({self.name!r}, {len(self.params)} parameters)"
+
+
+def _original(param: FSDPParam) -> Tensor:
+    assert param.original is not None, "a group shards each parameter once"
+    return param.original

@@ -1,4 +1,4 @@
-"""Option values users pass: precision and offloading.
+"""Option values users pass: precision, offloading, which axes of a mesh are data-parallel.
 
 Frozen, so that one value can be shared by many modules and never changes under a running step.
 """
@@ -50,6 +50,36 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     pin_memory: bool = True
     """Page-locked host memory: copies run beside compute, at the price of memory the host cannot page out."""
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which axes of a mesh are for data parallelism, by name; several names for one role act as one axis."""
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard_names and not self.replicate_names:
+            raise ConfigurationError(
+                "DataParallelMeshDims must name a shard axis, a replicate axis or both; got neither."
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Axes over which parameters are sharded."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """Axes over which shards are replicated."""
+        return _names(self.replicate)
+
+
+def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
 
 
 def _check_floating_dtype(name: str, value: object) -> None:

@@ -149,6 +149,11 @@ class FSDPState:
         for group in self.groups:
             group.reshard()
 
+    def reshard_after_call(self) -> None:
+        """The same after a forward, from which something may be kept for backward."""
+        for group in self.groups:
+            group.reshard_after_forward()
+
     def abandon_call(self) -> None:
         """Forget the forward now running, if any."""
         self.call, self.depth = None, 0
@@ -265,6 +270,7 @@ class Runtime:
         self.context.gathers_wait_for(event)
         for state in states:
             for group in state.groups:
+                group.drop_part()
                 if state.left_gathered or group.outdated:
                     group.reshard()
             state.left_gathered = False
@@ -294,7 +300,7 @@ class Runtime:
 
     def _release_kept(self) -> None:
         if self._kept is not None:
-            self._kept.reshard()
+            self._kept.reshard_after_call()
             self._kept = None
 
     def leave(self, state: FSDPState, output: Any) -> None:
@@ -315,7 +321,7 @@ class Runtime:
         if not state.reshard_after_forward:
             return
         if self.schedule.on_track and torch_border.backward_pass_id() == -1:
-            state.reshard()
+            state.reshard_after_call()
         else:
             self._keep(state)
 
@@ -478,7 +484,14 @@ class Runtime:
                     state.abandon_call()
                     state.reshard()
             if self.root.is_last_backward:
+                self._drop_parts()
                 self.context.join()
+
+    def _drop_parts(self) -> None:
+        """Give back what was kept for a backward that did not come by."""
+        for state in self.states:
+            for group in state.groups:
+                group.drop_part()
 
     def reset(self) -> None:
         """Return to the state between steps, whatever happened: see `FSDPModule.reset_iter_state`."""

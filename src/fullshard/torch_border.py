@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
@@ -22,8 +23,9 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
     Work,
 )
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -122,6 +124,48 @@ def local_of(tensor: Tensor) -> Tensor:
 def replace_local(tensor: Tensor, local: Tensor) -> None:
     """Let a DTensor keep its identity and stand for another local tensor of the same shape and dtype."""
     cast(DTensor, tensor)._local_tensor = local
+
+
+def dtensor_parameter(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:
+    """A DTensor parameter over ``local`` itself."""
+    param = nn.Parameter(dtensor(local, spec), requires_grad=requires_grad)
+    replace_local(param, local)  # the Parameter was made over an alias of it
+    return param
+
+
+def redistributed_local(
+    tensor: Tensor, placements: Sequence[Placement], *, untouched_axes: Collection[int]
+) -> Tensor:
+    """This rank's piece of a DTensor once it has ``placements``, on all axes but ``untouched_axes``."""
+    found = cast(DTensor, tensor)
+    target = [
+        old if axis in untouched_axes else new
+        for axis, (old, new) in enumerate(zip(found.placements, placements, strict=True))
+    ]
+    if tuple(target) != found.placements:
+        found = found.redistribute(placements=target)
+    local = found._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Sharding of a dimension that other axes have cut into ``split_factor`` parts before."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def sharded_dim(placement: Placement) -> int | None:
+    """Which dimension a placement cuts, if any."""
+    return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+
+
+def joined_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh of the axes of several, which must be axes of the same larger mesh."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A mesh with one axis made of all axes of ``mesh``."""
+    return mesh._flatten(name)
 
 
 def version_of(tensor: Tensor) -> int:

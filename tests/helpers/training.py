@@ -33,7 +33,7 @@ class Run:
     reduce_dtype: torch.dtype | None = None
     replicas: int = 1
     """More than one: HSDP."""
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     keep_between_microbatches: bool = False
     group_blocks: bool = True
     """A group per block, or one for everything."""

@@ -209,7 +209,7 @@ CASES: list[tuple[Any, type[Exception], list[str]]] = [
     (parameter_in_two_groups, ConfigurationError, ["weight", "[a, b]"]),
     (parameter_in_child_and_parent, ConfigurationError, ["head.weight (by Block)", "[a, b]"]),
     (complex_trainable, ConfigurationError, ["weight", "complex64", "ignored_params"]),
-    (tensor_subclass, ConfigurationError, ["weight: is a Wrapped", "not supported yet"]),
+    (tensor_subclass, ConfigurationError, ["weight: is a Wrapped", "fsdp_post_all_gather"]),
     (wrong_policy, ConfigurationError, ["mp_policy", "dtype"]),
     (wrong_dtype_in_policy, ConfigurationError, ["param_dtype", "int8"]),
     (wrong_offload, ConfigurationError, ["offload_policy", "bool"]),

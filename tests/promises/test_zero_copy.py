@@ -62,7 +62,7 @@ def test_large_pieces_are_gathered_in_place_by_default() -> None:
         fully_shard(model)
         (following,) = gathers_and_what_follows(model, torch.randn(3, 1024))
         assert not any(map(is_copy, following)), following
-        assert group_of(model)._gather.contains(model.weight)
+        assert group_of(model)._gathering.buffer.contains(model.weight)
 
 
 def test_nothing_is_copied_after_a_gather_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def unsharded_parameters_lie_in_the_gather_storage(in_place: bool) -> None:
             module.unshard()
             group = group_of(module)
             for param in group.params:
-                assert group._gather.contains(param.unsharded_param), param.name
+                assert group._gathering.buffer.contains(param.unsharded_param), param.name
                 assert param.unsharded_param.is_contiguous()
         for name, param in model.named_parameters():
             assert torch.equal(param, expected[name]), name

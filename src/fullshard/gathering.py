@@ -1,0 +1,140 @@
+"""Bringing a group's parameters together: from pieces on several ranks to whole parameters on each.
+
+    start    memory is taken, this rank's pieces are cast into it, the collective is issued
+    finish   ... has ended; what was staged is distributed
+    release  the memory is given back
+
+Between `start` and `finish` lies whatever compute the gather hides behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from . import comm
+from .buffers import GatherBuffer
+from .layout import Layout, gathers_in_place
+from .streams import FSDPCommContext
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Bytes to gather beside a buffer's own, in the same call."""
+
+    outputs: list[Tensor] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
+
+
+class Gathering:
+    """One way to gather a group: over which ranks, into which memory; used again and again."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        process_group: ProcessGroup | None,
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        custom: comm.AllGather | None,
+        *,
+        into: Gathering | None = None,
+    ) -> None:
+        """Allocate on the current stream (the all-gather stream) and make every view a step needs.
+
+        Args:
+            layout: How the parameters are divided over the ranks of the group.
+            rank: This rank's place among them.
+            process_group: Over which to gather; None if there is nobody else.
+            dtypes: In which to gather each parameter.
+            device: Where to.
+            custom: A user's comm object to gather with.
+            into: Gather into this one's whole parameters, which are in memory now.
+        """
+        self._group, self._rank, self._world = process_group, rank, layout.world
+        self._custom = custom
+        self._device = device
+        kinds = set(dtypes)
+        self._dtype = kinds.pop() if len(kinds) == 1 else torch.uint8
+        self.buffer: GatherBuffer = GatherBuffer(
+            layout,
+            rank,
+            dtypes,
+            device,
+            packed=custom is not None
+            or (process_group is not None and not gathers_in_place(layout, dtypes)),
+            into=into.buffer if into is not None else None,
+        )
+        self._work: Work | None = None
+        self._rows: Tensor | None = None
+        """Packed by the user's comm object: bytes of shape (world, bytes of one rank)."""
+
+    def start(
+        self,
+        copy_in: Callable[[list[Tensor]], None],
+        extra: Messages,
+        *,
+        async_op: bool,
+    ) -> None:
+        """Take memory, let ``copy_in`` write this rank's pieces to it, and issue the collective.
+
+        On the all-gather stream.
+        """
+        buffer = self.buffer
+        if self._custom is not None:
+            self._start_custom(self._custom, copy_in, extra, async_op)
+            return
+        buffer.allocate()
+        copy_in(buffer.own_pieces)
+        if self._group is not None:
+            outputs, inputs = buffer.outputs + extra.outputs, buffer.inputs + extra.inputs
+            self._work = comm.all_gather(outputs, inputs, self._group, async_op=async_op)
+        elif extra.outputs:
+            torch._foreach_copy_(extra.outputs, extra.inputs)
+
+    def _start_custom(
+        self,
+        custom: comm.AllGather,
+        copy_in: Callable[[list[Tensor]], None],
+        extra: Messages,
+        async_op: bool,
+    ) -> None:
+        """Stage this rank's message in memory of the user's comm object, and gather with it."""
+        assert self._group is not None, "set_custom_all_gather refuses groups that gather nothing"
+        for whole, own in zip(extra.outputs, extra.inputs, strict=True):
+            work = comm.packed_all_gather(custom, whole, own, self._group, async_op=async_op)
+            if work is not None:
+                work.wait()
+        numel = self.buffer.packed_nbytes // self._dtype.itemsize
+        if not numel:
+            return
+        output = custom.allocate((numel * self._world,), dtype=self._dtype, device=self._device)
+        self._rows = output.view(torch.uint8).view(self._world, -1)
+        copy_in(self.buffer.own_pieces_in(self._rows))
+        own = output.view(self._world, -1)[self._rank]
+        self._work = comm.packed_all_gather(custom, output, own, self._group, async_op=async_op)
+
+    def finish(self, context: FSDPCommContext) -> None:
+        """Wait for the collective, where the host must, and distribute what was staged.
+
+        On the all-gather stream.
+        """
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self.buffer.packed:
+            context.wait_for_releases()  # before memory is taken: [Note: memory and streams], rule 1
+            self.buffer.allocate_params()
+        if self._rows is None:
+            self.buffer.copy_out()
+        else:
+            self.buffer.copy_out_of(self._rows)
+            self._rows = None  # allocated and freed on the same stream
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.buffer.release()

@@ -1,0 +1,168 @@
+"""Parameters that say themselves how they travel: tensor subclasses with an all-gather protocol.
+
+    fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors, metadata)
+    fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (tensor, inner tensors)
+
+Before a gather, the shard (an instance of the subclass) gives the tensors to send: quantised ones,
+say. Afterwards it makes the whole parameter of what was gathered, each output being the ranks'
+tensors one after the other along dimension 0; the first time it returns the parameter and the
+tensors that hold its data, later it writes into the parameter it returned (``out``). Between uses
+the memory of outputs and inner tensors is given back by resizing their storages.
+
+Every rank must send as many bytes as every other. If a shard has fewer rows than that of rank 0,
+tensors with one row per row of the shard are padded here; the whole parameter loses the padding
+again. Sizes are compared once, before the first gather, and a difference is an error on all ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import comm
+from .errors import ConfigurationError
+from .gathering import Messages
+from .param import FSDPParam
+from .policies import MixedPrecisionPolicy
+
+_BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def gathers_itself(tensor: Tensor) -> bool:
+    """Whether a tensor has the protocol."""
+    return hasattr(tensor, _BEFORE) and hasattr(tensor, _AFTER)
+
+
+class SelfGathered:
+    """One such parameter of a group."""
+
+    def __init__(self, param: FSDPParam, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+        self.param = param
+        self._mesh = mesh
+        self._policy = policy
+        self._metadata: Any = None
+        self.inputs: list[Tensor] = []
+        """What this rank sends; empty between gathers."""
+        self._outputs: list[Tensor] = []
+        self._inner: Sequence[Tensor] = ()
+        self.whole: Tensor | None = None
+        """The whole local tensor, made by the first gather; its memory comes and goes."""
+
+    def prepare(self, device: torch.device) -> None:
+        """Ask the shard for what it sends; on the all-gather stream."""
+        shard = self.param.local
+        if shard.device != device:
+            shard = shard.to(device, non_blocking=True)
+        before: Any = getattr(shard, _BEFORE)
+        options: tuple[Any, ...] = (self._mesh,)
+        if len(inspect.signature(before).parameters) != 1:  # 1: as early versions had it
+            shape = torch.Size(self.param.shape)
+            stride = torch.empty(shape, device="meta").stride()
+            options += (shape, stride, self.param.owners[0].module, self._policy)
+        inputs, self._metadata = before(*options)
+        self.inputs = list(inputs)
+
+    def pad(self, sizes: Sequence[int]) -> bool:
+        """Bring inputs to ``sizes`` bytes by rows of zeros; False if that does not make them so."""
+        if len(sizes) != len(self.inputs):
+            return False
+        rows = self.param.local.shape[0] if self.param.local.ndim else 0
+        for index, (tensor, size) in enumerate(zip(self.inputs, sizes, strict=True)):
+            missing = size - tensor.nbytes
+            if missing == 0:
+                continue
+            if tensor.ndim == 0 or tensor.shape[0] != rows:
+                return False
+            row = (1, *tensor.shape[1:])
+            row_bytes = tensor.new_empty(row).nbytes
+            if missing < 0 or not row_bytes or missing % row_bytes:
+                return False
+            zeros = tensor.new_zeros((missing // row_bytes, *tensor.shape[1:]))
+            self.inputs[index] = torch.cat([tensor, zeros])
+        return True
+
+    def messages(self, world: int) -> Messages:
+        """Take memory for the outputs and return what a collective gathers; on the all-gather stream."""
+        if not self._outputs:
+            self._outputs = [
+                torch.empty(
+                    (tensor.shape[0] * world if tensor.ndim else world, *tensor.shape[1:]),
+                    dtype=tensor.dtype,
+                    device=tensor.device,
+                )
+                for tensor in self.inputs
+            ]
+        _take_memory(self._outputs)
+        pairs = zip(self._outputs, self.inputs, strict=True)
+        used = [(output, tensor) for output, tensor in pairs if tensor.numel()]
+        return Messages([_bytes(output) for output, _ in used], [_bytes(t) for _, t in used])
+
+    def finish(self) -> None:
+        """Make the whole parameter of what was gathered; on the all-gather stream."""
+        shard = self.param.local
+        dtype = self._policy.param_dtype or self.param.dtype
+        after: Any = getattr(shard, _AFTER)
+        outputs = tuple(self._outputs)
+        if self.whole is None:
+            tensor, inner = after(outputs, self._metadata, dtype)
+            self._inner = tuple(inner)
+            if tuple(tensor.shape) != self.param.shape:
+                tensor = tensor.narrow(0, 0, self.param.shape[0])
+            self.whole = tensor
+        else:
+            _take_memory(self._inner)
+            face = self.param.unsharded_param
+            after(outputs, self._metadata, dtype, out=self.whole if face is None else face)
+        self._metadata = None
+        self.inputs = []
+
+    def release(self) -> None:
+        """Give the memory back, to the stream that took it."""
+        for tensor in (*self._outputs, *self._inner):
+            tensor.untyped_storage().resize_(0)
+
+
+def agree_on_sizes(members: Sequence[SelfGathered], group: ProcessGroup) -> list[list[int]]:
+    """The bytes that every rank sends, per parameter and input: those of rank 0, whose shards are largest.
+
+    Collective, once per group.
+
+    Raises:
+        ConfigurationError: some rank's inputs can not be padded to that size; on all ranks.
+    """
+    mine: list[list[int]] = [[tensor.nbytes for tensor in member.inputs] for member in members]
+    everybody = comm.values_of_all_ranks(mine, group)
+    sizes = everybody[0]
+    fits = [member.pad(wanted) for member, wanted in zip(members, sizes, strict=True)]
+    verdicts = comm.values_of_all_ranks(fits, group)
+    faults = [
+        f"{member.param.name}: ranks would send {[ranks[index] for ranks in everybody]} bytes"
+        for index, member in enumerate(members)
+        if not all(verdict[index] for verdict in verdicts)
+    ]
+    if faults:
+        raise ConfigurationError(
+            f"{_BEFORE} must return tensors of the same size on every rank, or with one row for each row of "
+            "the shard, which are then padded:\n  "
+            + "\n  ".join(faults)
+            + "\nPad them to the size of the largest shard."
+        )
+    return sizes
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _take_memory(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        needed = int(tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+        if storage.nbytes() < needed:
+            storage.resize_(needed)
