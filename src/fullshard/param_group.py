@@ -285,14 +285,16 @@ class FSDPParamGroup:
                 )
         return self._gather
 
-    def set_custom_all_gather(self, all_gather: comm.AllGather) -> None:
-        """Gather with a user's comm object from now on."""
+    def set_custom_all_gather(self, all_gather: comm.AllGather | None) -> None:
+        """Gather with a comm object from now on; None for the default."""
+        if all_gather is self.custom_all_gather:
+            return
         self.reshard()
         self.custom_all_gather = all_gather
         self._gather = self._faces = None
 
     def _custom_gather(self, all_gather: comm.AllGather, async_op: bool) -> Work | None:
-        """Stage this rank's message in memory of the user's comm object, and gather with it."""
+        """Stage this rank's message in memory of the comm object, and gather with it."""
         buffer = self._gather_buffer()
         world, rank = self.layout.world, self.mesh_info.shard_mesh_rank
         dtypes = set(self._compute_dtypes)
@@ -326,8 +328,10 @@ class FSDPParamGroup:
         if self._custom_output is None:
             buffer.copy_out()
         else:
+            assert self.custom_all_gather is not None, "it changes between gathers only"
             buffer.copy_out_of(self._custom_output)
-            self._custom_output = None  # allocated and freed on the same stream
+            self.custom_all_gather.release(self._custom_output)  # on the stream that allocated it
+            self._custom_output = None
 
     def wait(self) -> None:
         """Wait for the gather and put the unsharded parameters on their modules.
