@@ -31,9 +31,9 @@ LIMIT_S = 28
 
 def report(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Be the only rank of an NCCL group, run the function and send what it returned, or what it raised."""
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
     try:
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
         store = dist.HashStore()
         dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
         answer = True, function(*args)
