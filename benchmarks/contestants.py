@@ -1,7 +1,7 @@
 """Who takes part, and how each of them is built from the same model.
 
 A builder makes its model on the meta device and shards it there, so the full fp32 model never
-exists on the device. The sharded contestants keep their shards in the master dtype and compute in
+exists on the device. Compiled, every block is, before it is sharded. The sharded contestants keep their shards in the master dtype and compute in
 the compute dtype; the unsharded one has its weights in the compute dtype, so all of them run the
 same kernels.
 """
@@ -52,6 +52,8 @@ class Setting:
     """Dtype of the computation."""
     master: Precision
     """Dtype of the sharded contestants' shards."""
+    compiler: str | None = None
+    """Backend of torch.compile for the blocks; None: they are not compiled."""
 
     def __post_init__(self) -> None:
         if self.world < 1:
@@ -68,18 +70,23 @@ class Setting:
 
     @property
     def described(self) -> str:
-        """The dtypes in words, for the head of the table."""
+        """The dtypes and the compiler in words, for the head of the table."""
+        compiled = "" if self.compiler is None else f"; blocks compiled by {self.compiler}"
         if self.precision == "fp32":
-            return "fp32 throughout"
+            return f"fp32 throughout{compiled}"
         return (
             f"sharded: {self.master} shards, {self.precision} compute, fp32 reduction; "
-            f"unsharded: {self.precision} weights"
+            f"unsharded: {self.precision} weights{compiled}"
         )
 
     def meta_model(self, dtype: torch.dtype) -> Transformer:
         """Make the model without memory."""
         with torch.device("meta"):
-            return Transformer(self.shape).to(dtype)
+            model = Transformer(self.shape).to(dtype)
+        if self.compiler is not None:
+            for block in model.blocks:
+                block.compile(backend=self.compiler)  # at its first call, then for all alike
+        return model
 
 
 def join_fake_group(world: int) -> None:

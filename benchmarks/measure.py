@@ -82,6 +82,10 @@ class Record:
     reason: str | None = None
     memory: Memory | None = None
     samples: dict[Quantity, list[float]] = field(default_factory=dict)
+    compilations: int = 0
+    """Frames that were compiled for it outside of the timed steps."""
+    timed_compilations: int = 0
+    """... and within them, where there should be none."""
 
     def add(self, quantity: Quantity, value: float) -> None:
         """Append one sample."""
@@ -106,6 +110,12 @@ def timed(call: Callable[[], object], device: torch.device) -> Timing:
     torch.cuda.synchronize(device)
     wall_s = time.perf_counter() - start
     return Timing(device_s=begin.elapsed_time(end) / 1000, host_s=host_s, wall_s=wall_s)
+
+
+def compilations() -> int:
+    """Count the frames that torch's compiler has compiled in this process."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["frames"]["total"])
 
 
 def release_memory(device: torch.device) -> None:
@@ -204,11 +214,13 @@ class Comparison:
         """Have a contestant built, checked and warmed up; with `isolate` only for this block."""
         if name not in self._present:
             print(f"  building {name}", file=sys.stderr, flush=True)
+            before = compilations()
             contestant = build(name, self.setting)
             contestant.check()
             for _ in range(self.effort.warmup):
                 contestant.zero_grad()
                 contestant.forward_backward()
+            self.records[name].compilations += compilations() - before
             self._present[name] = contestant
             del contestant
         try:
@@ -251,12 +263,14 @@ class Comparison:
         contestant.zero_grad()
         contestant.forward_backward()
         with collector_paused():
+            before = compilations()
             for _ in range(self.effort.steps):
                 contestant.zero_grad()
                 timing = timed(contestant.forward_backward, device)
                 record.add("forward_backward_s", timing.device_s)
                 record.add("host_s", timing.host_s)
                 record.add("wall_s", timing.wall_s)
+            record.timed_compilations += compilations() - before
             if self.effort.optimizer:
                 if contestant.optimizer is None:
                     contestant.optimizer = adamw(contestant.model.parameters())

@@ -217,6 +217,11 @@ def remarks(records: Iterable[Record]) -> list[str]:
         if record.memory is not None and record.memory.left_behind_bytes > LEFT_BEHIND_BYTES:
             left_mib = record.memory.left_behind_bytes / (1 << 20)
             found.append(f"- {record.name} left {left_mib:.1f} MiB allocated after its deletion")
+        if record.timed_compilations:
+            found.append(
+                f"- {record.name} had {record.timed_compilations} frames compiled in timed steps: "
+                "its times are too large, more --warmup may help"
+            )
         step = Spread.of(record.samples.get("forward_backward_s", []))
         wall = Spread.of(record.samples.get("wall_s", []))
         if step and wall and wall.median > 1.05 * step.median + UNJOINED_S:
@@ -309,6 +314,7 @@ def as_json(case: Case, records: Mapping[str, Record]) -> dict[str, Any]:
         "world": setting.world,
         "precision": setting.precision,
         "master": setting.master,
+        "compiler": setting.compiler,
         "effort": asdict(case.effort),
         "contestants": {
             name: {**asdict(record), "summary": asdict(summaries[name])}

@@ -5,6 +5,7 @@ rank 0 of a `fake` group of any size, so one device suffices and nothing waits f
 
     python benchmarks/step.py --preset 12x768 --preset 1.2b --world 8
     python benchmarks/step.py --preset tiny --world 8 --contestants unsharded fsdp2 fullshard
+    python benchmarks/step.py --preset 1.2b --compile --contestants unsharded fsdp2 fullshard
 
 fwd+bwd     device time from an idle device, by events on the current stream; wall time on the CPU
 host        until backward returns, nothing awaited; on the CPU the processor time of the step.
@@ -55,6 +56,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--precision", choices=("fp32", "bf16"), help="of the computation; default bf16 on cuda")
     add("--master", choices=("fp32", "bf16"), default="fp32", help="dtype of the shards")
+    add(
+        "--compile",
+        nargs="?",
+        const="inductor",
+        metavar="BACKEND",
+        help="compile every block before it is sharded; default backend inductor",
+    )
     add("--rounds", type=int, help="turns of each contestant (default 6, 24 on cpu)")
     add("--steps", type=int, help="timed steps of each turn (default 5, 2 on cpu)")
     add("--warmup", type=int, default=3, help="steps after each build that are not timed")
@@ -142,6 +150,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
             world=options.world,
             precision=options.precision,
             master=options.master,
+            compiler=options.compile,
         )
         effort = Effort(
             rounds=options.rounds,
@@ -170,6 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commit = options.commit or commit_of(Path(__file__).parent)
     head = header(device, commit, sys.argv[1:] if arguments is None else arguments)
     join_fake_group(options.world)
+    if options.compile is not None:
+        # Else the compiler would give up after some attempts, and blocks would run as they are.
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
     # What was imported stays; frozen, it is not searched again in the collection before every turn.
     gc.freeze()
     tables, results, failed = [], [], False
@@ -180,6 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.profile is not None:
             comparison.visit(profiler_of(options.profile, case.preset, device))
         comparison.close()
+        if options.compile is not None:
+            torch.compiler.reset()  # or the next size would be taken for one that varies
         tables.append(table(case, comparison.records))
         results.append(as_json(case, comparison.records))
         failed |= any(record.status == "failed" for record in comparison.records.values())

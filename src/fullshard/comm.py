@@ -3,20 +3,23 @@
 Two ways to gather and to reduce, over the same layout:
 
     in place   one coalesced call over the segments, no staging: the default
-    packed     one input and one output tensor, staged rank after rank: for comm objects users supply
+    packed     one input and one output tensor, staged rank after rank: for comm objects
 
-`AllGather` and `ReduceScatter` are what a user's comm object implements; the `Default...` forms
-call the process group and exist so that the packed path can be had, and tested, without writing
-one.
+`AllGather` and `ReduceScatter` are what a comm object implements, a user's or one of ours:
+
+    Default...       the process group's collectives, in ordinary memory
+    ProcessGroup...  ... in memory that the process group's backend allocates
+    Symmetric...     ... in symmetric memory, which is kept and handed out again
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,17 +27,30 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from . import torch_border
-from .errors import CommunicationError
+from .errors import CommunicationError, ConfigurationError
 
 T = TypeVar("T")
 
 
 class Comm(ABC):  # noqa: B024 (what it shares is concrete)
-    """A user's own communication, with its own staging memory."""
+    """A way to communicate, with its own staging memory."""
+
+    recycles = False
+    """Whether `allocate` hands memory out again after `release`, so that results must not stay in it."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a staged input or output; override for registered or symmetric memory."""
+        """Memory for a staged input or output; override for registered or symmetric memory.
+
+        On the stream that fills it, or waits before filling it for all that used it.
+        """
         return torch.empty(*size, dtype=dtype, device=device)
+
+    def release(self, tensor: Tensor) -> None:  # noqa: B027 (memory that is dropped is given back)
+        """Take back what `allocate` handed out; its stream has been ordered after the last use."""
+
+    def moved_to(self, group: ProcessGroup) -> Self:
+        """The same way to communicate over another group; a user's comm object is told the group in each call."""
+        return self
 
 
 class AllGather(Comm):
@@ -99,6 +115,171 @@ class DefaultReduceScatter(ReduceScatter):
         return work if async_op else _ordered(work, group)
 
 
+class _InMemoryOf(Comm):
+    """A comm object whose staging memory belongs to a process group."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        """Collective, if the group has not communicated yet: only then can memory be registered with it."""
+        connect(group, device)
+        self.group = group
+        self.device = device
+
+    def moved_to(self, group: ProcessGroup) -> Self:
+        """With memory of the other group."""
+        return self if group is self.group else type(self)(group, self.device)
+
+
+class _AllocatedByGroup(_InMemoryOf):
+    """Staged in memory of the backend's allocator: cached by stream, as ordinary memory is."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory from the process group's backend."""
+        flat = torch_border.allocate_tensor(self.group, math.prod(size), dtype, device)
+        return flat.view(*size)
+
+
+class _Symmetric(_InMemoryOf):
+    """Staged in symmetric memory of the group's pool."""
+
+    recycles = True
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Symmetric memory; collective when the pool has to grow, so in the same order on all ranks."""
+        pool = _pool_of(self.group)
+        return pool.take(math.prod(size) * dtype.itemsize, device).view(dtype).view(*size)
+
+    def release(self, tensor: Tensor) -> None:
+        """Give memory back to the pool."""
+        _pool_of(self.group).give(tensor)
+
+
+class ProcessGroupAllGather(_AllocatedByGroup, DefaultAllGather):
+    """The process group's all-gather in memory of its own."""
+
+
+class ProcessGroupReduceScatter(_AllocatedByGroup, DefaultReduceScatter):
+    """The process group's reduce-scatter in memory of its own."""
+
+
+class SymmetricAllGather(_Symmetric, DefaultAllGather):
+    """The process group's all-gather in symmetric memory."""
+
+
+class SymmetricReduceScatter(_Symmetric, DefaultReduceScatter):
+    """The process group's reduce-scatter in symmetric memory; NCCL's can only sum."""
+
+
+class SymmetricPool:
+    """The symmetric memory of one process group; lives as long as the group.
+
+    Making symmetric memory is slow and collective. So it is made when nothing that is there fits,
+    in the first steps, and never given back; all models that communicate over the group share it.
+    What one stream gave back only goes to the same stream, as with the caching allocator: the order
+    of the stream is what keeps the next user behind the last one ([Note: memory and streams]).
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._free: dict[tuple[torch.device, int], list[Tensor]] = {}
+        """By device and stream, blocks of bytes."""
+        self._lent: dict[int, tuple[tuple[torch.device, int], Tensor]] = {}
+        """By address, blocks in use and where they belong."""
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        """Bytes for the current stream: of the smallest free block that has them, else of a new one."""
+        key = device, torch_border.current_stream_id(device)
+        free = self._free.setdefault(key, [])
+        fitting = [index for index, block in enumerate(free) if block.numel() >= nbytes]
+        if fitting:
+            block = free.pop(min(fitting, key=lambda index: free[index].numel()))
+        else:
+            block = self._new_block(max(nbytes, 1), device)
+        self._lent[block.data_ptr()] = key, block
+        return block.narrow(0, 0, nbytes)
+
+    def give(self, tensor: Tensor) -> None:
+        """Take back what `take` returned, or any view of it."""
+        key, block = self._lent.pop(tensor.untyped_storage().data_ptr())
+        self._free[key].append(block)
+
+    def _new_block(self, nbytes: int, device: torch.device) -> Tensor:
+        group = self._group()
+        assert group is not None, "whoever takes memory of a group holds the group"
+        try:
+            return torch_border.symmetric_bytes(nbytes, device, group)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"Symmetric memory must be registered with all ranks of the process group; {nbytes} bytes on "
+                f"{device} could not be: {error}. Leave set_symm_mem_for_comm out on this machine, or see "
+                "what NCCL_DEBUG=WARN says."
+            ) from error
+
+
+_POOLS: weakref.WeakKeyDictionary[ProcessGroup, SymmetricPool] = weakref.WeakKeyDictionary()
+
+
+def _pool_of(group: ProcessGroup) -> SymmetricPool:
+    if group not in _POOLS:
+        _POOLS[group] = SymmetricPool(group)
+    return _POOLS[group]
+
+
+def check_group_allocates(group: ProcessGroup, device: torch.device) -> None:
+    """Raise unless the group's backend has an allocator for communication memory on the device.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
+    if not torch_border.allocates_tensors(group, device):
+        raise ConfigurationError(
+            "set_allocate_memory_from_process_group_for_comm needs a process group whose backend allocates "
+            f"memory on {device.type}; {backend_of(group, device)} does not on this machine. Leave the call "
+            "out, or use NCCL on GPUs with multicast (NVLink SHARP)."
+        )
+
+
+def choose_symmetric_memory(backend: str, group: ProcessGroup, device: torch.device) -> None:
+    """Make ``backend`` the one that symmetric memory comes from in this process.
+
+    Raises:
+        ConfigurationError: the group does not communicate through it, or torch does not have it.
+    """
+    carrier = backend_of(group, device)
+    if carrier != backend.lower():
+        raise ConfigurationError(
+            f"Symmetric memory of {backend} needs a process group that communicates through it; this one uses "
+            f"{carrier} on {device.type}. Leave set_symm_mem_for_comm out, or use a CUDA mesh and "
+            f"init_process_group('{backend.lower()}')."
+        )
+    try:
+        torch_border.choose_symmetric_backend(backend)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"Symmetric memory of {backend} must be part of this torch, and be chosen before a process uses "
+            f"any other; torch {torch.__version__} says: {error}. Leave set_symm_mem_for_comm out, or call it "
+            "earlier or with another torch."
+        ) from error
+
+
+def backend_of(group: ProcessGroup, device: torch.device) -> str:
+    """Name of what carries a group's collectives on tensors of a device: nccl, gloo, ..."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return {kind: name for kind, _, name in pairs}.get(device.type, "nothing")
+
+
+_CONNECTED: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+def connect(group: ProcessGroup, device: torch.device) -> None:
+    """Let a group have communicated once: NCCL connects the ranks at a group's first collective.
+
+    Collective, the first time.
+    """
+    if group not in _CONNECTED:
+        all_reduce(torch.zeros(1, device=device), group, ReduceOp.SUM)
+        _CONNECTED.add(group)
+
+
 def all_gather(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup, *, async_op: bool
 ) -> Work | None:
@@ -145,7 +326,7 @@ def values_of_all_ranks(value: T, group: ProcessGroup) -> list[T]:
 def packed_all_gather(
     comm: AllGather, output: Tensor, own: Tensor, group: ProcessGroup, *, async_op: bool
 ) -> Work | None:
-    """Gather one staged piece per rank with a user's comm object."""
+    """Gather one staged piece per rank with a comm object."""
     return _checked(comm, comm(output, own, group, async_op=async_op))
 
 
@@ -158,7 +339,7 @@ def packed_reduce_scatter(
     *,
     async_op: bool,
 ) -> Work | None:
-    """Reduce one staged input with a user's comm object."""
+    """Reduce one staged input with a comm object."""
     return _checked(comm, comm(output, packed, group, op, async_op=async_op))
 
 

@@ -15,10 +15,21 @@ from types import MethodType
 from typing import Any, ClassVar, NoReturn, cast
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from .comm import AllGather, ReduceScatter
-from .errors import ConfigurationError, LifecycleError, UnsupportedError
+from .comm import (
+    AllGather,
+    ProcessGroupAllGather,
+    ProcessGroupReduceScatter,
+    ReduceScatter,
+    SymmetricAllGather,
+    SymmetricReduceScatter,
+    check_group_allocates,
+    choose_symmetric_memory,
+)
+from .errors import ConfigurationError, LifecycleError
 from .mesh import twin_group
+from .param_group import FSDPParamGroup
 from .runtime import FSDPState, state_of
 from .streams import FSDPCommContext
 
@@ -176,13 +187,70 @@ class FSDPModule:
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this module's group with a comm object: one staged input, one output, copies around it."""
         _check_type("comm", comm, AllGather)
+        _check_comms_can_be_chosen(self, "set_custom_all_gather")
         for group in _state(self).groups:
             group.set_custom_all_gather(comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this module's group with a comm object: one staged input, one output, copies around it."""
         _check_type("comm", comm, ReduceScatter)
+        _check_comms_can_be_chosen(self, "set_custom_reduce_scatter")
         _change_reduction(self, recurse=False, custom=comm)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Stage this module's collectives in memory that the process group's backend allocates, or not.
+
+        NCCL's is registered with the network, which can spare it copies; gathers and reductions of
+        the module pay for it with a copy from and to the staging memory. Not together with comm
+        objects or symmetric memory. Collective: call it on all ranks.
+        """
+        _check_bool("enable", enable)
+        name, groups = "set_allocate_memory_from_process_group_for_comm", _state(self).groups
+        _check_comms_can_be_chosen(self, name)
+        if not enable:
+            for group in groups:
+                group.set_custom_all_gather(None)
+                group.reduction = replace(group.reduction, custom=None)
+            return
+        for group in groups:
+            for process_group in _process_groups(group):
+                check_group_allocates(process_group, group.device)
+        for group in groups:
+            gathers, reduces = _process_groups(group)
+            if group.custom_all_gather is None:
+                group.set_custom_all_gather(ProcessGroupAllGather(gathers, group.device))
+                custom = ProcessGroupReduceScatter(reduces, group.device)
+                group.reduction = replace(group.reduction, custom=custom)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Stage this module's gathers in symmetric memory, so that NCCL can use its faster algorithms.
+
+        Reductions too, if `set_force_sum_reduction_for_comms(True)` was called before: NCCL's
+        algorithms for symmetric memory only sum. There is no way back. Not together with comm
+        objects or memory of the process group, nor, for reductions, with several input buffers.
+        Collective: call it on all ranks.
+
+        Args:
+            backend: Where symmetric memory comes from, for the whole process; "NCCL" is the only one.
+        """
+        state = _state(self)
+        _check_comms_can_be_chosen(self, "set_symm_mem_for_comm")
+        if backend != "NCCL":
+            raise ConfigurationError(
+                f"backend must be 'NCCL', the only one there is, got {backend!r}. Leave it out."
+            )
+        for group in state.groups:
+            if group.reduction.force_sum:
+                _check_one_input_buffer([state], state.max_reductions)
+            for process_group in _process_groups(group):
+                choose_symmetric_memory(backend, process_group, group.device)
+        for group in state.groups:
+            gathers, reduces = _process_groups(group)
+            if group.custom_all_gather is None:
+                group.set_custom_all_gather(SymmetricAllGather(gathers, group.device))
+            if group.reduction.force_sum and group.reduction.custom is None:
+                custom = SymmetricReduceScatter(reduces, group.device)
+                group.reduction = replace(group.reduction, custom=custom)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` with this group's reduced shards before they land in `.grad`.
@@ -221,6 +289,11 @@ class FSDPModule:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Let this group's collectives only sum, and divide in a step of its own."""
         _check_bool("enable", enable)
+        if not enable and _reduces_symmetrically(_state(self)):
+            raise ConfigurationError(
+                "Reductions in symmetric memory can only sum, and this module has them: "
+                "set_symm_mem_for_comm was called after set_force_sum_reduction_for_comms(True). Keep it True."
+            )
         _change_reduction(self, recurse=False, force_sum=enable)
 
     def set_reduce_scatter_unused_params(
@@ -249,7 +322,11 @@ class FSDPModule:
             raise ConfigurationError(
                 f"max_input_buffers must be at least 1, got {max_input_buffers}."
             )
-        for state in _states(self, recurse):
+        states = list(_states(self, recurse))
+        _check_one_input_buffer(
+            [state for state in states if _reduces_symmetrically(state)], max_input_buffers
+        )
+        for state in states:
             state.max_reductions = max_input_buffers
         runtime = _state(self).runtime
         if runtime is not None:
@@ -266,8 +343,14 @@ class FSDPModule:
         for state in _states(self, recurse):
             for group in state.groups:
                 shared = group.mesh_info.shard_process_group
-                own = twin_group(shared) if enable and shared is not None else shared
-                group.reduction = replace(group.reduction, process_group=own)
+                shared = group.mesh_info.shard_process_group
+                if shared is None:
+                    continue  # nothing is reduce-scattered
+                own = twin_group(shared) if enable else shared
+                custom = group.reduction.custom
+                if custom is not None:
+                    custom = custom.moved_to(own)
+                group.reduction = replace(group.reduction, process_group=own, custom=custom)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for torch's sake: gathers here never stop the host or the compute stream."""
@@ -316,24 +399,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
             state.runtime.context.join()
             state.runtime.context = context
             state.runtime.connect()
-
-
-_NOT_YET = ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm")
-"""Methods of torch's FSDPModule that this version does not have; calling one says so."""
-
-
-def _unsupported(name: str) -> Callable[..., NoReturn]:
-    def method(self: FSDPModule, *args: object, **kwargs: object) -> NoReturn:
-        raise UnsupportedError(
-            f"FSDPModule.{name} is not supported by this version of fullshard. Leave the call out, or stay "
-            "with torch.distributed.fsdp for this model until it is."
-        )
-
-    return method
-
-
-for _name in _NOT_YET:
-    setattr(FSDPModule, _name, _unsupported(_name))
 
 
 class ReplicateModule(FSDPModule):
@@ -388,6 +453,74 @@ def _change_reduction(module: FSDPModule, recurse: bool, **changes: Any) -> None
     for state in _states(module, recurse):
         for group in state.groups:
             group.reduction = replace(group.reduction, **changes)
+
+
+def _process_groups(group: FSDPParamGroup) -> tuple[ProcessGroup, ProcessGroup]:
+    """Over which a group is gathered, and over which it is reduced."""
+    gathers, reduces = group.mesh_info.shard_process_group, group.reduction.process_group
+    assert gathers is not None and reduces is not None, "_check_comms_can_be_chosen refuses others"
+    return gathers, reduces
+
+
+_STAGED_BY: dict[str, tuple[type, ...]] = {
+    "set_allocate_memory_from_process_group_for_comm": (
+        ProcessGroupAllGather,
+        ProcessGroupReduceScatter,
+    ),
+    "set_symm_mem_for_comm": (
+        SymmetricAllGather,
+        SymmetricReduceScatter,
+    ),
+}
+"""The comm objects that methods make; all others are the user's."""
+
+
+def _check_comms_can_be_chosen(module: FSDPModule, method: str) -> None:
+    """Only one method may decide how a module's group is staged, or the user's comm objects."""
+    if any(group.mesh_info.shard_process_group is None for group in _state(module).groups):
+        raise ConfigurationError(
+            f"{method} is about gathers and reduce-scatters, but this {type(module).__name__} is replicated "
+            "and has none. Leave the call out."
+        )
+    present = [
+        comm
+        for group in _state(module).groups
+        for comm in (group.custom_all_gather, group.reduction.custom)
+        if comm is not None
+    ]
+    for other, classes in _STAGED_BY.items():
+        if other != method and any(isinstance(comm, classes) for comm in present):
+            back = f", or call {other}(False) before" if "allocate" in other else ""
+            raise ConfigurationError(
+                f"{method} and {other} exclude each other, as both decide where collectives are staged; the "
+                f"latter was called on this {type(module).__name__}. Leave one of them out{back}."
+            )
+    if method in _STAGED_BY:
+        users = [
+            type(comm).__name__ for comm in present if not isinstance(comm, _STAGED_BY[method])
+        ]
+        if users:
+            raise ConfigurationError(
+                f"{method} cannot decide where the collectives of comm objects are staged; this "
+                f"{type(module).__name__} has {' and '.join(sorted(users))}. Leave the call out, or "
+                "set_custom_all_gather and set_custom_reduce_scatter."
+            )
+
+
+def _reduces_symmetrically(state: FSDPState) -> bool:
+    return any(isinstance(group.reduction.custom, SymmetricReduceScatter) for group in state.groups)
+
+
+def _check_one_input_buffer(symmetric: Sequence[FSDPState], max_input_buffers: int) -> None:
+    """Each input in flight would take symmetric memory, which is never given back."""
+    if symmetric and max_input_buffers > 1:
+        names = [state.name or type(state.modules[0]).__name__ for state in symmetric]
+        raise ConfigurationError(
+            "Modules that reduce in symmetric memory have one reduce-scatter input buffer; got "
+            f"max_input_buffers={max_input_buffers} for {', '.join(names)}. Keep it at 1, or do not call "
+            "set_force_sum_reduction_for_comms before set_symm_mem_for_comm there, so that only gathers are "
+            "in symmetric memory."
+        )
 
 
 def _sharded_states(modules: Sequence[FSDPModule]) -> tuple[FSDPState, ...]:

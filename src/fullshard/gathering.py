@@ -52,7 +52,7 @@ class Gathering:
             process_group: Over which to gather; None if there is nobody else.
             dtypes: In which to gather each parameter.
             device: Where to.
-            custom: A user's comm object to gather with.
+            custom: A comm object to gather with.
             into: Gather into this one's whole parameters, which are in memory now.
         """
         self._group, self._rank, self._world = process_group, rank, layout.world
@@ -71,7 +71,7 @@ class Gathering:
         )
         self._work: Work | None = None
         self._rows: Tensor | None = None
-        """Packed by the user's comm object: bytes of shape (world, bytes of one rank)."""
+        """Packed by the comm object: bytes of shape (world, bytes of one rank)."""
 
     def start(
         self,
@@ -103,7 +103,7 @@ class Gathering:
         extra: Messages,
         async_op: bool,
     ) -> None:
-        """Stage this rank's message in memory of the user's comm object, and gather with it."""
+        """Stage this rank's message in memory of the comm object, and gather with it."""
         assert self._group is not None, "set_custom_all_gather refuses groups that gather nothing"
         for whole, own in zip(extra.outputs, extra.inputs, strict=True):
             work = comm.packed_all_gather(custom, whole, own, self._group, async_op=async_op)
@@ -132,8 +132,10 @@ class Gathering:
         if self._rows is None:
             self.buffer.copy_out()
         else:
+            assert self._custom is not None, "it staged the rows"
             self.buffer.copy_out_of(self._rows)
-            self._rows = None  # allocated and freed on the same stream
+            self._custom.release(self._rows)  # on the stream that allocated it
+            self._rows = None
 
     def release(self) -> None:
         """Give the memory back."""

@@ -159,6 +159,10 @@ class Reduction:
         self._reduced: list[Tensor] = []
         self._landed: list[Tensor] = []
         self._kept: list[Tensor] = []
+        self._staged: list[Tensor] = []
+        """Memory of the comm object that is free again once the input has been read."""
+        self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
+        """Own memory, and the staged outputs whose results must not stay where they are."""
         self._has_landed = False
         self._rules = [
             divide_rule(
@@ -186,6 +190,8 @@ class Reduction:
             events.ready.wait()
             for (outputs, inputs), rule in zip(calls, self._rules, strict=True):
                 self._works.append(self._scatter(outputs, inputs, rule))
+            if context.asynchronous:
+                self._unstage()
             events.input_read.record()
             if context.asynchronous and not replicated:
                 self._land()
@@ -201,8 +207,14 @@ class Reduction:
         for work in self._works:
             if work is not None:
                 work.wait()
+        if not self._context.asynchronous:
+            self._unstage()
         self._events.input_read.wait()
         self._buffer.release()
+        if self._settings.custom is not None:
+            for staged in self._staged:
+                self._settings.custom.release(staged)
+            self._staged.clear()
 
     def finish(self, *, land: bool = True) -> None:
         """See `InFlight`."""
@@ -228,18 +240,31 @@ class Reduction:
     def _prepare_packed(
         self, run: ReduceRun, custom: comm.ReduceScatter
     ) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Stage the inputs rank after rank in memory of the user's comm object."""
+        """Stage the inputs rank after rank in memory of the comm object."""
         world, device, dtype = self._buffer.layout.world, self._context.device, run.reduce_dtype
-        reduced = custom.allocate((run.numel,), dtype=dtype, device=device)
+        output = custom.allocate((run.numel,), dtype=dtype, device=device)
         packed = custom.allocate((run.numel * world,), dtype=dtype, device=device)
         rows = packed.view(world, run.numel).zero_()
         torch._foreach_copy_(
             [rows.narrow(1, start, numel) for start, numel in run.outputs],
             [tensor.view(world, -1) for tensor in run.inputs],
         )
+        self._staged.append(packed)
+        if custom.recycles:
+            reduced = torch.empty(run.numel, dtype=dtype, device=device)
+            self._copies[0].append(reduced)
+            self._copies[1].append(output)
+            self._staged.append(output)
+        else:
+            reduced = output
         self._keep_output(run, reduced)
-        self._kept.append(packed)
-        return [reduced], [packed]
+        return [output], [packed]
+
+    def _unstage(self) -> None:
+        """Copy results out of memory that is about to be used again; after the reduce-scatters, on their stream."""
+        if self._copies[0]:
+            torch._foreach_copy_(*self._copies)
+            self._copies = ([], [])
 
     def _keep_output(self, run: ReduceRun, reduced: Tensor) -> None:
         self._reduced.append(reduced)

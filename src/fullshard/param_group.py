@@ -98,7 +98,7 @@ class FSDPParamGroup:
         ]
         self._plain_layout = self._layout_over(mesh_info.shard_mesh_size, self._plain)
         """Of those that lie in the shard and gather buffers; the others gather themselves."""
-        self._custom_all_gather: comm.AllGather | None = None
+        self.custom_all_gather: comm.AllGather | None = None
         self.reduction = gradients.ReductionSettings(
             process_group=mesh_info.shard_process_group, pinned=self._pins
         )
@@ -354,14 +354,16 @@ class FSDPParamGroup:
                     self.mesh_info.shard_process_group,
                     self._compute_dtypes,
                     self.device,
-                    self._custom_all_gather,
+                    self.custom_all_gather,
                 )
         return self._gathering
 
     def set_custom_all_gather(self, all_gather: comm.AllGather | None) -> None:
-        """Gather with a user's comm object from now on."""
+        """Gather with a comm object from now on; None for the default."""
+        if all_gather is self.custom_all_gather:
+            return
         self.reshard()
-        self._custom_all_gather = all_gather
+        self.custom_all_gather = all_gather
         self._drop_gatherings()
 
     def _wait_for_gather(self) -> None:
@@ -455,7 +457,7 @@ class FSDPParamGroup:
     def _make_part(self, ranks: ProcessGroup) -> _Part:
         assert self._gathering is not None, "parts are made of gathered memory"
         layout, rank = self._layout_over(ranks.size(), self._plain), ranks.rank()
-        dtypes = self._compute_dtypes
+        dtypes, custom = self._compute_dtypes, self.custom_all_gather
         with torch.inference_mode(False):
             with self.context.all_gather:
                 gathering = Gathering(
@@ -464,7 +466,7 @@ class FSDPParamGroup:
                     ranks,
                     dtypes,
                     self.device,
-                    self._custom_all_gather,
+                    custom.moved_to(ranks) if custom is not None else None,
                     into=self._gathering,
                 )
             wholes = self._gathering.buffer.params

@@ -72,6 +72,11 @@ class FSDPCommContext:
        `join`).
     3. Every gather is waited for by the compute stream before its group is given back, used or not;
        so a later write to the shards (the optimizer) comes after the gather's read of them.
+
+    What comm objects stage follows rules 1 and 2: gathers on the all-gather stream, from allocation
+    to the copy out; reductions allocated on the compute stream and released when it has waited for
+    the input's last read. So a comm object that keeps its memory may hand it out again to the
+    stream that allocated it, without an event of its own.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -89,6 +89,42 @@ def reduce_scatter_single(
     return cast(Work, getattr(group, name)(output, tensor, options))
 
 
+def allocates_tensors(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether a group's backend has an allocator of its own for memory on ``device``."""
+    return group._get_backend(device).supports_tensor_alloc(device)
+
+
+def allocate_tensor(
+    group: ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A flat tensor from the backend's allocator, cached by stream as ordinary memory is.
+
+    NCCL's wants a group that has communicated.
+    """
+    return group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
+
+
+def choose_symmetric_backend(name: str) -> None:
+    """Take symmetric memory from ``name`` in this process; RuntimeError if it cannot be had, or not any more."""
+    import torch.distributed._symmetric_memory as symmetric_memory  # slow, and rarely needed
+
+    symmetric_memory.set_backend(cast(Any, name))
+
+
+def symmetric_bytes(nbytes: int, device: torch.device, group: ProcessGroup) -> Tensor:
+    """New symmetric memory, known to all ranks of a group that has communicated. Collective and slow."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    tensor = symmetric_memory.empty((nbytes,), dtype=torch.uint8, device=device)
+    symmetric_memory.rendezvous(tensor, group.group_name)
+    return tensor
+
+
+def current_stream_id(device: torch.device) -> int:
+    """A number for the stream that work on ``device`` is issued to; 0 where there are none."""
+    return 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
+
+
 def dtensor_spec(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],

@@ -439,6 +439,8 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     ("set_post_optim_event", (3,), "torch.Event"),
     ("set_all_reduce_hook", (3,), "callable"),
     ("set_reshard_after_forward", (2,), "reshard_after_forward"),
+    ("set_allocate_memory_from_process_group_for_comm", (1,), "enable"),
+    ("set_symm_mem_for_comm", ("CUDA",), "backend must be 'NCCL'"),
     ("_set_unshard_async_op", (1,), "async_op"),
 ]
 

@@ -21,7 +21,6 @@ from fullshard import (
     FSDPModule,
     MixedPrecisionPolicy,
     UnshardHandle,
-    UnsupportedError,
     fully_shard,
 )
 from fullshard.comm import DefaultAllGather, DefaultReduceScatter
@@ -110,16 +109,6 @@ def test_ignored_parameters_are_left_alone() -> None:
 def test_deepcopy_is_refused() -> None:
     with fake_world(2), pytest.raises(RuntimeError, match="cannot be copied"):
         copy.deepcopy(fully_shard(nn.Linear(2, 2)))
-
-
-@pytest.mark.parametrize(
-    "name", ["set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm"]
-)
-def test_what_is_not_there_yet_says_so(name: str) -> None:
-    with fake_world(2):
-        layer = fully_shard(nn.Linear(2, 2))
-        with pytest.raises(UnsupportedError, match=name):
-            getattr(layer, name)(True)
 
 
 # --- devices, dtypes, state dicts -----------------------------------------------------------------

@@ -173,7 +173,7 @@ class Experts(nn.Module):
         return y
 
 
-def sharded_experts(api: str, kind: str) -> nn.Module:
+def sharded_experts(api: str, kind: str) -> Any:
     """The experts' parameters over two ranks, the others' over four."""
     library = importlib.import_module(
         "torch.distributed.fsdp" if api == TORCH else "fullshard.functional"

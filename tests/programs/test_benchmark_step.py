@@ -41,6 +41,24 @@ def test_every_contestant_is_in_the_table_and_in_the_samples(tmp_path: Path) -> 
     assert "\n| plain shards " in finished.stdout
 
 
+def test_blocks_are_compiled_once_per_contestant_and_not_in_timed_steps(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    names = ["unsharded", "fsdp2", "fullshard"]
+    compiled = ["--compile", "aot_eager", "--no-optimizer"]
+    finished = run_benchmark(*TINY, *compiled, "--contestants", *names, "--json", str(file))
+    assert finished.returncode == 0, finished.stderr
+    assert "; blocks compiled by aot_eager. " in finished.stdout
+    (result,) = json.loads(file.read_text())["results"]
+    assert result["compiler"] == "aot_eager"
+    for name in names:
+        contestant = result["contestants"][name]
+        assert contestant["status"] == "measured", contestant["reason"]
+        # A frame for the block; sharded, it is in parts around the hooks.
+        assert 1 <= contestant["compilations"] <= 4
+        assert contestant["timed_compilations"] == 0
+        assert contestant["summary"]["over_fsdp2"] > 0
+
+
 def test_sizes_that_do_not_fit_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     from benchmarks.transformer import PRESETS
