@@ -13,7 +13,7 @@ like a change of the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,21 @@ class Buffer:
         assert self._storage.nbytes() == self.nbytes, "set_ on absent memory would allocate it"
         tensor = torch.empty(0, dtype=dtype, device=self._storage.device)
         return tensor.set_(self._storage, start // dtype.itemsize, tuple(shape), strides(shape))
+
+
+def take_storages(tensors: Iterable[Tensor]) -> None:
+    """Take memory from the current stream's pool for tensors whose own was given back."""
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        needed = int(tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+        if storage.nbytes() < needed:
+            storage.resize_(needed)
+
+
+def release_storages(tensors: Iterable[Tensor]) -> None:
+    """Give the memory of tensors back to the pool of the stream that allocated it."""
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:

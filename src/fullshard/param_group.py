@@ -314,6 +314,8 @@ class FSDPParamGroup:
 
     def _copy_in(self, own_pieces: list[Tensor]) -> None:
         """Cast and copy this rank's shard to where it is sent from, on the current (all-gather) stream."""
+        if not self._plain:
+            return
         if not self.offloaded:
             torch._foreach_copy_(own_pieces, self._shards.pieces)
             return

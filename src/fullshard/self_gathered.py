@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import comm
+from . import comm, torch_border
+from .buffers import Buffer, release_storages, take_storages
 from .errors import ConfigurationError
 from .gathering import Messages
 from .param import FSDPParam
@@ -49,7 +50,9 @@ class SelfGathered:
         self._metadata: Any = None
         self.inputs: list[Tensor] = []
         """What this rank sends; empty between gathers."""
+        self._buffers: list[Buffer] = []
         self._outputs: list[Tensor] = []
+        self._output_bytes: list[Tensor] = []
         self._inner: Sequence[Tensor] = ()
         self.whole: Tensor | None = None
         """The whole local tensor, made by the first gather; its memory comes and goes."""
@@ -89,19 +92,19 @@ class SelfGathered:
 
     def messages(self, world: int) -> Messages:
         """Take memory for the outputs and return what a collective gathers; on the all-gather stream."""
-        if not self._outputs:
-            self._outputs = [
-                torch.empty(
-                    (tensor.shape[0] * world if tensor.ndim else world, *tensor.shape[1:]),
-                    dtype=tensor.dtype,
-                    device=tensor.device,
-                )
-                for tensor in self.inputs
-            ]
-        _take_memory(self._outputs)
-        pairs = zip(self._outputs, self.inputs, strict=True)
-        used = [(output, tensor) for output, tensor in pairs if tensor.numel()]
-        return Messages([_bytes(output) for output, _ in used], [_bytes(t) for _, t in used])
+        if not self._buffers:
+            for tensor in self.inputs:
+                buffer = Buffer(tensor.nbytes * world, tensor.device)
+                shape = (tensor.shape[0] * world if tensor.ndim else world, *tensor.shape[1:])
+                self._buffers.append(buffer)
+                self._outputs.append(buffer.view(tensor.dtype, 0, shape))
+                # An alias: a gather into it is no change of the output that autograd would see.
+                self._output_bytes.append(buffer.view(torch.uint8, 0, (buffer.nbytes,)))
+        for buffer in self._buffers:
+            buffer.allocate()
+        inputs = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in self.inputs]
+        used = [index for index, tensor in enumerate(inputs) if tensor.numel()]
+        return Messages([self._output_bytes[i] for i in used], [inputs[i] for i in used])
 
     def finish(self) -> None:
         """Make the whole parameter of what was gathered; on the all-gather stream."""
@@ -116,16 +119,20 @@ class SelfGathered:
                 tensor = tensor.narrow(0, 0, self.param.shape[0])
             self.whole = tensor
         else:
-            _take_memory(self._inner)
+            take_storages(self._inner)
             face = self.param.unsharded_param
-            after(outputs, self._metadata, dtype, out=self.whole if face is None else face)
+            out = self.whole if face is None else face
+            # What autograd saved of it for backward is to see the same values again.
+            with torch_border.versions_kept((out, self.whole, *self._inner)):
+                after(outputs, self._metadata, dtype, out=out)
         self._metadata = None
         self.inputs = []
 
     def release(self) -> None:
         """Give the memory back, to the stream that took it."""
-        for tensor in (*self._outputs, *self._inner):
-            tensor.untyped_storage().resize_(0)
+        for buffer in self._buffers:
+            buffer.release()
+        release_storages(self._inner)
 
 
 def agree_on_sizes(members: Sequence[SelfGathered], group: ProcessGroup) -> list[list[int]]:
@@ -154,15 +161,3 @@ def agree_on_sizes(members: Sequence[SelfGathered], group: ProcessGroup) -> list
             + "\nPad them to the size of the largest shard."
         )
     return sizes
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _take_memory(tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        needed = int(tensor.storage_offset() + tensor.numel()) * tensor.itemsize
-        if storage.nbytes() < needed:
-            storage.resize_(needed)

@@ -209,6 +209,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def versions_kept(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Within it, writing to tensors does not look to autograd like a change of them."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Where a module keeps its own parameters; writing here has no side effects."""
     return module._parameters
