@@ -43,7 +43,7 @@ from .param_group import FSDPParamGroup
 from .policies import MixedPrecisionPolicy
 from .schedule import Call, Schedule, has_left
 from .streams import FSDPCommContext
-from .tree import cast_floating, tensors_in
+from .tree import cast_floating, tensors_in, to_device
 
 
 class _Labels(NamedTuple):
@@ -166,9 +166,14 @@ class FSDPState:
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before a module's forward: unsharded parameters on the modules, inputs in the compute dtype."""
+        """Before a module's forward: unsharded parameters on the modules, inputs in the compute dtype.
+
+        The outermost module's inputs are moved to its device, too.
+        """
         runtime = self.runtime or lazy_init(self)
         with torch_border.profiler_range(self.labels.pre_forward):
+            if runtime.root.call is None and self.device.type != "cpu":
+                args, kwargs = to_device(args, self.device), to_device(kwargs, self.device)
             runtime.enter(self)
             dtype = self.mp_policy.param_dtype
             if dtype is not None and self.mp_policy.cast_forward_inputs:
@@ -360,6 +365,10 @@ class Runtime:
             if tensor.grad_fn is not None:
                 tensor.register_hook(hook)
                 call.has_backward = True
+                # If the caller changes a view in place, backward comes through its base instead.
+                base = torch_border.base_of(tensor)
+                if base is not None and base.grad_fn is not None:
+                    base.register_hook(hook)
 
     def _enter_recomputation(self, state: FSDPState) -> None:
         state.recomputes = True

@@ -241,6 +241,11 @@ def opaque_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of, or None."""
+    return tensor._base if tensor._is_view() else None
+
+
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward pass now running has executed its last node."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -63,6 +63,11 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(cast, value)
 
 
+def to_device(value: Any, device: torch.device) -> Any:
+    """The same nested value with its tensors on ``device``."""
+    return map_tensors(lambda tensor: tensor.to(device), value)
+
+
 def _replaced(
     function: Callable[[Tensor], Tensor],
     value: Any,

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -20,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fullshard import comm, fully_shard, mesh, replicate
+from fullshard import ConfigurationError, DataParallelMeshDims, comm, fully_shard, mesh, replicate
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.models import ModelOptions, make_decoder
 from tests.helpers.training import (
@@ -419,3 +420,145 @@ def test_tensor_parallel_models_train_like_torch_s(world, case: Any) -> None:
         expected = one_process(2)
         weights = {name: ours[0][name] for name in expected}
         assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+
+
+def column_sharded_uneven() -> None:
+    """Tensor and data parallelism along the same dimension, which neither divides evenly, and parts kept."""
+    axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(7)
+    layer, reference = nn.Linear(6, 7), nn.Linear(6, 7)
+    reference.load_state_dict(layer.state_dict())
+    parallelize_module(layer, axes["tp"], ColwiseParallel(output_layouts=Replicate()))
+    fully_shard(layer, mesh=axes["dp"])
+    before = {name: whole(param) for name, param in layer.named_parameters()}
+    assert_equal(before, {name: whole(param) for name, param in reference.named_parameters()})
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    layer(x.chunk(2)[axes["dp"].get_local_rank()]).square().mean().backward()
+    reference(x).square().mean().backward()
+    assert_close(gradients(layer), gradients(reference), rtol=1e-5, atol=1e-7)
+
+
+def test_a_dimension_divided_twice_and_unevenly(world) -> None:
+    world(4).run(column_sharded_uneven)
+
+
+def tensor_parallel_parts() -> None:
+    """Parts over two of four data-parallel ranks, of parameters that are DTensors on another axis."""
+    axes = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    model, reference = layers(), layers()
+    parallelize(model, axes["tp"], sequence=False)
+    for module in (model[0], model[1], model):
+        fully_shard(module, mesh=axes["dp"], reshard_after_forward=2)
+    x = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(1))
+    for each, batch in ((model, x.chunk(4)[dist.get_rank()]), (reference, x)):
+        each(batch).square().mean().backward()
+    assert_close(gradients(model), gradients(reference), rtol=1e-4, atol=1e-6)
+
+
+def test_parts_of_tensor_parallel_parameters(world) -> None:
+    world(4).run(tensor_parallel_parts)
+
+
+# --- one mesh for everything -------------------------------------------------------------------------
+
+
+def on_one_mesh(
+    api: str, shape: tuple[int, ...], names: tuple[str, ...], dims: dict[str, Any], door: str
+) -> dict[str, Tensor]:
+    """All parameters and activations are DTensors on one mesh, of which some axes are data-parallel."""
+    library = importlib.import_module("torch.distributed.fsdp" if api == TORCH else "fullshard")
+    doors = library
+    if door == "replicate" and api == TORCH:
+        doors = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
+    axes = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    data_axes = [
+        name for role in dims.values() for name in ([role] if isinstance(role, str) else role)
+    ]
+    model = layers()
+    for layer in model:
+        for name, param in list(layer.named_parameters()):
+            cut = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}.get(name)
+            placements = [cut if cut and axis == "tp" else Replicate() for axis in names]
+            owner, _, own_name = name.rpartition(".")
+            setattr(
+                layer.get_submodule(owner),
+                own_name,
+                nn.Parameter(distribute_tensor(param.detach(), axes, placements)),
+            )
+    named = library.DataParallelMeshDims(**dims)
+    for module in (model[0], model[1], model):
+        getattr(doors, door)(module, mesh=axes, dp_mesh_dims=named)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(step))
+        rows = distribute_tensor(
+            x, axes, [Shard(0) if axis in data_axes else Replicate() for axis in names]
+        )
+        model(rows).to_local().square().mean().backward()
+        optimizer.step()
+    weights = {f"{name} itself": whole(param) for name, param in model.named_parameters()}
+    texts = {n: _text(str(p.placements)) for n, p in model.named_parameters()}  # type: ignore[attr-defined]
+    return {**{f"{n}.grad": g for n, g in gradients(model).items()}, **weights, **texts}
+
+
+ONE_MESH: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any], str]] = {
+    "shard, tp": ((2, 2), ("dp", "tp"), {"shard": "dp"}, "fully_shard"),
+    "hsdp": ((2, 2), ("a", "b"), {"replicate": "a", "shard": "b"}, "fully_shard"),
+    "hsdp, tp": ((2, 1, 2), ("a", "b", "tp"), {"replicate": "a", "shard": "b"}, "fully_shard"),
+    "two shard axes": ((2, 2), ("a", "b"), {"shard": ("a", "b")}, "fully_shard"),
+    "two shard axes, tp": ((2, 1, 2), ("a", "b", "tp"), {"shard": ("a", "b")}, "fully_shard"),
+    "hsdp with two shard axes": (
+        (2, 2, 1),
+        ("a", "b", "c"),
+        {"replicate": "a", "shard": ("b", "c")},
+        "fully_shard",
+    ),
+    "replicas, tp": ((2, 2), ("dp", "tp"), {"replicate": "dp"}, "replicate"),
+    "replicas through fully_shard": ((4,), ("dp",), {"replicate": "dp"}, "fully_shard"),
+}
+
+
+@pytest.mark.parametrize("case", ONE_MESH.values(), ids=ONE_MESH)
+def test_parameters_on_one_mesh_for_everything(world, case: Any) -> None:
+    ours, theirs = (world(4).run(on_one_mesh, api, *case) for api in (FULLSHARD, TORCH))
+    for mine_, theirs_ in zip(ours, theirs, strict=True):
+        assert_close(mine_, theirs_, rtol=1e-5, atol=1e-7)
+
+
+def mistakes_on_one_mesh(kind: str) -> None:
+    axes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    layer = nn.Linear(4, 4)
+    dims = DataParallelMeshDims(shard="dp")
+    if kind == "sharded already":
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight, axes, [Shard(0), Replicate()]))
+    if kind == "unknown axis":
+        dims = DataParallelMeshDims(shard="pp")
+    if kind == "replicate":
+        replicate(layer, mesh=axes, dp_mesh_dims=dims)
+    elif kind == "foreign mesh":
+        other = init_device_mesh("cpu", (2,), mesh_dim_names=("other",))
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight, other, [Replicate()]))
+        fully_shard(layer, mesh=axes["dp"])
+    else:
+        fully_shard(layer, mesh=axes, dp_mesh_dims=dims)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("plain", ["weight: is plain", "bias: is plain", "parallelize before sharding"]),
+        ("sharded already", ["weight: is (Shard(dim=0)", "Replicate() along ['dp']"]),
+        ("unknown axis", ["('dp', 'tp')", "['pp']"]),
+        ("replicate", ["shards nothing", "fully_shard"]),
+        ("foreign mesh", ["weight: lies on a mesh", "axes of one mesh"]),
+    ],
+)
+def test_mistakes_are_the_same_clear_error_on_every_rank(
+    world, kind: str, words: list[str]
+) -> None:
+    outcomes = world(2).outcomes(mistakes_on_one_mesh, kind)
+    assert all(isinstance(outcome, ConfigurationError) for outcome in outcomes), outcomes
+    assert len({str(outcome) for outcome in outcomes}) == 1
+    for word in words:
+        assert word in str(outcomes[0]), outcomes[0]

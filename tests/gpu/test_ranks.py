@@ -19,7 +19,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 import fullshard.layout
 from fullshard import fully_shard
 from tests.gpu.test_streams import pause
-from tests.helpers.compare import assert_close
+from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.threads import run_threads
 from tests.helpers.training import whole
 
@@ -67,17 +67,20 @@ def losses_and_gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {name: whole(param.grad) for name, param in model.named_parameters()}
 
 
-def train_on_thread(model: nn.Sequential, x: Tensor, replicas: int) -> dict[str, Tensor]:
+def train_on_thread(
+    model: nn.Sequential, x: Tensor, replicas: int, seed: int | None
+) -> dict[str, Tensor]:
     torch.cuda.set_device(0)
     world, rank = dist.get_world_size(), dist.get_rank()
-    rng = random.Random(rank)
+    rng = random.Random(None if seed is None else 100 * seed + rank)
     shape = (replicas, world // replicas) if replicas > 1 else (world,)
     names = ("replicate", "shard") if replicas > 1 else ("shard",)
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
     mine = copy.deepcopy(model)
     for module in mine.modules():
-        if not list(module.children()):
+        if not list(module.children()) and seed is not None:
             module.register_forward_hook(lambda *_: pause(rng))
+            module.register_full_backward_hook(lambda *_: pause(rng))
     for block in mine[1:]:
         fully_shard(block, mesh=mesh)
     fully_shard(mine, mesh=mesh)
@@ -96,8 +99,12 @@ def test_thread_ranks_on_one_gpu_equal_one_process(
     x = torch.randn(12, 37, device="cuda")
     expected = losses_and_gradients(copy.deepcopy(model), x)
     with synchronised_collectives():
-        for result in run_threads(ranks, train_on_thread, model, x, replicas):
+        undisturbed = run_threads(ranks, train_on_thread, model, x, replicas, None)
+        for result in undisturbed:
             assert_close(result, expected, rtol=1e-4, atol=1e-6)
+        for seed in range(6):
+            disturbed = run_threads(ranks, train_on_thread, model, x, replicas, seed)
+            assert_equal(disturbed, undisturbed)
 
 
 @pytest.mark.parametrize("in_place", [True, False])

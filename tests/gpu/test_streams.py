@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard.layout
-from fullshard import MixedPrecisionPolicy, OffloadPolicy, comm, fully_shard
+from examples.int8_gather import Int8Gathered, gather_linear_weights_as_int8
+from fullshard import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    comm,
+    fully_shard,
+    replicate,
+)
 from fullshard.gradients import Reduction
 from fullshard.param_group import FSDPParamGroup
 from fullshard.streams import FSDPCommContext
@@ -44,19 +52,28 @@ def make_model(
     hsdp: bool = False,
     reduce_dtype: torch.dtype | None = torch.float32,
     offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+    int8: bool = False,
+    replicated: bool = False,
+    part: int | None = None,
 ) -> nn.Module:
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Layer() for _ in range(DEPTH)))
+    if int8:
+        gather_linear_weights_as_int8(model)
     mesh = (
         init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
         if hsdp
         else init_device_mesh("cuda", (4,))
     )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    if part is not None:
+        options["reshard_after_forward"] = part
+    door = replicate if replicated else fully_shard
     for layer in model[1:]:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    return fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        door(layer, **options)
+    return door(model, **options)
 
 
 def train(model: nn.Module, rng: random.Random | None = None) -> list[Tensor]:
@@ -78,8 +95,14 @@ def train(model: nn.Module, rng: random.Random | None = None) -> list[Tensor]:
             pause(rng)
         optimizer.step()
         optimizer.zero_grad()
-    results += [p.to_local().detach().clone() for p in model.parameters()]
+    results += [plain_local(p) for p in model.parameters()]
     return results
+
+
+def plain_local(param: Any) -> Tensor:
+    """A copy of a shard."""
+    local = param.to_local().detach()
+    return (local.data_ if isinstance(local, Int8Gathered) else local).clone()  # type: ignore[no-any-return]
 
 
 def pause(rng: random.Random) -> None:
@@ -139,6 +162,31 @@ def test_disturbed_streams_give_the_same_bits(
         for seed in range(12):
             with disturbed(seed) as rng:
                 result = train(make_model(hsdp, reduce_dtype), rng)
+            assert equal(result, expected), f"seed {seed}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"part": 2},
+        {"part": 2, "hsdp": False, "offload": CPUOffloadPolicy()},
+        {"int8": True},
+        {"int8": True, "hsdp": True},
+        {"int8": True, "offload": CPUOffloadPolicy()},
+        {"replicated": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_disturbed_streams_give_the_same_bits_on_every_mesh(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], in_place: bool
+) -> None:
+    monkeypatch.setattr(fullshard.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    with fake_world(4):
+        expected = train(make_model(**options))
+        for seed in range(8):
+            with disturbed(seed) as rng:
+                result = train(make_model(**options), rng)
             assert equal(result, expected), f"seed {seed}"
 
 
@@ -266,19 +314,29 @@ SABOTAGE = {
 }
 
 
+@pytest.mark.parametrize("options", [{}, {"part": 2}, {"int8": True}], ids=str)
 @pytest.mark.parametrize("name", SABOTAGE)
-def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_missing_wait_is_seen(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
+) -> None:
     owner, method, replacement = SABOTAGE[name]
     monkeypatch.setattr(fullshard.layout, "IN_PLACE_FROM", 0)
     with fake_world(4):
-        expected = train(make_model())
+        expected = train(make_model(**options))
         monkeypatch.setattr(owner, method, replacement)
         for seed in range(20):
             with disturbed(seed) as rng:
-                result = train(make_model(), rng)
+                result = train(make_model(**options), rng)
             if not equal(result, expected):
                 return
     pytest.fail("no seed showed a difference")
+
+
+def test_inputs_are_moved_to_the_device() -> None:
+    with fake_world(4):
+        model = make_model()
+        x = torch.randn(8, WIDTH)
+        assert torch.equal(model(x), model(x.cuda()))
 
 
 def test_nothing_uses_record_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from fullshard.tree import cast_floating, map_tensors, tensors_in
+from fullshard.tree import cast_floating, map_tensors, tensors_in, to_device
 
 A, B, C = (torch.tensor([float(i)]) for i in range(3))
 WHOLE = torch.tensor([7])
@@ -295,3 +295,9 @@ def test_a_model_output_look_alike_copies_as_the_real_one_does() -> None:
     value = CausalOutput(logits=A)
     twin = copy.copy(value)
     assert type(twin) is CausalOutput and twin.logits is A and list(twin) == ["logits"]
+
+
+def test_tensors_are_moved_and_the_rest_is_the_same() -> None:
+    label = object()
+    moved = to_device({"x": (torch.ones(2), label)}, torch.device("meta"))
+    assert moved["x"][0].is_meta and moved["x"][1] is label
