@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +48,13 @@ class _Memory(enum.Enum):
     ABSENT = enum.auto()
     IN_FLIGHT = enum.auto()
     PRESENT = enum.auto()
+
+
+class _Labels(NamedTuple):
+    """Names of a group's ranges in a profiler's trace."""
+
+    gather: str
+    copy_out: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +266,7 @@ class FSDPParamGroup:
         self._wait_for_gather()  # one issued before, on streams of its own
         self._context = context
         self.name = name
+        self._labels = _Labels(f"FSDP::all_gather ({name})", f"FSDP::all_gather_copy_out ({name})")
         context.host_reads_results = context.host_reads_results or self.offloaded
         self._gathered = context.new_event()
         self._released = context.new_event()
@@ -286,7 +295,7 @@ class FSDPParamGroup:
         if self._memory is not _Memory.ABSENT:
             return
         context = self.context
-        with context.all_gather:
+        with torch_border.profiler_range(self._labels.gather), context.all_gather:
             context.wait_for_releases()  # before the allocation: [Note: memory and streams], rule 1
             if self._has_part:
                 assert self._part is not None, "a part that is held has a buffer"
@@ -375,7 +384,7 @@ class FSDPParamGroup:
         assert self._in_use is not None, "a gather is in flight"
         context = self.context
         if self._finished_late:
-            with context.all_gather:
+            with torch_border.profiler_range(self._labels.copy_out), context.all_gather:
                 self._in_use.finish(context)
                 for member in self._self_gathered:
                     member.finish()

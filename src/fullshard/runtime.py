@@ -173,7 +173,8 @@ class FSDPState:
         runtime = self.runtime or lazy_init(self)
         with torch_border.profiler_range(self.labels.pre_forward):
             if runtime.root.call is None and self.device.type != "cpu":
-                args, kwargs = to_device(args, self.device), to_device(kwargs, self.device)
+                with torch_border.profiler_range("FSDP::inputs_to_device"):
+                    args, kwargs = to_device(args, self.device), to_device(kwargs, self.device)
             runtime.enter(self)
             dtype = self.mp_policy.param_dtype
             if dtype is not None and self.mp_policy.cast_forward_inputs:

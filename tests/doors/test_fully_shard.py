@@ -19,11 +19,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard import (
     FSDPModule,
+    LifecycleError,
     MixedPrecisionPolicy,
     UnshardHandle,
     fully_shard,
 )
 from fullshard.comm import DefaultAllGather, DefaultReduceScatter
+from fullshard.fsdp_module import disable_fsdp_module_new_init, get_cls_to_fsdp_cls
 from fullshard.runtime import state_of
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.fake import fake_world
@@ -871,3 +873,24 @@ def test_hsdp_parameters_are_replicated_and_sharded() -> None:
         fully_shard(layer, mesh=mesh)
         assert layer.weight.placements == (Replicate(), Shard(0))
         assert torch.equal(layer.weight.to_local(), weight[3:])
+
+
+# --- the class -----------------------------------------------------------------------------------------
+
+
+def test_a_slice_of_a_sharded_container_is_an_ordinary_container() -> None:
+    with fake_world(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        fully_shard(model[0])
+        fully_shard(model)
+        part = model[:2]
+        assert type(part) is nn.Sequential and list(part) == [model[0], model[1]]
+        assert isinstance(part[0], FSDPModule)
+        with disable_fsdp_module_new_init():
+            assert not hasattr(type(model)(), "_modules")
+        assert get_cls_to_fsdp_cls()[nn.Sequential] is type(model)
+
+
+def test_the_class_of_methods_is_not_for_making() -> None:
+    with pytest.raises(LifecycleError, match="given to a module"):
+        FSDPModule()
