@@ -18,14 +18,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
 from tests.helpers.training import FULLSHARD, TORCH
 
-NUM_CONFIGURATIONS = 24
+NUM_CONFIGURATIONS = 40
 NUM_STEPS = 3
 ROWS = 2
 """Sequences per rank and microbatch."""
@@ -46,11 +51,13 @@ class Configuration:
     """How many groups to gather ahead, by lists, in forward and backward; None for no lists."""
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
-    reshard_after_forward: bool | None
+    reshard_after_forward: bool | int | None
     microbatches: int
     sync_every_microbatch: bool
     keep_between_microbatches: bool
     optimizer: str
+    kind: str
+    """sharded, replicated, or tensor parallel: the mesh's last axis is the blocks' tensor parallelism then."""
 
     @property
     def bit_for_bit(self) -> bool:
@@ -71,11 +78,14 @@ def draw_configuration(seed: int) -> Configuration:
     # a low precision leaves open.
     low = reduce_dtype is None and param_dtype is BF16
     optimizer = "SGD" if low and max(mesh) > 2 else draw.choice(["AdamW", "SGD", "SGD"])
+    mesh_options = _mesh_options(draw, mesh)
+    # Between two tensor-parallel layers torch only knows even pieces.
+    hidden = [4, 10, 12] if mesh_options["kind"] == "tensor parallel" else [5, 11, 13]
     return Configuration(
         mesh=mesh,
         model=ModelOptions(
             width=draw.choice([3, 5, 7]),
-            hidden=draw.choice([5, 11, 13]),
+            hidden=draw.choice(hidden),
             depth=draw.randint(1, 4),
             tied=draw.random() < 0.4,
             frozen=tuple(
@@ -91,12 +101,22 @@ def draw_configuration(seed: int) -> Configuration:
         prefetch=draw.choice([None, None, 0, 1, 2]),
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
-        reshard_after_forward=draw.choice([None, True, False]),
         microbatches=draw.choice([1, 2, 3]),
         sync_every_microbatch=draw.random() < 0.5,
         keep_between_microbatches=draw.random() < 0.3,
         optimizer=optimizer,
+        **mesh_options,
     )
+
+
+def _mesh_options(draw: Random, mesh: tuple[int, ...]) -> dict[str, Any]:
+    kinds = (
+        ["sharded", "tensor parallel"] if len(mesh) == 2 else ["sharded", "sharded", "replicated"]
+    )
+    kind = draw.choice(kinds)
+    parts = [2] if mesh == (4,) else []
+    reshard = None if kind == "replicated" else draw.choice([None, True, False, *parts])
+    return {"kind": kind, "reshard_after_forward": reshard}
 
 
 @pytest.mark.parametrize("seed", range(NUM_CONFIGURATIONS))
@@ -162,13 +182,15 @@ def train(api: str, configuration: Configuration) -> Steps:
 
 def _piece(tensor: Any) -> Tensor:
     """What this rank holds; both libraries cut along rows, as `torch.chunk` does."""
-    assert isinstance(tensor, DTensor) and tensor.placements[-1] == Shard(0)
+    assert isinstance(tensor, DTensor)
     return tensor.to_local().detach().clone()
 
 
 def _forward_and_backward(model: Any, configuration: Configuration, step: int) -> Tensor:
     """All microbatches of one optimizer step; returns this rank's losses."""
     world, rank = dist.get_world_size(), dist.get_rank()
+    if configuration.kind == "tensor parallel":  # its ranks share their data
+        world, rank = world // configuration.mesh[-1], rank // configuration.mesh[-1]
     batch = tokens_for(step, ROWS * configuration.microbatches * world).chunk(world)[rank]
     losses: list[Tensor] = []
     for microbatch in batch.split(ROWS):
@@ -186,24 +208,37 @@ def shard(model: Decoder, api: str, configuration: Configuration) -> None:
     """Apply `fully_shard` of torch or of fullshard."""
     library = importlib.import_module("torch.distributed.fsdp" if api == TORCH else "fullshard")
     options: dict[str, Any] = {
-        "mesh": _mesh(configuration.mesh),
+        "mesh": _mesh(configuration),
         "mp_policy": library.MixedPrecisionPolicy(
             configuration.param_dtype, configuration.reduce_dtype
         ),
-        "reshard_after_forward": configuration.reshard_after_forward,
     }
+    door = library.fully_shard
+    if configuration.kind == "replicated":
+        home = "torch.distributed._composable.replicate_with_fsdp" if api == TORCH else "fullshard"
+        door = importlib.import_module(home).replicate
+    else:
+        options["reshard_after_forward"] = configuration.reshard_after_forward
+    if configuration.kind == "tensor parallel":
+        options["mesh"], tensor_parallel = options["mesh"]["dp"], options["mesh"]["tp"]
+        for block in model.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, tensor_parallel, plan)
     blocks, size = list(model.blocks), configuration.blocks_per_group
     groups = [blocks[i : i + size] for i in range(0, len(blocks), size)] if size else []
     for group in groups:
-        library.fully_shard(group if len(group) > 1 else group[0], **options)
-    library.fully_shard(model, **options)
+        door(group if len(group) > 1 else group[0], **options)
+    door(model, **options)
     if configuration.prefetch is not None:
         _set_prefetch_lists([group[0] for group in groups], configuration.prefetch)
 
 
-def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    names = ("replicate", "shard") if len(shape) == 2 else None
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+def _mesh(configuration: Configuration) -> DeviceMesh:
+    names = None
+    if len(configuration.mesh) == 2:
+        parallel = configuration.kind == "tensor parallel"
+        names = ("dp", "tp") if parallel else ("replicate", "shard")
+    return init_device_mesh("cpu", configuration.mesh, mesh_dim_names=names)
 
 
 def _set_prefetch_lists(modules: list[Any], num_ahead: int) -> None:
