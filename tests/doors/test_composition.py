@@ -26,12 +26,17 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fullshard import fully_shard
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.models import ModelOptions, make_decoder
-from tests.helpers.training import FULLSHARD, TORCH, Run, batch_of, gradients, mine, shard, whole
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(param) for name, param in model.named_parameters()}
-
+from tests.helpers.training import (
+    FULLSHARD,
+    TORCH,
+    Run,
+    batch_of,
+    gradients,
+    mine,
+    shard,
+    weights,
+    whole,
+)
 
 # --- torch.compile -----------------------------------------------------------------------------------
 

@@ -29,6 +29,8 @@ class Run:
     microbatches: int = 1
     """Backwards per optimizer step; gradients are reduced in the last one only."""
     sync_every_microbatch: bool = False
+    master_dtype: torch.dtype | None = None
+    """What the model is cast to before it is sharded, and so what rests and is optimized."""
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     replicas: int = 1
@@ -74,7 +76,7 @@ def shard(model: Decoder, api: str, run: Run, **kwargs: Any) -> Decoder:
 
 def train(api: str, run: Run, world_size: int = 1) -> Record:
     """Train on the ranks of the default group, or in one process on the batch of ``world_size`` ranks."""
-    model = make_decoder(run.model)
+    model = make_decoder(run.model).to(run.master_dtype)
     if api != ONE_PROCESS:
         shard(model, api, run)
     trainable = [param for param in model.parameters() if param.requires_grad]
@@ -93,7 +95,7 @@ def train(api: str, run: Run, world_size: int = 1) -> Record:
             }
         optimizer.step()
         optimizer.zero_grad()
-    record.params = {name: whole(param) for name, param in model.named_parameters()}
+    record.params = weights(model)
     return record
 
 
@@ -124,6 +126,11 @@ def whole(tensor: Any) -> Tensor:
     """A tensor gathered from its shards, cut loose from everything."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone()  # type: ignore[no-any-return]
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters, whole."""
+    return {name: whole(param) for name, param in model.named_parameters()}
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
