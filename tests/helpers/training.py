@@ -101,16 +101,21 @@ def train(api: str, run: Run, world_size: int = 1) -> Record:
 
 def _step(model: Any, run: Run, step: int, whole_batch_of: int | None) -> float:
     """All microbatches of one optimizer step; returns the loss over the global batch."""
-    rows = run.batch_per_rank * run.microbatches
     if whole_batch_of is not None:
-        loss = model(tokens_for(step, rows * whole_batch_of))
+        loss = model(tokens_for(step, run.batch_per_rank * run.microbatches * whole_batch_of))
         loss.backward()
         return float(loss.detach())
-    world, rank = dist.get_world_size(), dist.get_rank()
-    batch = tokens_for(step, rows * world)
+    total = forward_and_backward(model, run, step)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def forward_and_backward(model: Any, run: Run, step: int) -> Tensor:
+    """All microbatches of one step on this rank; returns its loss."""
+    rows = run.batch_per_rank * run.microbatches
+    batch = mine(tokens_for(step, rows * dist.get_world_size()))
     total = torch.zeros(())
-    mine = batch[rank * rows : (rank + 1) * rows]
-    for index, microbatch in enumerate(mine.chunk(run.microbatches)):
+    for index, microbatch in enumerate(batch.chunk(run.microbatches)):
         last = index == run.microbatches - 1
         model.set_requires_gradient_sync(last or run.sync_every_microbatch)
         if run.keep_between_microbatches:
@@ -118,8 +123,7 @@ def _step(model: Any, run: Run, step: int, whole_batch_of: int | None) -> float:
         loss = model(microbatch) / run.microbatches
         loss.backward()
         total += loss.detach()
-    dist.all_reduce(total)
-    return float(total) / world
+    return total
 
 
 def whole(tensor: Any) -> Tensor:
