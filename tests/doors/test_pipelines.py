@@ -28,17 +28,18 @@ MICROBATCHES = 4
 
 
 def make_chunks(number: int) -> list[nn.Sequential]:
-    """The parts of a model, each of two layers, with gradients that are unlike in every part."""
+    """The parts of a model: two layers that are to be groups, and one that is left to the chunk."""
     torch.manual_seed(0)
-    return [
-        nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
-        for _ in range(number)
-    ]
+
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    return [nn.Sequential(layer(), layer(), nn.Linear(WIDTH, WIDTH)) for _ in range(number)]
 
 
 def shard_chunk(chunk: nn.Sequential, api: str, mesh: DeviceMesh | None = None) -> Any:
     library = importlib.import_module("torch.distributed.fsdp" if api == TORCH else "fullshard")
-    for layer in chunk:
+    for layer in chunk[:-1]:
         library.fully_shard(layer, mesh=mesh)
     return library.fully_shard(chunk, mesh=mesh)
 

@@ -69,6 +69,11 @@ def test_all_ranks_skip_the_step_in_which_one_overflows(
     world(2).run(scaled_training_of_both, run, spike_in)
 
 
+def test_all_replicas_skip_the_step_in_which_one_rank_overflows(world) -> None:
+    run = Run(param_dtype=FP16, reduce_dtype=FP32, replicas=2)
+    world(4).run(scaled_training_of_both, run, "loss")
+
+
 def half_masters_cannot_be_scaled(api: str) -> str:
     model = sharded(api, Run(master_dtype=FP16))
     scaler = GradScaler(device="cpu")
