@@ -150,9 +150,26 @@ def parts_alone_equal_one_process(plans: tuple[str, ...]) -> None:
     assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("plans", [("a", "b", "a")], ids=" ".join)
+@pytest.mark.parametrize("plans", [("a", "b", "a"), ("ab", "ba"), ("bb", "a")], ids=" ".join)
 def test_modules_of_a_group_run_without_their_model(world, plans: tuple[str, ...]) -> None:
     world(2).run(parts_alone_equal_one_process, plans)
+
+
+def evaluate_parts_between_steps() -> None:
+    """A module of a group alone, without gradients, whose weights change in between."""
+    model, reference = planned(FULLSHARD), planned(ONE_PROCESS)
+    params = [*model.parameters(), *reference.parameters()]
+    model(rows(FULLSHARD), "ab").square().mean().backward()
+    for _ in range(3):
+        with torch.no_grad():
+            x = rows(FULLSHARD)
+            assert_close(model.a(x), reference.a(x), rtol=1e-5, atol=1e-6)
+            for param in params:
+                param.mul_(0.9)
+
+
+def test_a_module_of_a_group_is_evaluated_alone_with_the_weights_of_now(world) -> None:
+    world(2).run(evaluate_parts_between_steps)
 
 
 def test_a_group_of_several_modules_cannot_be_the_root() -> None:
@@ -352,3 +369,37 @@ def test_methods_call_each_other_and_are_called_by_forward(
     world, ways: tuple[str, ...], reshard_after_forward: bool | None
 ) -> None:
     world(2).run(assert_all_agree, use_methods, ways, reshard_after_forward)
+
+
+# --- parameters of a module that is not called ----------------------------------------------------------
+
+
+class Borrows(nn.Module):
+    """Uses the weight of a module without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.lender = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) @ self.lender.weight
+
+
+def borrow(api: str) -> list[dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model: Any = Borrows()
+    if api != ONE_PROCESS:
+        for module in (model.layer, model.lender, model):
+            library(api).fully_shard(module)
+    record = []
+    for step in range(3):
+        model.zero_grad()
+        if api != ONE_PROCESS:
+            model.lender.unshard()
+        model(rows(api, step)).square().mean().backward()
+        record.append(gradients(model))
+    return record
+
+
+def test_a_module_unsharded_by_hand_stays_so_until_it_is_used(world) -> None:
+    world(2).run(assert_all_agree, borrow)

@@ -111,6 +111,13 @@ def unshard_between_steps(model: Any, table: Table) -> None:
     three_steps(model, table)
 
 
+def unshard_before_the_first_forward(model: Any, table: Table) -> None:
+    model.blocks[1].unshard()
+    model.unshard()
+    table.note("unsharded")
+    three_steps(model, table)
+
+
 def accumulate(model: Any, table: Table) -> None:
     for step in range(3):
         model.set_requires_gradient_sync(step == 2)
@@ -150,6 +157,7 @@ PROGRAMS = {
     program.__name__: program
     for program in (
         three_steps,
+        unshard_before_the_first_forward,
         unshard_between_steps,
         accumulate,
         two_forwards,
