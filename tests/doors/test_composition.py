@@ -1,4 +1,4 @@
-"""Sharded modules with torch's compiler, checkpoints, communication counts and activation offload."""
+"""Sharded modules with torch's compiler, checkpoints, communication counts, profiler and activation offload."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.autograd.profiler_util import FunctionEvent
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,16 +23,23 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import ProfilerActivity, profile
 
 from fullshard import fully_shard
 from tests.helpers.compare import assert_close, assert_equal
-from tests.helpers.models import ModelOptions, make_decoder
-from tests.helpers.training import FULLSHARD, TORCH, Run, batch_of, gradients, mine, shard, whole
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(param) for name, param in model.named_parameters()}
-
+from tests.helpers.fake import fake_world
+from tests.helpers.models import ModelOptions, make_decoder, tokens_for
+from tests.helpers.training import (
+    FULLSHARD,
+    TORCH,
+    Run,
+    batch_of,
+    gradients,
+    mine,
+    shard,
+    weights,
+    whole,
+)
 
 # --- torch.compile -----------------------------------------------------------------------------------
 
@@ -180,6 +188,52 @@ def test_comm_debug_mode_counts_as_many_collectives_as_torch_s(world) -> None:
     ours = world(2).run(collectives, FULLSHARD)
     assert ours == world(2).run(collectives, TORCH)
     assert ours == [(7, 4)] * 2  # three blocks twice, the root once; four reductions
+
+
+def profile_of_a_step(api: str) -> list[FunctionEvent]:
+    """What a profiler sees of a step in steady state, in order."""
+    with fake_world(2):
+        model = shard(make_decoder(ModelOptions(depth=2)), api, Run())
+        for step in range(2):
+            model(tokens_for(step, 2)).backward()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            model(tokens_for(2, 2)).backward()
+    return sorted(profiler.events() or [], key=lambda event: event.time_range.start)
+
+
+def labels(events: list[FunctionEvent], *kinds: str) -> list[str]:
+    """The ranges of some kinds, in order; torch does not name the root."""
+    found = [event.name for event in events if event.name.split(" ")[0] in kinds]
+    return [name if " " in name else f"{name} (root)" for name in found]
+
+
+def test_a_profiler_sees_the_ranges_it_sees_with_torch() -> None:
+    ours, theirs = (profile_of_a_step(api) for api in (FULLSHARD, TORCH))
+    around = ("FSDP::pre_forward", "FSDP::post_forward", "FSDP::pre_backward")
+    assert labels(ours, *around) == labels(theirs, *around)
+    reduction = "FSDP::post_backward_reduce"
+    assert set(labels(ours, reduction)) == set(labels(theirs, reduction))
+    assert "FSDP::root_post_backward_callback" in {event.name for event in ours}
+
+
+def test_a_profiler_sees_for_whom_a_collective_is() -> None:
+    ranges = []
+    for event in profile_of_a_step(FULLSHARD):
+        if event.name.startswith("c10d::"):
+            parent: Any = event.cpu_parent
+            while not parent.name.startswith("FSDP::"):
+                parent = parent.cpu_parent
+            ranges.append(parent.name.removeprefix("FSDP::"))
+    assert ranges == [
+        "pre_forward (root)",
+        "prefetch for blocks.0",
+        "prefetch for blocks.1",
+        "prefetch for blocks.1",  # for backward
+        "prefetch for blocks.0",
+        "post_backward_reduce (blocks.1)",
+        "post_backward_reduce (blocks.0)",
+        "post_backward_reduce (root)",
+    ]
 
 
 def offloaded_activations() -> None:

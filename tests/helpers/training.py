@@ -29,6 +29,8 @@ class Run:
     microbatches: int = 1
     """Backwards per optimizer step; gradients are reduced in the last one only."""
     sync_every_microbatch: bool = False
+    master_dtype: torch.dtype | None = None
+    """What the model is cast to before it is sharded, and so what rests and is optimized."""
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     replicas: int = 1
@@ -74,7 +76,7 @@ def shard(model: Decoder, api: str, run: Run, **kwargs: Any) -> Decoder:
 
 def train(api: str, run: Run, world_size: int = 1) -> Record:
     """Train on the ranks of the default group, or in one process on the batch of ``world_size`` ranks."""
-    model = make_decoder(run.model)
+    model = make_decoder(run.model).to(run.master_dtype)
     if api != ONE_PROCESS:
         shard(model, api, run)
     trainable = [param for param in model.parameters() if param.requires_grad]
@@ -93,22 +95,27 @@ def train(api: str, run: Run, world_size: int = 1) -> Record:
             }
         optimizer.step()
         optimizer.zero_grad()
-    record.params = {name: whole(param) for name, param in model.named_parameters()}
+    record.params = weights(model)
     return record
 
 
 def _step(model: Any, run: Run, step: int, whole_batch_of: int | None) -> float:
     """All microbatches of one optimizer step; returns the loss over the global batch."""
-    rows = run.batch_per_rank * run.microbatches
     if whole_batch_of is not None:
-        loss = model(tokens_for(step, rows * whole_batch_of))
+        loss = model(tokens_for(step, run.batch_per_rank * run.microbatches * whole_batch_of))
         loss.backward()
         return float(loss.detach())
-    world, rank = dist.get_world_size(), dist.get_rank()
-    batch = tokens_for(step, rows * world)
+    total = forward_and_backward(model, run, step)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def forward_and_backward(model: Any, run: Run, step: int) -> Tensor:
+    """All microbatches of one step on this rank; returns its loss."""
+    rows = run.batch_per_rank * run.microbatches
+    batch = mine(tokens_for(step, rows * dist.get_world_size()))
     total = torch.zeros(())
-    mine = batch[rank * rows : (rank + 1) * rows]
-    for index, microbatch in enumerate(mine.chunk(run.microbatches)):
+    for index, microbatch in enumerate(batch.chunk(run.microbatches)):
         last = index == run.microbatches - 1
         model.set_requires_gradient_sync(last or run.sync_every_microbatch)
         if run.keep_between_microbatches:
@@ -116,14 +123,18 @@ def _step(model: Any, run: Run, step: int, whole_batch_of: int | None) -> float:
         loss = model(microbatch) / run.microbatches
         loss.backward()
         total += loss.detach()
-    dist.all_reduce(total)
-    return float(total) / world
+    return total
 
 
 def whole(tensor: Any) -> Tensor:
     """A tensor gathered from its shards, cut loose from everything."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone()  # type: ignore[no-any-return]
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters, whole."""
+    return {name: whole(param) for name, param in model.named_parameters()}
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -107,7 +107,15 @@ MIXED = {
         reduce_dtype=torch.float32,
         model=ModelOptions(checkpointing="non_reentrant"),
     ),
+    "bf16 masters": Run(master_dtype=torch.bfloat16),
+    "bf16 masters, reduced in fp32, accumulation": Run(
+        master_dtype=torch.bfloat16, reduce_dtype=torch.float32, microbatches=3
+    ),
+    "bf16 masters, fp32 compute": Run(
+        master_dtype=torch.bfloat16, param_dtype=torch.float32, reduce_dtype=torch.float32
+    ),
     "fp16": Run(param_dtype=torch.float16, reduce_dtype=torch.float16, steps=3),
+    "fp16 masters": Run(master_dtype=torch.float16, optimizer="SGD"),
     "fp32 compute, bf16 reduced": Run(reduce_dtype=torch.bfloat16),
 }
 

@@ -1,0 +1,218 @@
+"""Chunks of a pipeline: forwards and backwards of microbatches in the orders that pipelines use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+from fullshard import share_comm_ctx
+from fullshard.runtime import state_of
+from tests.helpers.compare import assert_close, assert_equal
+from tests.helpers.training import FULLSHARD, TORCH, gradients, mine
+
+WIDTH = 6
+MICROBATCHES = 4
+
+
+def make_chunks(number: int) -> list[nn.Sequential]:
+    """The parts of a model: two layers that are to be groups, and one that is left to the chunk."""
+    torch.manual_seed(0)
+
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    return [nn.Sequential(layer(), layer(), nn.Linear(WIDTH, WIDTH)) for _ in range(number)]
+
+
+def shard_chunk(chunk: nn.Sequential, api: str, mesh: DeviceMesh | None = None) -> Any:
+    library = importlib.import_module("torch.distributed.fsdp" if api == TORCH else "fullshard")
+    for layer in chunk[:-1]:
+        library.fully_shard(layer, mesh=mesh)
+    return library.fully_shard(chunk, mesh=mesh)
+
+
+def data(num_ranks: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of the whole batch."""
+    generator = torch.Generator().manual_seed(1)
+    rows = 2 * MICROBATCHES * num_ranks
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(
+        rows, WIDTH, generator=generator
+    )
+
+
+def gradients_of_one_process(number: int, num_ranks: int) -> list[dict[str, Tensor]]:
+    """Of the mean loss over all rows, by chunk."""
+    chunks = make_chunks(number)
+    inputs, targets = data(num_ranks)
+    F.mse_loss(nn.Sequential(*chunks)(inputs), targets).backward()
+    return [gradients(chunk) for chunk in chunks]
+
+
+# --- two chunks on one rank, scheduled by hand -------------------------------------------------------
+
+Action = tuple[str, int, int]
+"""Forward or backward, chunk, microbatch."""
+
+ORDERS: dict[str, list[Action]] = {
+    "all forwards, then all backwards": [
+        *(("forward", chunk, m) for chunk in (0, 1) for m in range(MICROBATCHES)),
+        *(("backward", chunk, m) for chunk in (1, 0) for m in range(MICROBATCHES)),
+    ],
+    "all backwards in the other order": [
+        *(("forward", chunk, m) for m in range(MICROBATCHES) for chunk in (0, 1)),
+        *(("backward", chunk, m) for m in reversed(range(MICROBATCHES)) for chunk in (1, 0)),
+    ],
+    "one forward, one backward": [
+        ("forward", 0, 0),
+        ("forward", 0, 1),
+        ("forward", 1, 0),
+        ("backward", 1, 0),
+        ("forward", 1, 1),
+        ("backward", 0, 0),
+        ("forward", 0, 2),
+        ("backward", 1, 1),
+        ("forward", 0, 3),
+        ("backward", 0, 1),
+        ("forward", 1, 2),
+        ("forward", 1, 3),
+        ("backward", 1, 2),
+        ("backward", 0, 2),
+        ("backward", 1, 3),
+        ("backward", 0, 3),
+    ],
+}
+
+SWITCHES: dict[str, tuple[str, ...]] = {
+    "reduced every time": (),
+    "reduced once": ("set_requires_gradient_sync",),
+    "reduced once, waited for once": ("set_requires_gradient_sync", "set_is_last_backward"),
+    "reduced and waited for once, kept": (
+        "set_requires_gradient_sync",
+        "set_is_last_backward",
+        "set_reshard_after_backward",
+    ),
+    "waited for once": ("set_is_last_backward",),
+    "kept": ("set_reshard_after_backward",),
+}
+"""What is switched on for the last microbatch only."""
+
+
+class Pipeline:
+    """The chunks of one rank, and what flows between them."""
+
+    def __init__(self, chunks: list[Any], switches: tuple[str, ...]) -> None:
+        self.chunks, self.switches = chunks, switches
+        inputs, targets = (mine(rows).chunk(MICROBATCHES) for rows in data(dist.get_world_size()))
+        self.inputs: dict[tuple[int, int], Tensor] = {(0, m): x for m, x in enumerate(inputs)}
+        self.targets = targets
+        self.outputs: dict[tuple[int, int], Tensor] = {}
+        self.backwards_left = [MICROBATCHES] * len(chunks)
+
+    def run(self, order: list[Action]) -> None:
+        for kind, chunk, microbatch in order:
+            (self.forward if kind == "forward" else self.backward)(chunk, microbatch)
+
+    def forward(self, chunk: int, m: int) -> None:
+        output = self.chunks[chunk](self.inputs[chunk, m])
+        if chunk + 1 < len(self.chunks):
+            self.inputs[chunk + 1, m] = output.detach().requires_grad_()
+        else:
+            output = F.mse_loss(output, self.targets[m]) / MICROBATCHES
+        self.outputs[chunk, m] = output
+
+    def backward(self, chunk: int, m: int) -> None:
+        self.backwards_left[chunk] -= 1
+        for switch in self.switches:
+            getattr(self.chunks[chunk], switch)(self.backwards_left[chunk] == 0)
+        last = chunk + 1 == len(self.chunks)
+        gradient = None if last else self.inputs[chunk + 1, m].grad
+        torch.autograd.backward(self.outputs.pop((chunk, m)), gradient)
+
+
+def scheduled_by_hand(api: str, order: str, switches: str) -> list[dict[str, Tensor]]:
+    chunks = [shard_chunk(chunk, api) for chunk in make_chunks(2)]
+    if api == FULLSHARD:  # with torch 2.13 one chunk's last backward ends the other's
+        share_comm_ctx(chunks)
+    for _ in range(2):  # the second step has a forecast, and must not see the first one's state
+        for chunk in chunks:
+            chunk.zero_grad()
+        Pipeline(chunks, SWITCHES[switches]).run(ORDERS[order])
+    if api == FULLSHARD:
+        states = {state_of(module) for chunk in chunks for module in chunk.modules()} - {None}
+        assert len(states) == 6 and not any(state.gathered for state in states)
+    return [gradients(chunk) for chunk in chunks]
+
+
+def both_scheduled_by_hand(order: str, switches: str) -> None:
+    ours = scheduled_by_hand(FULLSHARD, order, switches)
+    expected = gradients_of_one_process(2, dist.get_world_size())
+    assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    assert_equal(ours, scheduled_by_hand(TORCH, order, switches))
+
+
+@pytest.mark.parametrize("switches", SWITCHES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_chunks_on_a_rank_give_the_gradients_of_one_process(
+    world, order: str, switches: str
+) -> None:
+    world(2).run(both_scheduled_by_hand, order, switches)
+
+
+# --- torch's own schedules ---------------------------------------------------------------------------
+
+SCHEDULES = {
+    "GPipe": (ScheduleGPipe, 1),
+    "1F1B": (Schedule1F1B, 1),
+    "interleaved 1F1B": (ScheduleInterleaved1F1B, 2),
+}
+"""The schedule, and how many stages of it a rank has."""
+
+
+def scheduled_by_torch(api: str, name: str) -> None:
+    """Two ranks per stage, two places in the pipeline."""
+    schedule_class, stages_per_rank = SCHEDULES[name]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    place, num_stages = mesh["pp"].get_local_rank(), 2 * stages_per_rank
+    mine_of_all = {
+        index: chunk for index, chunk in enumerate(make_chunks(num_stages)) if index % 2 == place
+    }
+    stages = [
+        PipelineStage(
+            shard_chunk(chunk, api, mesh["dp"]),
+            index,
+            num_stages,
+            torch.device("cpu"),
+            group=mesh["pp"].get_group(),
+        )
+        for index, chunk in mine_of_all.items()
+    ]
+    schedule: Any = schedule_class(
+        stages if stages_per_rank > 1 else stages[0], MICROBATCHES, loss_fn=F.mse_loss
+    )
+    inputs, targets = (rows.chunk(2)[mesh["dp"].get_local_rank()] for rows in data(2))
+    expected = gradients_of_one_process(num_stages, 2)
+    for _ in range(2):
+        for stage in stages:
+            stage.submod.zero_grad()
+        schedule.step(*([inputs] if place == 0 else []), target=targets if place == 1 else None)
+        for index, stage in zip(mine_of_all, stages, strict=True):
+            assert_close(gradients(stage.submod), expected[index], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("api", [FULLSHARD, TORCH])
+def test_torch_s_schedules_give_the_gradients_of_one_process(world, name: str, api: str) -> None:
+    world(4).run(scheduled_by_torch, api, name)
