@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from . import torch_border
 from .errors import ConfigurationError, LifecycleError
-from .param_group import FSDPParamGroup
+from .param_group import FSDPParamGroup, ShardedState
 from .policies import MixedPrecisionPolicy
 from .schedule import Call, Schedule, has_left
 from .streams import FSDPCommContext
@@ -51,7 +51,8 @@ class _Labels(NamedTuple):
 
     pre_forward: str
     post_forward: str
-    prefetch: str
+    forward_prefetch: str
+    backward_prefetch: str
     pre_backward: str
     reduce: str
 
@@ -111,7 +112,8 @@ class FSDPState:
         self.labels = _Labels(
             f"FSDP::pre_forward ({name})",
             f"FSDP::post_forward ({name})",
-            f"FSDP::prefetch for {name}",
+            f"FSDP::forward_prefetch for {name}",
+            f"FSDP::backward_prefetch for {name}",
             f"FSDP::pre_backward ({name})",
             f"FSDP::post_backward_reduce ({name})",
         )
@@ -239,7 +241,7 @@ class Runtime:
             return
         if state is self.root and state.depth == 0:
             self._begin_forward()
-        elif self.root.call is None:  # a part of the model is run on its own
+        elif self.root.call is None and state.depth == 0:  # a part of the model is run on its own
             self._begin_gathers((state,))
         state.depth += 1
         if state.call is not None:
@@ -293,7 +295,9 @@ class Runtime:
     def _prefetch(self, states: Sequence[FSDPState]) -> None:
         for state in states:
             if not state.gathered:
-                with torch_border.profiler_range(state.labels.prefetch):
+                labels = state.labels
+                label = labels.backward_prefetch if self._passes else labels.forward_prefetch
+                with torch_border.profiler_range(label):
                     state.unshard()
                     self._prefetched.add(state)
 
@@ -315,9 +319,12 @@ class Runtime:
             return  # recomputed after backward had reached the state
         self._watch_output(state.call, output)
         state.depth -= 1
-        if state.depth == 0 and len(state.modules_run) == len(state.modules):
+        in_forward = torch_border.backward_pass_id() == -1
+        # Outside of the model's forward there is no telling whether a group's other modules follow.
+        alone = in_forward and self.root.call is None
+        if state.depth == 0 and (alone or len(state.modules_run) == len(state.modules)):
             self._finish_call(state)
-            if state is self.root and torch_border.backward_pass_id() == -1:
+            if state is self.root and in_forward:
                 self._end_forward()
 
     def _finish_call(self, state: FSDPState) -> None:
@@ -343,7 +350,8 @@ class Runtime:
         # hides behind it.
         self._release_kept()
         for state in self.states:
-            state.left_gathered = state.gathered and state.auto_reshard
+            kept = state.auto_reshard and not state.reshard_after_forward
+            state.left_gathered = kept and state.gathered
             if not torch.is_grad_enabled():
                 # No backward will put the sharded parameters back, and an optimizer built now must
                 # find them.
@@ -590,11 +598,12 @@ def lazy_init(state: FSDPState) -> Runtime:
             f"{len(state.modules)}. Call fully_shard on the module that contains them, too."
         )
     root_module = state.modules[0]
-    states: dict[FSDPState, str] = {}
+    names: dict[FSDPState, list[str]] = {}
     for name, module in root_module.named_modules():
         found = state_of(module)
         if found is not None:
-            states.setdefault(found, name)
+            names.setdefault(found, []).append(name)
+    states = {found: ", ".join(of_modules) for found, of_modules in names.items()}
     taken = [name for found, name in states.items() if found.runtime is not None]
     if taken:
         raise LifecycleError(
@@ -603,7 +612,8 @@ def lazy_init(state: FSDPState) -> Runtime:
         )
     for found in states:
         for group in found.groups:
-            group.repack()
+            if group.sharded_state is ShardedState.SHARDED:  # not one the user has unsharded before
+                group.repack()
     _check_ready(states)
     if state.auto_reshard:
         state.reshard_after_forward = False  # needed again at once in backward

@@ -291,6 +291,16 @@ def test_outputs_may_be_written_to(world, kind: str) -> None:
     world(2).run(assert_all_agree, train_on_outputs, kind, True)
 
 
+def as_one_process(kind: str) -> None:
+    ours, expected = (train_on_outputs(api, kind, True) for api in (FULLSHARD, ONE_PROCESS))
+    assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["view", "slice"])
+def test_views_may_be_written_to_which_torch_cannot(world, kind: str) -> None:
+    world(2).run(as_one_process, kind)
+
+
 # --- methods beside forward --------------------------------------------------------------------------
 
 
