@@ -40,6 +40,7 @@ _SAME_KIND = {
     _aten.as_strided.default,
     _aten.new_zeros.default,
     _aten._to_copy.default,
+    _aten._pin_memory.default,
 }
 """Operators whose result is gathered as int8 again: cutting, copying and moving. All others compute."""
 
@@ -72,7 +73,8 @@ class Int8Gathered(Tensor):
         result = func(*plain_args, **plain_kwargs)
         if func in _SAME_KIND:
             return torch.utils._pytree.tree_map_only(Tensor, cls, result)
-        return args[0] if func._schema.name.endswith("_") else result
+        is_in_place = func._schema.name.endswith("_") and func._schema.returns
+        return args[0] if is_in_place else result
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any

@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup, Work
 from . import comm
 from .buffers import GatherBuffer
 from .layout import Layout, gathers_in_place
-from .streams import FSDPCommContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +117,15 @@ class Gathering:
         own = output.view(self._world, -1)[self._rank]
         self._work = comm.packed_all_gather(custom, output, own, self._group, async_op=async_op)
 
-    def finish(self, context: FSDPCommContext) -> None:
+    def finish(self) -> None:
         """Wait for the collective, where the host must, and distribute what was staged.
 
-        On the all-gather stream.
+        On the all-gather stream, which has waited for memory that was given back.
         """
         if self._work is not None:
             self._work.wait()
             self._work = None
         if self.buffer.packed:
-            context.wait_for_releases()  # before memory is taken: [Note: memory and streams], rule 1
             self.buffer.allocate_params()
         if self._rows is None:
             self.buffer.copy_out()

@@ -162,7 +162,11 @@ class FSDPParamGroup:
     def _at_rest(self, shard: Tensor, device: torch.device) -> Tensor:
         """A shard that is in no buffer, where shards rest."""
         shard = shard.to(device)
-        return shard.pin_memory() if self._pins and device.type == "cpu" else shard
+        if self._pins and device.type == "cpu":
+            pinned = shard.pin_memory()
+            if type(pinned) is type(shard):  # not every subclass knows how
+                return pinned
+        return shard
 
     def _prepare_dtypes(self) -> None:
         """Derive compute and reduce dtypes from the shards' dtypes, and drop what was built on older ones."""
@@ -178,7 +182,7 @@ class FSDPParamGroup:
         self._self_gathered = [
             SelfGathered(param, self.mesh_info.shard_mesh, policy)
             for param in self.params
-            if gathers_itself(param.local)
+            if param not in self._packed
         ]
         self._message_sizes: list[list[int]] | None = None
         self._reduce = None
@@ -305,7 +309,7 @@ class FSDPParamGroup:
             gathering.start(copy_in, extra, async_op=not context.asynchronous)
             self._in_use = gathering
             if context.asynchronous and not self._finished_late:
-                gathering.finish(context)
+                gathering.finish()
             self._gathered.record()
         self._memory = _Memory.IN_FLIGHT
         self._shard_versions = None
@@ -385,7 +389,8 @@ class FSDPParamGroup:
         context = self.context
         if self._finished_late:
             with torch_border.profiler_range(self._labels.copy_out), context.all_gather:
-                self._in_use.finish(context)
+                context.wait_for_releases()  # memory is taken here, too: rule 1
+                self._in_use.finish()
                 for member in self._self_gathered:
                     member.finish()
                 self._gathered.record()

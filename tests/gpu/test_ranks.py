@@ -84,7 +84,7 @@ def train_on_thread(
     for block in mine[1:]:
         fully_shard(block, mesh=mesh)
     fully_shard(mine, mesh=mesh)
-    result = losses_and_gradients(mine, x.chunk(world)[rank])
+    result = losses_and_gradients(mine, x.chunk(world)[rank].clone().requires_grad_())
     torch.cuda.synchronize()
     return result
 

@@ -295,10 +295,18 @@ def finish_input_at_once(reduction: Reduction) -> None:
 
 
 def wait_not_for_gather(group: FSDPParamGroup) -> None:
-    from fullshard.param_group import _Memory
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "_gathered", HostEvent(), raising=False)
+        original_wait_for_gather(group)
 
-    if group._memory is _Memory.IN_FLIGHT:
-        group._memory = _Memory.PRESENT
+
+original_wait_for_gather = FSDPParamGroup._wait_for_gather
+
+
+class HostEvent:
+    """An event for which no stream waits."""
+
+    record = wait = nothing
 
 
 SABOTAGE = {
