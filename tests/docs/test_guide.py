@@ -23,6 +23,8 @@ from fullshard import comm
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.training import gradients, whole
 
+pytestmark = pytest.mark.slow
+
 GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
 STEPS = 10
 
