@@ -1,0 +1,240 @@
+"""docs/migration.md is true: names, signatures, checkpoints in both directions, pipelines."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+from fullshard import fully_shard
+from tests.helpers.compare import assert_close, assert_equal
+from tests.helpers.models import make_decoder
+from tests.helpers.training import FULLSHARD, TORCH, Run, batch_of, gradients, mine, shard, whole
+
+PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
+ROW = re.compile(r"^\| `(torch\.[\w.]+)` \| `(fullshard\.[\w.]+)` \|$", re.MULTILINE)
+NAMES = ROW.findall(PAGE.read_text())
+
+PUBLIC = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
+"""The names of FSDP2 in torch.distributed.fsdp."""
+
+
+# --- names -------------------------------------------------------------------------------------------
+
+
+def found(path: str) -> Any:
+    module, name = path.rsplit(".", 1)
+    return getattr(importlib.import_module(module), name)
+
+
+def parameters(function: Any) -> list[tuple[str, Any, str]]:
+    """Names, kinds and defaults of a signature; defaults of the two packages compare as text."""
+    return [
+        (parameter.name, parameter.kind, repr(parameter.default))
+        for parameter in inspect.signature(function).parameters.values()
+    ]
+
+
+def methods(cls: type) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in inspect.getmembers(cls, inspect.isfunction)
+        if not name.startswith("_") or name in ("__call__", "allocate")
+    }
+
+
+@pytest.mark.parametrize(("theirs", "ours"), NAMES, ids=[theirs for theirs, _ in NAMES])
+def test_a_name_of_the_table_is_there_with_the_same_signature(theirs: str, ours: str) -> None:
+    our = found(ours)
+    assert our.__name__ == theirs.rsplit(".", 1)[1]
+    if not torch.__version__.startswith("2.13") and "._" in theirs:
+        pytest.skip("private names are those of torch 2.13")
+    their = found(theirs)
+    assert isinstance(their, type) == isinstance(our, type)
+    if isinstance(their, type):
+        for name, method in methods(their).items():
+            assert parameters(getattr(our, name)) == parameters(method), name
+    else:
+        assert parameters(our) == parameters(their)
+
+
+@pytest.mark.parametrize(
+    "name", [theirs for theirs, _ in NAMES if "Policy" in theirs or "Mesh" in theirs]
+)
+def test_values_take_the_same_arguments(name: str) -> None:
+    if not torch.__version__.startswith("2.13") and "._" in name:
+        pytest.skip("private names are those of torch 2.13")
+    ours = dict(NAMES)[name]
+    assert parameters(found(ours)) == parameters(found(name))
+
+
+def test_the_table_has_all_public_names_and_so_has_torch() -> None:
+    in_table = {
+        theirs.removeprefix("torch.distributed.fsdp.")
+        for theirs, _ in NAMES
+        if theirs.startswith("torch.distributed.fsdp.") and "._" not in theirs
+    }
+    assert in_table == set(PUBLIC)
+    assert set(PUBLIC) <= set(torch.distributed.fsdp.__all__)
+    assert set(PUBLIC) <= set(fullshard.__all__)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy()},
+        {"offload_policy": torch.distributed.fsdp.OffloadPolicy()},
+        {"dp_mesh_dims": torch.distributed.fsdp.DataParallelMeshDims(shard="dp")},
+    ],
+    ids=str,
+)
+def test_torch_s_options_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(fullshard.ConfigurationError, match=next(iter(option))):
+        fully_shard(nn.Linear(2, 2), **option)
+
+
+# --- checkpoints -------------------------------------------------------------------------------------
+
+
+def sharded(api: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    model = shard(make_decoder(seed=seed), api, Run())
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    model(mine(batch_of(number))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def everything(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    values = {name: whole(param) for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state[param].items():
+            values[f"{name} {key}"] = whole(value)
+    return values
+
+
+def save(api: str, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train, save, train on; returns everything as it was saved and as it became."""
+    model, optimizer = sharded(api, seed=0)
+    for number in range(2):
+        step(model, optimizer, number)
+    saved = everything(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    step(model, optimizer, 2)
+    return saved, everything(model, optimizer)
+
+
+def load(api: str, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model, optimizer = sharded(api, seed=9)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    loaded = everything(model, optimizer)
+    step(model, optimizer, 2)
+    return loaded, everything(model, optimizer)
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(TORCH, FULLSHARD), (FULLSHARD, TORCH)])
+def test_checkpoints_of_one_are_loaded_by_the_other(
+    world, tmp_path: Path, writer: str, reader: str
+) -> None:
+    saved, trained = world(2).run(save, writer, str(tmp_path))[0]
+    assert any(name.endswith("exp_avg_sq") for name in saved)
+    for loaded, went_on in world(2).run(load, reader, str(tmp_path)):
+        assert_equal(loaded, saved)
+        assert_close(went_on, trained, rtol=1e-5, atol=1e-6)
+
+
+# --- pipelines ---------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.relu(self.up(x)))
+        return y
+
+
+def stages() -> list[nn.Sequential]:
+    torch.manual_seed(0)
+    return [nn.Sequential(Layer(), Layer()) for _ in range(4)]
+
+
+def error(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def pipeline(schedule: str) -> int:
+    """A step of a pipeline of sharded stages, compared with one process; returns how many gradients miss."""
+    from torch.distributed import pipelining
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+    axis, data = mesh["pipeline"], mesh["data"]
+    place, reference = axis.get_local_rank(), stages()
+    own = {index: stages()[index] for index in (place, place + 2)}
+    for stage in own.values():
+        for layer in stage:
+            fully_shard(layer, mesh=data)
+        fully_shard(stage, mesh=data)
+        assert not isinstance(stage, torch.distributed.fsdp.FSDPModule)
+    parts = [
+        pipelining.PipelineStage(stage, index, 4, torch.device("cpu"), group=axis.get_group())
+        for index, stage in own.items()
+    ]
+    generator = torch.Generator().manual_seed(1)
+    x, target = torch.randn(2, 16, 6, generator=generator)
+    error(nn.Sequential(*reference)(x), target).backward()
+    rows = data.get_local_rank()
+    inputs = (x.chunk(2)[rows],) if 0 in own else ()
+    targets = {"target": target.chunk(2)[rows]} if 3 in own else {}
+    kind = getattr(pipelining.schedules, schedule)
+    kind(parts, n_microbatches=4, loss_fn=error).step(*inputs, **targets)
+    missing = 0
+    for index, stage in own.items():
+        actual, expected = gradients(stage), gradients(reference[index])
+        missing += len(expected.keys() - actual.keys())
+        expected = {name: expected[name] for name in actual}
+        assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    dist.barrier()
+    return missing
+
+
+def test_pipelines_train_unless_they_split_backward(world) -> None:
+    assert world(4).run(pipeline, "ScheduleInterleaved1F1B") == [0] * 4
+    split = world(4).run(pipeline, "ScheduleInterleavedZeroBubble")
+    assert all(split), "it works now: docs/migration.md says that it does not"
