@@ -2,8 +2,8 @@
 
 Two ways to gather and to reduce, over the same layout:
 
-    in place   one coalesced call over the segments, no staging: the default
-    packed     one input and one output tensor, staged rank after rank: for comm objects
+    in place   one coalesced call over the segments, no staging: for large pieces
+    packed     one input and one output tensor, staged rank after rank: for small pieces, and for comm objects
 
 `AllGather` and `ReduceScatter` are what a comm object implements, a user's or one of ours:
 

@@ -343,7 +343,6 @@ class FSDPModule:
         for state in _states(self, recurse):
             for group in state.groups:
                 shared = group.mesh_info.shard_process_group
-                shared = group.mesh_info.shard_process_group
                 if shared is None:
                     continue  # nothing is reduce-scattered
                 own = twin_group(shared) if enable else shared

@@ -318,15 +318,15 @@ def _check_options(
 ) -> None:
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise ConfigurationError(
-            f"mp_policy must be a fullshard.MixedPrecisionPolicy, got {type(mp_policy).__name__}."
+            f"mp_policy must be a fullshard.MixedPrecisionPolicy, got {_class_of(mp_policy)}."
         )
     if not isinstance(offload_policy, OffloadPolicy):
         raise ConfigurationError(
-            f"offload_policy must be a fullshard.OffloadPolicy, got {type(offload_policy).__name__}."
+            f"offload_policy must be a fullshard.OffloadPolicy, got {_class_of(offload_policy)}."
         )
     if dp_mesh_dims is not None and not isinstance(dp_mesh_dims, DataParallelMeshDims):
         raise ConfigurationError(
-            f"dp_mesh_dims must be a fullshard.DataParallelMeshDims, got {type(dp_mesh_dims).__name__}."
+            f"dp_mesh_dims must be a fullshard.DataParallelMeshDims, got {_class_of(dp_mesh_dims)}."
         )
     if ignored_params is not None and (
         not isinstance(ignored_params, Iterable)
@@ -335,6 +335,14 @@ def _check_options(
         raise ConfigurationError(
             f"ignored_params must be a set of nn.Parameter, got {type(ignored_params).__name__}."
         )
+
+
+def _class_of(value: object) -> str:
+    """Full name of a value's class: torch has classes of the same names."""
+    cls = type(value)
+    return (
+        cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    )
 
 
 def _keeping_after_forward(choice: object, info: DataParallelMeshInfo) -> _Keeping:

@@ -307,8 +307,8 @@ class Reduction:
                     self._keep_partial(run, reduced)
                     continue
                 self._add_partial(run, reduced)
-                op = rule.op if info.replicate_mesh_size > 1 else ReduceOp.SUM
-                comm.all_reduce(reduced, info.replicate_process_group, op)
+                if info.replicate_mesh_size > 1:
+                    comm.all_reduce(reduced, info.replicate_process_group, rule.op)
             if self._settings.hook is not None:
                 self._run_hook(self._settings.hook, reduced)
             if rule.after != 1:

@@ -125,16 +125,18 @@ def default_mesh(*, dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
     return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=dim_names)
 
 
-def sharding_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallelMeshInfo:
+def sharding_mesh_info(
+    mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None = None
+) -> DataParallelMeshInfo:
     """Give the axes of the mesh given to `fully_shard` their roles.
 
     Raises:
-        ConfigurationError: the mesh has not one or two axes (or, with ``dims``, not those named),
-            lacks axis names, or leaves this rank out.
+        ConfigurationError: the mesh has not one or two axes (or, with ``dp_mesh_dims``, not those
+            named), lacks axis names, or leaves this rank out.
     """
     _check_mesh(mesh)
-    if dims is not None:
-        return _info_of_named_axes(mesh, dims)
+    if dp_mesh_dims is not None:
+        return _info_of_named_axes(mesh, dp_mesh_dims)
     if mesh.ndim not in (1, 2):
         raise ConfigurationError(
             f"fully_shard takes a 1-D mesh (shard) or a 2-D mesh (replicate, shard), got {mesh.ndim} axes: "

@@ -200,7 +200,7 @@ def normalized_shard_dim(name: str, param: nn.Parameter, placement: object) -> i
     if not isinstance(placement, Shard):
         raise ConfigurationError(
             "shard_placement_fn must return None, Shard(dim) or ShardPlacementResult(Shard(dim), mesh_info), "
-            f"got {placement!r} for {name}."
+            f"of fullshard.mesh, got {placement!r} for {name}."
         )
     dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < max(param.ndim, 1):

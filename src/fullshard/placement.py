@@ -81,6 +81,10 @@ class Placer:
         self, param: DTensor, dim: int, info: DataParallelMeshInfo
     ) -> FacePlacement:
         spec = torch_border.spec_of(param)
+        if spec.mesh == info.mesh:
+            raise ConfigurationError(
+                f"is a DTensor on the data-parallel mesh already, {spec.placements}; by torch's fully_shard?"
+            )
         split_factor = _splits(spec.mesh, spec.placements, dim, first_axis=0)
         return FacePlacement(
             shape=tuple(param.shape),

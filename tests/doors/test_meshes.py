@@ -228,8 +228,11 @@ def sharded_experts(api: str, kind: str) -> Any:
 
     def place(param: nn.Parameter) -> Any:
         is_expert = any(param is p for m in (model[0], model[2]) for p in m.experts.parameters())
-        dim = Shard(1) if param.ndim == 2 and param.shape[1] % 4 == 0 else None
-        return homes.ShardPlacementResult(dim, infos[kind if is_expert else "all"])
+        if kind == "both pairs":  # the same ranks share shards, but not all of them gradients
+            return homes.ShardPlacementResult(
+                None, infos["pairs" if is_expert else "replicated pairs"]
+            )
+        return homes.ShardPlacementResult(None, infos[kind if is_expert else "all"])
 
     for module in (model[0], model[2], model):
         library.fully_shard(module, mesh=everybody, shard_placement_fn=place)
@@ -246,14 +249,14 @@ def experts_step(api: str, kind: str) -> dict[str, Tensor]:
         model(mine(x)).square().sum().backward()
         optimizer.step()
     assert isinstance(model[0].experts.weight, DTensor)
-    assert model[0].experts.weight.device_mesh.size() == (2 if kind == "pairs" else 4)
+    assert model[0].experts.weight.device_mesh.size() == (4 if kind == "replicated pairs" else 2)
     return {
         **gradients(model),
         **{f"{name} itself": whole(param) for name, param in model.named_parameters()},
     }
 
 
-@pytest.mark.parametrize("kind", ["pairs", "replicated pairs"])
+@pytest.mark.parametrize("kind", ["pairs", "replicated pairs", "both pairs"])
 def test_parameters_of_one_module_on_several_meshes(world, kind: str) -> None:
     ours, theirs = (world(4).run(experts_step, api, kind) for api in (FULLSHARD, TORCH))
     for mine_, theirs_ in zip(ours, theirs, strict=True):
@@ -340,8 +343,13 @@ def test_a_model_may_have_replicated_and_sharded_modules(world) -> None:
 def gathers_of_replicas() -> int:
     with pytest.MonkeyPatch.context() as monkeypatch:
         sizes = recorded_gathers(monkeypatch)
-        model = replicate(make_decoder())
-        model(mine(batch_of(0))).backward()
+        model = make_decoder()
+        for module in (*model.blocks, model):
+            replicate(module)
+        loss = model(mine(batch_of(0)))
+        assert replicate.state(model.blocks[0]).gathered  # type: ignore[attr-defined]
+        loss.backward()
+        assert not replicate.state(model.blocks[0]).gathered  # type: ignore[attr-defined]
     return len(sizes)
 
 

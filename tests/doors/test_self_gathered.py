@@ -68,6 +68,13 @@ class SizesDiffer(Lossless):
         return (self.data_, torch.ones(1 + mesh.get_local_rank())), None
 
 
+class NumbersDiffer(Lossless):
+    """Sends another tensor on all ranks but the first."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, *told: Any) -> tuple[tuple[Tensor, ...], Any]:
+        return (self.data_,) + (torch.ones(1),) * (mesh.get_local_rank() > 0), None
+
+
 def wrap(model: Any, kind: type[Int8Gathered]) -> Any:
     """Let the weights of linear layers, and no others, gather themselves."""
     for module in model.modules():
@@ -233,8 +240,8 @@ def test_memory_is_given_back_and_state_dicts_load(world) -> None:
 # --- mistakes ----------------------------------------------------------------------------------------
 
 
-def ranks_send_different_sizes() -> None:
-    model = wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), SizesDiffer)
+def ranks_send_different_sizes(kind: type[Int8Gathered]) -> None:
+    model = wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), kind)
     fully_shard(model)
     model(torch.ones(1, 4))
 
@@ -244,11 +251,16 @@ def kept_in_parts() -> None:
     fully_shard(model, reshard_after_forward=2)
 
 
-def test_ranks_that_send_different_sizes_are_refused_on_all_of_them(world) -> None:
-    outcomes = world(3).outcomes(ranks_send_different_sizes)
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [(SizesDiffer, ["[32, 4]", "[32, 8]"]), (NumbersDiffer, ["[32]", "[32, 4]"])]
+)
+def test_ranks_that_send_different_sizes_are_refused_on_all_of_them(
+    world, kind: type[Int8Gathered], sizes: list[str]
+) -> None:
+    outcomes = world(3).outcomes(ranks_send_different_sizes, kind)
     assert {type(outcome) for outcome in outcomes} == {ConfigurationError}
     assert len({str(outcome) for outcome in outcomes}) == 1
-    for part in ("0.weight", "1.weight", "[32, 4]", "[32, 8]", "same size"):
+    for part in ("0.weight", "1.weight", *sizes, "same size"):
         assert part in str(outcomes[0]), outcomes[0]
 
 
