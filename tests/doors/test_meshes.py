@@ -517,7 +517,7 @@ def on_one_mesh(
     data_axes = [
         name for role in dims.values() for name in ([role] if isinstance(role, str) else role)
     ]
-    model = layers()
+    model = layers()[1:]  # few operators: DTensor takes long to plan each of them for three axes
     for layer in model:
         for name, param in list(layer.named_parameters()):
             cut = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}.get(name)
@@ -529,10 +529,10 @@ def on_one_mesh(
                 nn.Parameter(distribute_tensor(param.detach(), axes, placements)),
             )
     named = library.DataParallelMeshDims(**dims)
-    for module in (model[0], model[1], model):
+    for module in (model[0], model):
         getattr(doors, door)(module, mesh=axes, dp_mesh_dims=named)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(2):
         optimizer.zero_grad()
         x = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(step))
         rows = distribute_tensor(

@@ -1,8 +1,9 @@
 """Entering and leaving a process group in the process of the tests, without a trace for the next one."""
 
+import functools
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -32,10 +33,30 @@ def forget_meshes() -> None:
     """Clear the caches that DTensor keeps for this thread.
 
     It remembers the outcome of every operation by mesh, and meshes of two tests compare equal: the
-    second test would get results on the first one's mesh, whose groups are gone.
+    second test would get results on the first one's mesh, whose groups are gone. And a mesh that
+    is remembered keeps the threads of its groups.
     """
     tensor = sys.modules.get("torch.distributed.tensor")
-    if tensor is not None:
-        # What torch.distributed.tensor.debug does, which takes a second to import.
-        tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-        torch._C._clear_DTensor_sharding_propagator_cache()
+    if tensor is None:
+        return
+    # What torch.distributed.tensor.debug does, which takes a second to import.
+    tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    if hasattr(tensor._redistribute, "clear_redistribute_planner_cache"):  # not in torch 2.11
+        tensor._redistribute.clear_redistribute_planner_cache()
+    for clear in _cache_clears():
+        clear()
+
+
+@functools.cache
+def _cache_clears() -> list[Callable[[], None]]:
+    """Of all functions and methods of DTensor's that remember by means of functools."""
+    modules = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("torch.distributed.tensor._")
+    ]
+    owners = [*modules, *(c for m in modules for c in vars(m).values() if isinstance(c, type))]
+    members = [getattr(owner, name, None) for owner in owners for name in vars(owner)]
+    found = {id(m): m for m in members if hasattr(m, "cache_info") and not isinstance(m, type)}
+    return [member.cache_clear for member in found.values()]
