@@ -22,7 +22,7 @@ FOLDER = Path(fullshard.__file__).parent
 LAYERS = [
     ["errors", "policies"],
     ["torch_border"],
-    ["mesh", "layout", "tree", "schedule"],
+    ["mesh", "layout", "tree", "schedule", "wrap"],
     ["streams", "buffers", "placement", "param"],
     ["comm", "gathering", "self_gathered", "gradients"],
     ["param_group", "runtime"],

@@ -219,6 +219,11 @@ def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's children under all their names; None where there is none yet, or no longer."""
+    return module._modules
+
+
 def post_accumulate_grad_hooks(param: Tensor) -> Sequence[Callable[[Tensor], None]]:
     """What the user registered to run once a parameter's gradient is complete."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None)
