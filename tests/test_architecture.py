@@ -21,7 +21,7 @@ FOLDER = Path(fullshard.__file__).parent
 
 LAYERS = [
     ["errors", "policies"],
-    ["torch_border"],
+    ["torch_border", "wrapper_options"],
     ["mesh", "layout", "tree", "schedule"],
     ["streams", "buffers", "placement", "param"],
     ["comm", "gathering", "self_gathered", "gradients"],

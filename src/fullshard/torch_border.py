@@ -26,9 +26,13 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.modules.batchnorm import _BatchNorm
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+BatchNorm: type[nn.Module] = _BatchNorm
+"""What all batch norms derive from, synchronised ones too."""
 
 # torch 2.13 renamed the coalesced collectives of ProcessGroup; 2.11 has only the older names.
 _RENAMED = hasattr(ProcessGroup, "all_gather_single_coalesced")
