@@ -26,7 +26,7 @@ LAYERS = [
     ["streams", "buffers", "placement", "param"],
     ["comm", "gathering", "self_gathered", "gradients"],
     ["param_group", "runtime"],
-    ["fsdp_module", "functional"],
+    ["fsdp_module", "functional", "sharded_grad_scaler"],
     ["__init__"],  # `from fullshard import ...`: what users see, and the programs below are users
     ["train", "cli", "__main__"],
 ]
