@@ -21,12 +21,12 @@ FOLDER = Path(fullshard.__file__).parent
 
 LAYERS = [
     ["errors", "policies"],
-    ["torch_border"],
+    ["torch_border", "wrapper_options"],
     ["mesh", "layout", "tree", "schedule", "wrap"],
     ["streams", "buffers", "placement", "param"],
     ["comm", "gathering", "self_gathered", "gradients"],
     ["param_group", "runtime"],
-    ["fsdp_module", "functional"],
+    ["fsdp_module", "functional", "sharded_grad_scaler"],
     ["__init__"],  # `from fullshard import ...`: what users see, and the programs below are users
     ["train", "cli", "__main__"],
 ]

@@ -32,7 +32,7 @@ class MixedPrecisionPolicy:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.endswith("_dtype") and value is not None:
-                _check_floating_dtype(field.name, value)
+                check_floating_dtype(field.name, value)
         if not isinstance(self.cast_forward_inputs, bool):
             raise ConfigurationError(
                 f"cast_forward_inputs must be True or False, got {self.cast_forward_inputs!r}."
@@ -82,7 +82,8 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _check_floating_dtype(name: str, value: object) -> None:
+def check_floating_dtype(name: str, value: object) -> None:
+    """Refuse a value of option ``name`` that is not a floating-point dtype."""
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
         raise ConfigurationError(
             f"{name} must be a floating-point torch.dtype or None, got {value!r}. "

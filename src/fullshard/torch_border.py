@@ -26,9 +26,13 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.modules.batchnorm import _BatchNorm
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+BatchNorm: type[nn.Module] = _BatchNorm
+"""What all batch norms derive from, synchronised ones too."""
 
 # torch 2.13 renamed the coalesced collectives of ProcessGroup; 2.11 has only the older names.
 _RENAMED = hasattr(ProcessGroup, "all_gather_single_coalesced")
@@ -249,6 +253,40 @@ def opaque_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor that this one is a view of, or None."""
     return tensor._base if tensor._is_view() else None
+
+
+class OpenGradScaler(torch.amp.GradScaler):
+    """torch's loss scaler; a derived class says what happens to the gradients."""
+
+    def unscale_gradients(
+        self, optimizer: torch.optim.Optimizer, factor: Tensor, found_inf: Tensor
+    ) -> None:
+        """Multiply an optimizer's gradients by ``factor``, and make ``found_inf`` 1 if one is not finite.
+
+        For `unscale_`, and with a factor of 1 for optimizers that unscale in their own step.
+        """
+        raise NotImplementedError
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        self.unscale_gradients(optimizer, inv_scale, found_inf)
+        return {found_inf.device: found_inf}
+
+
+def unscale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:
+    """Multiply tensors of one device and dtype by ``factor``; make ``found_inf`` 1 if one was not finite."""
+    with torch.no_grad():
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """The values of a sparse tensor themselves; several may be of the same element."""
+    return tensor._values()
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
