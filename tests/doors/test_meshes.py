@@ -517,7 +517,7 @@ def on_one_mesh(
     data_axes = [
         name for role in dims.values() for name in ([role] if isinstance(role, str) else role)
     ]
-    model = layers()[1:]  # few operators: DTensor takes long to plan each of them for three axes
+    model: Any = layers()[1:]  # few operators: DTensor takes long to plan each of them for three axes
     for layer in model:
         for name, param in list(layer.named_parameters()):
             cut = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}.get(name)
