@@ -17,7 +17,14 @@ from fullshard import ConfigurationError
 from fullshard.runtime import state_of
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.fake import fake_world
-from tests.helpers.training import FULLSHARD, ONE_PROCESS, TORCH, gradients, mine
+from tests.helpers.training import (
+    FULLSHARD,
+    ONE_PROCESS,
+    TORCH,
+    gradients,
+    mine,
+    needs_torch_2_13,
+)
 
 WIDTH = 6
 
@@ -120,6 +127,7 @@ def num_gathers(comm: CommDebugMode) -> int:
     return sum(count for op, count in comm.get_comm_counts().items() if "gather" in str(op))
 
 
+@needs_torch_2_13
 @pytest.mark.parametrize("plan", ["ab", "ba", "a", "acb"])
 def test_a_group_is_gathered_once_for_all_its_modules(world, plan: str) -> None:
     ours = world(2).run(gathers, FULLSHARD, plan)

@@ -32,6 +32,7 @@ from tests.helpers.training import (
     batch_of,
     gradients,
     mine,
+    needs_torch_2_13,
     shard,
     train,
     whole,
@@ -256,6 +257,7 @@ def experts_step(api: str, kind: str) -> dict[str, Tensor]:
     }
 
 
+@needs_torch_2_13
 @pytest.mark.parametrize("kind", ["pairs", "replicated pairs", "both pairs"])
 def test_parameters_of_one_module_on_several_meshes(world, kind: str) -> None:
     ours, theirs = (world(4).run(experts_step, api, kind) for api in (FULLSHARD, TORCH))
@@ -517,7 +519,8 @@ def on_one_mesh(
     data_axes = [
         name for role in dims.values() for name in ([role] if isinstance(role, str) else role)
     ]
-    model: Any = layers()[1:]  # few operators: DTensor takes long to plan each of them for three axes
+    # Few operators: DTensor takes long to plan each of them for three axes.
+    model: Any = layers()[1:]
     for layer in model:
         for name, param in list(layer.named_parameters()):
             cut = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}.get(name)
@@ -562,6 +565,7 @@ ONE_MESH: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any], str]
 }
 
 
+@needs_torch_2_13
 @pytest.mark.parametrize("case", ONE_MESH.values(), ids=ONE_MESH)
 def test_parameters_on_one_mesh_for_everything(world, case: Any) -> None:
     ours, theirs = (world(4).run(on_one_mesh, api, *case) for api in (FULLSHARD, TORCH))

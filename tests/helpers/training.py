@@ -9,6 +9,7 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +19,10 @@ from torch.distributed.tensor import DTensor
 from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
 
 ONE_PROCESS, TORCH, FULLSHARD = "one process", "torch", "fullshard"
+
+needs_torch_2_13 = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="compares with what torch's FSDP2 can since 2.13"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
