@@ -24,7 +24,7 @@ LAYERS = [
     ["torch_border", "wrapper_options"],
     ["mesh", "layout", "tree", "schedule", "wrap"],
     ["streams", "buffers", "placement", "param"],
-    ["comm", "gathering", "self_gathered", "gradients"],
+    ["comm", "gathering", "kept_part", "self_gathered", "gradients"],
     ["param_group", "runtime"],
     ["fsdp_module", "functional", "sharded_grad_scaler"],
     ["__init__"],  # `from fullshard import ...`: what users see, and the programs below are users

@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from . import comm, gradients, torch_border
 from .buffers import ReduceBuffer, ShardBuffer, UploadBuffer, own_part
 from .errors import ConfigurationError
 from .gathering import Gathering, Messages
+from .kept_part import KeptPart
 from .layout import Layout, per_row_layout
 from .mesh import DataParallelMeshInfo, block_group
 from .param import FaceSwitch, FSDPParam
@@ -55,19 +54,6 @@ class _Labels(NamedTuple):
 
     gather: str
     copy_out: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What a rank keeps of the gathered parameters from forward to backward, to gather over fewer ranks.
-
-    The memory is taken from the compute stream, which fills it, and given back to it.
-    """
-
-    gathering: Gathering
-    buffer: ShardBuffer
-    sources: list[Tensor]
-    """Views of the whole parameters, parallel to the buffer's `locals`."""
 
 
 class FSDPParamGroup:
@@ -111,10 +97,11 @@ class FSDPParamGroup:
             process_group=mesh_info.shard_process_group, pinned=self._pins
         )
         self.sharded_state = ShardedState.SHARDED
-        self._part_ranks: ProcessGroup | None = None
+        self._part: KeptPart | None = None
         if part_size is not None:
             assert mesh_info.shard_process_group is not None, "there is nothing to divide otherwise"
-            self._part_ranks = block_group(mesh_info.shard_process_group, part_size)
+            block = block_group(mesh_info.shard_process_group, part_size)
+            self._part = KeptPart(block, self._layout_over(part_size, self._plain))
 
         self._context: FSDPCommContext | None = None
         self._memory = _Memory.ABSENT
@@ -123,9 +110,6 @@ class FSDPParamGroup:
         """None until the unsharded faces have been made of the present gather buffer."""
         self._in_use: Gathering | None = None
         """How the parameters that are in memory, or on their way, are gathered."""
-        self._part: _Part | None = None
-        self._has_part = False
-        """Whether `_part` holds the values that backward needs."""
         self._shard_versions: int | None = None
         self.unwatched: list[FSDPParam] = []
         """Trainable parameters of whose gradients nobody is told yet."""
@@ -192,8 +176,9 @@ class FSDPParamGroup:
     def _drop_gatherings(self) -> None:
         """Build anew what depends on how parameters are gathered."""
         self._gathering = None
-        self._part = None
         self._faces = None
+        if self._part is not None:
+            self._part.forget_memory()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -301,9 +286,8 @@ class FSDPParamGroup:
         context = self.context
         with torch_border.profiler_range(self._labels.gather), context.all_gather:
             context.wait_for_releases()  # before the allocation: [Note: memory and streams], rule 1
-            if self._has_part:
-                assert self._part is not None, "a part that is held has a buffer"
-                gathering, copy_in, extra = self._part.gathering, self._copy_in_part, Messages()
+            if self._part is not None and self._part.held:
+                gathering, copy_in, extra = self._part.gathering, self._part.copy_in, Messages()
             else:
                 gathering, copy_in, extra = self._own_gathering(), self._copy_in, self._messages()
             gathering.start(copy_in, extra, async_op=not context.asynchronous)
@@ -338,10 +322,6 @@ class FSDPParamGroup:
             self._upload = UploadBuffer(self._plain_layout, rank, dtypes, self.device)
         torch._foreach_copy_(own_pieces, self._upload.upload(self._shards))
         self._upload.release()
-
-    def _copy_in_part(self, own_pieces: list[Tensor]) -> None:
-        assert self._part is not None, "called for a part that is held"
-        torch._foreach_copy_(own_pieces, self._part.buffer.pieces)
 
     def _messages(self) -> Messages:
         """What the parameters that gather themselves send, on the current (all-gather) stream."""
@@ -395,8 +375,8 @@ class FSDPParamGroup:
                     member.finish()
                 self._gathered.record()
         self._gathered.wait()
-        self._drop_part()  # has been read
         self._memory = _Memory.PRESENT
+        self.drop_part()  # has been read
 
     def wait(self) -> None:
         """Wait for the gather and put the unsharded parameters on their modules.
@@ -450,61 +430,29 @@ class FSDPParamGroup:
         objects and see the data again after the next gather.
         """
         self._give_memory_back()
-        self._drop_part()
+        self.drop_part()
 
     def reshard_after_forward(self) -> None:
         """The same, but with a part kept for backward to gather from, if the group was told to."""
-        if (
-            self._part_ranks is None
-            or self._memory is _Memory.ABSENT
-            or not torch.is_grad_enabled()
-        ):
+        if self._part is None or self._memory is _Memory.ABSENT or not torch.is_grad_enabled():
             self.reshard()
             return
         self._wait_for_gather()
-        if self._part is None:
-            self._part = self._make_part(self._part_ranks)
-        self._part.buffer.allocate()
-        torch._foreach_copy_(self._part.buffer.locals, self._part.sources)
-        # The event that lets others take the memory also ends this copy, and every gather waits for it.
+        self._part.keep(
+            self._own_gathering(), self._compute_dtypes, self.custom_all_gather, self.context
+        )
         self._give_memory_back()
-        self._has_part = True
-
-    def _make_part(self, ranks: ProcessGroup) -> _Part:
-        assert self._gathering is not None, "parts are made of gathered memory"
-        layout, rank = self._layout_over(ranks.size(), self._plain), ranks.rank()
-        dtypes, custom = self._compute_dtypes, self.custom_all_gather
-        with torch.inference_mode(False):
-            with self.context.all_gather:
-                gathering = Gathering(
-                    layout,
-                    rank,
-                    ranks,
-                    dtypes,
-                    self.device,
-                    custom.moved_to(ranks) if custom is not None else None,
-                    into=self._gathering,
-                )
-            wholes = self._gathering.buffer.params
-            sources = [own_part(layout, index, rank, whole) for index, whole in enumerate(wholes)]
-            return _Part(gathering, ShardBuffer(layout, rank, dtypes, self.device), sources)
 
     def keep_no_part(self) -> None:
         """After forward, keep the whole parameters or nothing from now on."""
+        self._wait_for_gather()  # it may be reading the part
         self.drop_part()
-        self._part_ranks = None
+        self._part = None
 
     def drop_part(self) -> None:
         """Forget what was kept for backward to gather from, unless it is being gathered."""
-        if self._memory is not _Memory.IN_FLIGHT:
-            self._drop_part()
-
-    def _drop_part(self) -> None:
-        """Give the memory of the part back to the compute stream, which is ordered after its last read."""
-        if self._has_part:
-            assert self._part is not None, "a part that is held has a buffer"
-            self._part.buffer.release()
-            self._has_part = False
+        if self._part is not None and self._memory is not _Memory.IN_FLIGHT:
+            self._part.drop()
 
     def _give_memory_back(self) -> None:
         self.hide()

@@ -75,12 +75,11 @@ def methods(cls: type) -> dict[str, Any]:
     }
 
 
+@needs_torch_2_13
 @pytest.mark.parametrize(("theirs", "ours"), NAMES, ids=[theirs for theirs, _ in NAMES])
 def test_a_name_of_the_table_is_there_with_the_same_signature(theirs: str, ours: str) -> None:
     our = found(ours)
     assert our.__name__ == theirs.rsplit(".", 1)[1]
-    if not torch.__version__.startswith("2.13") and "._" in theirs:
-        pytest.skip("private names are those of torch 2.13")
     their = found(theirs)
     assert isinstance(their, type) == isinstance(our, type)
     if isinstance(their, type):
@@ -90,12 +89,11 @@ def test_a_name_of_the_table_is_there_with_the_same_signature(theirs: str, ours:
         assert parameters(our) == parameters(their)
 
 
+@needs_torch_2_13
 @pytest.mark.parametrize(
     "name", [theirs for theirs, _ in NAMES if "Policy" in theirs or "Mesh" in theirs]
 )
 def test_values_take_the_same_arguments(name: str) -> None:
-    if not torch.__version__.startswith("2.13") and "._" in name:
-        pytest.skip("private names are those of torch 2.13")
     ours = dict(NAMES)[name]
     assert parameters(found(ours)) == parameters(found(name))
 

@@ -138,7 +138,7 @@ def test_parts_are_never_stale(world) -> None:
 
 def parts_held(model: nn.Module) -> int:
     states = fully_shard.state(model).runtime.states
-    return sum(group._has_part for state in states for group in state.groups)
+    return sum(group._part.held for state in states for group in state.groups if group._part)
 
 
 class FirstOfThree(nn.Module):

@@ -437,11 +437,11 @@ def train_in_fp16(
     master: torch.dtype, overflow_at: int | None = None, fused: bool = False
 ) -> Outcome:
     """Three steps of a sharded decoder; at one of them the last rank's gradients overflow."""
-    model = make_decoder().to(master)
+    model, mesh = make_decoder().to(master), init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.float16)
     for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     scaler = ShardedGradScaler("cpu", init_scale=1024.0)
     kind = torch.optim.Adam if fused else torch.optim.SGD
     optimizer: Any = kind(model.parameters(), lr=0.1, fused=fused)
