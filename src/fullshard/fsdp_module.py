@@ -60,9 +60,9 @@ class FSDPModule:
         """
         if not hasattr(cls, "_original_class"):
             raise LifecycleError(f"{cls.__name__} is not made, but given to a module by its door.")
-        made = cls._original_class.__new__(cls._original_class)
+        made = cls._original_class.__new__(cls._original_class, *args, **kwargs)
         if cls._initialises:
-            cls._original_class.__init__(made, *args, **kwargs)
+            cls._original_class.__init__(made, *args, **kwargs)  # Python does it for a cls only
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
