@@ -307,16 +307,15 @@ def replicated_training(api: str, policy: dict[str, torch.dtype], microbatches: 
     return gradients(model), {name: whole(param) for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(
     "policy",
     [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}],
     ids=["fp32", "bf16"],
 )
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_replicas_train_like_torch_s(world, ranks: int, policy: Any, microbatches: int) -> None:
+def test_replicas_train_like_torch_s(world, ranks: int, policy: Any) -> None:
     ours, theirs = (
-        world(ranks).run(replicated_training, api, policy, microbatches)
+        world(ranks).run(replicated_training, api, policy, microbatches=2)
         for api in (FULLSHARD, TORCH)
     )
     assert_equal(ours[0], ours[-1])
@@ -551,7 +550,6 @@ def on_one_mesh(
 ONE_MESH: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any], str]] = {
     "shard, tp": ((2, 2), ("dp", "tp"), {"shard": "dp"}, "fully_shard"),
     "hsdp": ((2, 2), ("a", "b"), {"replicate": "a", "shard": "b"}, "fully_shard"),
-    "hsdp, tp": ((2, 1, 2), ("a", "b", "tp"), {"replicate": "a", "shard": "b"}, "fully_shard"),
     "two shard axes": ((2, 2), ("a", "b"), {"shard": ("a", "b")}, "fully_shard"),
     "two shard axes, tp": ((2, 1, 2), ("a", "b", "tp"), {"shard": ("a", "b")}, "fully_shard"),
     "hsdp with two shard axes": (
