@@ -31,6 +31,8 @@ from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
 from tests.helpers.training import FULLSHARD, TORCH
 
 NUM_CONFIGURATIONS = 20
+KEPT_SEEDS = (35,)
+"""Found by longer searches: 35 aborted a rank twice (malloc: unaligned tcache chunk), in some 600 runs."""
 NUM_STEPS = 3
 ROWS = 2
 """Sequences per rank and microbatch."""
@@ -119,7 +121,7 @@ def _mesh_options(draw: Random, mesh: tuple[int, ...]) -> dict[str, Any]:
     return {"kind": kind, "reshard_after_forward": reshard}
 
 
-@pytest.mark.parametrize("seed", range(NUM_CONFIGURATIONS))
+@pytest.mark.parametrize("seed", [*range(NUM_CONFIGURATIONS), *KEPT_SEEDS])
 def test_a_random_configuration_trains_as_with_torch(world, seed: int) -> None:
     configuration = draw_configuration(seed)
     num_ranks = torch.Size(configuration.mesh).numel()
