@@ -124,7 +124,7 @@ def fully_shard(
     info = sharding_mesh_info(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
     keeping = _keeping_after_forward(reshard_after_forward, info)
     found = _params_to_shard(modules, ignored_params or (), shard_placement_fn, info)
-    _check_parts(found, keeping.part_size)
+    _check_parts(found, info, keeping.part_size)
     _apply(modules, found, info, mp_policy, offload_policy, keeping, FSDPModule)
     return module
 
@@ -365,17 +365,14 @@ def _keeping_after_forward(choice: object, info: DataParallelMeshInfo) -> _Keepi
     return _Keeping(reshard=True, part_size=choice)
 
 
-def _check_parts(found: Sequence[_Found], part_size: int | None) -> None:
+def _check_parts(
+    found: Sequence[_Found], info: DataParallelMeshInfo, part_size: int | None
+) -> None:
     """Check that parameters can be kept after forward over so many ranks."""
     if part_size is None:
         return
-    wrong = sorted(
-        {
-            e.mesh_info.shard_mesh_size
-            for e in found
-            if part_size < 1 or e.mesh_info.shard_mesh_size % part_size
-        }
-    )
+    sizes = {info.shard_mesh_size, *(each.mesh_info.shard_mesh_size for each in found)}
+    wrong = sorted(size for size in sizes if part_size < 1 or size % part_size)
     if wrong:
         raise ConfigurationError(
             "reshard_after_forward as an int must divide the shard size, "

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import comm, torch_border
-from .buffers import Buffer, release_storages, take_storages
+from .buffers import Buffer, release_storages, strides, take_storages
 from .errors import ConfigurationError
 from .gathering import Messages
 from .param import FSDPParam
@@ -45,8 +45,13 @@ class SelfGathered:
 
     def __init__(self, param: FSDPParam, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
         self.param = param
-        self._mesh = mesh
         self._policy = policy
+        self._told: tuple[Any, ...] = (mesh,)
+        """What the shard is told before a gather."""
+        if len(inspect.signature(getattr(param.local, _BEFORE)).parameters) != 1:
+            # 1: as early versions of the protocol had it
+            shape = torch.Size(param.shape)
+            self._told += (shape, strides(shape), param.owners[0].module, policy)
         self._metadata: Any = None
         self.inputs: list[Tensor] = []
         """What this rank sends; empty between gathers."""
@@ -63,12 +68,7 @@ class SelfGathered:
         if shard.device != device:
             shard = shard.to(device, non_blocking=True)
         before: Any = getattr(shard, _BEFORE)
-        options: tuple[Any, ...] = (self._mesh,)
-        if len(inspect.signature(before).parameters) != 1:  # 1: as early versions had it
-            shape = torch.Size(self.param.shape)
-            stride = torch.empty(shape, device="meta").stride()
-            options += (shape, stride, self.param.owners[0].module, self._policy)
-        inputs, self._metadata = before(*options)
+        inputs, self._metadata = before(*self._told)
         self.inputs = list(inputs)
 
     def pad(self, sizes: Sequence[int]) -> bool:
