@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .layout import Division, Layout, place
+from .layout import Division, Layout, contiguous_strides, place
 
 
 class Buffer:
@@ -55,11 +55,18 @@ class Buffer:
         """Give the memory back to the pool of the stream that allocated it."""
         self._storage.resize_(0)
 
-    def view(self, dtype: torch.dtype, start: int, shape: Sequence[int]) -> Tensor:
-        """A contiguous tensor at byte ``start``; an alias of the storage without autograd history."""
+    def view(
+        self,
+        dtype: torch.dtype,
+        start: int,
+        shape: Sequence[int],
+        strides: Sequence[int] | None = None,
+    ) -> Tensor:
+        """A tensor at byte ``start``, contiguous by default: an alias of the storage without autograd history."""
         assert self._storage.nbytes() == self.nbytes, "set_ on absent memory would allocate it"
         tensor = torch.empty(0, dtype=dtype, device=self._storage.device)
-        return tensor.set_(self._storage, start // dtype.itemsize, tuple(shape), strides(shape))
+        strides = contiguous_strides(shape) if strides is None else tuple(strides)
+        return tensor.set_(self._storage, start // dtype.itemsize, tuple(shape), strides)
 
 
 def take_storages(tensors: Iterable[Tensor]) -> None:
@@ -77,21 +84,23 @@ def release_storages(tensors: Iterable[Tensor]) -> None:
         tensor.untyped_storage().resize_(0)
 
 
-def strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    result, step = [], 1
-    for size in reversed(shape):
-        result.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(result))
-
-
 def own_part(layout: Layout, param: int, rank: int, whole: Tensor) -> Tensor:
     """What ``rank`` holds of a whole parameter, as a view of it."""
     slot, piece = layout.slots[param], layout.piece(param, rank)
     if slot.division is Division.REPLICATED:
         return whole
+    if slot.division is Division.FLAT:
+        return in_memory_order(whole, slot.strides).narrow(0, piece.start, piece.numel)
     return whole.narrow(slot.dim, piece.start, piece.shape[slot.dim])
+
+
+def in_memory_order(whole: Tensor, strides: Sequence[int]) -> Tensor:
+    """A tensor's elements in the order in which they would lie in memory with ``strides``, flat.
+
+    A view if they do lie so.
+    """
+    by_stride = sorted(range(whole.ndim), key=lambda dim: (-strides[dim], dim))
+    return whole.permute(by_stride).reshape(-1)
 
 
 def rank_chunks(layout: Layout, param: int, whole: Tensor) -> list[Tensor]:
@@ -207,7 +216,10 @@ class GatherBuffer:
         self._starts: tuple[int, ...] = homes.starts if into is None else into._starts
         self.params = [
             self._homes.view(
-                dtype, self._starts[slot.segment] + slot.start * dtype.itemsize, slot.shape
+                dtype,
+                self._starts[slot.segment] + slot.start * dtype.itemsize,
+                slot.shape,
+                slot.strides,
             )
             for slot, dtype in zip(layout.slots, dtypes, strict=True)
         ]
@@ -355,9 +367,10 @@ class GatherBuffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalGradient:
-    """Where a parameter's reduced gradient lies in the output of its run."""
+    """Where a parameter's reduced gradient, or that of a whole segment, lies in the output of its run."""
 
     param: int
+    """Of a segment, the first."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     start: int
@@ -366,10 +379,10 @@ class LocalGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceRun:
-    """Segments reduced by one call: the same dtype on the wire and the same dtype at rest."""
+    """Segments reduced by one call: the same dtype on the wire and the same dtype of the result."""
 
     reduce_dtype: torch.dtype
-    shard_dtype: torch.dtype
+    gradient_dtype: torch.dtype
     numel: int
     """Elements of the run's output."""
     inputs: tuple[Tensor, ...]
@@ -379,6 +392,10 @@ class ReduceRun:
     gradients: tuple[LocalGradient, ...]
     unfilled: tuple[Tensor, ...]
     """Parts of the inputs that belong to parameters without a gradient: zero, since a segment travels whole."""
+
+
+def _local_gradient(param: int, shape: tuple[int, ...], start: int) -> LocalGradient:
+    return LocalGradient(param=param, shape=shape, strides=contiguous_strides(shape), start=start)
 
 
 class ReduceBuffer:
@@ -394,8 +411,10 @@ class ReduceBuffer:
         rank: int,
         params: Sequence[int],
         reduce_dtypes: Sequence[torch.dtype],
-        shard_dtypes: Sequence[torch.dtype],
+        gradient_dtypes: Sequence[torch.dtype],
         device: torch.device,
+        *,
+        by_segment: bool,
     ) -> None:
         """Allocate on the current stream (the compute stream) and make every view a step needs.
 
@@ -404,9 +423,11 @@ class ReduceBuffer:
             rank: This rank's place along the shard axis.
             params: Indices of the parameters that can have gradients.
             reduce_dtypes: Reduce dtype of each of the group's parameters.
-            shard_dtypes: Dtype at rest of each of the group's parameters.
+            gradient_dtypes: Dtype of each parameter's reduced gradient.
             device: Where gradients are.
+            by_segment: Reduced gradients are those of whole segments, not of single parameters.
         """
+        self._by_segment = by_segment
         self.layout = layout
         self._rank = rank
         segments = sorted({layout.slots[param].segment for param in params})
@@ -422,7 +443,8 @@ class ReduceBuffer:
         }
         """Per segment, what the reduce-scatter reads."""
         self._kinds = {
-            index: (reduce_dtypes[first[index]], shard_dtypes[first[index]]) for index in segments
+            index: (reduce_dtypes[first[index]], gradient_dtypes[first[index]])
+            for index in segments
         }
         self._runs: dict[frozenset[int], tuple[ReduceRun, ...]] = {}
         self.targets = {
@@ -436,8 +458,10 @@ class ReduceBuffer:
         slot = self.layout.slots[param]
         if slot.division is Division.CHUNKS:
             return _staged_chunks(self.layout, param, self._buffer, start, dtype)
-        shape = (self.layout.world,) if slot.division is Division.REPLICATED else slot.shape
-        return [self._buffer.view(dtype, start + slot.start * dtype.itemsize, shape)]
+        if slot.division is Division.REPLICATED:
+            return [self._buffer.view(dtype, start, (self.layout.world,))]
+        first = start + slot.start * dtype.itemsize
+        return [self._buffer.view(dtype, first, slot.shape, slot.strides)]
 
     def sources(self, param: int, gradient: Tensor) -> list[Tensor]:
         """A parameter's gradient cut to match its `targets`."""
@@ -466,22 +490,18 @@ class ReduceBuffer:
         starts = [start // kind[0].itemsize for start in placement.starts]
         gradients, unfilled = [], []
         for index, start in zip(chosen, starts, strict=True):
-            for param in layout.segments[index].params:
+            segment = layout.segments[index]
+            for param in segment.params:
                 if param not in used:
                     unfilled += self.targets.get(param, [])
-                    continue
-                piece = layout.piece(param, self._rank)
-                gradients.append(
-                    LocalGradient(
-                        param=param,
-                        shape=piece.shape,
-                        strides=strides(piece.shape),
-                        start=start + piece.offset,
-                    )
-                )
+                elif not self._by_segment:
+                    piece = layout.piece(param, self._rank)
+                    gradients.append(_local_gradient(param, piece.shape, start + piece.offset))
+            if self._by_segment:
+                gradients.append(_local_gradient(segment.params[0], (segment.piece_numel,), start))
         return ReduceRun(
             reduce_dtype=kind[0],
-            shard_dtype=kind[1],
+            gradient_dtype=kind[1],
             numel=placement.nbytes // kind[0].itemsize,
             inputs=tuple(self.inputs[index] for index in chosen),
             outputs=tuple(zip(starts, numels, strict=True)),

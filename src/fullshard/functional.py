@@ -12,16 +12,17 @@ They decide which parameters form a group, check that they can, and hand them to
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast, overload
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from .errors import ConfigurationError, LifecycleError
+from .faces import ParamOwner
+from .forms import RowForm
 from .fsdp_module import FSDPModule, ReplicateModule, sharded_class
 from .mesh import (
     DataParallelMeshInfo,
@@ -32,13 +33,8 @@ from .mesh import (
     replicating_mesh_info,
     sharding_mesh_info,
 )
-from .param import (
-    FSDPParam,
-    ParamOwner,
-    check_can_be_sharded,
-    group_of,
-    normalized_shard_dim,
-)
+from .ownership import check_can_be_owned, managed_modules, move_buffers, owned_params
+from .param import FSDPParam, normalized_shard_dim
 from .param_group import FSDPParamGroup
 from .placement import FacePlacement, Placer, local_tensor
 from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -230,20 +226,21 @@ def _apply(
 ) -> None:
     """Shard what was found and attach the state: nothing can be refused from here on."""
     device = device_of(info.mesh)
-    _move_buffers(modules, device)
+    move_buffers(managed_modules(modules), device)
     name = _provisional_name(modules)
     members: dict[object, list[_Found]] = {}
     for each in found:
         members.setdefault(each.mesh_info.communicates_over, []).append(each)
     groups = [
         FSDPParamGroup(
-            [FSDPParam(e.name, e.owners, e.param, e.dim, e.placement) for e in together],
+            [FSDPParam(e.name, e.owners, e.param, e.placement, e.dim) for e in together],
             together[0].mesh_info,
             device,
             mp_policy,
             offload_policy,
             name,
-            keeping.part_size
+            form=RowForm(),
+            part_size=keeping.part_size
             if keeping.part_size != together[0].mesh_info.shard_mesh_size
             else None,
         )
@@ -389,41 +386,21 @@ def _check_parts(
 # --- 2. modules and parameters --------------------------------------------------------------------
 
 
-def _managed_modules(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules whose parameters belong to this call: the given ones and those below, up to other states."""
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module, name: str, given: bool) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or (not given and state_of(module) is not None):
-            return
-        seen.add(module)
-        yield name, module
-        for child_name, child in module.named_children():
-            yield from visit(child, f"{name}.{child_name}" if name else child_name, False)
-
-    for module in modules:
-        yield from visit(module, "", True)
-
-
 def _params_to_shard(
     modules: Sequence[nn.Module],
     ignored_params: Iterable[nn.Parameter],
     shard_placement_fn: ShardPlacementFn | None,
     info: DataParallelMeshInfo,
 ) -> list[_Found]:
-    ignored = {id(param) for param in ignored_params}
-    owners: dict[int, list[ParamOwner]] = {}
-    params: dict[int, tuple[str, nn.Parameter]] = {}
-    for prefix, module in _managed_modules(modules):
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(param) not in ignored:
-                full_name = f"{prefix}.{name}" if prefix else name
-                params.setdefault(id(param), (full_name, param))
-                owners.setdefault(id(param), []).append(ParamOwner(module, name))
-    _check_unshared(params.values())
-    _check_kinds(params.values())
+    owned = owned_params(managed_modules(modules), ignored_params)
+    check_can_be_owned(
+        owned,
+        "Apply fully_shard to children before their parents; put modules that share a parameter into one "
+        "call, fully_shard([a, b]).",
+    )
     placer, result, faults = Placer(), list[_Found](), list[str]()
-    for key, (name, param) in params.items():
+    for each in owned:
+        name, param = each.name, each.param
         answer = shard_placement_fn(param) if shard_placement_fn is not None else None
         own_info = info
         if isinstance(answer, ShardPlacementResult):
@@ -435,7 +412,7 @@ def _params_to_shard(
         except ConfigurationError as error:
             faults.append(f"{name}: {error}")
             continue
-        result.append(_Found(name, param, owners[key], dim, own_info, placement))
+        result.append(_Found(name, param, each.owners, dim, own_info, placement))
     if faults:
         raise ConfigurationError(
             "Parameters that are DTensors must lie on other axes of the mesh than data parallelism does, and "
@@ -458,46 +435,7 @@ def _checked_mesh_info(
     return info
 
 
-def _check_kinds(found: Iterable[tuple[str, nn.Parameter]]) -> None:
-    faults = [fault for name, param in found if (fault := check_can_be_sharded(name, param))]
-    if faults:
-        raise ConfigurationError(
-            "Parameters to be sharded must be plain tensors, DTensors or tensor subclasses that gather "
-            "themselves, and real floating-point where they are trainable:\n  "
-            + "\n  ".join(faults)
-            + "\nFreeze them, or leave them out with ignored_params."
-        )
-    on_meta = [name for name, param in found if param.is_meta]
-    if on_meta and not all(param.is_meta for _, param in found):
-        raise ConfigurationError(
-            "The parameters of a group must all be on the meta device, or none; these are, and others are not: "
-            f"{on_meta}. Build the whole module under torch.device('meta'), or materialise these first."
-        )
-
-
-def _check_unshared(found: Iterable[tuple[str, nn.Parameter]]) -> None:
-    taken = [f"{name} (by {group})" for name, param in found if (group := group_of(param))]
-    if taken:
-        raise ConfigurationError(
-            "A parameter belongs to one group, but these have been sharded before:\n  "
-            + "\n  ".join(taken)
-            + "\nApply fully_shard to children before their parents; put modules that share a parameter into "
-            "one call, fully_shard([a, b])."
-        )
-
-
-# --- 3. buffers -----------------------------------------------------------------------------------
-
-
-def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Move buffers to the device; what is on meta stays there."""
-    for _, module in _managed_modules(modules):
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if not buffer.is_meta and buffer.device != device:
-                setattr(module, name, buffer.to(device))
-
-
-# --- 4. hooks of the module -----------------------------------------------------------------------
+# --- 3. hooks of the module -----------------------------------------------------------------------
 
 
 def _before_state_dict(module: nn.Module, *_args: object) -> None:

@@ -138,3 +138,29 @@ class Gathering:
     def release(self) -> None:
         """Give the memory back."""
         self.buffer.release()
+
+
+def gather_whole(
+    layout: Layout, pieces: Sequence[Tensor], process_group: ProcessGroup | None
+) -> list[Tensor]:
+    """What is whole of which every rank has a piece, per segment: parameters, or something shaped like them.
+
+    In new memory of the current stream, which is ordered after the gather. For layouts without
+    `Division.CHUNKS`.
+    """
+    segments = [piece.new_empty(piece.numel() * layout.world) for piece in pieces]
+    if process_group is None:
+        torch._foreach_copy_(segments, list(pieces))
+    else:
+        used = [index for index, piece in enumerate(pieces) if piece.numel()]
+        work = comm.all_gather(
+            [segments[index].view(torch.uint8) for index in used],
+            [pieces[index].view(torch.uint8) for index in used],
+            process_group,
+            async_op=False,
+        )
+        assert work is None, "not asynchronous"
+    return [
+        segments[slot.segment].as_strided(slot.shape, slot.strides, slot.start)
+        for slot in layout.slots
+    ]

@@ -4,7 +4,7 @@
     fill        one fused cast-copy (or add, when accumulating) into the group's reduce buffer
     Reduction   reduce-scatter, all-reduce over replicas, division, cast, land in .grad of the sharded faces
 
-This file is the only one that writes `.grad`.
+`.grad` of unsharded faces is taken here and nowhere else; that of sharded ones is written by `faces`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
-from torch.distributed.tensor import DTensor
 
 from . import comm, torch_border
 from .buffers import LocalGradient, ReduceBuffer, ReduceRun
-from .mesh import DataParallelMeshInfo
+from .mesh import DataParallelAxes
 from .param import FSDPParam
 from .placement import local_gradient
 from .streams import Event, FSDPCommContext
@@ -74,6 +73,9 @@ class ReductionSettings:
     zero_unused: bool = False
     """Whether trainable parameters without a gradient take part as zeros."""
     custom: comm.ReduceScatter | None = None
+    replacement: Callable[[Tensor, Tensor | None], None] | None = None
+    """Does all of the reduction: called with a segment's whole gradients, rank after rank, and where to leave
+    this rank's; or, if nothing is sharded, with the gradients to be changed in place, and None."""
     hook: Callable[[Tensor], None] | None = None
     """Called with the reduced shards of a call, before they land."""
     hook_stream: Any = None
@@ -136,7 +138,7 @@ class Reduction:
         self,
         context: FSDPCommContext,
         events: ReduceEvents,
-        mesh_info: DataParallelMeshInfo,
+        mesh_info: DataParallelAxes,
         settings: ReductionSettings,
         buffer: ReduceBuffer,
         params: Sequence[FSDPParam],
@@ -171,6 +173,8 @@ class Reduction:
                 settings.divide_by,
                 settings.force_sum,
             )
+            if settings.replacement is None
+            else DivideRule(1, 1, ReduceOp.SUM)
             for run in self._runs
         ]
 
@@ -270,8 +274,8 @@ class Reduction:
         self._reduced.append(reduced)
         self._landed.append(
             reduced
-            if run.shard_dtype == run.reduce_dtype
-            else torch.empty(run.numel, dtype=run.shard_dtype, device=self._context.device)
+            if run.gradient_dtype == run.reduce_dtype
+            else torch.empty(run.numel, dtype=run.gradient_dtype, device=self._context.device)
         )
 
     def _scatter(
@@ -287,6 +291,11 @@ class Reduction:
         op = rule.op if self._mesh_info.shard_mesh_size > 1 else ReduceOp.SUM
         if group is None:
             torch._foreach_copy_(list(outputs), list(inputs))
+        if self._settings.replacement is not None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                _replaced_reduction(self._settings.replacement, group, output, tensor)
+            return None
+        if group is None:
             return None
         if custom is not None:
             return comm.packed_reduce_scatter(
@@ -302,7 +311,7 @@ class Reduction:
         for run, rule, reduced, landed in zip(
             self._runs, self._rules, self._reduced, self._landed, strict=True
         ):
-            if info.replicate_process_group is not None:
+            if info.replicate_process_group is not None and self._settings.replacement is None:
                 if not self._settings.all_reduce:
                     self._keep_partial(run, reduced)
                     continue
@@ -315,10 +324,10 @@ class Reduction:
                 reduced.div_(rule.after)
             if landed is not reduced:
                 landed.copy_(reduced)
-            if self._params[run.gradients[0].param].local.device != landed.device:
+            if self._params[run.gradients[0].param].face.local.device != landed.device:
                 landed = self._download(run, landed)
             for gradient in run.gradients:
-                _land(self._params[gradient.param], _local(gradient, landed))
+                self._params[gradient.param].face.land(_local(gradient, landed))
 
     def _download(self, run: ReduceRun, landed: Tensor) -> Tensor:
         """Copy gradients to host memory, where their parameters rest.
@@ -331,7 +340,7 @@ class Reduction:
         on_host = torch.empty(landed.shape, dtype=landed.dtype, pin_memory=pinned)
         on_host.copy_(landed, non_blocking=True)
         self._kept.append(on_host)
-        params = [self._params[gradient.param].sharded_param for gradient in run.gradients]
+        params = [self._params[gradient.param].face.param for gradient in run.gradients]
         if any(p.grad is not None or torch_border.post_accumulate_grad_hooks(p) for p in params):
             torch.accelerator.current_stream(landed.device).synchronize()
         return on_host
@@ -367,19 +376,25 @@ class Reduction:
         after.wait()
 
 
+def _replaced_reduction(
+    replacement: Callable[[Tensor, Tensor | None], None],
+    group: ProcessGroup | None,
+    output: Tensor,
+    tensor: Tensor,
+) -> None:
+    """Let the user's function reduce ``tensor`` into ``output``, or ``output`` itself if nothing is sharded."""
+    result = output.detach()
+    if group is None:
+        replacement(result, None)
+    else:
+        replacement(tensor.detach(), result)
+    if not torch_border.same_memory(
+        result, output
+    ):  # it gave the tensor other data, of another dtype say
+        output.copy_(result)
+
+
 def _local(gradient: LocalGradient, output: Tensor) -> Tensor:
     """A parameter's part of the output of its run."""
     start = output.storage_offset() + gradient.start
     return torch.as_strided(output, gradient.shape, gradient.strides, start)
-
-
-def _land(param: FSDPParam, local: Tensor) -> None:
-    """Give a sharded parameter its reduced gradient, or add to the one it has."""
-    sharded = param.sharded_param
-    if sharded.grad is None:
-        spec = torch_border.spec_of(cast(DTensor, sharded))
-        sharded.grad = torch_border.dtensor(local, spec)
-    else:
-        torch_border.local_of(sharded.grad).add_(local)
-    for hook in torch_border.post_accumulate_grad_hooks(sharded):
-        hook(sharded)

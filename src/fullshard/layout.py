@@ -99,6 +99,8 @@ class Slot:
     segment: int
     start: int
     """Elements of the segment before this parameter; 0 unless FLAT."""
+    strides: tuple[int, ...]
+    """Of the whole parameter in the gather buffer, without gaps; under FLAT in any order of its dimensions."""
 
     @property
     def numel(self) -> int:
@@ -176,41 +178,66 @@ def per_row_layout(
         else:
             rows = chunk_size(shape[dim], world)
             piece_numel = rows * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-        slots.append(Slot(shape=shape, division=division, dim=dim, segment=index, start=0))
+        slots.append(
+            Slot(
+                shape=shape,
+                division=division,
+                dim=dim,
+                segment=index,
+                start=0,
+                strides=contiguous_strides(shape),
+            )
+        )
         segments.append(Segment(piece_numel=piece_numel, params=(index,)))
     return Layout(world=world, segments=tuple(segments), slots=tuple(slots))
 
 
 def flat_layout(
-    shapes: Sequence[Sequence[int]], *, world: int, kinds: Sequence[Hashable] | None = None
+    shapes: Sequence[Sequence[int]],
+    *,
+    world: int,
+    kinds: Sequence[Hashable] | None = None,
+    multiple: int = 1,
+    strides: Sequence[Sequence[int]] | None = None,
 ) -> Layout:
     """One segment for all parameters of one kind (usually: dtype), cut regardless of rows.
+
+    Every parameter starts at a multiple of ``multiple`` elements. With ``strides``, parameters lie
+    in memory as they say (channels last, say) and are cut in that order.
 
     >>> layout = flat_layout([(3, 4), (4,)], world=2)
     >>> layout.piece(0, rank=1), layout.piece(1, rank=0).numel
     (Piece(shape=(4,), start=8, offset=0), 0)
     """
     _check_world(world)
+    if multiple < 1:
+        raise LayoutError(f"multiple must be at least 1, got {multiple}.")
     kinds = [None] * len(shapes) if kinds is None else kinds
-    if len(kinds) != len(shapes):
+    strides = [contiguous_strides(shape) for shape in shapes] if strides is None else strides
+    if len(kinds) != len(shapes) or len(strides) != len(shapes):
         raise LayoutError(
-            f"One kind per shape is needed, got {len(kinds)} for {len(shapes)} shapes."
+            f"One kind and one set of strides per shape are needed, got {len(kinds)} and {len(strides)} "
+            f"for {len(shapes)} shapes."
         )
     order = list(dict.fromkeys(kinds))
     filled = dict.fromkeys(order, 0)
     slots = []
-    for raw_shape, kind in zip(shapes, kinds, strict=True):
-        shape = tuple(raw_shape)
+    for raw_shape, kind, raw_strides in zip(shapes, kinds, strides, strict=True):
+        shape, own_strides = tuple(raw_shape), tuple(raw_strides)
+        if not has_no_gaps(shape, own_strides):
+            raise LayoutError(f"Strides {own_strides} of shape {shape} leave gaps or overlap.")
+        start = chunk_size(filled[kind], multiple) * multiple
         slots.append(
             Slot(
                 shape=shape,
                 division=Division.FLAT,
                 dim=0,
                 segment=order.index(kind),
-                start=filled[kind],
+                start=start,
+                strides=own_strides,
             )
         )
-        filled[kind] += math.prod(shape)
+        filled[kind] = start + math.prod(shape)
     segments = tuple(
         Segment(
             piece_numel=chunk_size(filled[kind], world),
@@ -219,6 +246,32 @@ def flat_layout(
         for kind in order
     )
     return Layout(world=world, segments=segments, slots=tuple(slots))
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor.
+
+    >>> contiguous_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    result, step = [], 1
+    for size in reversed(shape):
+        result.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(result))
+
+
+def has_no_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor's elements fill a range of memory, each place once, in whatever order."""
+    if 0 in shape:
+        return True
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,8 +303,11 @@ def gathers_in_place(layout: Layout, dtypes: Sequence[torch.dtype]) -> bool:
     """Whether to gather segment by segment in place, or all in one message that is distributed by a copy.
 
     In place there is nothing to copy, but a collective per segment: right for pieces large enough
-    to fill the wire. Small pieces cost more in calls and latency than a copy of them does.
+    to fill the wire. Small pieces cost more in calls and latency than a copy of them does. A single
+    segment is one message either way.
     """
+    if len(layout.segments) == 1 and layout.slots[0].zero_copy:
+        return True
     nbytes = sum(
         segment.piece_numel * dtypes[segment.params[0]].itemsize for segment in layout.segments
     )

@@ -26,12 +26,44 @@ from .errors import ConfigurationError
 from .policies import DataParallelMeshDims
 
 
-@dataclass(kw_only=False)
-class DataParallelMeshInfo:
-    """A mesh and the roles of its axes; lives as long as the groups made from it.
+class DataParallelAxes:
+    """Over which ranks parameters are sharded, and over which they are replicated.
 
     An axis that is not there has size 1, rank 0 and no process group.
     """
+
+    shard_mesh_size: int
+    shard_mesh_rank: int
+    shard_process_group: dist.ProcessGroup | None
+    replicate_mesh_size: int
+    replicate_mesh_rank: int
+    replicate_process_group: dist.ProcessGroup | None
+
+    @property
+    def communicates_over(self) -> Hashable:
+        """Equal for axes whose parameters can travel together."""
+        return self.shard_process_group, self.replicate_process_group
+
+
+class ProcessGroupAxes(DataParallelAxes):
+    """Axes that are process groups, without a mesh."""
+
+    def __init__(
+        self, *, shard: dist.ProcessGroup | None = None, replicate: dist.ProcessGroup | None = None
+    ) -> None:
+        self.shard_mesh_size, self.shard_mesh_rank = _place_in(shard)
+        self.replicate_mesh_size, self.replicate_mesh_rank = _place_in(replicate)
+        self.shard_process_group, self.replicate_process_group = shard, replicate
+
+
+def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Size of a group and this rank's place in it."""
+    return (1, 0) if group is None else (group.size(), dist.get_rank(group))
+
+
+@dataclass(kw_only=False)
+class DataParallelMeshInfo(DataParallelAxes):
+    """A mesh and the roles of its axes; lives as long as the groups made from it."""
 
     mesh: DeviceMesh
     """The data-parallel mesh: the shard axis, the replicate axis, or (replicate, shard)."""
@@ -68,11 +100,6 @@ class DataParallelMeshInfo:
         names, dim = self.mesh.mesh_dim_names, self.shard_mesh_dim
         assert names is not None and dim is not None, "a mesh of two axes names them"
         return self.mesh[names[dim]]
-
-    @property
-    def communicates_over(self) -> Hashable:
-        """Equal for mesh infos whose parameters can travel together."""
-        return self.shard_process_group, self.replicate_process_group
 
 
 def _axis(mesh: DeviceMesh, dim: int | None) -> tuple[int, int, dist.ProcessGroup | None]:

@@ -1,50 +1,24 @@
 """One parameter and its two faces.
 
-    sharded face     a DTensor parameter over this rank's piece: what the user, the optimizer and state dicts see
-    unsharded face   a plain parameter over the gather buffer: what forward and backward compute with
+    sharded face     over this rank's piece: what the user, the optimizer and state dicts see (`faces`)
+    unsharded face   over the gather buffer: what forward and backward compute with
 
-Both are `nn.Parameter` objects made once; going from one state to the other means putting the other
-object on the modules that own the parameter. This file is the only one that puts parameters on
-modules.
+Both are objects made once; going from one state to the other means putting the other object on the
+modules that own the parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from . import torch_border
 from .errors import ConfigurationError
-from .placement import FacePlacement, local_tensor, sharded_face, unsharded_face
-
-_GROUP_MARK = "_fullshard_group"
-"""Attribute of a parameter that belongs to a group, on its sharded face and on the original it replaced."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParamOwner:
-    """A module that has the parameter, and under which name; tied parameters have several."""
-
-    module: nn.Module
-    name: str
-
-    @property
-    def plain(self) -> bool:
-        """Whether assigning the parameter has no side effect of the module's own (RNNs keep lists, say)."""
-        return type(self.module).__setattr__ is nn.Module.__setattr__
-
-    def current(self) -> Tensor | None:
-        """The parameter now on the module."""
-        return torch_border.parameter_table(self.module)[self.name]
-
-    def install(self, param: nn.Parameter) -> None:
-        """Put ``param`` on the module."""
-        setattr(self.module, self.name, param)
+from .faces import ParamOwner, ShardedFace
+from .placement import FacePlacement, local_tensor
 
 
 class FSDPParam:
@@ -55,58 +29,49 @@ class FSDPParam:
         name: str,
         owners: Sequence[ParamOwner],
         original: nn.Parameter,
-        shard_dim: int,
         placement: FacePlacement,
+        shard_dim: int = 0,
     ) -> None:
         self.name = name
         self.owners = tuple(owners)
         self.placement = placement
-        self.shape = tuple(local_tensor(original).shape)
+        local = local_tensor(original)
+        self.shape = tuple(local.shape)
         """Of the whole local tensor: of all that this rank had before."""
+        self.strides = local.stride()
         self.shard_dim = shard_dim
         self.original: nn.Parameter | None = original
         """The parameter as the user made it, until it is sharded."""
-        self.dtype = original.dtype
-        """Of the shard; the group's policy says in which dtype it computes."""
-        self.sharded_param: nn.Parameter
-        self.unsharded_param: nn.Parameter | None = None
+        self.face: ShardedFace
+        """Its own, or shared with others of its group."""
+        self.unsharded_param: Tensor | None = None
         self.trainable = original.requires_grad
         self.watched = False
         """Whether somebody is told when the unsharded face's gradient has been accumulated."""
 
-    def make_sharded_face(self, local: Tensor, group_name: str) -> None:
-        """Replace the original by a DTensor parameter over ``local`` on all owners."""
-        original = self.original
-        assert original is not None, "a parameter is sharded once"
-        face = sharded_face(self.placement, local, trainable=original.requires_grad)
-        if type(local) is Tensor:
-            # Attributes users hang on parameters move along; a subclass keeps its data in there.
-            face.__dict__.update(original.__dict__)
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the shard; the group's policy says in which dtype it computes."""
+        return (self.face.param if self.original is None else self.original).dtype
+
+    @property
+    def the_original(self) -> nn.Parameter:
+        """The parameter as the user made it; asked for before it is sharded."""
+        assert self.original is not None, "a parameter is sharded once"
+        return self.original
+
+    def rest_as(self, face: ShardedFace) -> None:
+        """From now on ``face`` stands for the parameter while it is sharded."""
         self.original = None
-        self.sharded_param = face
-        _mark(original, group_name)
-        _mark(face, group_name)
-        self.install(face)
+        self.face = face
 
     def make_unsharded_face(self, whole: Tensor) -> None:
-        """Make a parameter over the gathered local tensor.
+        """Make a leaf over the gathered local tensor.
 
         On the compute stream: autograd remembers the stream on which it first sees a leaf.
         """
-        self.unsharded_param = unsharded_face(self.placement, whole, trainable=self.trainable)
+        self.unsharded_param = self.face.unsharded(whole, self.placement, trainable=self.trainable)
         self.watched = False
-
-    def install(self, face: nn.Parameter) -> None:
-        """Put a face on all owners."""
-        for owner in self.owners:
-            owner.install(face)
-
-    def adopt(self, face: Tensor, group_name: str) -> None:
-        """Take a parameter that was put in the sharded one's place: moved, cast, assigned."""
-        self.sharded_param = cast(nn.Parameter, face)
-        self.dtype = face.dtype
-        _mark(face, group_name)
-        self.install(self.sharded_param)
 
     def set_trainable(self, trainable: bool) -> None:
         """Let the unsharded face follow the sharded one's `requires_grad`."""
@@ -114,32 +79,12 @@ class FSDPParam:
         if self.unsharded_param is not None:
             self.unsharded_param.requires_grad_(trainable)
 
-    def replacement_fault(self, face: Tensor | None) -> str | None:
-        """Why ``face`` cannot be this parameter's sharded face, or None if it can."""
-        if not isinstance(face, DTensor):
-            return f"{self.name}: expected a DTensor, got {type(face).__name__}"
-        shape = self.placement.shape
-        if tuple(face.shape) != shape:
-            return f"{self.name}: expected shape {shape}, got {tuple(face.shape)}"
-        expected = torch_border.spec_of(cast(DTensor, self.sharded_param))
-        if face.placements != expected.placements or face.device_mesh != expected.mesh:
-            return (
-                f"{self.name}: expected placements {expected.placements} on {expected.mesh}, "
-                f"got {face.placements} on {face.device_mesh}"
-            )
-        return None
-
-    @property
-    def local(self) -> Tensor:
-        """This rank's piece."""
-        return torch_border.local_of(self.sharded_param)
-
 
 class FaceSwitch:
     """Puts one face of all parameters of a group on their modules; made anew when a face is.
 
-    Twice per step for every parameter, so it writes where `nn.Module` keeps parameters, except on
-    modules that do more on assignment.
+    Twice per step for every parameter, so it writes where `nn.Module` keeps them, except on modules
+    that do more on assignment.
     """
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:
@@ -149,11 +94,12 @@ class FaceSwitch:
             unsharded = param.unsharded_param
             assert unsharded is not None, "a switch is between two faces"
             for owner in param.owners:
+                resting = param.face.resting(owner)
                 if owner.plain:
-                    table = torch_border.parameter_table(owner.module)
-                    self._tables.append((table, owner.name, param.sharded_param, unsharded))
+                    table = torch_border.table_for(owner.module, resting)
+                    self._tables.append((table, owner.name, resting, unsharded))
                 else:
-                    self._assigned.append((owner, param.sharded_param, unsharded))
+                    self._assigned.append((owner, resting, unsharded))
 
     def to_sharded(self) -> None:
         """Put the sharded faces on the modules."""
@@ -168,11 +114,6 @@ class FaceSwitch:
             table[name] = unsharded
         for owner, _, unsharded in self._assigned:
             owner.install(unsharded)
-
-
-def group_of(param: Tensor) -> str | None:
-    """Name of the group a parameter belongs to, or None."""
-    return cast("str | None", getattr(param, _GROUP_MARK, None))
 
 
 def check_can_be_sharded(name: str, param: nn.Parameter) -> str | None:
@@ -209,7 +150,3 @@ def normalized_shard_dim(name: str, param: nn.Parameter, placement: object) -> i
             f"it has {param.ndim} dimensions."
         )
     return dim
-
-
-def _mark(param: Tensor, group_name: str) -> None:
-    setattr(param, _GROUP_MARK, group_name)

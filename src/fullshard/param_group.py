@@ -14,7 +14,7 @@ each other. Its verbs stand in the order in which one step uses them:
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,10 +23,11 @@ from torch import Tensor
 from . import comm, gradients, torch_border
 from .buffers import ReduceBuffer, ShardBuffer, UploadBuffer, own_part
 from .errors import ConfigurationError
-from .gathering import Gathering, Messages
+from .faces import PlainFace, ShardedFace
+from .forms import Form
+from .gathering import Gathering, Messages, gather_whole
 from .kept_part import KeptPart
-from .layout import Layout, per_row_layout
-from .mesh import DataParallelMeshInfo, block_group
+from .mesh import DataParallelAxes, DataParallelMeshInfo, block_group
 from .param import FaceSwitch, FSDPParam
 from .placement import local_tensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -65,16 +66,20 @@ class FSDPParamGroup:
     def __init__(
         self,
         params: Sequence[FSDPParam],
-        mesh_info: DataParallelMeshInfo,
+        mesh_info: DataParallelAxes,
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
         name: str,
+        *,
+        form: Form,
         part_size: int | None = None,
+        low_precision_gradients: bool = False,
     ) -> None:
-        """Shard the parameters: from here on each rank keeps its piece only.
+        """Shard the parameters, in the given form: from here on each rank keeps its piece only.
 
-        With ``part_size``, they are kept after forward in parts over so many ranks.
+        With ``part_size``, they are kept after forward in parts over so many ranks. With
+        ``low_precision_gradients``, gradients land in the compute dtype.
         """
         self.params = tuple(params)
         self.mesh_info = mesh_info
@@ -85,12 +90,14 @@ class FSDPParamGroup:
         if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
             self.shard_device, self._pins = torch.device("cpu"), offload_policy.pin_memory
         self.name = name
-        self.layout = self._layout_over(mesh_info.shard_mesh_size, params)
+        self._form = form
+        self._low_precision_gradients = low_precision_gradients
+        self.layout = form.layout(params, mesh_info.shard_mesh_size)
         """Of all parameters; gradients are reduced by it."""
         self._plain = [
-            param for param in params if not gathers_itself(local_tensor(_original(param)))
+            param for param in params if not gathers_itself(local_tensor(param.the_original))
         ]
-        self._plain_layout = self._layout_over(mesh_info.shard_mesh_size, self._plain)
+        self._plain_layout = form.layout(self._plain, mesh_info.shard_mesh_size)
         """Of those that lie in the shard and gather buffers; the others gather themselves."""
         self.custom_all_gather: comm.AllGather | None = None
         self.reduction = gradients.ReductionSettings(
@@ -101,7 +108,7 @@ class FSDPParamGroup:
         if part_size is not None:
             assert mesh_info.shard_process_group is not None, "there is nothing to divide otherwise"
             block = block_group(mesh_info.shard_process_group, part_size)
-            self._part = KeptPart(block, self._layout_over(part_size, self._plain))
+            self._part = KeptPart(block, form.layout(self._plain, part_size))
 
         self._context: FSDPCommContext | None = None
         self._memory = _Memory.ABSENT
@@ -113,6 +120,9 @@ class FSDPParamGroup:
         self._shard_versions: int | None = None
         self.unwatched: list[FSDPParam] = []
         """Trainable parameters of whose gradients nobody is told yet."""
+        self._reduce_dtypes: list[torch.dtype] = []
+        self._gradient_dtypes: list[torch.dtype] = []
+        """Of each parameter: in which gradients are summed over ranks, and in which they land."""
         self._reduce: ReduceBuffer | None = None
         self._held: set[int] = set()
         self._partial: dict[int, Tensor] = {}
@@ -121,26 +131,26 @@ class FSDPParamGroup:
 
     # --- at rest ----------------------------------------------------------------------------------
 
-    def _layout_over(self, ranks: int, params: Sequence[FSDPParam]) -> Layout:
-        shapes, dims = [param.shape for param in params], [param.shard_dim for param in params]
-        return per_row_layout(shapes, world=ranks, dims=dims)
-
     @torch.no_grad()
     def _shard_originals(self) -> None:
-        """Copy this rank's pieces into one shard buffer and put DTensor faces on the modules."""
+        """Copy this rank's pieces into one shard buffer and put the sharded faces on the modules."""
         rank = self.mesh_info.shard_mesh_rank
-        on_meta = _original(self.params[0]).is_meta  # all of them, or none
+        on_meta = self.params[0].the_original.is_meta  # all of them, or none
         device = torch.device("meta") if on_meta else self.shard_device
-        self._new_shard_buffer(device)
+        self._shards = self._new_shard_buffer(device)
+        packed = dict(zip(self._plain, self._shards.locals, strict=True))
+        locals_ = []
         for index, param in enumerate(self.params):
-            piece = own_part(self.layout, index, rank, local_tensor(_original(param)))
-            if param in self._packed:
-                shard = self._packed[param]
-                if not on_meta:
-                    shard.copy_(piece)
-            else:
-                shard = self._at_rest(piece.clone(), device)
-            param.make_sharded_face(shard, self.name)
+            piece = own_part(self.layout, index, rank, local_tensor(param.the_original))
+            if param not in packed:
+                locals_.append(self._at_rest(piece.clone(), device))
+                continue
+            if not on_meta:
+                packed[param].copy_(piece)
+            locals_.append(packed[param])
+        self._form.make_faces(self.params, locals_, self.layout, self.name)
+        self.faces = tuple(dict.fromkeys(param.face for param in self.params))
+        self._homes = self._form.homes(self._plain, self._shards)
         self._prepare_dtypes()
 
     def _at_rest(self, shard: Tensor, device: torch.device) -> Tensor:
@@ -162,16 +172,31 @@ class FSDPParamGroup:
             for param in self.params
         }
         self._compute_dtypes = [compute_dtypes[param] for param in self._plain]
-        self._reduce_dtypes = [policy.reduce_dtype or compute_dtypes[p] for p in self.params]
-        self._self_gathered = [
-            SelfGathered(param, self.mesh_info.shard_mesh, policy)
+        reduce_dtypes = [policy.reduce_dtype or compute_dtypes[p] for p in self.params]
+        gradient_dtypes = [
+            compute_dtypes[param] if self._low_precision_gradients else param.dtype
             for param in self.params
-            if param not in self._packed
+        ]
+        if (reduce_dtypes, gradient_dtypes) != (self._reduce_dtypes, self._gradient_dtypes):
+            self._reduce_dtypes, self._gradient_dtypes = reduce_dtypes, gradient_dtypes
+            self._reduce = None
+        self._self_gathered = [
+            self._self_gathered_of(param) for param in self.params if param.face not in self._homes
         ]
         self._message_sizes: list[list[int]] | None = None
-        self._reduce = None
         self._upload: UploadBuffer | None = None
         self._drop_gatherings()
+
+    def _self_gathered_of(self, param: FSDPParam) -> SelfGathered:
+        assert isinstance(self.mesh_info, DataParallelMeshInfo), "the protocol is told of a mesh"
+        return SelfGathered(param, self.mesh_info.shard_mesh, self.mp_policy)
+
+    def set_mp_policy(self, policy: MixedPrecisionPolicy) -> None:
+        """Compute and reduce in other dtypes from now on."""
+        if policy != self.mp_policy:
+            self.reshard()
+            self.mp_policy = policy
+            self._prepare_dtypes()
 
     def _drop_gatherings(self) -> None:
         """Build anew what depends on how parameters are gathered."""
@@ -189,65 +214,78 @@ class FSDPParamGroup:
         modules are the truth, and their data is copied into a new shard buffer.
         """
         self.hide()
-        faces = [param.owners[0].current() for param in self.params]
-        if all(map(self._is_packed, self.params, faces)):
+        found = {face: face.found() for face in self.faces}
+        if all(map(self._is_packed, self.faces)):
             return
-        faults = [
-            param.replacement_fault(face) for param, face in zip(self.params, faces, strict=True)
-        ]
+        faults = [face.fault(candidate) for face, candidate in found.items()]
         if any(faults):
             raise ConfigurationError(
-                "Sharded parameters may be replaced by DTensors of the same shape and placements only:\n  "
+                "Sharded parameters may be replaced by others of their kind only, of the same shape and "
+                "placements:\n  "
                 + "\n  ".join(fault for fault in faults if fault)
                 + "\nConvert full tensors with torch.distributed.tensor.distribute_tensor, or load them with "
                 "torch.distributed.checkpoint.state_dict.set_model_state_dict."
             )
         self.reshard()
-        for param, face in zip(self.params, faces, strict=True):
-            assert face is not None, "replacement_fault refuses None"
-            param.adopt(face, self.name)
-        devices = {param.local.device for param in self.params}
+        for face, candidate in found.items():
+            assert candidate is not None, "fault refuses None"
+            face.adopt(candidate, self.name)
+        devices = {face.local.device for face in self.faces}
         if len(devices) > 1:
             raise ConfigurationError(
                 f"All parameters of a group must be on one device; group {self.name!r} has them on "
                 f"{sorted(map(str, devices))}. Move the whole module."
             )
-        self._new_shard_buffer(devices.pop())
-        for param, shard in self._packed.items():
-            if not param.local.is_meta:
-                shard.copy_(param.local)
-            torch_border.replace_local(param.sharded_param, shard)
+        self._check_dtypes_of_segments()
+        self._shards = self._new_shard_buffer(devices.pop())
+        self._homes = self._form.homes(self._plain, self._shards)
+        for face, home in self._homes.items():
+            if not face.local.is_meta:
+                home.copy_(face.local.view(home.shape))
+            face.put_over(home)
         self._prepare_dtypes()
 
-    def _new_shard_buffer(self, device: torch.device) -> None:
-        self._shards = ShardBuffer(
+    def _check_dtypes_of_segments(self) -> None:
+        """Parameters that lie together have one dtype."""
+        mixed = [
+            f"{self.params[index].name}: {self.params[index].dtype}"
+            for segment in self.layout.segments
+            if len({self.params[index].dtype for index in segment.params}) > 1
+            for index in segment.params
+        ]
+        if mixed:
+            raise ConfigurationError(
+                f"Parameters that were flattened together must be cast together; in group {self.name!r} there are "
+                "now:\n  "
+                + "\n  ".join(mixed)
+                + "\nCast the whole wrapped module, or before it is wrapped."
+            )
+
+    def _new_shard_buffer(self, device: torch.device) -> ShardBuffer:
+        return ShardBuffer(
             self._plain_layout,
             self.mesh_info.shard_mesh_rank,
             [param.dtype for param in self._plain],
             device,
             pinned=self._pins and device.type == "cpu",
         )
-        self._packed = dict(zip(self._plain, self._shards.locals, strict=True))
 
     @property
     def offloaded(self) -> bool:
         """Whether the shards rest elsewhere than compute happens."""
         return self._shards.device != self.device
 
-    def _is_packed(self, param: FSDPParam, face: Tensor | None) -> bool:
-        return (
-            face is param.sharded_param
-            and (param not in self._packed or param.local is self._packed[param])
-            and all(owner.current() is face for owner in param.owners)
-        )
+    def _is_packed(self, face: ShardedFace) -> bool:
+        home = self._homes.get(face)
+        return face.in_place and (home is None or face.lies_in(home))
 
     def misplaced(self) -> list[str]:
         """Names of parameters that are not where the group's shards rest, with where they are."""
         device = self.shard_device
         return [
-            f"{param.name} is on {param.local.device}"
-            for param in self.params
-            if param.local.device != device
+            f"{face.name} is on {face.local.device}"
+            for face in self.faces
+            if face.local.device != device
         ]
 
     def connect(self, context: FSDPCommContext, name: str) -> None:
@@ -386,12 +424,10 @@ class FSDPParamGroup:
         assert self._memory is not _Memory.ABSENT, "unshard comes before wait"
         self._wait_for_gather()
         faces = self._faces or self._make_unsharded_faces()
-        for param in self.params:
-            trainable = param.sharded_param.requires_grad
-            if trainable is not param.trainable:
-                param.set_trainable(trainable)
-                self._reduce = None
-                self._find_unwatched()
+        for face in self.faces:
+            trainable = face.param.requires_grad
+            if trainable is not face.trainable:
+                self._set_trainable(face, trainable)
         if self.sharded_state is ShardedState.SHARDED:
             faces.to_unsharded()
             self.sharded_state = ShardedState.UNSHARDED
@@ -407,6 +443,14 @@ class FSDPParamGroup:
         self._find_unwatched()
         self._faces = FaceSwitch(self.params)
         return self._faces
+
+    def _set_trainable(self, face: ShardedFace, trainable: bool) -> None:
+        face.trainable = trainable
+        for param in self.params:
+            if param.face is face:
+                param.set_trainable(trainable)
+        self._reduce = None
+        self._find_unwatched()
 
     def _find_unwatched(self) -> None:
         self.unwatched = [p for p in self.params if p.trainable and not p.watched]
@@ -483,11 +527,59 @@ class FSDPParamGroup:
         return self.gathered and self._shard_versions != self._versions()
 
     def _versions(self) -> int:
-        # An operator on the DTensor counts there, one on its local tensor here.
+        # An operator on a DTensor counts there, one on its local tensor here.
         return sum(
-            torch_border.version_of(param.sharded_param) + torch_border.version_of(param.local)
-            for param in self.params
+            torch_border.version_of(face.param) + torch_border.version_of(face.local)
+            for face in self.faces
         )
+
+    # --- whole, in full precision -----------------------------------------------------------------
+
+    @torch.no_grad()
+    def whole_params(self) -> list[Tensor]:
+        """All parameters whole in their own dtypes, in new memory on the compute device. Collective."""
+        return self.whole_of(self._shards.pieces)
+
+    @torch.no_grad()
+    def whole_of(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Per parameter, what is whole of which every rank has a piece, per segment. Collective."""
+        return gather_whole(
+            self._plain_layout,
+            [piece.to(self.device) for piece in pieces],
+            self.mesh_info.shard_process_group,
+        )
+
+    def show(self, values: Sequence[Tensor]) -> None:
+        """Let the modules have these as parameters, one for each of the group's, until `take_shown`."""
+        self.hide()
+        for face, members in self._members_of_faces():
+            face.show([values[index] for index in members])
+
+    def take_shown(self) -> list[Tensor]:
+        """Put the sharded parameters back on the modules and return what was shown, as it is now."""
+        values: dict[int, Tensor] = {}
+        for face, members in self._members_of_faces():
+            values.update(zip(members, face.take_shown(), strict=True))
+        return [values[index] for index in range(len(self.params))]
+
+    def _members_of_faces(self) -> Iterator[tuple[PlainFace, list[int]]]:
+        for face in self.faces:
+            assert isinstance(face, PlainFace), "the form of the group's door"
+            yield face, [index for index, param in enumerate(self.params) if param.face is face]
+
+    @property
+    def locals(self) -> list[Tensor]:
+        """Per parameter, what of it this rank holds, where it rests."""
+        return self._shards.locals
+
+    @torch.no_grad()
+    def write_shards(self, wholes: Sequence[Tensor | None]) -> None:
+        """Let the shards be this rank's part of whole parameters; None leaves one as it is."""
+        self.reshard()  # what is gathered is outdated
+        rank = self.mesh_info.shard_mesh_rank
+        for index, (whole, local) in enumerate(zip(wholes, self._shards.locals, strict=True)):
+            if whole is not None:
+                local.copy_(own_part(self._plain_layout, index, rank, whole))
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -526,8 +618,9 @@ class FSDPParamGroup:
             self.mesh_info.shard_mesh_rank,
             trainable,
             self._reduce_dtypes,
-            [param.dtype for param in self.params],
+            self._gradient_dtypes,
             self.device,
+            by_segment=self._form.by_segment,
         )
         self._reduce.release()
         return self._reduce
@@ -576,8 +669,3 @@ class FSDPParamGroup:
 
     def __repr__(self) -> str:
         return f"FSDPParamGroup({self.name!r}, {len(self.params)} parameters)"
-
-
-def _original(param: FSDPParam) -> Tensor:
-    assert param.original is not None, "a group shards each parameter once"
-    return param.original

@@ -39,14 +39,34 @@ class FacePlacement:
 
     shape: tuple[int, ...]
     """Of the whole parameter, over all axes of all meshes."""
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
+    mesh: DeviceMesh | None = None
+    """None if the sharded face is a plain tensor."""
+    placements: tuple[Placement, ...] = ()
     """Of the sharded face, on `mesh`."""
     unsharded_mesh: DeviceMesh | None = None
     """None if the unsharded face is a plain tensor."""
     unsharded_placements: tuple[Placement, ...] = ()
     summed_axes: frozenset[int] = frozenset()
     """Axes of `unsharded_mesh` over which the group's reduction sums gradients."""
+
+    def unsharded(self, whole: Tensor, *, trainable: bool, as_parameter: bool = True) -> Tensor:
+        """A leaf for autograd over the gathered local tensor."""
+        if self.unsharded_mesh is not None:
+            spec = torch_border.dtensor_spec(
+                self.unsharded_mesh, self.unsharded_placements, self.shape, whole.dtype
+            )
+            if as_parameter:
+                return torch_border.dtensor_parameter(whole, spec, requires_grad=trainable)
+            return torch_border.dtensor(whole, spec).requires_grad_(trainable)
+        if as_parameter:
+            return nn.Parameter(whole, requires_grad=trainable)
+        return whole.detach().requires_grad_(trainable)
+
+    def sharded(self, local: Tensor, *, trainable: bool) -> nn.Parameter:
+        """A DTensor parameter over this rank's shard."""
+        assert self.mesh is not None, "the sharded face is a DTensor"
+        spec = torch_border.dtensor_spec(self.mesh, self.placements, self.shape, local.dtype)
+        return torch_border.dtensor_parameter(local, spec, requires_grad=trainable)
 
 
 def local_tensor(param: Tensor) -> Tensor:
@@ -182,24 +202,6 @@ def _splits(mesh: DeviceMesh, placements: Sequence[Placement], dim: int, *, firs
         for axis in range(first_axis, mesh.ndim)
         if torch_border.sharded_dim(placements[axis]) == dim
     )
-
-
-def unsharded_face(placement: FacePlacement, whole: Tensor, *, trainable: bool) -> nn.Parameter:
-    """A parameter over the gathered local tensor."""
-    if placement.unsharded_mesh is None:
-        return nn.Parameter(whole, requires_grad=trainable)
-    spec = torch_border.dtensor_spec(
-        placement.unsharded_mesh, placement.unsharded_placements, placement.shape, whole.dtype
-    )
-    return torch_border.dtensor_parameter(whole, spec, requires_grad=trainable)
-
-
-def sharded_face(placement: FacePlacement, local: Tensor, *, trainable: bool) -> nn.Parameter:
-    """A DTensor parameter over this rank's shard."""
-    spec = torch_border.dtensor_spec(
-        placement.mesh, placement.placements, placement.shape, local.dtype
-    )
-    return torch_border.dtensor_parameter(local, spec, requires_grad=trainable)
 
 
 @torch.no_grad()

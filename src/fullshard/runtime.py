@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from . import torch_border
 from .errors import ConfigurationError, LifecycleError
+from .names import clean_name
 from .param_group import FSDPParamGroup, ShardedState
 from .policies import MixedPrecisionPolicy
 from .schedule import Call, Schedule, has_left
@@ -73,6 +74,7 @@ class FSDPState:
         *,
         reshard_after_forward: bool,
         auto_reshard: bool,
+        cast_root_inputs: bool = False,
     ) -> None:
         self.modules = tuple(modules)
         self.groups = tuple(groups)
@@ -86,6 +88,10 @@ class FSDPState:
         self.requires_gradient_sync = True
         self.forward_prefetch: tuple[FSDPState, ...] | None = None
         self.backward_prefetch: tuple[FSDPState, ...] | None = None
+        self.prefetches_late = False
+        """Whether backward gathers the next when this one's gradients are there, and not before."""
+        self.cast_root_inputs = cast_root_inputs
+        """Whether inputs are cast if this is the root, whatever its policy says."""
         self.unshard_in_backward = True
         self.is_last_backward = True
         """Of the root: whether the end of backward waits for reductions."""
@@ -179,7 +185,10 @@ class FSDPState:
                     args, kwargs = to_device(args, self.device), to_device(kwargs, self.device)
             runtime.enter(self)
             dtype = self.mp_policy.param_dtype
-            if dtype is not None and self.mp_policy.cast_forward_inputs:
+            if dtype is not None and (
+                self.mp_policy.cast_forward_inputs
+                or (self.cast_root_inputs and runtime.root is self)
+            ):
                 return cast_floating(args, dtype), cast_floating(kwargs, dtype)
             return args, kwargs
 
@@ -408,7 +417,8 @@ class Runtime:
             if state.unshard_in_backward:
                 state.unshard()
                 state.wait()
-            self._prefetch_backward(state, call)
+            if not state.prefetches_late:
+                self._prefetch_backward(state, call)
 
     def _begin_pass(self, this_pass: int) -> None:
         if this_pass in self._passes:
@@ -450,6 +460,8 @@ class Runtime:
         reached.awaited.discard(param)
         if not reached.awaited and not reached.complete and state is not self.root:
             reached.complete = True
+            if state.prefetches_late and reached.calls:
+                self._prefetch_backward(state, reached.calls[-1])
             self._reduce(state)
 
     def _reduce(self, state: FSDPState) -> None:
@@ -602,7 +614,7 @@ def lazy_init(state: FSDPState) -> Runtime:
     for name, module in root_module.named_modules():
         found = state_of(module)
         if found is not None:
-            names.setdefault(found, []).append(name)
+            names.setdefault(found, []).append(clean_name(name))
     states = {found: ", ".join(of_modules) for found, of_modules in names.items()}
     taken = [name for found, name in states.items() if found.runtime is not None]
     if taken:

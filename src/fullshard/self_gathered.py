@@ -26,9 +26,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import comm, torch_border
-from .buffers import Buffer, release_storages, strides, take_storages
+from .buffers import Buffer, release_storages, take_storages
 from .errors import ConfigurationError
 from .gathering import Messages
+from .layout import contiguous_strides
 from .param import FSDPParam
 from .policies import MixedPrecisionPolicy
 
@@ -48,10 +49,10 @@ class SelfGathered:
         self._policy = policy
         self._told: tuple[Any, ...] = (mesh,)
         """What the shard is told before a gather."""
-        if len(inspect.signature(getattr(param.local, _BEFORE)).parameters) != 1:
+        if len(inspect.signature(getattr(param.face.local, _BEFORE)).parameters) != 1:
             # 1: as early versions of the protocol had it
             shape = torch.Size(param.shape)
-            self._told += (shape, strides(shape), param.owners[0].module, policy)
+            self._told += (shape, contiguous_strides(shape), param.owners[0].module, policy)
         self._metadata: Any = None
         self.inputs: list[Tensor] = []
         """What this rank sends; empty between gathers."""
@@ -64,7 +65,7 @@ class SelfGathered:
 
     def prepare(self, device: torch.device) -> None:
         """Ask the shard for what it sends; on the all-gather stream."""
-        shard = self.param.local
+        shard = self.param.face.local
         if shard.device != device:
             shard = shard.to(device, non_blocking=True)
         before: Any = getattr(shard, _BEFORE)
@@ -75,7 +76,7 @@ class SelfGathered:
         """Bring inputs to ``sizes`` bytes by rows of zeros; False if that does not make them so."""
         if len(sizes) != len(self.inputs):
             return False
-        rows = self.param.local.shape[0] if self.param.local.ndim else 0
+        rows = self.param.face.local.shape[0] if self.param.face.local.ndim else 0
         for index, (tensor, size) in enumerate(zip(self.inputs, sizes, strict=True)):
             missing = size - tensor.nbytes
             if missing == 0:
@@ -108,7 +109,7 @@ class SelfGathered:
 
     def finish(self) -> None:
         """Make the whole parameter of what was gathered; on the all-gather stream."""
-        shard = self.param.local
+        shard = self.param.face.local
         dtype = self._policy.param_dtype or self.param.dtype
         after: Any = getattr(shard, _AFTER)
         outputs = tuple(self._outputs)

@@ -30,6 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 P = ParamSpec("P")
 R = TypeVar("R")
+TensorT = TypeVar("TensorT", bound=Tensor)
 
 BatchNorm: type[nn.Module] = _BatchNorm
 """What all batch norms derive from, synchronised ones too."""
@@ -221,6 +222,27 @@ def versions_kept(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManage
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Where a module keeps its own parameters; writing here has no side effects."""
     return module._parameters
+
+
+def table_for(module: nn.Module, value: Tensor) -> dict[str, Any]:
+    """Where a module keeps ``value`` and its like: parameters apart from other tensors."""
+    return parameter_table(module) if isinstance(value, nn.Parameter) else module.__dict__
+
+
+def tensor_without_memory(cls: type[TensorT], like: Tensor) -> TensorT:
+    """A tensor of a subclass with the shape, dtype and device of another, and no data."""
+    return Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+    )
+
+
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of as many elements are at the same place of the same storage, in the same dtype."""
+    return (
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.storage_offset() == other.storage_offset()
+        and one.dtype == other.dtype
+    )
 
 
 def child_table(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -272,8 +272,8 @@ def test_the_worked_example_per_row() -> None:
         world=2,
         segments=(Segment(piece_numel=8, params=(0,)), Segment(piece_numel=2, params=(1,))),
         slots=(
-            Slot(shape=(3, 4), division=Division.ROWS, dim=0, segment=0, start=0),
-            Slot(shape=(4,), division=Division.ROWS, dim=0, segment=1, start=0),
+            Slot(shape=(3, 4), division=Division.ROWS, dim=0, segment=0, start=0, strides=(4, 1)),
+            Slot(shape=(4,), division=Division.ROWS, dim=0, segment=1, start=0, strides=(1,)),
         ),
     )
     assert [layout.piece(0, rank) for rank in range(2)] == [
@@ -300,8 +300,8 @@ def test_the_worked_example_flat() -> None:
         world=2,
         segments=(Segment(piece_numel=8, params=(0, 1)),),
         slots=(
-            Slot(shape=(3, 4), division=Division.FLAT, dim=0, segment=0, start=0),
-            Slot(shape=(4,), division=Division.FLAT, dim=0, segment=0, start=12),
+            Slot(shape=(3, 4), division=Division.FLAT, dim=0, segment=0, start=0, strides=(4, 1)),
+            Slot(shape=(4,), division=Division.FLAT, dim=0, segment=0, start=12, strides=(1,)),
         ),
     )
     ranks = shard(layout, [WEIGHT, BIAS])
@@ -453,7 +453,7 @@ def test_plans_cannot_be_changed_and_can_be_keys(value: object) -> None:
         ),
         (
             lambda: flat_layout([(3,)], world=2, kinds=["a", "b"]),
-            "One kind per shape is needed, got 2 for 1 shapes.",
+            "One kind and one set of strides per shape are needed, got 2 and 1 for 1 shapes.",
         ),
     ],
 )

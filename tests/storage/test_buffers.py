@@ -21,9 +21,15 @@ from fullshard.buffers import (
     ReduceBuffer,
     ShardBuffer,
     rank_chunks,
-    strides,
 )
-from fullshard.layout import ALIGNMENT, Division, Layout, flat_layout, per_row_layout
+from fullshard.layout import (
+    ALIGNMENT,
+    Division,
+    Layout,
+    contiguous_strides,
+    flat_layout,
+    per_row_layout,
+)
 from tests.helpers.compare import assert_equal
 
 CPU = torch.device("cpu")
@@ -272,7 +278,7 @@ def test_a_view_of_no_elements_at_the_end_does_not_grow_the_buffer() -> None:
 @quickly
 @given(st.lists(st.integers(0, 4), max_size=4))
 def test_strides_are_those_of_a_contiguous_tensor(shape: list[int]) -> None:
-    assert strides(shape) == torch.empty(shape).stride()
+    assert contiguous_strides(shape) == torch.empty(shape).stride()
 
 
 def test_rank_chunks_are_the_blocks_of_all_ranks_as_views() -> None:
@@ -485,7 +491,9 @@ def reduce_buffers(
     buffers = []
     for rank in group.ranks:
         dtypes = reduce_dtypes or group.dtypes
-        buffer = ReduceBuffer(group.layout, rank, params, dtypes, group.dtypes, CPU)
+        buffer = ReduceBuffer(
+            group.layout, rank, params, dtypes, group.dtypes, CPU, by_segment=False
+        )
         for tensor in buffer.inputs.values():
             tensor.fill_(77)
         buffer.allocate()
@@ -566,7 +574,7 @@ def test_gradients_are_cast_to_the_reduce_dtype_on_their_way_in() -> None:
     for buffer in buffers:
         fill(buffer, dict(enumerate(gradients)))
     (run,) = buffers[0].runs(frozenset([0, 1]))
-    assert (run.reduce_dtype, run.shard_dtype) == (SINGLE, HALF)
+    assert (run.reduce_dtype, run.gradient_dtype) == (SINGLE, HALF)
     assert all(tensor.dtype is SINGLE for tensor in run.inputs)
     for rank, local in enumerate(reduce_scatter(buffers, frozenset([0, 1]))):
         for param, gradient in enumerate(gradients):
@@ -581,7 +589,7 @@ def test_there_is_one_run_per_pair_of_dtypes_and_outputs_of_a_run_do_not_overlap
     reduce_dtypes = [SINGLE, SINGLE, SINGLE, SINGLE, HALF]
     (buffer, _) = reduce_buffers(group, range(5), reduce_dtypes)
     runs = buffer.runs(frozenset(range(5)))
-    assert [(run.reduce_dtype, run.shard_dtype) for run in runs] == [
+    assert [(run.reduce_dtype, run.gradient_dtype) for run in runs] == [
         (SINGLE, SINGLE),
         (SINGLE, HALF),
         (SINGLE, DOUBLE),

@@ -1,0 +1,374 @@
+"""What stands for parameters at rest, between steps: their sharded faces.
+
+    DTensorFace   one per parameter: a DTensor over this rank's rows
+    PieceFace     one per parameter: the parameter the user made, of which this rank keeps a flat piece
+    FlatFace      one for all parameters of a segment: this rank's piece of it, a `FlatParameter`
+
+Users, optimizers and state dicts see them. A face keeps its identity for life, unless a user puts
+another parameter in its place, which it then adopts; its data are a view of the group's shard buffer.
+
+This file and `param` are the only ones that put parameters on modules.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from . import torch_border
+from .errors import LifecycleError
+from .placement import FacePlacement
+
+_GROUP_MARK = "_fullshard_group"
+"""Attribute of a parameter that belongs to a group, on its sharded face and on the original it replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamOwner:
+    """A module that has the parameter, and under which name; tied parameters have several."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def plain(self) -> bool:
+        """Whether assigning the parameter has no side effect of the module's own (RNNs keep lists, say)."""
+        return type(self.module).__setattr__ is nn.Module.__setattr__
+
+    def current(self) -> Tensor | None:
+        """The parameter now on the module."""
+        return torch_border.parameter_table(self.module).get(self.name)
+
+    def install(self, value: Tensor) -> None:
+        """Put a parameter, or a tensor that stands for one, on the module."""
+        if not isinstance(value, nn.Parameter):  # the module would refuse it in a parameter's place
+            self.remove()
+        setattr(self.module, self.name, value)
+
+    def remove(self) -> None:
+        """Take the parameter off the module."""
+        torch_border.parameter_table(self.module).pop(self.name, None)
+
+
+class ShardedFace(ABC):
+    """A parameter object at rest."""
+
+    param: nn.Parameter
+
+    def __init__(self, name: str, owners: Sequence[ParamOwner], *, trainable: bool) -> None:
+        self.name = name
+        """Full name, for messages."""
+        self.trainable = trainable
+        """Whether the parameters it stands for are known to be."""
+        self.owners = tuple(owners)
+        """Where the face is at rest."""
+
+    @property
+    @abstractmethod
+    def local(self) -> Tensor:
+        """What this rank holds."""
+
+    @abstractmethod
+    def put_over(self, local: Tensor) -> None:
+        """Let the face, and all who know it, stand for other memory of the same shape and dtype."""
+
+    @abstractmethod
+    def lies_in(self, local: Tensor) -> bool:
+        """Whether the face stands for this very memory."""
+
+    @abstractmethod
+    def fault(self, candidate: Tensor | None) -> str | None:
+        """Why ``candidate`` cannot replace the face, or None if it can."""
+
+    @abstractmethod
+    def land(self, gradient: Tensor) -> None:
+        """Take a reduced gradient, or add to the one there is."""
+
+    def resting(self, owner: ParamOwner) -> Tensor:
+        """What the owner of a parameter shows while this face stands for it."""
+        return self.param
+
+    def unsharded(self, whole: Tensor, placement: FacePlacement, *, trainable: bool) -> Tensor:
+        """A leaf for autograd over a gathered parameter that the face stands for at rest."""
+        return placement.unsharded(whole, trainable=trainable)
+
+    def found(self) -> Tensor | None:
+        """The parameter now on the modules in this face's place."""
+        return self.owners[0].current()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the face is on all its owners."""
+        return all(owner.current() is self.param for owner in self.owners)
+
+    def adopt(self, candidate: Tensor, group_name: str) -> None:
+        """Take a parameter that was put in the face's place: moved, cast, assigned."""
+        self._be(cast(nn.Parameter, candidate), group_name)
+
+    def _be(self, param: nn.Parameter, group_name: str) -> None:
+        self.param = param
+        setattr(param, _GROUP_MARK, group_name)
+        self._install()
+
+    def _install(self) -> None:
+        for owner in self.owners:
+            owner.install(self.param)
+
+
+class DTensorFace(ShardedFace):
+    """A DTensor over this rank's part of one parameter."""
+
+    def __init__(
+        self,
+        name: str,
+        owners: Sequence[ParamOwner],
+        original: nn.Parameter,
+        placement: FacePlacement,
+        local: Tensor,
+        group_name: str,
+    ) -> None:
+        super().__init__(name, owners, trainable=original.requires_grad)
+        self._shape = placement.shape
+        face = placement.sharded(local, trainable=original.requires_grad)
+        if type(local) is Tensor:
+            # Attributes users hang on parameters move along; a subclass keeps its data in there.
+            face.__dict__.update(original.__dict__)
+        setattr(original, _GROUP_MARK, group_name)
+        self._be(face, group_name)
+
+    @property
+    def local(self) -> Tensor:
+        """See `ShardedFace`."""
+        return torch_border.local_of(self.param)
+
+    def put_over(self, local: Tensor) -> None:
+        """See `ShardedFace`."""
+        torch_border.replace_local(self.param, local)
+
+    def lies_in(self, local: Tensor) -> bool:
+        """See `ShardedFace`."""
+        return self.local is local
+
+    def fault(self, candidate: Tensor | None) -> str | None:
+        """See `ShardedFace`."""
+        if not isinstance(candidate, DTensor):
+            return f"{self.name}: expected a DTensor, got {type(candidate).__name__}"
+        if tuple(candidate.shape) != self._shape:
+            return f"{self.name}: expected shape {self._shape}, got {tuple(candidate.shape)}"
+        expected = torch_border.spec_of(cast(DTensor, self.param))
+        if candidate.placements != expected.placements or candidate.device_mesh != expected.mesh:
+            return (
+                f"{self.name}: expected placements {expected.placements} on {expected.mesh}, "
+                f"got {candidate.placements} on {candidate.device_mesh}"
+            )
+        return None
+
+    def land(self, gradient: Tensor) -> None:
+        """See `ShardedFace`."""
+        param = self.param
+        if param.grad is None:
+            spec = torch_border.spec_of(cast(DTensor, param))
+            param.grad = torch_border.dtensor(gradient, spec)
+        else:
+            torch_border.local_of(param.grad).add_(gradient)
+        _run_gradient_hooks(param)
+
+
+class PlainFace(ShardedFace):
+    """A plain parameter over a part of the shard buffer.
+
+    For a while, other tensors can be shown in the place of what it stands for: whole parameters, say.
+    """
+
+    @abstractmethod
+    def show(self, values: Sequence[Tensor]) -> None:
+        """Let the modules have these as parameters, one for each that the face stands for."""
+
+    @abstractmethod
+    def take_shown(self) -> list[Tensor]:
+        """Put the face back on the modules, and return what was shown in its place, as it is now."""
+
+    @property
+    def local(self) -> Tensor:
+        """See `ShardedFace`."""
+        return self.param.data
+
+    def put_over(self, local: Tensor) -> None:
+        """See `ShardedFace`."""
+        self.param.data = self._shaped(local)
+
+    def lies_in(self, local: Tensor) -> bool:
+        """See `ShardedFace`."""
+        return torch_border.same_memory(self.param, local)
+
+    def fault(self, candidate: Tensor | None) -> str | None:
+        """See `ShardedFace`."""
+        if not isinstance(candidate, nn.Parameter) or isinstance(candidate, DTensor):
+            return f"{self.name}: expected a plain parameter, got {type(candidate).__name__}"
+        if candidate.shape != self.param.shape:
+            return f"{self.name}: expected shape {tuple(self.param.shape)}, got {tuple(candidate.shape)}"
+        return None
+
+    def land(self, gradient: Tensor) -> None:
+        """See `ShardedFace`."""
+        param = self.param
+        if param.grad is None:
+            if gradient.dtype != param.dtype:
+                param.grad_dtype = gradient.dtype
+            param.grad = self._shaped(gradient)
+        else:
+            param.grad.add_(self._shaped(gradient))
+        _run_gradient_hooks(param)
+
+    def _shaped(self, flat: Tensor) -> Tensor:
+        param = self.param
+        if param.ndim == 1:
+            return flat
+        return flat.as_strided(param.shape, param.stride(), flat.storage_offset())
+
+
+class PieceFace(PlainFace):
+    """The parameter the user made, whose data are now this rank's piece of it: flat, and maybe empty."""
+
+    def __init__(
+        self,
+        name: str,
+        owners: Sequence[ParamOwner],
+        original: nn.Parameter,
+        local: Tensor,
+        group_name: str,
+    ) -> None:
+        """Let ``original`` be a parameter over ``local`` from now on."""
+        super().__init__(name, owners, trainable=original.requires_grad)
+        original.grad = None  # it would be of another shape
+        original.data = local
+        self._hidden: Tensor
+        self._be(original, group_name)
+
+    def show(self, values: Sequence[Tensor]) -> None:
+        """See `PlainFace`."""
+        self._hidden = self.param.data
+        self.param.data = values[0]
+
+    def take_shown(self) -> list[Tensor]:
+        """See `PlainFace`."""
+        shown = self.found()
+        values = [self.param.data if shown is None else shown.data]
+        self.param.data = self._hidden
+        del self._hidden
+        if not self.in_place:  # somebody assigned another
+            self._install()
+        return values
+
+    def land(self, gradient: Tensor) -> None:
+        """See `ShardedFace`."""
+        if gradient.numel():  # an optimizer should not find anything to do here otherwise
+            super().land(gradient)
+
+
+class FlatParameter(nn.Parameter):
+    """This rank's piece of all parameters of a wrapped module, flattened one after the other."""
+
+
+class FlatFace(PlainFace):
+    """One parameter for all of a segment; meanwhile the modules show what the parameters were."""
+
+    def __init__(
+        self,
+        name: str,
+        home: ParamOwner,
+        members: Sequence[tuple[str, Sequence[ParamOwner], nn.Parameter]],
+        local: Tensor,
+        group_name: str,
+    ) -> None:
+        """Register a `FlatParameter` over ``local`` at ``home``, instead of the members at their owners."""
+        trainable = members[0][2].requires_grad
+        super().__init__(name, [home], trainable=trainable)
+        self._members = [tuple(owners) for _, owners, _ in members]
+        self._resting: dict[ParamOwner, Tensor] = {}
+        for member, owners, original in members:
+            setattr(original, _GROUP_MARK, group_name)
+            stand_in = ShardedAttribute.of(member, original)
+            for owner in owners:
+                self._resting[owner] = stand_in
+                owner.install(stand_in)
+        self._be(FlatParameter(local, requires_grad=trainable), group_name)
+
+    def resting(self, owner: ParamOwner) -> Tensor:
+        """See `ShardedFace`."""
+        return self._resting[owner]
+
+    def unsharded(self, whole: Tensor, placement: FacePlacement, *, trainable: bool) -> Tensor:
+        """See `ShardedFace`."""
+        # No parameter: modules would list it beside the flat one.
+        return placement.unsharded(whole, trainable=trainable, as_parameter=False)
+
+    def show(self, values: Sequence[Tensor]) -> None:
+        """See `PlainFace`."""
+        for owner in self.owners:
+            owner.remove()
+        for owners, value in zip(self._members, values, strict=True):
+            param = nn.Parameter(value, requires_grad=self.param.requires_grad)
+            for owner in owners:
+                owner.install(param)
+
+    def take_shown(self) -> list[Tensor]:
+        """See `PlainFace`."""
+        shown = [owners[0].current() for owners in self._members]
+        for owner, stand_in in self._resting.items():
+            owner.install(stand_in)
+        self._install()
+        assert all(value is not None for value in shown), "shown as parameters"
+        return [value.data for value in shown if value is not None]
+
+    def adopt(self, candidate: Tensor, group_name: str) -> None:
+        """See `ShardedFace`."""
+        if not isinstance(
+            candidate, FlatParameter
+        ):  # moving makes another parameter, of torch's class
+            candidate = FlatParameter(candidate.data, requires_grad=candidate.requires_grad)
+        super().adopt(candidate, group_name)
+
+
+class ShardedAttribute(Tensor):
+    """Stands where a parameter was while it is part of a `FlatParameter`: knows its shape, has no data."""
+
+    _name: str
+
+    @staticmethod
+    def of(name: str, original: Tensor) -> ShardedAttribute:
+        """In the place of ``original``."""
+        made = torch_border.tensor_without_memory(ShardedAttribute, original)
+        made._name = name
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"{type(self).__name__}({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves the function out
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        names = [arg._name for arg in args if isinstance(arg, cls)]
+        raise LifecycleError(
+            f"{', '.join(names) or 'A parameter'} is sharded now: it has no data outside of its module's forward. "
+            "Read or write it within FullyShardedDataParallel.summon_full_params, or wrap the module that "
+            f"uses it, whose forward gathers it ({function})."
+        )
+
+
+def group_of(param: Tensor) -> str | None:
+    """Name of the group a parameter belongs to, or None."""
+    return cast("str | None", getattr(param, _GROUP_MARK, None))
+
+
+def _run_gradient_hooks(param: nn.Parameter) -> None:
+    for hook in torch_border.post_accumulate_grad_hooks(param):
+        hook(param)

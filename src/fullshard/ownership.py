@@ -1,0 +1,90 @@
+"""Which parameters and buffers belong to one call of a door: all below its modules that no other call has taken."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .errors import ConfigurationError
+from .faces import ParamOwner, group_of
+from .param import check_can_be_sharded
+from .runtime import state_of
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedParam:
+    """A parameter that belongs to a call."""
+
+    name: str
+    """Relative to the call's module."""
+    param: nn.Parameter
+    owners: list[ParamOwner]
+
+
+def managed_modules(
+    modules: Iterable[nn.Module], ignored: Collection[nn.Module] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose parameters belong to a call: the given ones and those below, up to other states."""
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, name: str, given: bool) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen or module in ignored or (not given and state_of(module) is not None):
+            return
+        seen.add(module)
+        yield name, module
+        for child_name, child in module.named_children():
+            yield from visit(child, f"{name}.{child_name}" if name else child_name, False)
+
+    for module in modules:
+        yield from visit(module, "", True)
+
+
+def owned_params(
+    modules: Iterable[tuple[str, nn.Module]], ignored_params: Iterable[nn.Parameter]
+) -> list[OwnedParam]:
+    """The parameters of these modules themselves, each once, with all who have it."""
+    ignored = {id(param) for param in ignored_params}
+    found: dict[int, OwnedParam] = {}
+    for prefix, module in modules:
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(param) not in ignored:
+                full_name = f"{prefix}.{name}" if prefix else name
+                owned = found.setdefault(id(param), OwnedParam(full_name, param, []))
+                owned.owners.append(ParamOwner(module, name))
+    return list(found.values())
+
+
+def check_can_be_owned(found: Sequence[OwnedParam], remedy: str) -> None:
+    """Refuse parameters that cannot be sharded, or that another call has; ``remedy`` is about the latter."""
+    taken = [f"{each.name} (by {group})" for each in found if (group := group_of(each.param))]
+    if taken:
+        raise ConfigurationError(
+            "A parameter belongs to one group, but these have been sharded before:\n  "
+            + "\n  ".join(taken)
+            + f"\n{remedy}"
+        )
+    faults = [fault for each in found if (fault := check_can_be_sharded(each.name, each.param))]
+    if faults:
+        raise ConfigurationError(
+            "Parameters to be sharded must be plain tensors, DTensors or tensor subclasses that gather "
+            "themselves, and real floating-point where they are trainable:\n  "
+            + "\n  ".join(faults)
+            + "\nFreeze them, or leave them out: ignored_params, or ignored_states of the wrapper."
+        )
+    on_meta = [each.name for each in found if each.param.is_meta]
+    if on_meta and not all(each.param.is_meta for each in found):
+        raise ConfigurationError(
+            "The parameters of a group must all be on the meta device, or none; these are, and others are not: "
+            f"{on_meta}. Build the whole module under torch.device('meta'), or materialise these first."
+        )
+
+
+def move_buffers(modules: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
+    """Move buffers to the device; what is on meta stays there."""
+    for _, module in modules:
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if not buffer.is_meta and buffer.device != device:
+                setattr(module, name, buffer.to(device))
