@@ -316,6 +316,11 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType) -> N
     dist.all_reduce(tensor, op=op, group=group)
 
 
+def broadcast(tensor: Tensor, group: ProcessGroup) -> None:
+    """Give all ranks of the group what its first has; the current stream is ordered after it."""
+    dist.broadcast(tensor, group=group, group_src=0)
+
+
 def values_of_all_ranks(value: T, group: ProcessGroup) -> list[T]:
     """A small picklable value of every rank, by rank; the host waits for it."""
     values: list[Any] = [None] * group.size()

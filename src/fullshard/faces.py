@@ -204,7 +204,8 @@ class PlainFace(ShardedFace):
 
     def lies_in(self, local: Tensor) -> bool:
         """See `ShardedFace`."""
-        return torch_border.same_memory(self.param, local)
+        param = self.param
+        return param.data_ptr() == local.data_ptr() and param.dtype == local.dtype
 
     def fault(self, candidate: Tensor | None) -> str | None:
         """See `ShardedFace`."""
@@ -248,6 +249,7 @@ class PieceFace(PlainFace):
         original.grad = None  # it would be of another shape
         original.data = local
         self._hidden: Tensor
+        self._hidden_gradient: Tensor | None
         self._be(original, group_name)
 
     def show(self, values: Sequence[Tensor]) -> None:
@@ -264,6 +266,21 @@ class PieceFace(PlainFace):
         if not self.in_place:  # somebody assigned another
             self._install()
         return values
+
+    def show_gradient(self, whole: Tensor | None) -> None:
+        """While a whole parameter is shown, show its gradient, too, until `take_shown_gradient`."""
+        self._hidden_gradient = self.param.grad
+        self.param.grad = whole
+
+    def take_shown_gradient(self) -> Tensor | None:
+        """Let there be no gradient, and return the one shown, as it is now; before `take_shown`."""
+        whole, self.param.grad = self.param.grad, None
+        return whole
+
+    def put_gradient_back(self) -> None:
+        """Have the sharded gradient again; after `take_shown`."""
+        self.param.grad = self._hidden_gradient
+        del self._hidden_gradient
 
     def land(self, gradient: Tensor) -> None:
         """See `ShardedFace`."""

@@ -47,6 +47,20 @@ class UnshardHandle:
             self._state = None  # waiting twice is harmless
 
 
+def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
+    """Gather the parameters of a state; with ``async_op`` return a handle to wait for."""
+    for group in state.groups:
+        if not group.gathered:
+            group.context.gathers_wait_for()
+            group.unshard()
+            group.remember_shards()
+    handle = UnshardHandle(state)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
 class FSDPModule:
     """Methods of a module that `fully_shard` was applied to."""
 
@@ -92,17 +106,7 @@ class FSDPModule:
             async_op: Return at once with an `UnshardHandle`; the module's forward waits by itself
                 if nobody else did.
         """
-        state = _state(self)
-        for group in state.groups:
-            if not group.gathered:
-                group.context.gathers_wait_for()
-                group.unshard()
-                group.remember_shards()
-        handle = UnshardHandle(state)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        return unshard_state(_state(self), async_op)
 
     def reset_iter_state(self) -> None:
         """Return to the state between steps, after an exception in forward or backward.

@@ -12,6 +12,7 @@ This file is the only one that asks a mesh or a process group for ranks, sizes a
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -145,11 +146,10 @@ class ShardPlacementResult:
 
 def default_mesh(*, dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
     """A 1-D mesh over all ranks, on the accelerator if this machine has one, else on the CPU."""
-    if not dist.is_initialized():
-        dist.init_process_group()
+    world = default_group().size()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = accelerator.type if accelerator is not None else "cpu"
-    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=dim_names)
+    return init_device_mesh(device_type, (world,), mesh_dim_names=dim_names)
 
 
 def sharding_mesh_info(
@@ -258,6 +258,31 @@ def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _companion(group, "twin", group.size())
 
 
+def default_group() -> dist.ProcessGroup:
+    """The group of all ranks, made if need be."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    group = dist.group.WORLD
+    assert group is not None, "just made"
+    return group
+
+
+def node_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The groups of this rank's node, and of the ranks with its place on all nodes; made once.
+
+    A node has ``LOCAL_WORLD_SIZE`` ranks, as torchrun says, or else one for every accelerator.
+    Collective over the ranks of ``group``.
+    """
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or torch.accelerator.device_count()
+    if not size or group.size() % size:
+        raise ConfigurationError(
+            f"To shard within nodes, all of them must have as many ranks; there are {group.size()} ranks, and "
+            f"{size or 'an unknown number'} on this node (LOCAL_WORLD_SIZE, or the number of accelerators). Set "
+            "LOCAL_WORLD_SIZE, or pass a 2-D device_mesh or the two process groups."
+        )
+    return block_group(group, size), _companion(group, "stride", size)
+
+
 def block_group(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     """The process group of the block of ``size`` consecutive ranks of ``group`` that this rank is in, made once.
 
@@ -269,8 +294,11 @@ def block_group(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
 def _companion(group: dist.ProcessGroup, role: str, size: int) -> dist.ProcessGroup:
     made = _COMPANIONS.setdefault(group, {})
     if (role, size) not in made:
-        first = dist.get_rank(group) // size * size
-        ranks = dist.get_process_group_ranks(group)[first : first + size]
+        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        if role == "stride":
+            ranks = ranks[rank % size :: size]
+        else:
+            ranks = ranks[rank // size * size :][:size]
         companion = dist.new_group(ranks, use_local_synchronization=True)
         assert companion is not None, "this rank is one of the group's"
         made[role, size] = companion

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from . import comm, gradients, torch_border
-from .buffers import ReduceBuffer, ShardBuffer, UploadBuffer, own_part
+from .buffers import ReduceBuffer, ShardBuffer, UploadBuffer, in_memory_order, own_part
 from .errors import ConfigurationError
-from .faces import PlainFace, ShardedFace
+from .faces import PieceFace, PlainFace, ShardedFace
 from .forms import Form
 from .gathering import Gathering, Messages, gather_whole
 from .kept_part import KeptPart
@@ -269,6 +269,13 @@ class FSDPParamGroup:
             device,
             pinned=self._pins and device.type == "cpu",
         )
+
+    def notice_replacements(self) -> None:
+        """Read the shards anew if a parameter's data were replaced behind our back: ``param.data = ...``."""
+        for face, home in self._homes.items():
+            if not face.lies_in(home):
+                self.repack()
+                return
 
     @property
     def offloaded(self) -> bool:
@@ -562,6 +569,57 @@ class FSDPParamGroup:
             values.update(zip(members, face.take_shown(), strict=True))
         return [values[index] for index in range(len(self.params))]
 
+    def whole_gradients(self) -> list[Tensor | None]:
+        """All parameters' gradients whole; None of those that have none on any rank. Collective."""
+        group, rank = self.mesh_info.shard_process_group, self.mesh_info.shard_mesh_rank
+        present = [param.face.param.grad is not None for param in self.params]
+        if group is not None:
+            present = [
+                any(found) for found in zip(*comm.values_of_all_ranks(present, group), strict=True)
+            ]
+        pieces = [
+            torch.zeros(
+                segment.piece_numel,
+                dtype=self._gradient_dtypes[segment.params[0]],
+                device=self.shard_device,
+            )
+            for segment in self.layout.segments
+        ]
+        for index, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
+            gradient, piece = param.face.param.grad, self.layout.piece(index, rank)
+            if gradient is not None:
+                held = pieces[slot.segment].narrow(0, piece.offset, piece.numel)
+                held.copy_(in_memory_order(gradient, gradient.stride()))
+        wholes = self.whole_of(pieces)
+        return [whole if found else None for whole, found in zip(wholes, present, strict=True)]
+
+    def show_gradients(self, wholes: Sequence[Tensor | None]) -> None:
+        """While whole parameters are shown, let them have these gradients, until `take_shown_gradients`."""
+        for face, whole in zip(self._faces_of_pieces(), wholes, strict=True):
+            face.show_gradient(whole)
+
+    def take_shown_gradients(self) -> list[Tensor | None]:
+        """The whole gradients as they are now, which parameters have no longer; before `take_shown`."""
+        return [face.take_shown_gradient() for face in self._faces_of_pieces()]
+
+    @torch.no_grad()
+    def put_gradients_back(self, wholes: Sequence[Tensor | None] | None) -> None:
+        """Let parameters have their sharded gradients again, with the values of ``wholes`` if given."""
+        rank = self.mesh_info.shard_mesh_rank
+        for index, face in enumerate(self._faces_of_pieces()):
+            face.put_gradient_back()
+            whole = None if wholes is None else wholes[index]
+            if whole is not None:
+                part = own_part(self.layout, index, rank, whole)
+                held = face.param.grad
+                if held is None:
+                    face.land(part.to(self.shard_device, copy=True))
+                else:
+                    in_memory_order(held, held.stride()).copy_(part)
+
+    def _faces_of_pieces(self) -> list[PieceFace]:
+        return [cast(PieceFace, param.face) for param in self.params]
+
     def _members_of_faces(self) -> Iterator[tuple[PlainFace, list[int]]]:
         for face in self.faces:
             assert isinstance(face, PlainFace), "the form of the group's door"
@@ -571,6 +629,19 @@ class FSDPParamGroup:
     def locals(self) -> list[Tensor]:
         """Per parameter, what of it this rank holds, where it rests."""
         return self._shards.locals
+
+    @property
+    def flat_numels(self) -> list[int]:
+        """Of a group that rests as one array: how many elements of it every rank holds, without padding."""
+        numel = self.layout.segments[0].piece_numel
+        last = self.layout.slots[-1]
+        end = last.start + last.numel
+        return [min(max(end - rank * numel, 0), numel) for rank in range(self.layout.world)]
+
+    @property
+    def flat_piece(self) -> Tensor:
+        """... and this rank's."""
+        return self._shards.pieces[0][: self.flat_numels[self.mesh_info.shard_mesh_rank]]
 
     @torch.no_grad()
     def write_shards(self, wholes: Sequence[Tensor | None]) -> None:

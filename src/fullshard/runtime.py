@@ -241,6 +241,11 @@ class Runtime:
         """Let as many reductions be in flight as the most demanding state asks for."""
         self.context.max_reductions = max(state.max_reductions for state in self.states)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a forward or backward is running."""
+        return bool(self._passes) or any(state.call is not None for state in self.states)
+
     # --- forward ----------------------------------------------------------------------------------
 
     def enter(self, state: FSDPState) -> None:
@@ -288,6 +293,7 @@ class Runtime:
         for state in states:
             for group in state.groups:
                 group.drop_part()
+                group.notice_replacements()
                 if state.left_gathered or group.outdated:
                     group.reshard()
             state.left_gathered = False

@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -250,6 +253,11 @@ def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def without_activation_wrapper(module: nn.Module) -> nn.Module:
+    """The module inside torch's wrapper for activation checkpointing, or the module itself."""
+    return child_table(module).get("_checkpoint_wrapped_module") or module
+
+
 def post_accumulate_grad_hooks(param: Tensor) -> Sequence[Callable[[Tensor], None]]:
     """What the user registered to run once a parameter's gradient is complete."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None)
@@ -309,6 +317,81 @@ def unscale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor) 
 def sparse_values(tensor: Tensor) -> Tensor:
     """The values of a sparse tensor themselves; several may be of the same element."""
     return tensor._values()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensorParts:
+    """What a ShardedTensor consists of, flat."""
+
+    local: Tensor | None
+    """This rank's part."""
+    numels: list[int]
+    """Elements of each rank of the group."""
+    group: ProcessGroup
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether a value is a ShardedTensor, torch's older class of tensors that are spread over ranks."""
+    return type(value).__name__ == "ShardedTensor"  # importing the class takes time
+
+
+def sharded_tensor(whole: Tensor, shapes: Sequence[Sequence[int]], group: ProcessGroup) -> Any:
+    """A ShardedTensor of which rank r of the group has as many rows of ``whole`` as ``shapes[r]`` says.
+
+    The last ranks may have none.
+    """
+    rows = [shape[0] if shape else 1 for shape in shapes]
+    rank = group.rank()
+    local = None
+    if rank < len(shapes):
+        local = whole.narrow(0, sum(rows[:rank]), rows[rank]).clone() if whole.ndim else whole
+    return _sharded_tensor(whole, local, shapes, whole.shape, group)
+
+
+def local_sharded_tensor(piece: Tensor, numels: Sequence[int], group: ProcessGroup) -> Any:
+    """A ShardedTensor of flat pieces that lie one after the other."""
+    local = piece.detach() if piece.numel() else None
+    shapes = [(numel,) for numel in numels if numel]
+    return _sharded_tensor(piece, local, shapes, (sum(numels),), group)
+
+
+def _sharded_tensor(
+    like: Tensor,
+    local: Tensor | None,
+    shapes: Sequence[Sequence[int]],
+    size: Sequence[int],
+    group: ProcessGroup,
+) -> Any:
+    from torch.distributed._shard.sharded_tensor import (
+        Shard as LocalShard,
+        ShardedTensor,
+        ShardedTensorMetadata,
+        TensorProperties,
+    )
+    from torch.distributed._shard.sharding_spec import ShardMetadata
+
+    parts, row = [], 0
+    for rank, shape in zip(dist.get_process_group_ranks(group), shapes, strict=False):
+        offsets = [row, *[0] * (len(size) - 1)] if size else []
+        place = f"rank:{rank}/{like.device}"
+        parts.append(ShardMetadata(offsets, list(shape), place))
+        row += shape[0] if shape else 1
+    properties = TensorProperties(dtype=like.dtype)
+    metadata = ShardedTensorMetadata(parts, torch.Size(size), properties)
+    shards = [] if local is None else [LocalShard(local, parts[group.rank()])]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=group
+    )
+
+
+def parts_of_sharded_tensor(value: Any) -> ShardedTensorParts:
+    """The parts of a ShardedTensor that is sharded in rows."""
+    group = value._process_group
+    numels = dict.fromkeys(dist.get_process_group_ranks(group), 0)
+    for part in value.metadata().shards_metadata:
+        numels[part.placement.rank()] += math.prod(part.shard_sizes)
+    shards = value.local_shards()
+    return ShardedTensorParts(shards[0].tensor if shards else None, list(numels.values()), group)
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

@@ -1,0 +1,5 @@
+"""The wrapper door."""
+
+from .module import FullyShardedDataParallel
+
+__all__ = ["FullyShardedDataParallel"]

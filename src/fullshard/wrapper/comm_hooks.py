@@ -1,0 +1,49 @@
+"""Reductions of the user's own: `register_comm_hook`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..errors import ConfigurationError, LifecycleError
+from .construction import HYBRID
+from .summoning import wrappers_in
+
+if TYPE_CHECKING:
+    from .module import FullyShardedDataParallel
+
+
+def register(wrapper: FullyShardedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+    """See `FullyShardedDataParallel.register_comm_hook`."""
+    if not callable(hook):
+        raise ConfigurationError(f"hook must be callable, got {type(hook).__name__}.")
+    wrapper._require_root("register_comm_hook")
+    wrappers = wrappers_in(wrapper)
+    twice = [each._fsdp_state.name for each in wrappers if each._comm_hook is not None]
+    if twice:
+        raise LifecycleError(
+            f"A communication hook is registered once, but these have one: {twice}. Let one hook do both."
+        )
+    hybrid = [each._fsdp_state.name for each in wrappers if each.sharding_strategy in HYBRID]
+    if hybrid:
+        raise ConfigurationError(
+            "A communication hook replaces one reduction, but hybrid strategies have two, over shards and over "
+            f"replicas: {hybrid}. Use another strategy, or fully_shard with set_all_reduce_hook."
+        )
+    for each in wrappers:
+        each._comm_hook = hook
+        for group in each._fsdp_state.groups:
+            group.reduction = replace(
+                group.reduction, replacement=functools.partial(_call, hook, state)
+            )
+
+
+def _call(hook: Callable[..., Any], state: object, gradient: Tensor, output: Tensor | None) -> None:
+    if output is None:
+        hook(state, gradient)
+    else:
+        hook(state, gradient, output)

@@ -1,0 +1,453 @@
+"""What the arguments of `FullyShardedDataParallel` mean: ranks, device, parameters, and the state made of them.
+
+    1. axes         over which ranks to shard and to replicate
+    2. device       where to compute
+    3. ignored      what to leave alone
+    4. materials    meta modules get memory and values; rank 0's values go to everybody
+    5. sharding     one group of all that is below the module and in no other wrapper
+
+Everything is checked before the first parameter is touched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .. import comm
+from ..errors import ConfigurationError, UnsupportedError
+from ..faces import ParamOwner
+from ..forms import FlatForm, FlatParameterForm, Form
+from ..mesh import (
+    DataParallelAxes,
+    DDPMeshInfo,
+    ProcessGroupAxes,
+    default_group,
+    node_groups,
+    sharding_mesh_info,
+)
+from ..names import FLAT, clean_name
+from ..ownership import (
+    OwnedParam,
+    check_can_be_owned,
+    managed_modules,
+    move_buffers,
+    owned_params,
+)
+from ..param import FSDPParam
+from ..param_group import FSDPParamGroup
+from ..placement import FacePlacement
+from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..runtime import FSDPState, attach_state
+from ..self_gathered import gathers_itself
+from ..wrapper_options import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+
+ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+"""One to shard over; or one to shard and one to replicate over."""
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_KEPT_AFTER_FORWARD = (
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+    ShardingStrategy._HYBRID_SHARD_ZERO2,
+)
+_ALIGNMENT = 16
+"""Bytes at whose multiples parameters begin in a flat array, as torch's do: enough for any vector load."""
+
+
+# --- 1. axes --------------------------------------------------------------------------------------
+
+
+def choose_axes(
+    strategy: ShardingStrategy, process_group: ProcessGroups | None, mesh: DeviceMesh | None
+) -> tuple[DataParallelAxes, ShardingStrategy]:
+    """Over which ranks to shard and to replicate; with one rank, there is nothing to shard."""
+    if process_group is not None and mesh is not None:
+        raise ConfigurationError(
+            "Ranks are given by process_group or by device_mesh, got both. Leave one out."
+        )
+    axes = (
+        _axes_of_mesh(strategy, mesh)
+        if mesh is not None
+        else _axes_of_groups(strategy, process_group)
+    )
+    if strategy not in HYBRID and axes.shard_mesh_size == 1:
+        strategy = ShardingStrategy.NO_SHARD
+    return axes, strategy
+
+
+def _axes_of_mesh(strategy: ShardingStrategy, mesh: DeviceMesh) -> DataParallelAxes:
+    wanted = 2 if strategy in HYBRID else 1
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != wanted:
+        found = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+        raise ConfigurationError(
+            f"device_mesh must be a DeviceMesh with {wanted} ax{'e' if wanted == 2 else 'i'}s for {strategy}, "
+            f"got {found}. Replicas need an axis of their own: (replicate, shard) for hybrid strategies, "
+            "(shard,) for the others."
+        )
+    if strategy is ShardingStrategy.NO_SHARD:
+        return DDPMeshInfo(mesh, replicate_mesh_dim=0)
+    return sharding_mesh_info(mesh)
+
+
+def _axes_of_groups(
+    strategy: ShardingStrategy, process_group: ProcessGroups | None
+) -> DataParallelAxes:
+    if strategy in HYBRID:
+        if process_group is None:
+            shard, replicate = node_groups(default_group())
+            return ProcessGroupAxes(shard=shard, replicate=replicate)
+        if not isinstance(process_group, tuple) or len(process_group) != 2:
+            raise ConfigurationError(
+                f"{strategy} takes two process groups, (to shard over, to replicate over), got {process_group!r}. "
+                "Leave process_group out to shard within each node, or pass a 2-D device_mesh."
+            )
+        _check_groups(process_group)
+        return ProcessGroupAxes(shard=process_group[0], replicate=process_group[1])
+    group = default_group() if process_group is None else process_group
+    if isinstance(group, tuple):
+        raise ConfigurationError(
+            f"{strategy} takes one process group, got {len(group)}. Two are for HYBRID_SHARD."
+        )
+    _check_groups((group,))
+    if strategy is ShardingStrategy.NO_SHARD or group.size() == 1:
+        return ProcessGroupAxes(replicate=group)
+    return ProcessGroupAxes(shard=group)
+
+
+def _check_groups(groups: Sequence[object]) -> None:
+    wrong = [group for group in groups if not isinstance(group, dist.ProcessGroup)]
+    if wrong:
+        raise ConfigurationError(
+            f"process_group must be a ProcessGroup that this rank is in, got {wrong}."
+        )
+
+
+# --- 2. device ------------------------------------------------------------------------------------
+
+
+def choose_device(
+    device_id: int | torch.device | None, params: Iterable[nn.Parameter], axes: DataParallelAxes
+) -> torch.device:
+    """Where to compute: as asked, or where the parameters are, or on the accelerator if there is one."""
+    present = {param.device for param in params if param.device.type not in ("cpu", "meta")}
+    if len(present) > 1:
+        raise ConfigurationError(
+            f"A wrapped module must be on one device, got {sorted(map(str, present))}. Move it, or pass device_id "
+            "with a module on the CPU."
+        )
+    if device_id is not None:
+        device = _device_of(device_id)
+        if present - {device}:
+            raise ConfigurationError(
+                f"device_id is {device}, but the module is on {present.pop()}. Pass that device, or move the module."
+            )
+        return device
+    if present:
+        return present.pop()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    group = axes.shard_process_group or axes.replicate_process_group
+    assert group is not None, "choose_axes finds at least one"
+    if accelerator is None or comm.backend_of(group, accelerator) == "nothing":  # for host memory
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _device_of(device_id: Any) -> torch.device:
+    if isinstance(device_id, bool) or not isinstance(device_id, (int, torch.device)):
+        raise ConfigurationError(
+            f"device_id must be an int or a torch.device, got {device_id!r}. Use for example "
+            "torch.device('cpu'), or the local rank."
+        )
+    device = torch.device(device_id)
+    if cast("int | None", device.index) is None and device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return device
+
+
+# --- 3. ignored -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """What a wrapper leaves alone."""
+
+    modules: frozenset[nn.Module]
+    """With all modules below them."""
+    params: frozenset[nn.Parameter]
+    """Those of the modules, too."""
+
+
+def choose_ignored(
+    module: nn.Module, wrapper_cls: type[nn.Module], ignored_modules: object, ignored_states: object
+) -> Ignored:
+    """Read ``ignored_modules`` and ``ignored_states``; the latter are parameters or modules."""
+    if ignored_modules is not None and ignored_states is not None:
+        raise ConfigurationError(
+            "What to ignore is given by ignored_modules or by ignored_states, got both. Use ignored_states, "
+            "which takes modules, too."
+        )
+    modules = _checked_items("ignored_modules", ignored_modules, nn.Module)
+    states = _checked_items("ignored_states", ignored_states, (nn.Module, nn.Parameter))
+    params = [state for state in states if isinstance(state, nn.Parameter)]
+    modules += [state for state in states if isinstance(state, nn.Module)]
+    if params and modules:
+        raise ConfigurationError(
+            "ignored_states must be parameters only or modules only, got both. Pass the parameters of the modules."
+        )
+    wrapped = [type(each.module).__name__ for each in modules if isinstance(each, wrapper_cls)]
+    if wrapped:
+        raise ConfigurationError(
+            f"Wrapped modules manage themselves and cannot be ignored, got wrappers of {wrapped}. Leave them out."
+        )
+    if module in modules:
+        raise ConfigurationError(
+            "The module to wrap is itself ignored, so there is nothing to do. Leave the wrapper out."
+        )
+    below = {
+        each
+        for ignored in modules
+        for each in ignored.modules()
+        if not isinstance(each, wrapper_cls)
+    }
+    inherited = {param for each in below for param in each.parameters(recurse=False)}
+    return Ignored(frozenset(below), frozenset(inherited.union(params)))
+
+
+def _checked_items(name: str, given: object, kinds: type | tuple[type, ...]) -> list[Any]:
+    if given is None:
+        return []
+    items = list(given) if isinstance(given, Iterable) else [given]
+    wrong = sorted({type(item).__name__ for item in items if not isinstance(item, kinds)})
+    if wrong or isinstance(given, (nn.Module, torch.Tensor)):
+        expected = "modules" if kinds is nn.Module else "parameters or of modules"
+        raise ConfigurationError(
+            f"{name} must be a collection of {expected}, got {wrong or type(given).__name__}."
+        )
+    return items
+
+
+# --- 4. materials ---------------------------------------------------------------------------------
+
+
+def materialise(
+    modules: Sequence[tuple[str, nn.Module]],
+    param_init_fn: Callable[[nn.Module], None] | None,
+    device: torch.device,
+) -> None:
+    """Give meta parameters and buffers memory and values: by ``param_init_fn``, else by `reset_parameters`.
+
+    Parameters that were tied before are tied afterwards.
+    """
+    on_meta = [(name, module) for name, module in modules if _tensors_on_meta(module)]
+    if not on_meta:
+        return
+    tied = [owned.owners for owned in owned_params(modules, ()) if len(owned.owners) > 1]
+    if param_init_fn is not None:
+        for _, module in modules:
+            param_init_fn(module)
+    else:
+        helpless = [
+            name or type(module).__name__
+            for name, module in on_meta
+            if not callable(getattr(module, "reset_parameters", None))
+        ]
+        if helpless:
+            raise ConfigurationError(
+                "Modules on the meta device are initialised by their reset_parameters(), but these have none: "
+                f"{helpless}. Pass param_init_fn, or give them one."
+            )
+        for _, module in on_meta:
+            module.to_empty(device=device, recurse=False)
+            module.reset_parameters()  # type: ignore[operator]  # nn.Module declares no such attribute
+    for owners in tied:
+        first = owners[0].current()
+        for owner in owners[1:]:
+            if first is not None:
+                owner.install(first)
+    left = [
+        f"{name}.{tensor}" if name else tensor
+        for name, module in modules
+        for tensor in _tensors_on_meta(module)
+    ]
+    if left:
+        raise ConfigurationError(
+            f"param_init_fn left parameters or buffers on the meta device: {left}. It is called with every module of "
+            "the wrapper and must materialise its own: module.to_empty(device=..., recurse=False)."
+        )
+
+
+def _tensors_on_meta(module: nn.Module) -> list[str]:
+    named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return [name for name, tensor in named if tensor.is_meta]
+
+
+@torch.no_grad()
+def send_from_rank_0(
+    modules: Sequence[tuple[str, nn.Module]],
+    params: Sequence[OwnedParam],
+    axes: DataParallelAxes,
+    device: torch.device,
+) -> None:
+    """Give every rank the parameters and buffers of rank 0, on the compute device. Collective."""
+    tensors = [owned.param for owned in params]
+    tensors += [buffer for _, module in modules for buffer in module.buffers(recurse=False)]  # type: ignore[misc]
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device)
+        for group in (axes.shard_process_group, axes.replicate_process_group):
+            if group is not None:
+                comm.broadcast(tensor.data, group)
+
+
+# --- 5. sharding ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What one wrapper was told, checked and completed."""
+
+    axes: DataParallelAxes
+    strategy: ShardingStrategy
+    device: torch.device
+    ignored: Ignored
+    precision: MixedPrecision
+    offload: CPUOffload
+    backward_prefetch: BackwardPrefetch | None
+    use_orig_params: bool
+    param_init_fn: Callable[[nn.Module], None] | None
+    sync_module_states: bool
+
+
+def shard(wrapper: nn.Module, wrapped: nn.Module, choices: Choices) -> FSDPState:
+    """Shard what is below ``wrapped`` and in no other wrapper, and attach the state to ``wrapper``."""
+    modules = [
+        (clean_name(name), module)
+        for name, module in managed_modules([wrapper], choices.ignored.modules)
+    ]
+    _check(owned_params(modules, choices.ignored.params), choices)
+    materialise(modules, choices.param_init_fn, choices.device)
+    params = owned_params(modules, choices.ignored.params)  # others, if they were on meta
+    move_buffers(modules, choices.device)
+    if choices.sync_module_states:
+        send_from_rank_0(modules, params, choices.axes, choices.device)
+    policy = policy_of(choices.precision)
+    groups = []
+    if params:
+        offload = CPUOffloadPolicy() if choices.offload.offload_params else OffloadPolicy()
+        group = FSDPParamGroup(
+            [
+                FSDPParam(
+                    each.name,
+                    each.owners,
+                    each.param,
+                    FacePlacement(shape=tuple(each.param.shape)),
+                )
+                for each in params
+            ],
+            choices.axes,
+            choices.device,
+            policy,
+            offload,
+            type(wrapped).__name__,
+            form=_form(wrapped, params, choices),
+            low_precision_gradients=choices.precision.keep_low_precision_grads,
+        )
+        groups.append(group)
+    state = FSDPState(
+        [wrapper],
+        groups,
+        policy,
+        choices.device,
+        reshard_after_forward=choices.strategy not in _KEPT_AFTER_FORWARD,
+        auto_reshard=choices.strategy not in _KEPT_AFTER_FORWARD,
+        cast_root_inputs=choices.precision.cast_root_forward_inputs,
+    )
+    if choices.backward_prefetch is None:
+        state.backward_prefetch = ()
+    state.prefetches_late = choices.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    attach_state(wrapper, state)
+    return state
+
+
+def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
+    """The engine's options for these dtypes."""
+    return MixedPrecisionPolicy(
+        param_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        cast_forward_inputs=precision.cast_forward_inputs,
+    )
+
+
+def _form(wrapped: nn.Module, params: Sequence[OwnedParam], choices: Choices) -> Form:
+    if not choices.use_orig_params:
+        return FlatParameterForm(ParamOwner(wrapped, FLAT))
+    dtype = choices.precision.param_dtype or params[0].param.dtype
+    return FlatForm(alignment=max(_ALIGNMENT // dtype.itemsize, 1))
+
+
+def _check(params: Sequence[OwnedParam], choices: Choices) -> None:
+    """Refuse what cannot be sharded in this form, before anything is changed."""
+    check_can_be_owned(
+        params,
+        "Wrap modules that share a parameter together, by wrapping a module that contains both.",
+    )
+    subclasses = [each.name for each in params if gathers_itself(each.param.data)]
+    if subclasses:
+        raise ConfigurationError(
+            f"Flattened parameters must be plain tensors, but these are tensor subclasses: {subclasses}. Shard "
+            "their modules with fully_shard, or leave them out with ignored_states."
+        )
+    parallel = [each.name for each in params if isinstance(each.param, DTensor)]
+    if parallel:
+        raise UnsupportedError(
+            f"The wrapper does not flatten DTensors (tensor parallelism) yet: {parallel}. Use fully_shard, which "
+            "does both."
+        )
+    if choices.use_orig_params:
+        return
+    frozen = [each.name for each in params if not each.param.requires_grad]
+    if frozen and len(frozen) < len(params):
+        raise ConfigurationError(
+            "With use_orig_params=False the parameters of a wrapper become one, which is trainable or frozen as a "
+            f"whole; of {len(params)} these are frozen and the others not: {frozen}. Pass use_orig_params=True, "
+            "or wrap frozen modules by themselves."
+        )
+    dtypes = {each.param.dtype for each in params}
+    if len(dtypes) > 1:
+        listed = [f"{each.name}: {each.param.dtype}" for each in params]
+        raise ConfigurationError(
+            "With use_orig_params=False the parameters of a wrapper become one, of one dtype, but there are:\n  "
+            + "\n  ".join(listed)
+            + "\nCast them, pass use_orig_params=True, or wrap modules of different dtypes by themselves."
+        )
+
+
+def full_precision_in_eval() -> bool:
+    """Whether modules in eval mode ignore mixed precision: torch's environment variable for it is set."""
+    return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
+
+
+__all__ = [
+    "HYBRID",
+    "Choices",
+    "Ignored",
+    "choose_axes",
+    "choose_device",
+    "choose_ignored",
+    "full_precision_in_eval",
+    "policy_of",
+    "shard",
+]

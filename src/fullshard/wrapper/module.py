@@ -1,0 +1,429 @@
+"""The wrapper door: `FullyShardedDataParallel`, torch's FSDP1 API on this engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import torch_border
+from ..errors import ConfigurationError, LifecycleError
+from ..fsdp_module import UnshardHandle, unshard_state
+from ..names import WRAPPED
+from ..param_group import FSDPParamGroup
+from ..runtime import FSDPState, Runtime, lazy_init, state_of
+from ..wrap import auto_wrap
+from ..wrapper_options import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from . import clipping, comm_hooks, precision, state_dicts, summoning
+from .construction import (
+    Choices,
+    ProcessGroups,
+    choose_axes,
+    choose_device,
+    choose_ignored,
+    shard,
+)
+
+
+class FullyShardedDataParallel(nn.Module):
+    """A module whose parameters are split over ranks and gathered only while it computes.
+
+        model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        optimizer = torch.optim.AdamW(model.parameters())
+
+    The parameters below the module that are in no other wrapper are flattened into one array,
+    which is gathered and reduced as one; so wrap each layer, by a policy or by hand, and then the
+    whole model. Between steps parameters are one `FlatParameter` per wrapper, or with
+    ``use_orig_params=True`` the parameters the module was built with, each over a flat piece.
+
+    Args:
+        module: The module to wrap.
+        process_group: The ranks to shard over, by default all; for hybrid strategies a pair, to
+            shard over and to replicate over, by default within and across nodes.
+        sharding_strategy: What ranks share out; by default FULL_SHARD.
+        cpu_offload: Whether shards, gradients and optimizer state rest in host memory.
+        auto_wrap_policy: Which modules below get a wrapper of their own: a policy of `fullshard.wrap`,
+            or a function of ``module``, ``recurse`` and ``nonwrapped_numel``. They get the same options.
+        backward_prefetch: When backward gathers the next wrapper: before this one's compute, after
+            it, or only when it is needed (None).
+        mixed_precision: Dtypes of compute, reduction, buffers and inputs.
+        ignored_modules: Modules to leave alone, with all below them.
+        param_init_fn: Called with every module of a wrapper that has tensors on the meta device, to
+            materialise them; by default they are made empty and then `reset_parameters` is called.
+        device_id: Where to compute. By default where the module is or, if it is on the CPU, on the
+            current accelerator; on machines without one, on the CPU.
+        sync_module_states: Give all ranks the parameters and buffers of rank 0.
+        forward_prefetch: Accepted for torch's sake: the gather of the next wrapper always runs beside
+            this one's compute.
+        limit_all_gathers: Accepted for torch's sake: never more than two wrappers are gathered ahead
+            of compute, and the host does not wait for it.
+        use_orig_params: Whether parameters keep their identity (see above), so that they can be frozen
+            one by one and be in parameter groups of an optimizer.
+        ignored_states: Parameters, or modules, to leave alone.
+        device_mesh: The ranks as a mesh, instead of ``process_group``: (shard,), or (replicate, shard)
+            for hybrid strategies.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroups | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
+        offload = CPUOffload() if cpu_offload is None else cpu_offload
+        precision_ = MixedPrecision() if mixed_precision is None else mixed_precision
+        _check_type("module", module, nn.Module)
+        _check_type("sharding_strategy", strategy, ShardingStrategy)
+        _check_type("cpu_offload", offload, CPUOffload)
+        _check_type("mixed_precision", precision_, MixedPrecision)
+        if backward_prefetch is not None:
+            _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch)
+        for name, value in (
+            ("sync_module_states", sync_module_states),
+            ("forward_prefetch", forward_prefetch),
+            ("limit_all_gathers", limit_all_gathers),
+            ("use_orig_params", use_orig_params),
+        ):
+            _check_type(name, value, bool)
+        ignored_modules, ignored_states = _listed(ignored_modules), _listed(ignored_states)
+        ignored = choose_ignored(module, type(self), ignored_modules, ignored_states)
+        axes, strategy = choose_axes(strategy, process_group, device_mesh)
+        device = choose_device(
+            device_id, (p for p in module.parameters() if p not in ignored.params), axes
+        )
+        if auto_wrap_policy is not None:
+            groups = process_group
+            if device_mesh is None and axes.shard_process_group and axes.replicate_process_group:
+                groups = (axes.shard_process_group, axes.replicate_process_group)
+            auto_wrap(
+                module,
+                auto_wrap_policy,
+                type(self),
+                root_kwargs={
+                    "process_group": groups,
+                    "sharding_strategy": sharding_strategy,
+                    "cpu_offload": cpu_offload,
+                    "backward_prefetch": backward_prefetch,
+                    "mixed_precision": mixed_precision,
+                    "ignored_modules": ignored_modules,
+                    "param_init_fn": param_init_fn,
+                    "device_id": device_id,
+                    "sync_module_states": sync_module_states,
+                    "forward_prefetch": forward_prefetch,
+                    "limit_all_gathers": limit_all_gathers,
+                    "use_orig_params": use_orig_params,
+                    "ignored_states": ignored_states,
+                    "device_mesh": device_mesh,
+                },
+                ignored_modules=ignored.modules,
+                ignored_params=ignored.params,
+                class_kwargs=precision.kwargs_of_classes_without_it(mixed_precision),
+            )
+
+        self._fsdp_wrapped_module = module
+        self.sharding_strategy = strategy
+        self.cpu_offload = offload
+        self.mixed_precision = precision_
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+        self.compute_device = device
+        group = axes.shard_process_group or axes.replicate_process_group
+        assert group is not None, "choose_axes finds at least one"
+        self.process_group = group
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self._use_orig_params = use_orig_params
+        self._device_mesh = device_mesh
+        self._ignored = ignored
+        self._summoned = False
+        self._shown_groups: list[FSDPParamGroup] = []
+        """Groups whose whole parameters are on the modules while a state dict is made or loaded."""
+        self._comm_hook: Any = None
+        self._state_dict_settings = state_dicts.default_settings()
+        shard(
+            self,
+            module,
+            Choices(
+                axes=axes,
+                strategy=strategy,
+                device=device,
+                ignored=ignored,
+                precision=precision_,
+                offload=offload,
+                backward_prefetch=backward_prefetch,
+                use_orig_params=use_orig_params,
+                param_init_fn=param_init_fn,
+                sync_module_states=sync_module_states,
+            ),
+        )
+        self._precision = precision.Precision(self, precision_)
+        state_dicts.register_hooks(self)
+
+    # --- the module inside ------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module; of a checkpointed one, the module that is checkpointed."""
+        return torch_border.without_activation_wrapper(self._fsdp_wrapped_module)
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that the wrapper does not have are the wrapped module's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED:
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """As of the wrapped module: an `nn.Sequential`, say."""
+        return cast(Any, self.module)[key]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise LifecycleError(
+            "A wrapped module cannot be copied: its parameters share one buffer. Copy the module before wrapping "
+            "it, or wrap a second one and load the state dict."
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module's forward, with its parameters gathered."""
+        state = self._fsdp_state
+        self._precision.prepare_forward(state, training=self.training)
+        args, kwargs = state.pre_forward(self, args, kwargs)
+        output = None
+        try:
+            output = self._fsdp_wrapped_module(*args, **kwargs)
+        finally:  # nobody stays unsharded when it raises
+            output = state.post_forward(self, args, output)
+        return output
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Move or cast: parameters are sharded while it happens, and packed again afterwards."""
+        state = self._fsdp_state
+        state.reshard()
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for group in state.groups:
+            group.repack()
+        return result
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Apply ``fn`` to every module below, while its parameters are whole; what it changes is kept."""
+        with summoning.summon_full_params(self, recurse=False, writeback=True):
+            return super().apply(fn)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; within `summon_full_params`, under names without wrappers."""
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield (_without_wrappers(name) if self._summoned else name), param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of any module; within `summon_full_params`, under names without wrappers."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield (_without_wrappers(name) if self._summoned else name), buffer
+
+    # --- training ---------------------------------------------------------------------------------
+
+    @property
+    def _fsdp_state(self) -> FSDPState:
+        state = state_of(self)
+        assert state is not None, "attached when the wrapper was made"
+        return state
+
+    def check_is_root(self) -> bool:
+        """Whether this is the outermost wrapper; not to be asked of inner ones before the first forward."""
+        return self._runtime().root is self._fsdp_state
+
+    def _runtime(self) -> Runtime:
+        return self._fsdp_state.runtime or lazy_init(self._fsdp_state)
+
+    def _require_root(self, method: str) -> None:
+        if not self.check_is_root():
+            raise LifecycleError(
+                f"{method} is for the outermost wrapper; {self._fsdp_state.name!r} is below it. Call it on the model "
+                "whose forward you call."
+            )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward only adds up gradients on this rank; the first one after it reduces them.
+
+        On the outermost wrapper, around forward and backward.
+        """
+        self._require_root("no_sync")
+        self._require_idle("no_sync")
+        states = self._runtime().states
+        before = [state.requires_gradient_sync for state in states]
+        for state in states:
+            state.requires_gradient_sync = False
+        try:
+            yield
+        finally:
+            for state, synchronises in zip(states, before, strict=True):
+                state.requires_gradient_sync = synchronises
+
+    def _require_idle(self, method: str) -> None:
+        runtime = self._fsdp_state.runtime
+        if runtime is not None and runtime.busy:
+            raise LifecycleError(
+                f"{method} was called within forward or backward of the model. Call it between them. (After an "
+                "exception, run a forward first, or make the model anew.)"
+            )
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:
+        """Scale all gradients such that their norm, over all ranks, is at most ``max_norm``.
+
+        `torch.nn.utils.clip_grad_norm_` would take each rank's norm for the whole. On the outermost
+        wrapper, on all ranks.
+
+        Returns:
+            The norm before, in the widest dtype of the gradients.
+        """
+        self._require_root("clip_grad_norm_")
+        self._require_idle("clip_grad_norm_")
+        return clipping.clip_grad_norm_(self, self._runtime().states, max_norm, norm_type)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` reduce gradients instead of the wrapper, averaging included.
+
+        It is called with ``state`` and a wrapper's gradients, flat: with ``hook(state, gradient)``,
+        which it averages over ranks in place, if nothing is sharded; otherwise with
+        ``hook(state, gradient, output)``, the latter to become this rank's part of the average. Once,
+        on the outermost wrapper, before the first forward; not for hybrid strategies.
+        """
+        comm_hooks.register(self, state, hook)
+
+    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this wrapper's parameters, not those of wrappers below.
+
+        Args:
+            async_op: Return at once with a handle to wait for; forward waits by itself otherwise.
+        """
+        return unshard_state(self._fsdp_state, async_op)
+
+    # --- all wrappers of a module -----------------------------------------------------------------
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """All wrappers in ``module``, itself included; with ``root_only``, those that no other contains."""
+        return summoning.wrappers_in(module, root_only=root_only)
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Within it, modules have their whole parameters, in their own dtypes and under their own names.
+
+        Not within forward or backward. Collective, on entry, and with ``with_grads``.
+
+        Args:
+            module: A wrapper, or a module that contains some.
+            recurse: Also for wrappers below the outermost ones.
+            writeback: Keep what was changed. Every rank keeps its part of its own changes, so all
+                ranks must make the same.
+            rank0_only: Only rank 0 gets whole parameters; not together with ``writeback``.
+            offload_to_cpu: Put them in host memory.
+            with_grads: Gradients, too; with ``use_orig_params=True`` only, and not offloaded.
+        """
+        return summoning.summon_full_params(
+            module,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
+
+    # --- state dicts ------------------------------------------------------------------------------
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Choose what state dicts of all wrappers in ``module`` hold, and return what was chosen before."""
+        return state_dicts.set_settings(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """What state dicts of the wrappers in ``module`` hold."""
+        return state_dicts.settings_of(module)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """Within it, state dicts of all wrappers in ``module`` hold what is chosen here."""
+        before = state_dicts.set_settings(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            state_dicts.set_settings(
+                module,
+                before.state_dict_type,
+                before.state_dict_config,
+                before.optim_state_dict_config,
+            )
+
+
+def _without_wrappers(name: str) -> str:
+    """A name without this file's wrappers; others stay in it."""
+    return name.replace(f"{WRAPPED}.", "")
+
+
+def _listed(values: Any) -> Any:
+    """What may be read once, to be read by every wrapper."""
+    return list(values) if isinstance(values, Iterator) else values
+
+
+def _check_type(name: str, value: object, expected: type) -> None:
+    if not isinstance(value, expected):
+        found = type(value)
+        kind = f"a {expected.__name__}" if expected is not bool else "True or False"
+        raise ConfigurationError(
+            f"{name} must be {kind}, got {value!r} ({found.__module__}.{found.__qualname__})."
+        )

@@ -1,0 +1,379 @@
+"""State dicts of wrapped modules: whole, sharded or local tensors under the names of the unwrapped model.
+
+    FULL      whole parameters, in memory of their own; loaded from the same
+    SHARDED   ShardedTensors, or DTensors if the wrapper has a mesh, in rows; loaded from the same, over any ranks
+    LOCAL     what each rank holds as it rests; for the same wrapping and as many ranks only
+
+Making one and loading one is collective: all ranks call `state_dict` or `load_state_dict`.
+
+Whole parameters are shown on the modules while their state dict is made or loaded, so that hooks
+of the user's, and modules that do it their own way, see what they would see without wrappers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from .. import comm, torch_border
+from ..errors import ConfigurationError, LifecycleError
+from ..names import FLAT, WRAPPED, clean_name
+from ..param_group import FSDPParamGroup
+from ..runtime import state_of
+from ..wrapper_options import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from .summoning import wrappers_in
+
+if TYPE_CHECKING:
+    from .module import FullyShardedDataParallel
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def default_settings() -> StateDictSettings:
+    """Whole tensors, on the compute device."""
+    return StateDictSettings(
+        StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+    )
+
+
+def set_settings(
+    module: nn.Module,
+    kind: StateDictType,
+    config: StateDictConfig | None,
+    optim_config: OptimStateDictConfig | None,
+) -> StateDictSettings:
+    """See `FullyShardedDataParallel.set_state_dict_type`."""
+    if kind not in _CONFIGS:
+        raise ConfigurationError(f"state_dict_type must be a StateDictType, got {kind!r}.")
+    expected, optim_expected = _CONFIGS[kind]
+    config = expected() if config is None else config
+    optim_config = optim_expected() if optim_config is None else optim_config
+    for given, cls in ((config, expected), (optim_config, optim_expected)):
+        if type(given) is not cls:
+            raise ConfigurationError(
+                f"{kind} takes a {cls.__name__} of fullshard, got {given!r} ({type(given).__module__})."
+            )
+    before = settings_of(module)
+    for wrapper in wrappers_in(module):
+        wrapper._state_dict_settings = StateDictSettings(
+            kind, _with_mesh(config, wrapper), _with_mesh(optim_config, wrapper)
+        )
+    return before
+
+
+def _with_mesh(config: Any, wrapper: FullyShardedDataParallel) -> Any:
+    """The same config; one for sharded tensors asks for DTensors if the wrapper has a mesh."""
+    if hasattr(config, "_use_dtensor") and wrapper._device_mesh is not None:
+        return replace(config, _use_dtensor=True)
+    return config
+
+
+def settings_of(module: nn.Module) -> StateDictSettings:
+    """See `FullyShardedDataParallel.get_state_dict_type`."""
+    wrappers = wrappers_in(module)
+    if not wrappers:
+        return default_settings()
+    first = wrappers[0]._state_dict_settings
+    others = [
+        wrapper._fsdp_state.name or type(wrapper.module).__name__
+        for wrapper in wrappers
+        if wrapper._state_dict_settings != first
+    ]
+    if others:
+        raise ConfigurationError(
+            f"All wrappers of a model must make the same kind of state dict; the first makes {first}, and these make "
+            f"another: {others}. Call set_state_dict_type on the whole model."
+        )
+    return first
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+
+def register_hooks(module: nn.Module) -> None:
+    """Let a wrapper's state dicts be what its settings say."""
+    wrapper: Any = module  # torch declares no types for these
+    wrapper.register_state_dict_pre_hook(_before_saving)
+    wrapper.register_state_dict_post_hook(_after_saving)
+    wrapper.register_load_state_dict_pre_hook(_before_loading)
+    wrapper.register_load_state_dict_post_hook(_after_loading)
+
+
+def _groups(wrapper: nn.Module) -> tuple[FSDPParamGroup, ...]:
+    state = state_of(wrapper)
+    assert state is not None, "attached when the wrapper was made"
+    return state.groups
+
+
+def _show_whole(wrapper: FullyShardedDataParallel, device: torch.device | None) -> None:
+    """Show whole parameters, each in memory of its own, on ``device`` or on the compute device."""
+    if wrapper._summoned:
+        raise LifecycleError(
+            "State dicts cannot be made or loaded within summon_full_params. Do it outside."
+        )
+    wrapper._require_idle("state_dict or load_state_dict")
+    for group in _groups(wrapper):
+        group.reshard()
+        wholes = group.whole_params()
+        group.show([whole.to(device or whole.device, copy=True) for whole in wholes])
+        wrapper._shown_groups.append(group)
+
+
+def _take_shown(wrapper: FullyShardedDataParallel, *, write: bool) -> None:
+    while wrapper._shown_groups:
+        group = wrapper._shown_groups.pop()
+        wholes = group.take_shown()
+        if write:
+            group.write_shards(wholes)
+
+
+def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    wrapper = cast("FullyShardedDataParallel", module)
+    _take_shown(wrapper, write=False)  # of one that failed
+    settings = wrapper._state_dict_settings
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        for group in _groups(wrapper):
+            group.reshard()
+        return
+    config = settings.state_dict_config
+    _show_whole(wrapper, torch.device("cpu") if config.offload_to_cpu else None)
+
+
+def _after_saving(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    wrapper = cast("FullyShardedDataParallel", module)
+    settings = wrapper._state_dict_settings
+    config = settings.state_dict_config
+    if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+        _shard_entries(wrapper, state_dict, prefix)
+    elif settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        _add_local_entries(wrapper, state_dict, prefix)
+    _take_shown(wrapper, write=False)
+    _restore_buffers(wrapper, state_dict, prefix, offload=config.offload_to_cpu)
+    _replace_beginning(state_dict, f"{prefix}{WRAPPED}.", prefix)
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:  # by names of modules: versions of what they save
+        _replace_beginning(metadata, f"{prefix}{WRAPPED}.", prefix)
+        own = metadata.pop(f"{prefix}{WRAPPED}", None)
+        if own is not None:
+            metadata[prefix.removesuffix(".")] = own
+    if isinstance(config, FullStateDictConfig) and config.rank0_only and wrapper.rank != 0:
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            del state_dict[key]
+
+
+def _replace_beginning(table: MutableMapping[str, Any], old: str, new: str) -> None:
+    """Let keys that begin with ``old`` begin with ``new``; the order of all stays."""
+    items = list(table.items())
+    table.clear()
+    for key, value in items:
+        table[new + key[len(old) :] if key.startswith(old) else key] = value
+
+
+def _restore_buffers(
+    wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *, offload: bool
+) -> None:
+    """Give buffers that were cast for compute the dtype they had, and move them where parameters are."""
+    dtypes = wrapper._precision.original_buffer_dtypes()
+    if not dtypes and not offload:
+        return
+    for path, module in _paths(wrapper):
+        for name, _ in module.named_buffers(recurse=False):
+            key = f"{prefix}{path}{name}"
+            if key in state_dict:
+                buffer = state_dict[key].to(dtypes.get((module, name)))
+                state_dict[key] = buffer.to("cpu") if offload else buffer
+
+
+def _paths(wrapper: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module of a wrapper, under every name it has, with that name and a dot; not those of others."""
+
+    def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        yield path, module
+        for name, child in torch_border.child_table(module).items():
+            if child is not None and state_of(child) is None:
+                yield from visit(f"{path}{name}.", child)
+
+    return visit("", wrapper)
+
+
+def _own_entries(wrapper: nn.Module) -> dict[str, tuple[FSDPParamGroup, int]]:
+    """A wrapper's parameters by their clean names, tied ones under each of theirs."""
+    homes = {
+        (owner.module, owner.name): (group, index)
+        for group in _groups(wrapper)
+        for index, param in enumerate(group.params)
+        for owner in param.owners
+    }
+    return {
+        clean_name(f"{path}{name}"): found
+        for path, module in _paths(wrapper)
+        for (owner, name), found in homes.items()
+        if owner is module
+    }
+
+
+# --- sharded --------------------------------------------------------------------------------------
+
+
+def _shard_entries(
+    wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str
+) -> None:
+    """Put this rank's rows in the place of whole parameters."""
+    group = wrapper._fsdp_state.groups[0] if wrapper._fsdp_state.groups else None
+    if group is None or group.mesh_info.shard_process_group is None:
+        return  # nothing is sharded: every rank has everything
+    for name in _own_entries(wrapper):
+        key = _key_of(state_dict, prefix, name)
+        if key is not None:
+            state_dict[key] = sharded_rows(wrapper, state_dict[key])
+
+
+def _key_of(state_dict: MutableMapping[str, Any], prefix: str, name: str) -> str | None:
+    """The key of a parameter, with or without the wrapper's name in it."""
+    return next(
+        (key for key in (f"{prefix}{WRAPPED}.{name}", f"{prefix}{name}") if key in state_dict), None
+    )
+
+
+def sharded_rows(wrapper: FullyShardedDataParallel, whole: Tensor) -> Any:
+    """This rank's rows of a whole tensor, as a DTensor or ShardedTensor of all ranks' rows."""
+    axes = _groups(wrapper)[0].mesh_info
+    group = axes.shard_process_group
+    assert group is not None, "asked for where something is sharded"
+    config = wrapper._state_dict_settings.state_dict_config
+    if getattr(config, "_use_dtensor", False):
+        mesh = wrapper._device_mesh
+        assert mesh is not None, "DTensors are asked for if there is a mesh"
+        placement = Shard(0) if whole.ndim else Replicate()
+        placements = (*[Replicate()] * (mesh.ndim - 1), placement)
+        chunks = whole.chunk(group.size()) if whole.ndim else (whole,) * group.size()
+        rank = group.rank()
+        local = chunks[rank] if rank < len(chunks) else whole[:0]
+        return DTensor.from_local(
+            local.clone(),
+            mesh,
+            placements,
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.contiguous().stride(),
+        )
+    parts = whole.chunk(group.size()) if whole.ndim else (whole,)
+    return torch_border.sharded_tensor(whole, [part.shape for part in parts], group)
+
+
+def whole_of_rows(value: Any, device: torch.device) -> Any:
+    """The whole tensor of a DTensor or ShardedTensor; anything else as it is. Collective."""
+    if isinstance(value, DTensor):
+        if value.device.type != device.type:
+            value = value.to(device)
+        return value.full_tensor()
+    if torch_border.is_sharded_tensor(value):
+        return _whole_of_sharded_tensor(value, device)
+    return value
+
+
+def _whole_of_sharded_tensor(value: Any, device: torch.device) -> Tensor:
+    parts = torch_border.parts_of_sharded_tensor(value)
+    largest = max(parts.numels)
+    own = torch.zeros(largest, dtype=value.dtype, device=device)
+    if parts.local is not None:
+        own[: parts.local.numel()] = parts.local.reshape(-1)
+    gathered = own.new_empty(largest * len(parts.numels))
+    comm.all_gather(
+        [gathered.view(torch.uint8)], [own.view(torch.uint8)], parts.group, async_op=False
+    )
+    rows = gathered.view(-1, max(largest, 1))
+    flat = torch.cat([row[:numel] for row, numel in zip(rows, parts.numels, strict=False)])
+    return flat.view(value.size())
+
+
+# --- local ----------------------------------------------------------------------------------------
+
+
+def _add_local_entries(
+    wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str
+) -> None:
+    for group in _groups(wrapper):
+        if group.mesh_info.shard_process_group is None:
+            raise LifecycleError(
+                "A local state dict is one of shards, but nothing is sharded here (NO_SHARD, or a single rank). Use "
+                "FULL_STATE_DICT."
+            )
+        if wrapper._use_orig_params:
+            continue  # parameters themselves are what this rank holds
+        state_dict[f"{prefix}{WRAPPED}.{FLAT}"] = torch_border.local_sharded_tensor(
+            group.flat_piece, group.flat_numels, group.mesh_info.shard_process_group
+        )
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def _before_loading(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_others: object
+) -> None:
+    wrapper = cast("FullyShardedDataParallel", module)
+    _take_shown(wrapper, write=False)  # of one that failed
+    if not any(key.startswith(f"{prefix}{WRAPPED}.") for key in state_dict):
+        _replace_beginning(state_dict, prefix, f"{prefix}{WRAPPED}.")
+    if wrapper._state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        _prepare_local_entries(wrapper, state_dict, prefix)
+        return
+    for name in _own_entries(wrapper):
+        key = _key_of(state_dict, prefix, name)
+        if key is not None:
+            state_dict[key] = whole_of_rows(state_dict[key], wrapper.compute_device)
+    _show_whole(wrapper, None)
+
+
+def _prepare_local_entries(
+    wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str
+) -> None:
+    key = f"{prefix}{WRAPPED}.{FLAT}"
+    for group in _groups(wrapper):
+        group.reshard()
+        value = state_dict.pop(key, None)
+        if value is not None and not wrapper._use_orig_params:
+            local = torch_border.parts_of_sharded_tensor(value).local
+            if local is None or local.numel() != group.flat_piece.numel():
+                raise ConfigurationError(
+                    f"A local state dict can be loaded by the same wrapping over as many ranks only; {key} has "
+                    f"{0 if local is None else local.numel()} elements for this rank, which holds "
+                    f"{group.flat_piece.numel()}. Save a full or sharded state dict to change either."
+                )
+            state_dict[key] = torch.zeros_like(group.faces[0].param.data)
+            state_dict[key][: local.numel()] = local
+
+
+def _after_loading(module: nn.Module, incompatible: Any) -> None:
+    wrapper = cast("FullyShardedDataParallel", module)
+    _take_shown(wrapper, write=True)
+    for group in _groups(wrapper):
+        group.repack()  # loading by assignment puts other parameters on the modules
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = [clean_name(key) for key in keys]
