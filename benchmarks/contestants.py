@@ -9,6 +9,7 @@ same kernels.
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from benchmarks.transformer import Block, Shape, Transformer, initialise, local_
 
 __all__ = [
     "BUILDERS",
+    "RIVALS",
     "Contestant",
     "Precision",
     "Setting",
@@ -134,39 +136,55 @@ def build_fullshard(setting: Setting) -> nn.Module:
     return build_functional("fullshard", setting)
 
 
-def build_fsdp1(setting: Setting) -> nn.Module:
-    """Build with torch's wrapper class, every block a flat parameter."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+def build_wrapped(module_name: str, setting: Setting, *, flat: bool) -> nn.Module:
+    """Build with `module_name`'s wrapper class: every block a flat array, of one parameter or of all."""
+    door: Any = importlib.import_module(module_name)
+    wrap: Any = importlib.import_module(f"{module_name}.wrap")
 
     def materialise(module: nn.Module) -> None:
         module.to_empty(device=setting.device, recurse=False)
         initialise(module, recurse=False)
 
     try:
-        return FullyShardedDataParallel(
+        wrapped: nn.Module = door.FullyShardedDataParallel(
             setting.meta_model(DTYPES[setting.master]),
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            mixed_precision=MixedPrecision(**setting.mixed_precision),
+            auto_wrap_policy=wrap.ModuleWrapPolicy({Block}),
+            mixed_precision=door.MixedPrecision(**setting.mixed_precision),
             param_init_fn=materialise,
             device_id=setting.device,
-            use_orig_params=True,
+            use_orig_params=not flat,
         )
     except RuntimeError as error:
         if setting.device.type == "cuda":
             raise
         # Written for accelerators; some versions of torch let it run on the CPU when told to.
-        raise Unavailable(f"torch FSDP1 refuses the CPU: {error}") from error
+        raise Unavailable(f"{module_name}'s wrapper refuses the CPU: {error}") from error
+    return wrapped
 
 
 BUILDERS: Mapping[str, Callable[[Setting], nn.Module]] = MappingProxyType(
     {
         "unsharded": build_unsharded,
         "fsdp2": build_fsdp2,
-        "fsdp1": build_fsdp1,
         "fullshard": build_fullshard,
+        "fsdp1": partial(build_wrapped, "torch.distributed.fsdp", flat=False),
+        "wrapper": partial(build_wrapped, "fullshard", flat=False),
+        "fsdp1-flat": partial(build_wrapped, "torch.distributed.fsdp", flat=True),
+        "wrapper-flat": partial(build_wrapped, "fullshard", flat=True),
     }
 )
+"""`fsdp1` and `wrapper` have ``use_orig_params=True``, the flat ones a `FlatParameter` per block."""
+
+RIVALS: Mapping[str, str] = MappingProxyType(
+    {
+        "fullshard": "fsdp2",
+        "fsdp1": "fsdp1",
+        "wrapper": "fsdp1",
+        "fsdp1-flat": "fsdp1-flat",
+        "wrapper-flat": "fsdp1-flat",
+    }
+)
+"""Whom of torch's each is compared with; FSDP2 where nothing is said."""
 
 
 class Contestant:

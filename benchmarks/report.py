@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contestants import Setting
+from benchmarks.contestants import RIVALS, Setting
 from benchmarks.measure import PLAIN_SHARDS, Effort, Quantity, Record
 
 __all__ = ["Case", "Spread", "Summary", "as_json", "commit_of", "header", "summarise", "table"]
@@ -39,10 +39,10 @@ COLUMNS = (
     "contestant",
     "fwd+bwd ms",
     "x unsharded",
-    "x fsdp2",
+    "x rival",
     "host ms",
     "extra host ms",
-    "extra / fsdp2's",
+    "extra / rival's",
     "extra per group us",
     "optimizer ms",
     "x plain",
@@ -87,17 +87,17 @@ class Summary:
 
     forward_backward_s: Spread | None
     over_unsharded: float | None
-    over_fsdp2: float | None
+    over_rival: float | None
     host_s: Spread | None
     extra_host_s: float | None
-    extra_host_over_fsdp2: float | None
+    extra_host_over_rival: float | None
     extra_host_per_group_s: float | None
     optimizer_s: Spread | None
     optimizer_over_plain: float | None
     peak_allocated_bytes: int | None
-    peak_allocated_over_fsdp2: float | None
+    peak_allocated_over_rival: float | None
     peak_reserved_bytes: int | None
-    peak_reserved_over_fsdp2: float | None
+    peak_reserved_over_rival: float | None
 
 
 def over(value: float | None, reference: float | None) -> float | None:
@@ -131,25 +131,26 @@ def summarise(records: Mapping[str, Record], num_groups: int) -> dict[str, Summa
 
     rows = {}
     for name in records:
+        rival = RIVALS.get(name, "fsdp2")
         step, extra = median(name, "forward_backward_s"), extra_host(name)
         allocated = peak(name, "peak_allocated_bytes")
         reserved = peak(name, "peak_reserved_bytes")
         rows[name] = Summary(
             forward_backward_s=spread(name, "forward_backward_s"),
             over_unsharded=over(step, median("unsharded", "forward_backward_s")),
-            over_fsdp2=over(step, median("fsdp2", "forward_backward_s")),
+            over_rival=over(step, median(rival, "forward_backward_s")),
             host_s=spread(name, "host_s"),
             extra_host_s=extra,
-            extra_host_over_fsdp2=over(extra, extra_host("fsdp2")),
+            extra_host_over_rival=over(extra, extra_host(rival)),
             extra_host_per_group_s=over(extra, num_groups),
             optimizer_s=spread(name, "optimizer_s"),
             optimizer_over_plain=over(
                 median(name, "optimizer_s"), median(PLAIN_SHARDS, "optimizer_s")
             ),
             peak_allocated_bytes=allocated,
-            peak_allocated_over_fsdp2=over(allocated, peak("fsdp2", "peak_allocated_bytes")),
+            peak_allocated_over_rival=over(allocated, peak(rival, "peak_allocated_bytes")),
             peak_reserved_bytes=reserved,
-            peak_reserved_over_fsdp2=over(reserved, peak("fsdp2", "peak_reserved_bytes")),
+            peak_reserved_over_rival=over(reserved, peak(rival, "peak_reserved_bytes")),
         )
     return rows
 
@@ -167,7 +168,7 @@ def milliseconds(spread: Spread | None) -> str:
 
 
 def gibibytes(size: int | None, ratio: float | None) -> str:
-    """Write a size with its ratio to FSDP2's."""
+    """Write a size with its ratio to the rival's."""
     if size is None:
         return "n/a"
     return number(size, 3, 1 / GIB) + ("" if ratio is None else f" ({ratio:.3f}x)")
@@ -179,15 +180,15 @@ def cells(name: str, row: Summary) -> tuple[str, ...]:
         name,
         milliseconds(row.forward_backward_s),
         number(row.over_unsharded, 3),
-        number(row.over_fsdp2, 3),
+        number(row.over_rival, 3),
         milliseconds(row.host_s),
         number(row.extra_host_s, 2, 1e3),
-        number(row.extra_host_over_fsdp2, 3),
+        number(row.extra_host_over_rival, 3),
         number(row.extra_host_per_group_s, 0, 1e6),
         milliseconds(row.optimizer_s),
         number(row.optimizer_over_plain, 2),
-        gibibytes(row.peak_allocated_bytes, row.peak_allocated_over_fsdp2),
-        gibibytes(row.peak_reserved_bytes, row.peak_reserved_over_fsdp2),
+        gibibytes(row.peak_allocated_bytes, row.peak_allocated_over_rival),
+        gibibytes(row.peak_reserved_bytes, row.peak_reserved_over_rival),
     )
 
 

@@ -1,7 +1,8 @@
 """Time and memory of one training step, with and without sharding, side by side.
 
-The contestants are the unsharded model, torch FSDP2, torch FSDP1 and fullshard. One process is
-rank 0 of a `fake` group of any size, so one device suffices and nothing waits for a network.
+The contestants are the unsharded model, torch FSDP2 and fullshard's `fully_shard`, torch FSDP1 and
+fullshard's wrapper. One process is rank 0 of a `fake` group of any size, so one device suffices and
+nothing waits for a network.
 
     python benchmarks/step.py --preset 12x768 --preset 1.2b --world 8
     python benchmarks/step.py --preset tiny --world 8 --contestants unsharded fsdp2 fullshard
@@ -11,6 +12,7 @@ fwd+bwd     device time from an idle device, by events on the current stream; wa
 host        until backward returns, nothing awaited; on the CPU the processor time of the step.
             With a full launch queue it includes waiting for the device: read it from small models
 extra host  host beyond unsharded's
+x rival     over FSDP2's, or FSDP1's for wrappers
 optimizer   AdamW(foreach=True); "plain shards" is the same over plain tensors of the shards' shapes
 peak        of forward and backward, without optimizer state, each contestant alone
 """
@@ -41,6 +43,8 @@ OPTIMIZER_LIMIT = 1_000_000_000
 
 TOP_KERNELS = 12
 
+DEFAULT_CONTESTANTS = ["unsharded", "fsdp2", "fullshard", "fsdp1", "wrapper"]
+
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line, with defaults that depend on the device."""
@@ -52,7 +56,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("layers", "width", "batch", "context", "vocab"):
         add(f"--{name}", type=int, help=f"override the preset's {name}")
     add("--world", type=int, default=8, help="ranks of the fake group (default 8)")
-    add("--contestants", nargs="+", choices=list(BUILDERS), default=list(BUILDERS))
+    add("--contestants", nargs="+", choices=list(BUILDERS), default=DEFAULT_CONTESTANTS)
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--precision", choices=("fp32", "bf16"), help="of the computation; default bf16 on cuda")
     add("--master", choices=("fp32", "bf16"), default="fp32", help="dtype of the shards")

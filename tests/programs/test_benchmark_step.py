@@ -56,7 +56,7 @@ def test_blocks_are_compiled_once_per_contestant_and_not_in_timed_steps(tmp_path
         # A frame for the block; sharded, it is in parts around the hooks.
         assert 1 <= contestant["compilations"] <= 4
         assert contestant["timed_compilations"] == 0
-        assert contestant["summary"]["over_fsdp2"] > 0
+        assert contestant["summary"]["over_rival"] > 0
 
 
 def test_sizes_that_do_not_fit_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

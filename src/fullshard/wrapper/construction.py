@@ -336,6 +336,7 @@ def shard(wrapper: nn.Module, wrapped: nn.Module, choices: Choices) -> FSDPState
     modules = [
         (clean_name(name), module)
         for name, module in managed_modules([wrapper], choices.ignored.modules)
+        if module is not wrapper
     ]
     _check(owned_params(modules, choices.ignored.params), choices)
     materialise(modules, choices.param_init_fn, choices.device)
