@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from fullshard import (
     fully_shard,
     replicate,
 )
-from fullshard.gradients import Reduction
+from fullshard.gradients import ReduceEvents, Reduction
 from fullshard.param_group import FSDPParamGroup
 from fullshard.streams import FSDPCommContext
 from tests.helpers.fake import fake_world
@@ -309,6 +310,13 @@ class HostEvent:
     record = wait = nothing
 
 
+original_new_events = ReduceEvents.new
+
+
+def events_not_ready(context: FSDPCommContext) -> ReduceEvents:
+    return replace(original_new_events(context), ready=HostEvent())
+
+
 SABOTAGE = {
     "gathers do not wait for releases": (FSDPCommContext, "wait_for_releases", forget_releases),
     "compute does not wait for gathers": (FSDPParamGroup, "_wait_for_gather", wait_not_for_gather),
@@ -318,6 +326,7 @@ SABOTAGE = {
         nothing,
     ),
     "reduce inputs are freed at once": (Reduction, "finish_input", finish_input_at_once),
+    "reductions do not wait for compute": (ReduceEvents, "new", events_not_ready),
     "the optimizer does not wait for reductions": (FSDPCommContext, "join", nothing),
 }
 
