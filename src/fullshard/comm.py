@@ -19,7 +19,7 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -261,10 +261,15 @@ def choose_symmetric_memory(backend: str, group: ProcessGroup, device: torch.dev
         ) from error
 
 
+_BACKENDS: weakref.WeakKeyDictionary[ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
+
+
 def backend_of(group: ProcessGroup, device: torch.device) -> str:
     """Name of what carries a group's collectives on tensors of a device: nccl, gloo, ..."""
-    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
-    return {kind: name for kind, _, name in pairs}.get(device.type, "nothing")
+    if group not in _BACKENDS:
+        pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+        _BACKENDS[group] = {kind: name for kind, _, name in pairs}
+    return _BACKENDS[group].get(device.type, "nothing")
 
 
 _CONNECTED: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
@@ -283,16 +288,52 @@ def connect(group: ProcessGroup, device: torch.device) -> None:
 def all_gather(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup, *, async_op: bool
 ) -> Work | None:
-    """Gather ``inputs[i]`` of all ranks into ``outputs[i]``, in one call.
+    """Gather ``inputs[i]`` of all ranks into ``outputs[i]``, in one call; all are bytes.
 
     With ``async_op`` False the current stream is ordered after the gather; the host waits for a
     backend that has no streams.
+
+    [Note: names of gloo's work]
+    Never a coalesced gather on gloo. torch's ProcessGroupGloo has two threads, and each notes the
+    name of the work it has completed in one std::string, outside of the lock (torch 2.13, `runLoop`,
+    lastCompletedWorkName). Names of up to 15 characters lie in the string itself. ALLGATHER_COALESCED
+    does not: one thread frees it while the other writes ALLREDUCE there, and a later malloc aborts, or
+    hands out the same memory twice. Two collectives in flight on a group are enough. ALLGATHER and
+    ALLREDUCE, as which gloo carries all that we call, are short.
     """
     if not outputs:
         return None
     options = _gather_options(async_op=async_op)
-    work = torch_border.all_gather_coalesced(group, outputs, inputs, options)
+    if backend_of(group, outputs[0].device) != "gloo":
+        work = torch_border.all_gather_coalesced(group, outputs, inputs, options)
+    elif len(outputs) == 1:
+        work = torch_border.all_gather_single(group, outputs[0], inputs[0], options)
+    else:
+        work = cast(Work, _JoinedGather(outputs, inputs, group, options))
     return work if async_op else _ordered(work, group)
+
+
+class _JoinedGather:
+    """Several gathers in one message, in memory of its own; only `wait` writes the outputs."""
+
+    def __init__(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        group: ProcessGroup,
+        options: Any,
+    ) -> None:
+        own = torch.cat(list(inputs))
+        gathered = own.new_empty(group.size() * own.numel())
+        self._outputs = [output.view(group.size(), -1) for output in outputs]
+        sizes = [tensor.numel() for tensor in inputs]
+        self._pieces = gathered.view(group.size(), -1).split(sizes, dim=1)
+        self._work = torch_border.all_gather_single(group, gathered, own, options)
+
+    def wait(self) -> None:
+        """Wait for the message and distribute it."""
+        self._work.wait()
+        torch._foreach_copy_(self._outputs, self._pieces)
 
 
 def reduce_scatter(
