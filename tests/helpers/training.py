@@ -6,6 +6,7 @@ Everything is returned whole (gathered), on every rank.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,7 @@ class Run:
     """What to train and how; a value, so that it travels to the ranks."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
-    steps: int = 4
+    steps: int = 3
     microbatches: int = 1
     """Backwards per optimizer step; gradients are reduced in the last one only."""
     sync_every_microbatch: bool = False
@@ -139,6 +140,20 @@ def forward_and_backward(model: Any, run: Run, step: int) -> Tensor:
         loss.backward()
         total += loss.detach()
     return total
+
+
+def of_both(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """What ``function`` returns for fullshard and for torch, in one job: DTensor plans for it once.
+
+    Not for functions that make DTensors of their own and shard them: the second library would get
+    them on the first one's mesh, which DTensor remembers because it is equal.
+    """
+    results = []
+    for api in (FULLSHARD, TORCH):
+        torch.manual_seed(0)
+        results.append(function(api, *args, **kwargs))
+    ours, theirs = results
+    return ours, theirs
 
 
 def whole(tensor: Any) -> Tensor:

@@ -35,9 +35,7 @@ CASES = {
     "blocks called twice, checkpointed": Run(
         model=ModelOptions(repeat=2, checkpointing="non_reentrant")
     ),
-    "blocks called twice, reentrant": Run(
-        model=ModelOptions(repeat=2, checkpointing="reentrant"), steps=3
-    ),
+    "blocks called twice, reentrant": Run(model=ModelOptions(repeat=2, checkpointing="reentrant")),
     "clipped, SGD": Run(clip=0.5, optimizer="SGD"),
     "deep and narrow": Run(model=ModelOptions(depth=7, width=3, hidden=5)),
 }
@@ -118,7 +116,7 @@ MIXED = {
     "bf16 masters, fp32 compute": Run(
         master_dtype=torch.bfloat16, param_dtype=torch.float32, reduce_dtype=torch.float32
     ),
-    "fp16": Run(param_dtype=torch.float16, reduce_dtype=torch.float16, steps=3),
+    "fp16": Run(param_dtype=torch.float16, reduce_dtype=torch.float16),
     "fp16 masters": Run(master_dtype=torch.float16, optimizer="SGD"),
     "fp32 compute, bf16 reduced": Run(reduce_dtype=torch.bfloat16),
 }

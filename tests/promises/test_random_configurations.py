@@ -33,7 +33,7 @@ from tests.helpers.training import FULLSHARD, TORCH, make_optimizer
 NUM_CONFIGURATIONS = 20
 KEPT_SEEDS = (35,)
 """Found by longer searches: 35 aborted a rank twice (malloc: unaligned tcache chunk), in some 600 runs."""
-NUM_STEPS = 3
+NUM_STEPS = 2
 ROWS = 2
 """Sequences per rank and microbatch."""
 
