@@ -33,6 +33,7 @@ from tests.helpers.training import (
     gradients,
     mine,
     needs_torch_2_13,
+    of_both,
     shard,
     train,
     whole,
@@ -68,7 +69,7 @@ PARTS = {
 
 @pytest.mark.parametrize("run", PARTS.values(), ids=PARTS)
 def test_parts_kept_after_forward_change_no_result(world, run: Run) -> None:
-    (ours, *_), (theirs, *_) = (world(4).run(train, api, run) for api in (FULLSHARD, TORCH))
+    ours, theirs = world(4).run(of_both, train, run)[0]
     assert_equal(ours.gradients, theirs.gradients)
     assert_equal(ours.params, theirs.params)
 
@@ -260,9 +261,8 @@ def experts_step(api: str, kind: str) -> dict[str, Tensor]:
 @needs_torch_2_13
 @pytest.mark.parametrize("kind", ["pairs", "replicated pairs", "both pairs"])
 def test_parameters_of_one_module_on_several_meshes(world, kind: str) -> None:
-    ours, theirs = (world(4).run(experts_step, api, kind) for api in (FULLSHARD, TORCH))
-    for mine_, theirs_ in zip(ours, theirs, strict=True):
-        assert_equal(mine_, theirs_)
+    for ours, theirs in world(4).run(of_both, experts_step, kind):
+        assert_equal(ours, theirs)
 
 
 def equal_mesh_infos() -> int:
@@ -314,10 +314,8 @@ def replicated_training(api: str, policy: dict[str, torch.dtype], microbatches: 
 )
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_replicas_train_like_torch_s(world, ranks: int, policy: Any) -> None:
-    ours, theirs = (
-        world(ranks).run(replicated_training, api, policy, microbatches=2)
-        for api in (FULLSHARD, TORCH)
-    )
+    results = world(ranks).run(of_both, replicated_training, policy, microbatches=2)
+    ours, theirs = zip(*results, strict=True)
     assert_equal(ours[0], ours[-1])
     if ranks == 2:
         assert_equal(ours[0], theirs[0])

@@ -16,7 +16,7 @@ from examples.int8_gather import CountingAllGather, Int8Gathered, gather_linear_
 from fullshard import ConfigurationError, fully_shard, replicate
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.models import Decoder, ModelOptions, make_decoder
-from tests.helpers.training import FULLSHARD, TORCH, batch_of, gradients, mine, whole
+from tests.helpers.training import TORCH, batch_of, gradients, mine, of_both, whole
 
 
 class Lossless(Int8Gathered):
@@ -127,7 +127,7 @@ def trained_as_int8(api: str, policy: dict[str, torch.dtype]) -> Any:
 )
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_int8_gathers_train_like_torch_s(world, ranks: int, policy: Any) -> None:
-    ours, theirs = (world(ranks).run(trained_as_int8, api, policy) for api in (FULLSHARD, TORCH))
+    ours, theirs = zip(*world(ranks).run(of_both, trained_as_int8, policy), strict=True)
     if ranks == 2:
         assert_equal(ours, theirs)
     else:  # gloo adds four numbers in an order that depends on where they lie

@@ -23,7 +23,6 @@ import pickle
 import queue
 import shutil
 import signal
-import sys
 import threading
 import traceback
 from dataclasses import dataclass
@@ -69,10 +68,11 @@ class StandInError(Exception):
         return f"{self.type_name}: {self.text}"
 
 
-def main() -> None:
-    """Serve jobs; the arguments are the pipe's file descriptor, the bench's folder, the rank."""
-    connection, folder = Connection(int(sys.argv[1])), Path(sys.argv[2])
-    stacks = stacks_file(folder, int(sys.argv[3])).open("a")
+def serve(connection: Connection, folder: Path, number: int) -> None:
+    """Do the jobs that come through the pipe, as rank ``number`` of the bench with this folder."""
+    os.setsid()  # keeps Ctrl-C from the rank; it ends when the other end of the pipe closes
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    stacks = stacks_file(folder, number).open("a")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -12,12 +12,11 @@ exception, a crash or a hang, arrives here as a `RankError` that says which rank
 crash or a hang all processes are replaced. What happens inside a rank is in `rank_worker`.
 """
 
+import multiprocessing
 import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +25,7 @@ from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.rank_worker import Job, Report, stacks_file
+from tests.helpers.rank_worker import Job, Report, serve, stacks_file
 
 MAX_RANKS = 4
 
@@ -38,6 +37,13 @@ GRACE_S = 10.0
 
 STARTUP_TIMEOUT_S = 50.0
 STACKS_TIMEOUT_S = 2.0
+
+# Ranks are forked from a process that has only imported: starting one, or all of them again after a
+# crash, takes no time, and what DTensor and FSDP2 import when first used is imported once.
+_START = multiprocessing.get_context("forkserver")
+_START.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "pytest"]
+)
 
 
 class RankError(AssertionError):
@@ -152,18 +158,8 @@ class _Rank:
         self.stacks = stacks_file(folder, number)
         self.stacks.touch()
         self.connection, theirs = Pipe()
-        # A session of its own keeps Ctrl-C from the rank; it ends when this end of the pipe closes.
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-c", "from tests.helpers.rank_worker import main; main()"),
-                *(str(theirs.fileno()), str(folder), str(number)),
-            ],
-            pass_fds=[theirs.fileno()],
-            env=os.environ
-            | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": "lo"},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self.process = _START.Process(target=serve, args=(theirs, folder, number), daemon=True)
+        self.process.start()
         theirs.close()
 
     def send(self, message: bytes) -> None:
@@ -182,12 +178,15 @@ class _Rank:
         return report
 
     def death(self) -> str:
-        code = self.process.wait(timeout=STACKS_TIMEOUT_S)
+        self.process.join(STACKS_TIMEOUT_S)
+        code = self.process.exitcode
+        assert code is not None, f"rank {self.number} closed its pipe and goes on"
         cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         return f"{cause}\n{self._read_stacks()}"
 
     def hang(self) -> str:
         """Where every Python thread of the rank is now."""
+        assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + STACKS_TIMEOUT_S
         size = -1
@@ -204,7 +203,8 @@ class _Rank:
     def kill(self) -> None:
         self.connection.close()
         self.process.kill()
-        self.process.wait()
+        self.process.join()
+        self.process.close()
 
 
 def _next_reports(ranks: Sequence[_Rank], timeout_s: float) -> dict[int, Report]:

@@ -6,6 +6,7 @@ Everything is returned whole (gathered), on every rank.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,7 @@ class Run:
     """What to train and how; a value, so that it travels to the ranks."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
-    steps: int = 10
+    steps: int = 3
     microbatches: int = 1
     """Backwards per optimizer step; gradients are reduced in the last one only."""
     sync_every_microbatch: bool = False
@@ -85,7 +86,7 @@ def train(api: str, run: Run, world_size: int = 1) -> Record:
     if api != ONE_PROCESS:
         shard(model, api, run)
     trainable = [param for param in model.parameters() if param.requires_grad]
-    optimizer = getattr(torch.optim, run.optimizer)(trainable, lr=1e-2)
+    optimizer = make_optimizer(run.optimizer, trainable)
     record = Record()
     for step in range(run.steps):
         record.losses.append(_step(model, run, step, world_size if api == ONE_PROCESS else None))
@@ -102,6 +103,16 @@ def train(api: str, run: Run, world_size: int = 1) -> Record:
         optimizer.zero_grad()
     record.params = weights(model)
     return record
+
+
+def make_optimizer(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW or SGD with one operation for all parameters: with several for each, DTensor's bookkeeping
+    takes most of a training step's time.
+    """
+    if name == "AdamW":  # DTensor has no fused SGD
+        return torch.optim.AdamW(params, lr=1e-2, fused=True)
+    assert name == "SGD"
+    return torch.optim.SGD(params, lr=1e-2, foreach=True)
 
 
 def _step(model: Any, run: Run, step: int, whole_batch_of: int | None) -> float:
@@ -129,6 +140,20 @@ def forward_and_backward(model: Any, run: Run, step: int) -> Tensor:
         loss.backward()
         total += loss.detach()
     return total
+
+
+def of_both(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """What ``function`` returns for fullshard and for torch, in one job: DTensor plans for it once.
+
+    Not for functions that make DTensors of their own and shard them: the second library would get
+    them on the first one's mesh, which DTensor remembers because it is equal.
+    """
+    results = []
+    for api in (FULLSHARD, TORCH):
+        torch.manual_seed(0)
+        results.append(function(api, *args, **kwargs))
+    ours, theirs = results
+    return ours, theirs
 
 
 def whole(tensor: Any) -> Tensor:

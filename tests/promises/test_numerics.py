@@ -35,9 +35,7 @@ CASES = {
     "blocks called twice, checkpointed": Run(
         model=ModelOptions(repeat=2, checkpointing="non_reentrant")
     ),
-    "blocks called twice, reentrant": Run(
-        model=ModelOptions(repeat=2, checkpointing="reentrant"), steps=3
-    ),
+    "blocks called twice, reentrant": Run(model=ModelOptions(repeat=2, checkpointing="reentrant")),
     "clipped, SGD": Run(clip=0.5, optimizer="SGD"),
     "deep and narrow": Run(model=ModelOptions(depth=7, width=3, hidden=5)),
 }
@@ -66,8 +64,12 @@ def train_both_and_compare(run: Run, bit_for_bit: bool) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["plain", "tied", "frozen", "0-d parameters"])
-def test_ten_steps_equal_one_process(world, name: str, world_size: int) -> None:
+def test_training_equals_one_process(world, name: str, world_size: int) -> None:
     _assert_equals_one_process(world, world_size, {**CASES, **ZERO_D}[name])
+
+
+def test_ten_steps_equal_one_process(world) -> None:
+    _assert_equals_one_process(world, 3, Run(steps=10))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ TORCH_IS_WRONG = ("blocks called twice, reentrant",)
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in TORCH_IS_WRONG])
 def test_two_ranks_equal_torch_to_the_last_bit(world, name: str) -> None:
-    world(2).run(train_both_and_compare, replace(CASES[name], steps=4), True)
+    world(2).run(train_both_and_compare, CASES[name], True)
 
 
 MIXED = {
@@ -114,7 +116,7 @@ MIXED = {
     "bf16 masters, fp32 compute": Run(
         master_dtype=torch.bfloat16, param_dtype=torch.float32, reduce_dtype=torch.float32
     ),
-    "fp16": Run(param_dtype=torch.float16, reduce_dtype=torch.float16, steps=3),
+    "fp16": Run(param_dtype=torch.float16, reduce_dtype=torch.float16),
     "fp16 masters": Run(master_dtype=torch.float16, optimizer="SGD"),
     "fp32 compute, bf16 reduced": Run(reduce_dtype=torch.bfloat16),
 }
@@ -122,7 +124,7 @@ MIXED = {
 
 @pytest.mark.parametrize("name", MIXED)
 def test_mixed_precision_on_two_ranks_equals_torch_to_the_last_bit(world, name: str) -> None:
-    world(2).run(train_both_and_compare, replace(MIXED[name], steps=4), True)
+    world(2).run(train_both_and_compare, MIXED[name], True)
 
 
 def test_mixed_precision_on_three_ranks_equals_torch(world) -> None:
@@ -143,7 +145,7 @@ HSDP = {
 @pytest.mark.parametrize("name", HSDP)
 def test_hsdp_on_four_ranks_equals_torch(world, name: str) -> None:
     bit_for_bit = name != "all replicas"
-    world(4).run(train_both_and_compare, replace(HSDP[name], steps=4), bit_for_bit)
+    world(4).run(train_both_and_compare, HSDP[name], bit_for_bit)
 
 
 @pytest.mark.parametrize("name", ["fp32", "accumulation", "all replicas", "checkpointing"])

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
-from tests.helpers.training import FULLSHARD, TORCH
+from tests.helpers.training import FULLSHARD, TORCH, make_optimizer
 
 NUM_CONFIGURATIONS = 20
 KEPT_SEEDS = (35,)
@@ -167,7 +167,7 @@ def train(api: str, configuration: Configuration) -> Steps:
     shard(model, api, configuration)
     params = dict(model.named_parameters())
     trainable = [param for param in params.values() if param.requires_grad]
-    optimizer = getattr(torch.optim, configuration.optimizer)(trainable, lr=1e-2)
+    optimizer = make_optimizer(configuration.optimizer, trainable)
     steps = Steps()
     for step in range(NUM_STEPS):
         with CollectiveCounter() as counter:
