@@ -24,7 +24,7 @@ INTRODUCTION = """\
 # API
 
 Written by `python docs/build_api.py` from the docstrings; do not edit. [guide.md](guide.md) shows how it is used,
-[migration.md](migration.md) which names of torch correspond.
+[migration.md](migration.md) and [migration_fsdp1.md](migration_fsdp1.md) which names of torch correspond.
 """
 
 CHAPTERS = {
@@ -35,6 +35,24 @@ CHAPTERS = {
         "OffloadPolicy",
         "CPUOffloadPolicy",
         "DataParallelMeshDims",
+    ],
+    "The wrapper": ["FullyShardedDataParallel", "FlatParameter"],
+    "Options of the wrapper": [
+        "ShardingStrategy",
+        "BackwardPrefetch",
+        "MixedPrecision",
+        "CPUOffload",
+        "StateDictType",
+        "StateDictConfig",
+        "FullStateDictConfig",
+        "ShardedStateDictConfig",
+        "LocalStateDictConfig",
+        "OptimStateDictConfig",
+        "FullOptimStateDictConfig",
+        "ShardedOptimStateDictConfig",
+        "LocalOptimStateDictConfig",
+        "StateDictSettings",
+        "OptimStateKeyType",
     ],
     "Errors": [
         "FullshardError",
@@ -47,10 +65,10 @@ CHAPTERS = {
 }
 """The names of `fullshard`, in the order of the page."""
 
-MODULES = ["mesh", "comm"]
+MODULES = ["wrap", "sharded_grad_scaler", "mesh", "comm"]
 """Modules whose public classes are for users, too."""
 
-GIVEN_TO_USERS = {"FSDPModule", "ReplicateModule", "UnshardHandle"}
+GIVEN_TO_USERS = {"FSDPModule", "ReplicateModule", "UnshardHandle", "FlatParameter"}
 """Classes that users do not make instances of."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -82,7 +100,7 @@ class Entry:
 
 def parse(module: str) -> ast.Module:
     """The syntax tree of a module of the package."""
-    return ast.parse((PACKAGE / f"{module}.py").read_text())
+    return ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())
 
 
 def homes() -> dict[str, str]:

@@ -37,7 +37,7 @@ if _TYPE_CHECKING:
         MixedPrecisionPolicy,
         OffloadPolicy,
     )
-    from .wrapper import FullyShardedDataParallel
+    from .wrapper.module import FullyShardedDataParallel
     from .wrapper_options import (
         BackwardPrefetch,
         CPUOffload,
@@ -104,7 +104,7 @@ _HOMES = {
     "FlatParameter": "faces",
     "FullOptimStateDictConfig": "wrapper_options",
     "FullStateDictConfig": "wrapper_options",
-    "FullyShardedDataParallel": "wrapper",
+    "FullyShardedDataParallel": "wrapper.module",
     "LocalOptimStateDictConfig": "wrapper_options",
     "LocalStateDictConfig": "wrapper_options",
     "MixedPrecision": "wrapper_options",

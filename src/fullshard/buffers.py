@@ -127,6 +127,7 @@ class ShardBuffer:
         numels = [segment.piece_numel for segment in layout.segments]
         placement = place(numels, segment_dtypes)
         self._buffer = Buffer(placement.nbytes, device, pinned=pinned)
+        self._layout, self._dtypes, self._starts = layout, dtypes, placement.starts
         self.nbytes = placement.nbytes
         self.bytes = self._buffer.view(torch.uint8, 0, (placement.nbytes,))
         """All of it."""
@@ -145,6 +146,19 @@ class ShardBuffer:
         if device.type != "meta":
             for piece_tensor in self.pieces:
                 piece_tensor.zero_()  # padding travels with every gather; let it be the same everywhere
+
+    def whole_params(self) -> list[Tensor]:
+        """Of a rank that holds everything: other aliases of the whole parameters, in their shapes."""
+        assert self._layout.world == 1, "the others hold the rest"
+        return [
+            self._buffer.view(
+                dtype,
+                self._starts[slot.segment] + slot.start * dtype.itemsize,
+                slot.shape,
+                slot.strides,
+            )
+            for slot, dtype in zip(self._layout.slots, self._dtypes, strict=True)
+        ]
 
     def allocate(self) -> None:
         """Take memory again, on the current stream."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from . import comm
-from .buffers import GatherBuffer
+from .buffers import GatherBuffer, ShardBuffer
 from .layout import Layout, gathers_in_place
 
 
@@ -68,6 +68,8 @@ class Gathering:
             or (process_group is not None and not gathers_in_place(layout, dtypes)),
             into=into.buffer if into is not None else None,
         )
+        self.params = self.buffer.params
+        """Per parameter, the data of its unsharded face."""
         self._work: Work | None = None
         self._rows: Tensor | None = None
         """Packed by the comm object: bytes of shape (world, bytes of one rank)."""
@@ -135,9 +137,39 @@ class Gathering:
             self._custom.release(self._rows)  # on the stream that allocated it
             self._rows = None
 
+    @property
+    def takes_memory_late(self) -> bool:
+        """Whether `finish` takes memory, too."""
+        return self.buffer.packed
+
     def release(self) -> None:
         """Give the memory back."""
         self.buffer.release()
+
+
+class Resident:
+    """The same for a rank that holds everything, in the dtypes it computes in: shards are whole parameters.
+
+    Unsharded faces are aliases of the shards, so nothing is copied, and nothing given back.
+    """
+
+    takes_memory_late = False
+
+    def __init__(self, shards: ShardBuffer) -> None:
+        self.params = shards.whole_params()
+
+    def start(
+        self, copy_in: Callable[[list[Tensor]], None], extra: Messages, *, async_op: bool
+    ) -> None:
+        """Bring ``extra`` to where it is awaited; the parameters are there."""
+        if extra.outputs:
+            torch._foreach_copy_(extra.outputs, extra.inputs)
+
+    def finish(self) -> None:
+        """There is nothing to wait for."""
+
+    def release(self) -> None:
+        """The shards stay."""
 
 
 def gather_whole(

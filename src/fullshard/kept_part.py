@@ -76,7 +76,7 @@ class KeptPart:
                 self._gathering = Gathering(
                     layout, rank, self._block, dtypes, context.device, custom, into=whole
                 )
-            params = whole.buffer.params
+            params = whole.params
             self._sources = [own_part(layout, i, rank, param) for i, param in enumerate(params)]
             return ShardBuffer(layout, rank, dtypes, context.device)
 

@@ -25,7 +25,7 @@ from .buffers import ReduceBuffer, ShardBuffer, UploadBuffer, in_memory_order, o
 from .errors import ConfigurationError
 from .faces import PieceFace, PlainFace, ShardedFace
 from .forms import Form
-from .gathering import Gathering, Messages, gather_whole
+from .gathering import Gathering, Messages, Resident, gather_whole
 from .kept_part import KeptPart
 from .mesh import DataParallelAxes, DataParallelMeshInfo, block_group
 from .param import FaceSwitch, FSDPParam
@@ -112,10 +112,10 @@ class FSDPParamGroup:
 
         self._context: FSDPCommContext | None = None
         self._memory = _Memory.ABSENT
-        self._gathering: Gathering | None = None
+        self._gathering: Gathering | Resident | None = None
         self._faces: FaceSwitch | None = None
         """None until the unsharded faces have been made of the present gather buffer."""
-        self._in_use: Gathering | None = None
+        self._in_use: Gathering | Resident | None = None
         """How the parameters that are in memory, or on their way, are gathered."""
         self._shard_versions: int | None = None
         self.unwatched: list[FSDPParam] = []
@@ -331,6 +331,7 @@ class FSDPParamGroup:
         context = self.context
         with torch_border.profiler_range(self._labels.gather), context.all_gather:
             context.wait_for_releases()  # before the allocation: [Note: memory and streams], rule 1
+            gathering: Gathering | Resident
             if self._part is not None and self._part.held:
                 gathering, copy_in, extra = self._part.gathering, self._part.copy_in, Messages()
             else:
@@ -351,7 +352,9 @@ class FSDPParamGroup:
         """
         assert self._in_use is not None, "a gather is in use"
         return (
-            not self.context.asynchronous or self._in_use.buffer.packed or bool(self._self_gathered)
+            not self.context.asynchronous
+            or self._in_use.takes_memory_late
+            or bool(self._self_gathered)
         )
 
     def _copy_in(self, own_pieces: list[Tensor]) -> None:
@@ -384,19 +387,34 @@ class FSDPParamGroup:
             result.inputs.extend(theirs.inputs)
         return result
 
-    def _own_gathering(self) -> Gathering:
+    def _own_gathering(self) -> Gathering | Resident:
         if self._gathering is None:
             # Made under inference_mode, the faces could never be trained.
             with torch.inference_mode(False):
-                self._gathering = Gathering(
-                    self._plain_layout,
-                    self.mesh_info.shard_mesh_rank,
-                    self.mesh_info.shard_process_group,
-                    self._compute_dtypes,
-                    self.device,
-                    self.custom_all_gather,
+                self._gathering = (
+                    Resident(self._shards) if self._is_resident else self._new_gathering()
                 )
         return self._gathering
+
+    @property
+    def _is_resident(self) -> bool:
+        """Whether compute can use the shards themselves: they are whole, in its dtypes and on its device."""
+        return (
+            self.layout.world == 1
+            and self._compute_dtypes == [param.dtype for param in self._plain]
+            and not self.offloaded
+            and self.custom_all_gather is None
+        )
+
+    def _new_gathering(self) -> Gathering:
+        return Gathering(
+            self._plain_layout,
+            self.mesh_info.shard_mesh_rank,
+            self.mesh_info.shard_process_group,
+            self._compute_dtypes,
+            self.device,
+            self.custom_all_gather,
+        )
 
     def set_custom_all_gather(self, all_gather: comm.AllGather | None) -> None:
         """Gather with a comm object from now on; None for the default."""
@@ -442,7 +460,7 @@ class FSDPParamGroup:
     def _make_unsharded_faces(self) -> FaceSwitch:
         assert self._gathering is not None, "faces are made of gathered memory"
         with torch.inference_mode(False):
-            for param, whole in zip(self._plain, self._gathering.buffer.params, strict=True):
+            for param, whole in zip(self._plain, self._gathering.params, strict=True):
                 param.make_unsharded_face(whole)
             for member in self._self_gathered:
                 assert member.whole is not None, "the gather has been finished"
@@ -489,9 +507,9 @@ class FSDPParamGroup:
             self.reshard()
             return
         self._wait_for_gather()
-        self._part.keep(
-            self._own_gathering(), self._compute_dtypes, self.custom_all_gather, self.context
-        )
+        whole = self._own_gathering()
+        assert isinstance(whole, Gathering), "a part is kept of what several ranks hold"
+        self._part.keep(whole, self._compute_dtypes, self.custom_all_gather, self.context)
         self._give_memory_back()
 
     def keep_no_part(self) -> None:

@@ -1,5 +1,1 @@
-"""The wrapper door."""
-
-from .module import FullyShardedDataParallel
-
-__all__ = ["FullyShardedDataParallel"]
+"""The wrapper door: `FullyShardedDataParallel` is in `module`, and the rest serves it."""
