@@ -14,7 +14,7 @@ Where whole tensors come from is all that differs between the kinds of state dic
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,16 +85,15 @@ def loadable(
     """
     listing, strangers = listing_of(known, optim, optim_input)
     process_groups = known.process_groups if process_group is None else [process_group]
+    foreign = [] if optim is None else [key for key in optim.state if not isinstance(key, Tensor)]
     if from_first:
-        source: _Source = _FromFirst(state_dict, process_groups)
+        source: _Source = _FromFirst(state_dict, foreign, process_groups)
     else:
-        source = _OverRanks(state_dict)
+        source = _OverRanks(state_dict, foreign)
         if not over_ranks and not any(map(_is_spread, source.tensors.values())):
-            source = _OnThisRank(state_dict)
+            source = _OnThisRank(state_dict, foreign)
     outline, faults = source.outline, list(source.faults)
     if outline is not None:
-        if optim is not None:
-            outline.set_apart([key for key in optim.state if not isinstance(key, Tensor)])
         faults += _faults(outline, known, listing)
     if source.agrees:
         shapes = {} if outline is None else outline.shapes
@@ -147,12 +146,6 @@ class _Outline:
     others: dict[str, Any]
     """What the state dict has beside state and groups."""
 
-    def set_apart(self, keys: Sequence[Any]) -> None:
-        """Regard entries of the state under these keys as no parameter's."""
-        for key in keys:
-            if key in self.states:
-                self.foreign[key] = self.states.pop(key)
-
     @property
     def shapes(self) -> dict[tuple[str, str], _Shape]:
         """Of all tensors, by names of parameters and of states."""
@@ -164,13 +157,13 @@ class _Outline:
         }
 
 
-def _outline_of(state_dict: Mapping[str, Any]) -> _Outline:
+def _outline_of(state_dict: Mapping[str, Any], foreign_keys: Collection[Any]) -> _Outline:
     states, foreign = {}, {}
     for key, state in state_dict["state"].items():
-        if isinstance(state, Mapping):
+        if isinstance(state, Mapping) and key not in foreign_keys:
             states[key] = {name: _outlined(value) for name, value in state.items()}
         else:
-            foreign[key] = state
+            foreign[key] = map_tensors(_on_cpu, state)
     others = {key: v for key, v in state_dict.items() if key not in ("state", "param_groups")}
     return _Outline(states, foreign, [dict(each) for each in state_dict["param_groups"]], others)
 
@@ -178,7 +171,11 @@ def _outline_of(state_dict: Mapping[str, Any]) -> _Outline:
 def _outlined(value: Any) -> Any:
     if _is_spread(value) or (isinstance(value, Tensor) and value.ndim):
         return _Shape(tuple(value.shape), value.dtype)
-    return map_tensors(lambda tensor: tensor.detach().to("cpu"), value)
+    return map_tensors(_on_cpu, value)
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu")
 
 
 def _is_spread(value: Any) -> bool:
@@ -191,7 +188,8 @@ class _Source:
     agrees = False
     """Whether fetching is collective, so that ranks must agree on what to fetch."""
 
-    def __init__(self, state_dict: Mapping[str, Any] | None) -> None:
+    def __init__(self, state_dict: Mapping[str, Any] | None, foreign: Collection[Any]) -> None:
+        """Read the state dict; ``foreign`` keys of its state are known to be no parameter's."""
         self.outline: _Outline | None = None
         self.faults: list[str] = []
         """Why there is no outline."""
@@ -203,7 +201,7 @@ class _Source:
             self.faults.append(str(error))
             return
         assert state_dict is not None, "checked"
-        self.outline = _outline_of(state_dict)
+        self.outline = _outline_of(state_dict, foreign)
         self.tensors = {
             (name, each): state_dict["state"][name][each] for name, each in self.outline.shapes
         }
@@ -237,13 +235,16 @@ class _FromFirst(_Source):
     agrees = True
 
     def __init__(
-        self, state_dict: Mapping[str, Any] | None, process_groups: Sequence[ProcessGroup]
+        self,
+        state_dict: Mapping[str, Any] | None,
+        foreign: Collection[Any],
+        process_groups: Sequence[ProcessGroup],
     ) -> None:
         """Send the outline to everybody, or why there is none. Collective."""
         self._process_groups = process_groups
         self._has_tensors = is_first(process_groups)
         if self._has_tensors:
-            super().__init__(state_dict)
+            super().__init__(state_dict, foreign)
             self.faults += listed(
                 (f"{name}: {each}" for (name, each), v in self.tensors.items() if _is_spread(v)),
                 "A state dict that rank 0 sends to the others must have whole tensors, but these are spread over "
