@@ -173,26 +173,33 @@ class Resident:
 
 
 def gather_whole(
-    layout: Layout, pieces: Sequence[Tensor], process_group: ProcessGroup | None
-) -> list[Tensor]:
+    layout: Layout, pieces: Sequence[Tensor | None], process_group: ProcessGroup | None
+) -> list[Tensor | None]:
     """What is whole of which every rank has a piece, per segment: parameters, or something shaped like them.
 
-    In new memory of the current stream, which is ordered after the gather. For layouts without
-    `Division.CHUNKS`.
+    Segments of which all ranks give None are left out, and so are their parameters. In new memory of
+    the current stream, which is ordered after the gather. For layouts without `Division.CHUNKS`.
     """
-    segments = [piece.new_empty(piece.numel() * layout.world) for piece in pieces]
+    segments = [
+        None if piece is None else piece.new_empty(piece.numel() * layout.world) for piece in pieces
+    ]
+    pairs = [
+        (segment, piece)
+        for segment, piece in zip(segments, pieces, strict=True)
+        if segment is not None and piece is not None and piece.numel()
+    ]
     if process_group is None:
-        torch._foreach_copy_(segments, list(pieces))
+        for segment, piece in pairs:
+            segment.copy_(piece)
     else:
-        used = [index for index, piece in enumerate(pieces) if piece.numel()]
         work = comm.all_gather(
-            [segments[index].view(torch.uint8) for index in used],
-            [pieces[index].view(torch.uint8) for index in used],
+            [segment.view(torch.uint8) for segment, _ in pairs],
+            [piece.view(torch.uint8) for _, piece in pairs],
             process_group,
             async_op=False,
         )
         assert work is None, "not asynchronous"
     return [
-        segments[slot.segment].as_strided(slot.shape, slot.strides, slot.start)
-        for slot in layout.slots
+        None if segment is None else segment.as_strided(slot.shape, slot.strides, slot.start)
+        for slot, segment in ((slot, segments[slot.segment]) for slot in layout.slots)
     ]

@@ -563,14 +563,17 @@ class FSDPParamGroup:
     @torch.no_grad()
     def whole_params(self) -> list[Tensor]:
         """All parameters whole in their own dtypes, in new memory on the compute device. Collective."""
-        return self.whole_of(self._shards.pieces)
+        return [whole for whole in self.whole_of(self._shards.pieces) if whole is not None]
 
     @torch.no_grad()
-    def whole_of(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """Per parameter, what is whole of which every rank has a piece, per segment. Collective."""
+    def whole_of(self, pieces: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Per parameter, what is whole of which every rank has a piece, per segment; None stays None.
+
+        Collective.
+        """
         return gather_whole(
             self._plain_layout,
-            [piece.to(self.device) for piece in pieces],
+            [None if piece is None else piece.to(self.device) for piece in pieces],
             self.mesh_info.shard_process_group,
         )
 

@@ -8,7 +8,9 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from .. import torch_border
 from ..errors import ConfigurationError, LifecycleError
@@ -22,12 +24,22 @@ from ..wrapper_options import (
     CPUOffload,
     MixedPrecision,
     OptimStateDictConfig,
+    OptimStateKeyType,
     ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
-from . import clipping, comm_hooks, precision, state_dicts, summoning
+from . import (
+    clipping,
+    comm_hooks,
+    optimizer_loading,
+    optimizer_params,
+    optimizer_states,
+    precision,
+    state_dicts,
+    summoning,
+)
 from .construction import (
     Choices,
     ProcessGroups,
@@ -408,6 +420,160 @@ class FullyShardedDataParallel(nn.Module):
                 before.state_dict_config,
                 before.optim_state_dict_config,
             )
+
+    # --- state dicts of optimizers ----------------------------------------------------------------
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The state dict of an optimizer of ``model``, by the names of the unwrapped model's parameters.
+
+        It holds what `set_state_dict_type` says: whole tensors by default, in host memory. Collective.
+
+        Args:
+            model: A model that has all parameters of the optimizer.
+            optim: The optimizer.
+            optim_state_dict: Convert this one, which the optimizer made, instead of its present state.
+            group: All ranks that share the model, if the wrappers' own groups do not say so; its first
+                is the one that ``rank0_only`` means.
+
+        Returns:
+            A dict with ``state``, by names of parameters, and ``param_groups``, with names as ``params``.
+            With ``rank0_only`` an empty one on other ranks.
+        """
+        return optimizer_states.optim_state_dict(model, optim, optim_state_dict, group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The reverse of `optim_state_dict`: what ``optim.load_state_dict`` takes on this rank.
+
+        It may have been made over other ranks, with other wrappers or by an unwrapped model's names.
+        Whole tensors are cut without communication; with ``rank0_only``, rank 0's are sent to all.
+
+        Args:
+            model: A model that has all parameters of the optimizer.
+            optim: The optimizer.
+            optim_state_dict: What `optim_state_dict` returned.
+            is_named_optimizer: Whether the optimizer knows parameters by names, those of
+                ``named_parameters``, and not by numbers.
+            load_directly: Also load it.
+            group: As of `optim_state_dict`.
+        """
+        result = optimizer_loading.optim_state_dict_to_load(
+            model, optim, optim_state_dict, group, by_name=is_named_optimizer
+        )
+        if load_directly:
+            optim.load_state_dict(result)
+        return result
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Deprecated: `optim_state_dict` of whole tensors, whatever `set_state_dict_type` says."""
+        optimizer_params.warn_of_age("full_optim_state_dict", "optim_state_dict", optim_input)
+        return optimizer_states.saved(
+            optimizer_params.ModelParams(model, "full_optim_state_dict"),
+            optim,
+            None,
+            group,
+            optimizer_states.Style(first_only=rank0_only),
+        )
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: Optimizer, group: ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """Deprecated: `optim_state_dict` of sharded tensors, whatever `set_state_dict_type` says."""
+        optimizer_params.warn_of_age("sharded_optim_state_dict", "optim_state_dict")
+        return optimizer_states.saved(
+            optimizer_params.ModelParams(model, "sharded_optim_state_dict"),
+            optim,
+            None,
+            group,
+            optimizer_states.Style(sharded=True, on_cpu=False),
+        )
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Deprecated: `optim_state_dict_to_load` from whole tensors that every rank has."""
+        method = "shard_full_optim_state_dict"
+        optimizer_params.warn_of_age(method, "optim_state_dict_to_load", optim_input)
+        known = optimizer_params.ModelParams(model, method)
+        return optimizer_loading.loadable(known, optim, optim_input, full_optim_state_dict, None)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
+    ) -> dict[str, Any]:
+        """Deprecated: `optim_state_dict_to_load` from sharded tensors."""
+        method = "flatten_sharded_optim_state_dict"
+        optimizer_params.warn_of_age(method, "optim_state_dict_to_load")
+        known = optimizer_params.ModelParams(model, method)
+        return optimizer_loading.loadable(
+            known, optim, None, sharded_optim_state_dict, None, over_ranks=True
+        )
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Deprecated: `optim_state_dict_to_load` from whole tensors that rank 0 has; others pass None."""
+        method = "scatter_full_optim_state_dict"
+        optimizer_params.warn_of_age(method, "optim_state_dict_to_load", optim_input)
+        known = optimizer_params.ModelParams(model, method)
+        return optimizer_loading.loadable(
+            known, optim, optim_input, full_optim_state_dict, group, from_first=True
+        )
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """The same state dict by names or by numbers of parameters.
+
+        To load a state dict of `optim_state_dict` into an optimizer without wrappers, and the other
+        way round.
+
+        Args:
+            optim_state_dict: The state dict of whole tensors.
+            optim_state_key_type: What its keys become.
+            model: The model without wrappers, or with ``use_orig_params=True``.
+            optim_input: What the optimizer was made of, if ``optim`` is not given; by default
+                ``model.parameters()``.
+            optim: The optimizer, whose parameters have numbers in its order.
+        """
+        return optimizer_params.rekeyed(
+            optim_state_dict, optim_state_key_type, model, optim_input, optim
+        )
 
 
 def _without_wrappers(name: str) -> str:

@@ -247,10 +247,12 @@ def _shard_entries(
     group = wrapper._fsdp_state.groups[0] if wrapper._fsdp_state.groups else None
     if group is None or group.mesh_info.shard_process_group is None:
         return  # nothing is sharded: every rank has everything
+    config = wrapper._state_dict_settings.state_dict_config
+    as_dtensor = isinstance(config, ShardedStateDictConfig) and config._use_dtensor
     for name in _own_entries(wrapper):
         key = _key_of(state_dict, prefix, name)
         if key is not None:
-            state_dict[key] = sharded_rows(wrapper, state_dict[key])
+            state_dict[key] = sharded_rows(wrapper, state_dict[key], as_dtensor=as_dtensor)
 
 
 def _key_of(state_dict: MutableMapping[str, Any], prefix: str, name: str) -> str | None:
@@ -260,13 +262,12 @@ def _key_of(state_dict: MutableMapping[str, Any], prefix: str, name: str) -> str
     )
 
 
-def sharded_rows(wrapper: FullyShardedDataParallel, whole: Tensor) -> Any:
+def sharded_rows(wrapper: FullyShardedDataParallel, whole: Tensor, *, as_dtensor: bool) -> Any:
     """This rank's rows of a whole tensor, as a DTensor or ShardedTensor of all ranks' rows."""
     axes = _groups(wrapper)[0].mesh_info
     group = axes.shard_process_group
     assert group is not None, "asked for where something is sharded"
-    config = wrapper._state_dict_settings.state_dict_config
-    if getattr(config, "_use_dtensor", False):
+    if as_dtensor:
         mesh = wrapper._device_mesh
         assert mesh is not None, "DTensors are asked for if there is a mesh"
         placement = Shard(0) if whole.ndim else Replicate()
@@ -291,7 +292,7 @@ def whole_of_rows(value: Any, device: torch.device) -> Any:
     if isinstance(value, DTensor):
         if value.device.type != device.type:
             value = value.to(device)
-        return value.full_tensor()
+        return comm.whole_of_dtensor(value)
     if torch_border.is_sharded_tensor(value):
         return _whole_of_sharded_tensor(value, device)
     return value

@@ -1,0 +1,458 @@
+"""From an optimizer's state dict by names to what the optimizer of this rank loads.
+
+    1. outline   the state dict without data: shapes and dtypes in the place of tensors
+    2. check     every name, shape and group is accounted for, or the same error is raised on all ranks
+    3. data      per wrapper and state, whole tensors are fetched and each rank keeps its part
+
+Where whole tensors come from is all that differs between the kinds of state dicts:
+
+    on this rank     whole tensors: cut, without communication
+    over ranks       ShardedTensors and DTensors: gathered
+    on rank 0        sent to everybody
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .. import comm, torch_border
+from ..buffers import own_part
+from ..errors import ConfigurationError
+from ..tree import map_tensors
+from ..wrapper_options import FullOptimStateDictConfig, StateDictType
+from .optimizer_params import (
+    Entry,
+    Listing,
+    ModelParams,
+    check_has_parts,
+    is_first,
+    listed,
+    listing_of,
+    raise_strangers,
+    values_of_all,
+)
+from .optimizer_states import same
+from .state_dicts import settings_of, whole_of_rows
+
+
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: Optimizer,
+    state_dict: dict[str, Any],
+    process_group: ProcessGroup | None,
+    *,
+    by_name: bool,
+) -> dict[str, Any]:
+    """See `FullyShardedDataParallel.optim_state_dict_to_load`."""
+    settings = settings_of(model)
+    config = settings.optim_state_dict_config
+    return loadable(
+        ModelParams(model, "optim_state_dict_to_load"),
+        optim,
+        None,
+        state_dict,
+        process_group,
+        from_first=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
+        over_ranks=settings.state_dict_type is not StateDictType.FULL_STATE_DICT,
+        by_name=by_name,
+    )
+
+
+def loadable(
+    known: ModelParams,
+    optim: Optimizer | None,
+    optim_input: Any,
+    state_dict: Mapping[str, Any] | None,
+    process_group: ProcessGroup | None,
+    *,
+    from_first: bool = False,
+    over_ranks: bool = False,
+    by_name: bool = False,
+) -> dict[str, Any]:
+    """What the optimizer loads on this rank.
+
+    With ``from_first``, the state dict of the first rank is sent to the others, whose own are not
+    read. With ``over_ranks``, its tensors are spread over ranks.
+    """
+    listing, strangers = listing_of(known, optim, optim_input)
+    process_groups = known.process_groups if process_group is None else [process_group]
+    foreign = [] if optim is None else [key for key in optim.state if not isinstance(key, Tensor)]
+    if from_first:
+        source: _Source = _FromFirst(state_dict, foreign, process_groups)
+    else:
+        source = _OverRanks(state_dict, foreign)
+        if not over_ranks and not any(map(_is_spread, source.tensors.values())):
+            source = _OnThisRank(state_dict, foreign)
+    outline, faults = source.outline, list(source.faults)
+    if outline is not None:
+        faults += _faults(outline, known, listing)
+    if source.agrees:
+        shapes = {} if outline is None else outline.shapes
+        everyone = values_of_all((faults, strangers, shapes), process_groups)
+        strangers = sorted({each for _, theirs, _ in everyone for each in theirs})
+        faults = list(dict.fromkeys(fault for theirs, _, _ in everyone for fault in theirs))
+        faults += _differences([each for _, _, each in everyone])
+    raise_strangers(strangers)
+    if faults or outline is None:
+        raise ConfigurationError("\n".join(faults))
+    states = _cut(outline, known, listing, source)
+    keys: dict[Entry, Any] = {
+        entry: entry.key if by_name else number for number, entry in enumerate(listing.entries)
+    }
+    return {
+        **outline.others,
+        "state": {
+            **{keys[entry]: state for entry, state in states.items()},
+            **{key: copy.deepcopy(value) for key, value in outline.foreign.items()},
+        },
+        "param_groups": [
+            {**options, "params": [keys[entry] for entry in entries]}
+            for entries, options in zip(
+                listing.groups, _matched(outline.groups, listing)[0], strict=True
+            )
+        ],
+    }
+
+
+# --- outline --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Stands for a tensor in an outline."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """A state dict without the data of its tensors; 0-d ones are values, and stay."""
+
+    states: dict[str, dict[str, Any]]
+    """By names of parameters."""
+    foreign: dict[Any, Any]
+    """Entries of the state that are no parameter's."""
+    groups: list[dict[str, Any]]
+    others: dict[str, Any]
+    """What the state dict has beside state and groups."""
+
+    @property
+    def shapes(self) -> dict[tuple[str, str], _Shape]:
+        """Of all tensors, by names of parameters and of states."""
+        return {
+            (name, each): value
+            for name, state in self.states.items()
+            for each, value in state.items()
+            if isinstance(value, _Shape)
+        }
+
+
+def _outline_of(state_dict: Mapping[str, Any], foreign_keys: Collection[Any]) -> _Outline:
+    states, foreign = {}, {}
+    for key, state in state_dict["state"].items():
+        if isinstance(state, Mapping) and key not in foreign_keys:
+            states[key] = {name: _outlined(value) for name, value in state.items()}
+        else:
+            foreign[key] = map_tensors(_on_cpu, state)
+    others = {key: v for key, v in state_dict.items() if key not in ("state", "param_groups")}
+    return _Outline(states, foreign, [dict(each) for each in state_dict["param_groups"]], others)
+
+
+def _outlined(value: Any) -> Any:
+    if _is_spread(value) or (isinstance(value, Tensor) and value.ndim):
+        return _Shape(tuple(value.shape), value.dtype)
+    return map_tensors(_on_cpu, value)
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu")
+
+
+def _is_spread(value: Any) -> bool:
+    return isinstance(value, DTensor) or torch_border.is_sharded_tensor(value)
+
+
+class _Source:
+    """Where the tensors of a state dict are."""
+
+    agrees = False
+    """Whether fetching is collective, so that ranks must agree on what to fetch."""
+
+    def __init__(self, state_dict: Mapping[str, Any] | None, foreign: Collection[Any]) -> None:
+        """Read the state dict; ``foreign`` keys of its state are known to be no parameter's."""
+        self.outline: _Outline | None = None
+        self.faults: list[str] = []
+        """Why there is no outline."""
+        self.tensors: dict[tuple[str, str], Any] = {}
+        """By names of parameters and of states."""
+        try:
+            check_has_parts(state_dict)
+        except ConfigurationError as error:
+            self.faults.append(str(error))
+            return
+        assert state_dict is not None, "checked"
+        self.outline = _outline_of(state_dict, foreign)
+        self.tensors = {
+            (name, each): state_dict["state"][name][each] for name, each in self.outline.shapes
+        }
+
+    def fetch(
+        self, wanted: Sequence[tuple[str, str]], shapes: Sequence[_Shape], device: torch.device
+    ) -> Iterator[Tensor]:
+        """Whole tensors of one dtype, by name of parameter and of state."""
+        raise NotImplementedError
+
+
+class _OnThisRank(_Source):
+    def fetch(
+        self, wanted: Sequence[tuple[str, str]], shapes: Sequence[_Shape], device: torch.device
+    ) -> Iterator[Tensor]:
+        """See `_Source`."""
+        return (self.tensors[key].detach() for key in wanted)
+
+
+class _OverRanks(_OnThisRank):
+    agrees = True
+
+    def fetch(
+        self, wanted: Sequence[tuple[str, str]], shapes: Sequence[_Shape], device: torch.device
+    ) -> Iterator[Tensor]:
+        """See `_Source`. Collective."""
+        return (whole_of_rows(self.tensors[key], device).detach() for key in wanted)
+
+
+class _FromFirst(_Source):
+    agrees = True
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Any] | None,
+        foreign: Collection[Any],
+        process_groups: Sequence[ProcessGroup],
+    ) -> None:
+        """Send the outline to everybody, or why there is none. Collective."""
+        self._process_groups = process_groups
+        self._has_tensors = is_first(process_groups)
+        if self._has_tensors:
+            super().__init__(state_dict, foreign)
+            self.faults += listed(
+                (f"{name}: {each}" for (name, each), v in self.tensors.items() if _is_spread(v)),
+                "A state dict that rank 0 sends to the others must have whole tensors, but these are spread over "
+                "ranks:",
+                "Choose SHARDED_STATE_DICT with set_state_dict_type to load it.",
+            )
+        own = (self.outline, self.faults) if self._has_tensors else None
+        sent = values_of_all(own, process_groups)
+        self.outline, self.faults = next(each for each in sent if each is not None)
+
+    def fetch(
+        self, wanted: Sequence[tuple[str, str]], shapes: Sequence[_Shape], device: torch.device
+    ) -> Iterator[Tensor]:
+        """See `_Source`. Collective: all in one message."""
+        numels = [torch.Size(each.shape).numel() for each in shapes]
+        message = torch.empty(sum(numels), dtype=shapes[0].dtype, device=device)
+        parts = message.split(numels)
+        if self._has_tensors:
+            for key, part in zip(wanted, parts, strict=True):
+                part.copy_(self.tensors[key].detach().reshape(-1))
+        for process_group in self._process_groups:
+            comm.broadcast(message.view(torch.uint8), process_group)
+        return (part.view(each.shape) for part, each in zip(parts, shapes, strict=True))
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+def _faults(outline: _Outline, known: ModelParams, listing: Listing) -> list[str]:
+    """Everything that is wrong with a state dict, in paragraphs."""
+    names = set(listing.names)
+    in_groups = [name for group in outline.groups for name in group["params"]]
+    unknown = [name for name in (*outline.states, *in_groups) if name not in names]
+    return [
+        *listed(
+            (f"{n} (not of this optimizer)" for n in unknown if n in known.by_name),
+            "State is loaded for parameters of the optimizer, but these are in the model only:",
+            "Load it with the optimizer that it was saved from, or remove them from 'state' and 'param_groups'.",
+        ),
+        *listed(
+            (str(name) for name in unknown if name not in known.by_name),
+            "Keys of an optimizer's state dict must be names of the model's parameters, without wrappers; these are "
+            "not:",
+            "Load it for the model that it was saved from, or remove them from 'state' and 'param_groups'. "
+            "rekey_optim_state_dict turns ids into names.",
+        ),
+        *listed(
+            names.difference(in_groups),
+            "Every parameter of the optimizer must be in a group of the state dict, but these are missing:",
+            "Load it with the optimizer that it was saved from, or add them to 'param_groups'.",
+        ),
+        *listed(
+            (fault for entry in listing.entries for fault in _entry_faults(entry, outline)),
+            "State must be a tensor of its parameter's shape, a single number or no tensor, and that of parameters "
+            "in one FlatParameter must be of the same kinds, dtypes and numbers:",
+            "Load it for the model that it was saved from; a FlatParameter has one state for all of its "
+            "parameters, use_orig_params=True one for each.",
+        ),
+        *_matched(outline.groups, listing)[1],
+    ]
+
+
+def _entry_faults(entry: Entry, outline: _Outline) -> Iterator[str]:
+    if entry.group is None:
+        return
+    states = {name: outline.states[name] for name in entry.names if name in outline.states}
+    for name, state in states.items():
+        shape = entry.shape_of(name)
+        for each, value in state.items():
+            if isinstance(value, _Shape) and value.shape != shape and not _is_number(value):
+                yield f"{name}: {each} has shape {value.shape}, the parameter has {shape}"
+    if not entry.flat or not states:
+        return
+    first, its_state = next(iter(states.items()))
+    for name in entry.names:
+        state = states.get(name, {})
+        for each in dict.fromkeys([*its_state, *state]):
+            if each not in state or each not in its_state:
+                yield f"{name if each not in state else first}: {each} is missing, others have it"
+            elif not _agree(its_state[each], state[each]):
+                yield f"{name}: {each} is {state[each]}, that of {first} is {its_state[each]}"
+
+
+def _is_number(value: _Shape) -> bool:
+    return torch.Size(value.shape).numel() == 1
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Whether states of two parameters can be one state of both."""
+    if isinstance(one, _Shape) and isinstance(other, _Shape):
+        return one.dtype == other.dtype
+    return type(one) is type(other) and same(one, other)
+
+
+def _differences(everyones: Sequence[Mapping[tuple[str, str], _Shape]]) -> list[str]:
+    """What ranks do not agree on, though they are about to fetch it together."""
+    keys = dict.fromkeys(key for shapes in everyones for key in shapes)
+    return listed(
+        (
+            f"{name}: {each}"
+            for name, each in keys
+            if len({shapes.get((name, each)) for shapes in everyones}) > 1
+        ),
+        "All ranks must load the same tensors, but some lack these or have others:",
+        "Pass every rank's own part of the same checkpoint.",
+    )
+
+
+def _matched(
+    saved: Sequence[Mapping[str, Any]], listing: Listing
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The saved options of each of the optimizer's groups; and faults: groups must be of the same parameters."""
+    homes = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    empty = [number for number, group in enumerate(saved) if not group["params"]]
+    matched, taken, faults = [], list[int](), []
+    for number, entries in enumerate(listing.groups):
+        names = [name for entry in entries for name in entry.names if name in homes]
+        found = list(dict.fromkeys(homes[name] for name in names))
+        if not entries:
+            found, empty = empty[:1], empty[1:]
+        if len(found) != 1:
+            parts = {home: [n for n in names if homes[n] == home] for home in found}
+            faults.append(f"group {number} of the optimizer is in groups {parts or 'none'}")
+            continue
+        taken += found
+        own = listing.options[number]
+        options = {k: v for k, v in saved[found[0]].items() if k not in ("params", "param_names")}
+        if "param_names" in own:  # they are of wrappers, and so of this optimizer
+            options["param_names"] = list(own["param_names"])
+        matched.append(copy.deepcopy(options))
+    faults += [
+        f"group {home} of the state dict is in {taken.count(home)} groups of the optimizer"
+        for home in range(len(saved))
+        if taken.count(home) != 1
+    ]
+    return matched, listed(
+        faults,
+        "Groups of the state dict and of the optimizer must be of the same parameters, but:",
+        "Make the optimizer with the groups of the one that was saved, and change its options afterwards.",
+    )
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def _cut(
+    outline: _Outline, known: ModelParams, listing: Listing, source: _Source
+) -> dict[Entry, dict[str, Any]]:
+    """This rank's part of all states, in memory of their own; nothing of parameters whose piece is empty."""
+    parts: dict[Entry, dict[str, Any]] = {}
+    by_owner: dict[Any, list[Entry]] = {}
+    for entry in listing.entries:
+        if any(name in outline.states for name in entry.names):
+            by_owner.setdefault(entry.group, []).append(entry)
+            parts[entry] = {}
+    for entries in by_owner.values():
+        managed = known.wrappers[:1] if entries[0].wrapper is None else [entries[0].wrapper]
+        device = managed[0].compute_device if managed else entries[0].param.device
+        for each, members in _batches(outline, entries):
+            wanted = [(name, each) for _, name in members]
+            shapes = [outline.states[name][each] for _, name in members]
+            wholes = source.fetch(wanted, shapes, device)
+            for (entry, name), whole in zip(members, wholes, strict=True):
+                if _is_of_elements(outline, entry, each):
+                    _keep_part(parts[entry], each, entry, name, whole)
+                else:
+                    parts[entry][each] = whole.to(entry.param.device, copy=True)
+    return {
+        entry: {
+            each: part[each] if each in part else copy.deepcopy(value)
+            for each, value in outline.states[entry.names[0]].items()
+        }
+        for entry, part in parts.items()
+        if entry.holds_elements
+    }
+
+
+def _batches(
+    outline: _Outline, entries: Sequence[Entry]
+) -> Iterator[tuple[str, list[tuple[Entry, str]]]]:
+    """What to fetch together: tensors of one state and dtype, in the same order on all ranks."""
+    batches: dict[tuple[str, torch.dtype], list[tuple[Entry, str]]] = {}
+    for entry in entries:
+        for name in entry.names:
+            for each, value in sorted(outline.states.get(name, {}).items()):
+                if isinstance(value, _Shape):
+                    batches.setdefault((each, value.dtype), []).append((entry, name))
+    for (each, _), members in batches.items():
+        yield each, members
+
+
+def _is_of_elements(outline: _Outline, entry: Entry, each: str) -> bool:
+    """Whether a state is divided as its parameter is; a single number, and all of a plain one, is not."""
+    return entry.group is not None and all(
+        outline.states[name][each].shape == entry.shape_of(name) for name in entry.names
+    )
+
+
+def _keep_part(part: dict[str, Any], each: str, entry: Entry, name: str, whole: Tensor) -> None:
+    """Keep what this rank's optimizer has of a whole state."""
+    group, param = entry.group, entry.param
+    assert group is not None, "plain parameters are not divided"
+    index = entry.indices[entry.names.index(name)]
+    rank = group.mesh_info.shard_mesh_rank
+    if each not in part:  # laid out as the parameter is, zero where a FlatParameter has padding
+        part[each] = torch.zeros_like(param, dtype=whole.dtype, requires_grad=False)
+    flat = part[each].as_strided((param.numel(),), (1,))
+    if entry.flat:
+        held = group.layout.piece(index, rank)
+        flat = flat.narrow(0, held.offset, held.numel)
+    flat.copy_(own_part(group.layout, index, rank, whole))

@@ -1,0 +1,291 @@
+"""Which parameters of the unwrapped model each parameter of an optimizer stands for, and what ranks agree on.
+
+entry   one parameter as the optimizer has it, with the names it stands for: several for a
+        `FlatParameter`, one for any other
+plain   a parameter that no wrapper manages: every rank has it whole
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from .. import comm
+from ..errors import ConfigurationError, LifecycleError
+from ..faces import FlatFace
+from ..names import clean_name
+from ..param_group import FSDPParamGroup
+from ..wrapper_options import OptimStateKeyType
+from .summoning import wrappers_in
+
+if TYPE_CHECKING:
+    from .module import FullyShardedDataParallel
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One parameter of an optimizer."""
+
+    param: nn.Parameter
+    key: str
+    """Its name in the model, wrappers included."""
+    names: tuple[str, ...]
+    """What it stands for, by names without wrappers."""
+    wrapper: FullyShardedDataParallel | None = None
+    """Who manages it; nobody manages a plain parameter."""
+    group: FSDPParamGroup | None = None
+    indices: tuple[int, ...] = ()
+    """Parallel to `names`: which parameters of the group these are."""
+
+    @property
+    def flat(self) -> bool:
+        """Whether it is a `FlatParameter`."""
+        return self.group is not None and isinstance(self.group.params[0].face, FlatFace)
+
+    @property
+    def holds_elements(self) -> bool:
+        """Whether this rank has a part of what it stands for: pieces may be empty."""
+        if self.group is None:
+            return True
+        rank = self.group.mesh_info.shard_mesh_rank
+        return any(self.group.layout.piece(index, rank).numel for index in self.indices)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Of the whole parameter of this name."""
+        if self.group is None:
+            return tuple(self.param.shape)
+        return self.group.params[self.indices[self.names.index(name)]].shape
+
+
+class ModelParams:
+    """All parameters of a model, by themselves and by their names."""
+
+    def __init__(self, model: nn.Module, method: str) -> None:
+        """Read them off the model, which rests afterwards; ``method`` is for messages."""
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(f"model must be an nn.Module, got {type(model).__name__}.")
+        self.wrappers = wrappers_in(model)
+        for wrapper in self.wrappers:
+            wrapper._require_idle(method)
+            if wrapper._summoned:
+                raise LifecycleError(
+                    f"{method} was called within summon_full_params. Call it outside."
+                )
+            for group in wrapper._fsdp_state.groups:
+                group.reshard()  # so that the modules show the optimizer's parameters
+        keys = {param: name for name, param in model.named_parameters()}
+        managed = {
+            entry.param: entry
+            for prefix, module in model.named_modules()
+            if module in self.wrappers
+            for entry in _managed_entries(clean_name(prefix), module, keys)
+        }
+        self.entries = {
+            param: managed.get(param) or Entry(param, key, (clean_name(key),))
+            for param, key in keys.items()
+        }
+        """In the order of the model."""
+        self.by_name = {name: entry for entry in self.entries.values() for name in entry.names}
+        self._by_key = {clean_name(entry.key): entry for entry in self.entries.values()}
+
+    def of_key(self, key: str) -> Entry | None:
+        """The entry of this name in the model, with or without wrappers in it, or None."""
+        return self._by_key.get(clean_name(key))
+
+    @property
+    def process_groups(self) -> list[ProcessGroup]:
+        """All groups that the wrappers communicate over, each once."""
+        found = [
+            process_group
+            for wrapper in self.wrappers
+            for group in wrapper._fsdp_state.groups
+            for process_group in (
+                group.mesh_info.shard_process_group,
+                group.mesh_info.replicate_process_group,
+            )
+        ]
+        return [each for each in dict.fromkeys(found) if each is not None]
+
+
+def _managed_entries(
+    prefix: str, wrapper: Any, keys: Mapping[nn.Parameter, str]
+) -> Iterator[Entry]:
+    for group in wrapper._fsdp_state.groups:
+        names = [f"{prefix}.{param.name}" if prefix else param.name for param in group.params]
+        for face in group.faces:
+            members = tuple(i for i, param in enumerate(group.params) if param.face is face)
+            own = tuple(names[index] for index in members)
+            yield Entry(face.param, keys[face.param], own, wrapper, group, members)
+
+
+class Listing:
+    """The parameters of an optimizer, group by group, in its order."""
+
+    def __init__(
+        self, groups: Sequence[Sequence[Entry]], options: Sequence[dict[str, Any]]
+    ) -> None:
+        self.groups = groups
+        self.options = options
+        """Parallel to `groups`: what else the optimizer says of each, or nothing."""
+        self.entries = [entry for group in groups for entry in group]
+
+    @property
+    def names(self) -> list[str]:
+        """Of all parameters that it stands for."""
+        return [name for entry in self.entries for name in entry.names]
+
+
+def listing_of(
+    known: ModelParams, optim: Optimizer | None, optim_input: Any = None
+) -> tuple[Listing, list[str]]:
+    """The parameters of an optimizer, or of what it would be made of; and those the model does not have.
+
+    Without either, those of the model.
+    """
+    if optim is not None and not isinstance(optim, Optimizer):
+        raise ConfigurationError(f"optim must be an Optimizer, got {type(optim).__name__}.")
+    if optim is not None and optim_input is not None:
+        raise ConfigurationError(
+            "The order of parameters is given by optim or by optim_input, got both. Leave optim_input out."
+        )
+    if optim is not None:
+        given: list[Any] = optim.param_groups
+    elif optim_input is not None:
+        given = list(optim_input)
+    else:
+        given = list(known.entries)
+    if given and isinstance(given[0], Tensor):
+        given = [{"params": given}]
+    groups, options, faults = [], [], []
+    for number, group in enumerate(given):
+        params: list[Any] = (
+            [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        )
+        groups.append([known.entries[param] for param in params if param in known.entries])
+        options.append({name: value for name, value in group.items() if name != "params"})
+        faults += [
+            f"group {number}, parameter {index}: shape {tuple(param.shape)}, {param.dtype}"
+            for index, param in enumerate(params)
+            if param not in known.entries
+        ]
+    return Listing(groups, options), faults
+
+
+def raise_strangers(faults: Sequence[str]) -> None:
+    """Refuse an optimizer with parameters that the model does not have."""
+    if faults:
+        raise ConfigurationError(
+            "All parameters of the optimizer must be parameters of the model, but these are not:\n  "
+            + "\n  ".join(faults)
+            + "\nPass the model that contains them all, and make the optimizer after wrapping it."
+        )
+
+
+def values_of_all(value: T, groups: Iterable[ProcessGroup]) -> list[T]:
+    """A small picklable value of all ranks that are in any of the groups, or reached through them. Collective."""
+    values = [value]
+    for group in groups:
+        values = [each for theirs in comm.values_of_all_ranks(values, group) for each in theirs]
+    return values
+
+
+def is_first(groups: Iterable[ProcessGroup]) -> bool:
+    """Whether this rank is the first along all axes."""
+    return all(group.rank() == 0 for group in groups)
+
+
+def check_has_parts(state_dict: object) -> None:
+    """Refuse what is no optimizer's state dict."""
+    parts = ("state", "param_groups")
+    if not isinstance(state_dict, Mapping) or any(part not in state_dict for part in parts):
+        found = (
+            f"a dict with keys {list(state_dict)}"
+            if isinstance(state_dict, Mapping)
+            else type(state_dict).__name__
+        )
+        raise ConfigurationError(
+            f"An optimizer's state dict has the keys 'state' and 'param_groups', got {found}. Pass what "
+            "optim_state_dict returned; for one that only rank 0 has, set "
+            "FullOptimStateDictConfig(rank0_only=True)."
+        )
+
+
+def warn_of_age(method: str, replacement: str, optim_input: Any = None) -> None:
+    """Say that a method of the wrapper is there for older programs only."""
+    warnings.warn(
+        f"FullyShardedDataParallel.{method} is deprecated, as torch's is; use {replacement}, which makes and takes what "
+        "set_state_dict_type says.",
+        FutureWarning,
+        stacklevel=3,
+    )
+    if optim_input is not None:
+        warnings.warn(
+            "optim_input is deprecated, as torch's is: the optimizer knows its parameters. Pass optim instead.",
+            FutureWarning,
+            stacklevel=3,
+        )
+
+
+def rekeyed(
+    state_dict: dict[str, Any],
+    key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: Any,
+    optim: Optimizer | None,
+) -> dict[str, Any]:
+    """See `FullyShardedDataParallel.rekey_optim_state_dict`."""
+    if not isinstance(key_type, OptimStateKeyType):
+        raise ConfigurationError(
+            f"optim_state_key_type must be an OptimStateKeyType of fullshard, got {key_type!r}."
+        )
+    check_has_parts(state_dict)
+    known = ModelParams(model, "rekey_optim_state_dict")
+    listing, faults = listing_of(known, optim, optim_input)
+    raise_strangers(faults)
+    flat = [entry.key for entry in listing.entries if entry.flat]
+    if flat:
+        raise ConfigurationError(
+            "Ids and names must mean the same parameters, but the FlatParameters of wrappers stand for several: "
+            f"{flat}. Pass the model without wrappers, or wrapped with use_orig_params=True."
+        )
+    ids = {entry.names[0]: number for number, entry in enumerate(listing.entries)}
+    wanted = list(ids.values()) if key_type is OptimStateKeyType.PARAM_ID else list(ids)
+    table: dict[Any, Any] = dict(
+        zip(ids, wanted, strict=True)
+        if key_type is OptimStateKeyType.PARAM_ID
+        else zip(ids.values(), wanted, strict=True)
+    )
+    table.update((key, key) for key in wanted)
+    used = dict.fromkeys([*state_dict["state"], *_params_in(state_dict["param_groups"])])
+    unknown = [key for key in used if key not in table]
+    if unknown:
+        raise ConfigurationError(
+            f"Every key of the state dict must be a parameter of the optimizer; these are not: {unknown}. "
+            "Pass the model and the optimizer that the state dict is for."
+        )
+    return {
+        **state_dict,
+        "state": {table[key]: value for key, value in state_dict["state"].items()},
+        "param_groups": [
+            {**group, "params": sorted(table[key] for key in group["params"])}
+            for group in state_dict["param_groups"]
+        ],
+    }
+
+
+def _params_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    return [key for group in groups for key in group["params"]]
+
+
+def listed(faults: Iterable[str], rule: str, remedy: str) -> list[str]:
+    """A paragraph of an error, or nothing without faults."""
+    lines = sorted(set(faults))
+    return [f"{rule}\n  " + "\n  ".join(lines) + f"\n{remedy}"] if lines else []
