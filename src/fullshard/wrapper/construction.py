@@ -394,9 +394,7 @@ def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
 def _form(wrapped: nn.Module, params: Sequence[OwnedParam], choices: Choices) -> Form:
     if not choices.use_orig_params:
         # On the module itself, so that its name does not depend on what was wrapped first.
-        return FlatParameterForm(
-            ParamOwner(torch_border.without_activation_wrapper(wrapped), FLAT)
-        )
+        return FlatParameterForm(ParamOwner(torch_border.without_activation_wrapper(wrapped), FLAT))
     dtype = choices.precision.param_dtype or params[0].param.dtype
     return FlatForm(alignment=max(_ALIGNMENT // dtype.itemsize, 1))
 
