@@ -487,7 +487,7 @@ class ReduceBuffer:
         return [gradient]
 
     def runs(self, used: frozenset[int]) -> tuple[ReduceRun, ...]:
-        """The calls that reduce the gradients of parameters ``used``; planned once for each such set."""
+        """The calls that reduce the segments of parameters ``used``; planned once for each such set."""
         if used not in self._runs:
             segments = {self.layout.slots[param].segment for param in used}
             kinds = dict.fromkeys(kind for i, kind in self._kinds.items() if i in segments)
@@ -506,9 +506,13 @@ class ReduceBuffer:
         for index, start in zip(chosen, starts, strict=True):
             segment = layout.segments[index]
             for param in segment.params:
+                if param not in self.targets:
+                    continue  # frozen: its part is padding
                 if param not in used:
-                    unfilled += self.targets.get(param, [])
-                elif not self._by_segment:
+                    unfilled += self.targets[param]
+                # All that travelled land: of a parameter that this rank did not use, others may have,
+                # and then all ranks have parts of its gradient.
+                if not self._by_segment:
                     piece = layout.piece(param, self._rank)
                     gradients.append(_local_gradient(param, piece.shape, start + piece.offset))
             if self._by_segment:

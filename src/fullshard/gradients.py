@@ -145,7 +145,9 @@ class Reduction:
         used: set[int],
         partial: dict[int, Tensor],
     ) -> None:
-        """Prepare to reduce parameters ``used``, indices into ``params``; the others get no gradient.
+        """Prepare to reduce parameters ``used``, indices into ``params``.
+
+        Others of the same segments take part as zeros; the rest gets no gradient.
 
         ``partial`` holds reduced shards that were not summed over replicas yet; it is added to, or emptied.
         """

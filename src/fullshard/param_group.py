@@ -79,7 +79,8 @@ class FSDPParamGroup:
         """Shard the parameters, in the given form: from here on each rank keeps its piece only.
 
         With ``part_size``, they are kept after forward in parts over so many ranks. With
-        ``low_precision_gradients``, gradients land in the compute dtype.
+        ``low_precision_gradients``, gradients land in the compute dtype or, if nothing is sharded, as
+        they were reduced.
         """
         self.params = tuple(params)
         self.mesh_info = mesh_info
@@ -173,10 +174,10 @@ class FSDPParamGroup:
         }
         self._compute_dtypes = [compute_dtypes[param] for param in self._plain]
         reduce_dtypes = [policy.reduce_dtype or compute_dtypes[p] for p in self.params]
-        gradient_dtypes = [
-            compute_dtypes[param] if self._low_precision_gradients else param.dtype
-            for param in self.params
-        ]
+        gradient_dtypes = [param.dtype for param in self.params]
+        if self._low_precision_gradients:
+            sharded = self.mesh_info.shard_process_group is not None
+            gradient_dtypes = [*compute_dtypes.values()] if sharded else reduce_dtypes
         if (reduce_dtypes, gradient_dtypes) != (self._reduce_dtypes, self._gradient_dtypes):
             self._reduce_dtypes, self._gradient_dtypes = reduce_dtypes, gradient_dtypes
             self._reduce = None
@@ -271,9 +272,10 @@ class FSDPParamGroup:
         )
 
     def notice_replacements(self) -> None:
-        """Read the shards anew if a parameter's data were replaced behind our back: ``param.data = ...``."""
+        """Read the shards anew if a parameter, or its data, was replaced behind our back: ``param.data = ...``."""
+        at_rest = self.sharded_state is ShardedState.SHARDED
         for face, home in self._homes.items():
-            if not face.lies_in(home):
+            if not face.lies_in(home) or (at_rest and face.found() is not face.param):
                 self.repack()
                 return
 

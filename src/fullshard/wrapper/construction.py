@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .. import comm
+from .. import comm, torch_border
 from ..errors import ConfigurationError, UnsupportedError
 from ..faces import ParamOwner
 from ..forms import FlatForm, FlatParameterForm, Form
@@ -394,7 +394,8 @@ def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
 
 def _form(wrapped: nn.Module, params: Sequence[OwnedParam], choices: Choices) -> Form:
     if not choices.use_orig_params:
-        return FlatParameterForm(ParamOwner(wrapped, FLAT))
+        # On the module itself, so that its name does not depend on what was wrapped first.
+        return FlatParameterForm(ParamOwner(torch_border.without_activation_wrapper(wrapped), FLAT))
     dtype = choices.precision.param_dtype or params[0].param.dtype
     return FlatForm(alignment=max(_ALIGNMENT // dtype.itemsize, 1))
 
