@@ -53,10 +53,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Mix positions, then channels."""
         batch, length, _ = x.shape
-        heads = self.qkv(self.norm1(x)).view(batch, length, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        heads = self.qkv(self.norm1(x)).view(batch, length, 3, 4, WIDTH // 4)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x
 
 
 class Model(nn.Module):
@@ -75,7 +77,8 @@ class Model(nn.Module):
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 def wrap(model: nn.Module, device: torch.device) -> FSDP:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+from examples import fsdp1_training
 from examples.int8_gather import Outcome, train
+from tests.helpers.compare import assert_close, assert_equal
+from tests.helpers.training import FULLSHARD, TORCH
 
 
 def int8_and_plain() -> tuple[Outcome, Outcome]:
@@ -14,3 +20,46 @@ def test_int8_gathers_send_less_and_learn_as_much(world) -> None:
         assert int8.bytes_per_step < 0.3 * plain.bytes_per_step
         assert abs(int8.held_out - plain.held_out) < 0.02
         assert plain.held_out < 5  # from 5.5
+
+
+def main_of(api: str) -> Any:
+    """The main function of the FSDP1 script; for torch, with its imports changed as it says."""
+    if api == FULLSHARD:
+        return fsdp1_training.main
+    file = Path(fsdp1_training.__file__)
+    source = file.read_text().replace("\nfrom fullshard", "\nfrom torch.distributed.fsdp")
+    # For GPUs only: torch refuses the one on a CPU, and with the other ends in a segmentation fault.
+    source = source.replace("sync_module_states=True", "sync_module_states=False")
+    source = source.replace("offload_to_cpu=True", "offload_to_cpu=False")
+    names: dict[str, Any] = {"__name__": "torch_version", "__file__": str(file)}
+    exec(compile(source, "torch_version.py", "exec"), names)
+    return names["main"]
+
+
+def begin_and_go_on(folder: Path) -> dict[str, list[float]]:
+    """Losses of both libraries, from the beginning and from the checkpoint of either."""
+    losses = {
+        f"{api} from 0": main_of(api)(["--steps", "3", "--checkpoint", str(folder / api)])
+        for api in (FULLSHARD, TORCH)
+    }
+    for saved in (FULLSHARD, TORCH):
+        for api in (FULLSHARD, TORCH):
+            path = folder / f"{saved} {api}"
+            if not path.exists():
+                path.write_bytes((folder / saved).read_bytes())
+            losses[f"{api} from {saved}'s"] = main_of(api)(
+                ["--steps", "5", "--checkpoint", str(path)]
+            )
+    losses["all of it"] = main_of(FULLSHARD)(["--steps", "5", "--checkpoint", str(folder / "5")])
+    return losses
+
+
+def test_the_fsdp1_script_is_torch_s_but_for_its_imports(world, tmp_path: Path) -> None:
+    for losses in world(2).run(begin_and_go_on, tmp_path):
+        assert_close(losses[f"{FULLSHARD} from 0"], losses[f"{TORCH} from 0"], rtol=1e-4, atol=0)
+        for saved in (FULLSHARD, TORCH):
+            for api in (FULLSHARD, TORCH):
+                last = losses[f"{api} from {saved}'s"]
+                assert_close(last, losses["all of it"][3:], rtol=2e-3, atol=0)
+        assert losses["all of it"][-1] < losses["all of it"][0] - 0.5
+        assert_equal(losses["all of it"][3:], losses[f"{FULLSHARD} from {FULLSHARD}'s"])
