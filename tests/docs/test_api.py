@@ -97,3 +97,19 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert fragment in anchors(file.read_text()), (
                 f"{page.name} links to {target}#{fragment}"
             )
+
+
+@pytest.mark.parametrize("page", ["fsdp1.md", "fsdp2.md"])
+def test_tests_that_a_checklist_names_are_there(page: str) -> None:
+    """A box is ticked by a test, so the test must exist."""
+    text = (ROOT / "docs" / page).read_text()
+    defined = {
+        name
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)
+    }
+    named = set(re.findall(r"`(test_\w+)`", text))
+    files = set(re.findall(r"`([\w/]+/test_\w+\.py)`", text))
+    assert named and files
+    assert not named - defined
+    assert not [file for file in files if not (ROOT / "tests" / file).exists()]
