@@ -332,7 +332,7 @@ def checkpoint() -> Any:
 
 
 def reloaded(states: Any, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """From whole tensors to this layout, to sharded ones, to another optimizer and back to whole ones."""
+    """From whole tensors to this layout, to sharded ones, to whole ones on rank 0 and back to whole ones."""
     door = FullyShardedDataParallel
     found = {}
     for case, options in layouts.items():
@@ -354,6 +354,11 @@ def reloaded(states: Any, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
             assert tuple(model.state_dict()["conv.weight"].shape) == (5, 3, 2, 2)
             other = torch.optim.Adam(model.parameters(), lr=8.0)
             other.load_state_dict(door.optim_state_dict_to_load(model, other, parts))
+        with door.state_dict_type(model, FULL, None, FullOptimStateDictConfig(rank0_only=True)):
+            sent = door.optim_state_dict(model, other)
+            assert bool(sent) is (dist.get_rank() == 0)
+            other = torch.optim.Adam(model.parameters(), lr=9.0)
+            other.load_state_dict(door.optim_state_dict_to_load(model, other, sent))
         whole = door.optim_state_dict(model, other)
         kept = copy.deepcopy(whole)
         train(model, other, 1)
