@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fullshard import (
+    ConfigurationError,
+    FullOptimStateDictConfig,
     FullyShardedDataParallel,
+    LifecycleError,
+    OptimStateKeyType,
     ShardingStrategy,
     StateDictType,
     comm,
@@ -327,7 +332,7 @@ def checkpoint() -> Any:
 
 
 def reloaded(states: Any, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """From whole tensors to this layout, to sharded ones, to another optimizer and back to whole ones."""
+    """From whole tensors to this layout, to sharded ones, to whole ones on rank 0 and back to whole ones."""
     door = FullyShardedDataParallel
     found = {}
     for case, options in layouts.items():
@@ -349,6 +354,11 @@ def reloaded(states: Any, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
             assert tuple(model.state_dict()["conv.weight"].shape) == (5, 3, 2, 2)
             other = torch.optim.Adam(model.parameters(), lr=8.0)
             other.load_state_dict(door.optim_state_dict_to_load(model, other, parts))
+        with door.state_dict_type(model, FULL, None, FullOptimStateDictConfig(rank0_only=True)):
+            sent = door.optim_state_dict(model, other)
+            assert bool(sent) is (dist.get_rank() == 0)
+            other = torch.optim.Adam(model.parameters(), lr=9.0)
+            other.load_state_dict(door.optim_state_dict_to_load(model, other, sent))
         whole = door.optim_state_dict(model, other)
         kept = copy.deepcopy(whole)
         train(model, other, 1)
@@ -565,3 +575,192 @@ def test_unusual_state_is_kept(world, orig: bool) -> None:
         (warning,) = found["differing"]
         assert "step" in warning
         assert found["traffic"] == (1, 6)
+
+
+# --- misuse ------------------------------------------------------------------------------------------
+
+
+def said(call: Callable[[], Any]) -> str:
+    """The message of a refusal."""
+    try:
+        call()
+    except (ConfigurationError, LifecycleError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def changed(states: Any, change: Callable[[Any], Any]) -> Any:
+    result = copy.deepcopy(states)
+    change(result)
+    return result
+
+
+class Factored(torch.optim.SGD):
+    """State of other shapes than the parameters'."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for state in self.state.values():
+            state["rows"] = torch.ones(3)
+            state["both"] = [torch.ones(2), 1]
+
+
+def refusals_of_saving(orig: bool) -> dict[str, str]:
+    model = wrapped("fullshard", orig)
+    strangers = [nn.Parameter(torch.ones(2, 3))] if dist.get_rank() == 1 else []
+    optimizer = torch.optim.Adam([*model.parameters(), *strangers])
+    found = {"stranger": said(lambda: DOOR.optim_state_dict(model, optimizer))}
+    known = torch.optim.Adam(model.parameters())
+    found["given"] = said(lambda: DOOR.optim_state_dict(model, known, {"state": {}}))
+    other = {"state": {99: {}}, "param_groups": [{"params": [0, "z.nothing"]}]}
+    found["given others"] = said(lambda: DOOR.optim_state_dict(model, known, other))
+    factored = Factored(model.parameters(), momentum=0.9)
+    train(model, factored, 1)
+    found["shapes"] = said(lambda: DOOR.optim_state_dict(model, factored))
+    adam = torch.optim.Adam(model.parameters())
+    train(model, adam, 1)
+    if dist.get_rank() == 0:
+        for state in adam.state.values():
+            state["exp_avg"] = state["exp_avg"].double()
+    found["dtypes"] = said(lambda: DOOR.optim_state_dict(model, adam))
+    with DOOR.summon_full_params(model):
+        found["summoned"] = said(lambda: DOOR.optim_state_dict(model, adam))
+    found["no model"] = said(lambda: DOOR.optim_state_dict(adam, adam))  # type: ignore[arg-type]
+    found["no optimizer"] = said(
+        lambda: DOOR.optim_state_dict(model, model, {"state": {}, "param_groups": []})
+    )
+    mesh = init_device_mesh("cpu", (2,))
+    on_mesh = wrapped("fullshard", orig, device_mesh=mesh)
+    with DOOR.state_dict_type(on_mesh, LOCAL):
+        found["local"] = said(lambda: DOOR.optim_state_dict(on_mesh, adam))
+    return found
+
+
+def refusals_of_loading(orig: bool) -> dict[str, str]:
+    model, optimizer = trained("fullshard", "Adam", orig)
+    good = DOOR.optim_state_dict(model, optimizer)
+
+    def refused(change: Callable[[Any], Any], **options: Any) -> str:
+        return said(lambda: load(model, optimizer, changed(good, change), **options))
+
+    found = {
+        "unknown": refused(lambda s: s["state"].update({"nobody.weight": s["state"]["z.bias"]})),
+        "in no group": refused(lambda s: s["param_groups"][0]["params"].remove("z.bias")),
+        "unknown in group": refused(lambda s: s["param_groups"][0]["params"].append("who")),
+        "shape": refused(lambda s: s["state"]["z.weight"].update(exp_avg=torch.ones(3, 5))),
+        "step": refused(lambda s: s["state"]["z.weight"].update(step=torch.tensor(9.0))),
+        "missing": refused(lambda s: s["state"].pop("z.weight")),
+        "missing state": refused(lambda s: s["state"]["z.weight"].pop("exp_avg")),
+        "dtype": refused(lambda s: s["state"]["z.bias"].update(exp_avg=torch.ones(5).double())),
+        "split": refused(
+            lambda s: s["param_groups"].append(
+                {**s["param_groups"][0], "params": [s["param_groups"][0]["params"].pop()]}
+            )
+        ),
+        "no dict": said(lambda: load(model, optimizer, {})),
+    }
+    part = torch.optim.Adam([p for n, p in model.named_parameters() if ".a." not in n])
+    found["other optimizer"] = said(lambda: load(model, part, good))
+    first_only = FullOptimStateDictConfig(rank0_only=True)
+    with DOOR.state_dict_type(model, FULL, None, first_only):
+        found["sent"] = said(lambda: load(model, optimizer, {"state": {}}))
+    with DOOR.state_dict_type(model, SHARDED):
+        parts = DOOR.optim_state_dict(model, optimizer)
+        if dist.get_rank() == 1:
+            del parts["state"]["a.weight"]["exp_avg"], parts["state"]["a.bias"]["exp_avg"]
+        found["other parts"] = said(lambda: load(model, optimizer, parts))
+    with DOOR.state_dict_type(model, FULL, None, first_only):
+        spread = said(lambda: load(model, optimizer, parts))
+    found["sent parts"] = spread
+    found["both"] = said(
+        lambda: DOOR.shard_full_optim_state_dict(good, model, [*model.parameters()], optimizer)
+    )
+    key_type, plain = OptimStateKeyType.PARAM_ID, Net()
+    found["rekey"] = said(
+        lambda: DOOR.rekey_optim_state_dict(
+            changed(good, lambda s: s["state"].update(who={})), key_type, plain
+        )
+    )
+    found["rekey flat"] = said(lambda: DOOR.rekey_optim_state_dict(good, key_type, model))
+    return found
+
+
+def refusals(orig: bool) -> dict[str, str]:
+    return refusals_of_saving(orig) | refusals_of_loading(orig)
+
+
+EXPECTED = {
+    "stranger": r"must be parameters of the model.*shape \(2, 3\).*Pass the model",
+    "shapes": r"one value per element.*b.*both is a list.*b.*rows of shape \(3,\).*ignored_states",
+    "given": r"'param_groups', got a dict with keys \['state'\]",
+    "given others": r"numbers of the optimizer's parameters.*\n  'z.nothing'\n  99\n",
+    "dtypes": "one dtype on all ranks.*exp_avg.*torch.float",
+    "summoned": "LifecycleError: optim_state_dict was called within summon_full_params",
+    "no model": "model must be an nn.Module, got Adam",
+    "no optimizer": "optim must be an Optimizer, got FullyShardedDataParallel",
+    "local": "device_mesh have no LOCAL_STATE_DICT.*SHARDED_STATE_DICT",
+    "unknown": r"must be names of the model's parameters.*\n  nobody.weight\n",
+    "in no group": r"must be in a group of the state dict.*\n  z.bias\n",
+    "unknown in group": r"must be names of the model's parameters.*\n  who\n",
+    "shape": r"z.weight: exp_avg has shape \(3, 5\), the parameter has \(5, 3\)",
+    "split": "of the same parameters.*group 0 of the optimizer is in groups.*Make the optimizer",
+    "no dict": r"has the keys 'state' and 'param_groups', got a dict with keys \[\]",
+    "other optimizer": r"in the model only.*\n  a.bias \(not of this optimizer\)\n  a.weight",
+    "sent": r"'param_groups', got a dict with keys \['state'\]",
+    "other parts": r"must load the same tensors.*\n  a.bias: exp_avg\n  a.weight: exp_avg\n",
+    "sent parts": r"must have whole tensors.*\n  a.bias: exp_avg\n.*SHARDED_STATE_DICT",
+    "both": "by optim or by optim_input, got both",
+    "rekey": r"must be a parameter of the optimizer.*\['who'\]",
+}
+EXPECTED_FLAT = {
+    "step": r"\n  z.weight: step is tensor\(9.\).*one state for all of its parameters|that of z.weight",
+    "missing": r"\n  z.weight: exp_avg is missing",
+    "missing state": r"\n  z.weight: exp_avg is missing",
+    "dtype": r"\n  z.bias: exp_avg is .*float64",
+    "rekey flat": "FlatParameters of wrappers stand for several",
+}
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks(world, orig: bool) -> None:
+    first, second = world(2).run(refusals, orig)
+    assert first == second
+    for case, pattern in (EXPECTED if orig else EXPECTED | EXPECTED_FLAT).items():
+        message = first.pop(case)
+        assert re.search(pattern, message, re.DOTALL), f"{case}: {message}"
+    assert set(first.values()) <= {"nothing"}, first
+
+
+def old_methods_and_warnings() -> dict[str, list[str]]:
+    model, optimizer = trained("fullshard", "Adam", orig=True)
+    whole = DOOR.full_optim_state_dict(model, optimizer, rank0_only=False)
+    parts = DOOR.sharded_optim_state_dict(model, optimizer)
+    params = list(model.parameters())
+    calls = {
+        "full_optim_state_dict": (model, optimizer, params),
+        "sharded_optim_state_dict": (model, optimizer),
+        "shard_full_optim_state_dict": (whole, model, params),
+        "flatten_sharded_optim_state_dict": (parts, model, optimizer),
+        "scatter_full_optim_state_dict": (whole, model, params),
+    }
+    found = {}
+    for name, args in calls.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            getattr(DOOR, name)(*args)
+        found[name] = [
+            str(each.message)
+            for each in caught
+            if each.category is FutureWarning and each.filename == __file__
+        ]
+    return found
+
+
+def test_old_methods_say_what_replaces_them(world) -> None:
+    for found in world(2).run(old_methods_and_warnings):
+        for name, messages in found.items():
+            assert f"FullyShardedDataParallel.{name} is deprecated" in messages[0]
+            assert "optim_state_dict" in messages[0].partition("use ")[2]
+            takes_input = name.startswith(("full", "shard_", "scatter"))
+            assert len(messages) == 2 if takes_input else 1
+            assert not takes_input or "optim_input is deprecated" in messages[1]

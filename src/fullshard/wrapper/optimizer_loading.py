@@ -33,10 +33,10 @@ from .optimizer_params import (
     Entry,
     Listing,
     ModelParams,
-    check_has_parts,
     is_first,
     listed,
     listing_of,
+    missing_parts,
     raise_strangers,
     values_of_all,
 )
@@ -53,10 +53,11 @@ def optim_state_dict_to_load(
     by_name: bool,
 ) -> dict[str, Any]:
     """See `FullyShardedDataParallel.optim_state_dict_to_load`."""
+    known = ModelParams(model, "optim_state_dict_to_load")
     settings = settings_of(model)
     config = settings.optim_state_dict_config
     return loadable(
-        ModelParams(model, "optim_state_dict_to_load"),
+        known,
         optim,
         None,
         state_dict,
@@ -191,16 +192,12 @@ class _Source:
     def __init__(self, state_dict: Mapping[str, Any] | None, foreign: Collection[Any]) -> None:
         """Read the state dict; ``foreign`` keys of its state are known to be no parameter's."""
         self.outline: _Outline | None = None
-        self.faults: list[str] = []
+        self.faults = missing_parts(state_dict)
         """Why there is no outline."""
         self.tensors: dict[tuple[str, str], Any] = {}
         """By names of parameters and of states."""
-        try:
-            check_has_parts(state_dict)
-        except ConfigurationError as error:
-            self.faults.append(str(error))
+        if state_dict is None or self.faults:
             return
-        assert state_dict is not None, "checked"
         self.outline = _outline_of(state_dict, foreign)
         self.tensors = {
             (name, each): state_dict["state"][name][each] for name, each in self.outline.shapes
@@ -397,9 +394,15 @@ def _cut(
     parts: dict[Entry, dict[str, Any]] = {}
     by_owner: dict[Any, list[Entry]] = {}
     for entry in listing.entries:
-        if any(name in outline.states for name in entry.names):
+        if not any(name in outline.states for name in entry.names):
+            continue
+        parts[entry] = {}
+        if isinstance(entry.param, DTensor):  # of another parallelism, and so is its state
+            (name,) = entry.names
+            kept = {n: source.tensors.get((name, n)) for n in outline.states[name]}
+            parts[entry] = {n: v.detach().clone() for n, v in kept.items() if v is not None}
+        else:
             by_owner.setdefault(entry.group, []).append(entry)
-            parts[entry] = {}
     for entries in by_owner.values():
         managed = known.wrappers[:1] if entries[0].wrapper is None else [entries[0].wrapper]
         device = managed[0].compute_device if managed else entries[0].param.device
@@ -418,7 +421,7 @@ def _cut(
             for each, value in outline.states[entry.names[0]].items()
         }
         for entry, part in parts.items()
-        if entry.holds_elements
+        if entry.holds_elements or entry.flat  # which has padding, at least
     }
 
 

@@ -73,6 +73,7 @@ class ModelParams:
         if not isinstance(model, nn.Module):
             raise ConfigurationError(f"model must be an nn.Module, got {type(model).__name__}.")
         self.wrappers = wrappers_in(model)
+        wrappers = set[nn.Module](self.wrappers)
         for wrapper in self.wrappers:
             wrapper._require_idle(method)
             if wrapper._summoned:
@@ -85,7 +86,7 @@ class ModelParams:
         managed = {
             entry.param: entry
             for prefix, module in model.named_modules()
-            if module in self.wrappers
+            if module in wrappers
             for entry in _managed_entries(clean_name(prefix), module, keys)
         }
         self.entries = {
@@ -136,6 +137,10 @@ class Listing:
         self.options = options
         """Parallel to `groups`: what else the optimizer says of each, or nothing."""
         self.entries = [entry for group in groups for entry in group]
+        self._entries = set(self.entries)
+
+    def __contains__(self, entry: Entry | None) -> bool:
+        return entry in self._entries
 
     @property
     def names(self) -> list[str]:
@@ -202,20 +207,21 @@ def is_first(groups: Iterable[ProcessGroup]) -> bool:
     return all(group.rank() == 0 for group in groups)
 
 
-def check_has_parts(state_dict: object) -> None:
-    """Refuse what is no optimizer's state dict."""
+def missing_parts(state_dict: object) -> list[str]:
+    """Why something is no optimizer's state dict, or nothing."""
     parts = ("state", "param_groups")
-    if not isinstance(state_dict, Mapping) or any(part not in state_dict for part in parts):
-        found = (
-            f"a dict with keys {list(state_dict)}"
-            if isinstance(state_dict, Mapping)
-            else type(state_dict).__name__
-        )
-        raise ConfigurationError(
-            f"An optimizer's state dict has the keys 'state' and 'param_groups', got {found}. Pass what "
-            "optim_state_dict returned; for one that only rank 0 has, set "
-            "FullOptimStateDictConfig(rank0_only=True)."
-        )
+    if isinstance(state_dict, Mapping) and all(part in state_dict for part in parts):
+        return []
+    found = (
+        f"a dict with keys {list(state_dict)}"
+        if isinstance(state_dict, Mapping)
+        else type(state_dict).__name__
+    )
+    return [
+        f"An optimizer's state dict has the keys 'state' and 'param_groups', got {found}. Pass what "
+        "optim_state_dict returned; for one that only rank 0 has, set "
+        "FullOptimStateDictConfig(rank0_only=True)."
+    ]
 
 
 def warn_of_age(method: str, replacement: str, optim_input: Any = None) -> None:
@@ -246,7 +252,9 @@ def rekeyed(
         raise ConfigurationError(
             f"optim_state_key_type must be an OptimStateKeyType of fullshard, got {key_type!r}."
         )
-    check_has_parts(state_dict)
+    faults = missing_parts(state_dict)
+    if faults:
+        raise ConfigurationError(*faults)
     known = ModelParams(model, "rekey_optim_state_dict")
     listing, faults = listing_of(known, optim, optim_input)
     raise_strangers(faults)

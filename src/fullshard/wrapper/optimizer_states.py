@@ -38,10 +38,10 @@ from .optimizer_params import (
     Entry,
     Listing,
     ModelParams,
-    check_has_parts,
     is_first,
     listed,
     listing_of,
+    missing_parts,
     values_of_all,
 )
 from .state_dicts import settings_of, sharded_rows
@@ -81,8 +81,8 @@ def optim_state_dict(
     process_group: ProcessGroup | None,
 ) -> dict[str, Any]:
     """See `FullyShardedDataParallel.optim_state_dict`."""
-    settings = settings_of(model)
     known = ModelParams(model, "optim_state_dict")
+    settings = settings_of(model)
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and any(
         wrapper._device_mesh is not None for wrapper in known.wrappers
     ):
@@ -102,11 +102,16 @@ def saved(
 ) -> dict[str, Any]:
     """The state dict of an optimizer, or what ``state_dict``, its own, says instead."""
     process_groups = known.process_groups if process_group is None else [process_group]
-    state_dict = optim.state_dict() if state_dict is None else state_dict
-    check_has_parts(state_dict)
     listing, strangers = listing_of(known, optim)
+    state_dict = optim.state_dict() if state_dict is None else state_dict
+    malformed = missing_parts(state_dict)
+    if malformed or strangers:  # numbers would mean other parameters
+        state_dict = {"state": {}, "param_groups": []}
     states, others = _by_entry(known, listing, state_dict["state"])
-    plan = _plan(known, states, _facts(states, strangers), process_groups)
+    facts = _facts(states)
+    facts.strangers, facts.malformed = strangers, malformed
+    facts.unknown = _unknown_keys(known, listing, state_dict)
+    plan = _plan(known, facts, process_groups)
     keeps = not style.first_only or is_first(process_groups)
     result = _Result(style, keeps)
     for entry in states if keeps else ():
@@ -145,7 +150,15 @@ def _entry_of(known: ModelParams, listing: Listing, key: Any) -> Entry | None:
     """Of a key in a state dict of the optimizer's own: a number, or for some optimizers a name."""
     if isinstance(key, int):
         return listing.entries[key] if 0 <= key < len(listing.entries) else None
-    return known.of_key(key) if isinstance(key, str) else None
+    entry = known.of_key(key) if isinstance(key, str) else None
+    return entry if entry in listing else None
+
+
+def _unknown_keys(known: ModelParams, listing: Listing, state_dict: Mapping[str, Any]) -> list[str]:
+    """Keys that should be of parameters and are not; other than numbers may be of anything in the state."""
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    keys += [key for key in state_dict["state"] if isinstance(key, int)]
+    return [repr(key) for key in keys if _entry_of(known, listing, key) is None]
 
 
 def _named_groups(
@@ -197,6 +210,8 @@ class _Facts:
     states: dict[str, dict[str, _Fact]] = field(default_factory=dict)
     """By keys of entries and names of states; of sharded parameters only."""
     strangers: list[str] = field(default_factory=list)
+    malformed: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
     shapeless: list[str] = field(default_factory=list)
     """States that are divided in no known way."""
 
@@ -209,8 +224,8 @@ class _Planned:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-def _facts(states: Mapping[Entry, State], strangers: list[str]) -> _Facts:
-    facts = _Facts(strangers=strangers)
+def _facts(states: Mapping[Entry, State]) -> _Facts:
+    facts = _Facts()
     for entry, state in states.items():
         if entry.group is None:
             continue
@@ -253,10 +268,7 @@ def _described(value: Any) -> str:
 
 
 def _plan(
-    known: ModelParams,
-    states: Mapping[Entry, State],
-    own: _Facts,
-    process_groups: Sequence[ProcessGroup],
+    known: ModelParams, own: _Facts, process_groups: Sequence[ProcessGroup]
 ) -> dict[str, _Planned]:
     """What to gather, from the facts of all ranks, alike on all; by keys of entries. Collective."""
     everyone = values_of_all(own, process_groups)
@@ -294,6 +306,13 @@ def _plan(
 
 def _raise_faults(everyone: Sequence[_Facts], mixed: Sequence[str]) -> None:
     paragraphs = [
+        *dict.fromkeys(fault for facts in everyone for fault in facts.malformed),
+        *listed(
+            (key for facts in everyone for key in facts.unknown),
+            "Keys of the given state dict must be numbers of the optimizer's parameters, or their names in the model; "
+            "these are not:",
+            "Pass what state_dict() of this very optimizer returned.",
+        ),
         *listed(
             (stranger for facts in everyone for stranger in facts.strangers),
             "All parameters of the optimizer must be parameters of the model, but these are not:",
@@ -407,8 +426,11 @@ def _add_values(
     )
     own = states.get(entry, {}) if entry.holds_elements else {}
     for member in entry.names if result.keeps else ():
-        values = {name: own.get(name, planned.values[name]) for name in names}
-        result.add(member, {name: result.moved(value) for name, value in values.items()})
+        for name in names:
+            value = planned.values[name]
+            if name in own and same(own[name], value):  # which may be on another device
+                value = own[name]
+            result.add(member, {name: result.moved(value)})
 
 
 def _whole_elements(
@@ -446,5 +468,5 @@ def _in_buffer_order(entry: Entry, local: Tensor) -> Tensor:
     if entry.flat or entry.group.layout.world > 1:
         return local.reshape(-1)
     return in_memory_order(
-        local.view(entry.param.shape), entry.group.layout.slots[entry.indices[0]].strides
+        local.reshape(entry.param.shape), entry.group.layout.slots[entry.indices[0]].strides
     )
