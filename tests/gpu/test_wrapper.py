@@ -95,6 +95,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"backward_prefetch": None},
     {"sharding_strategy": "SHARD_GRAD_OP", "use_orig_params": True},
     {"sharding_strategy": "NO_SHARD"},
+    {"sharding_strategy": "NO_SHARD", "low": False},  # computes with its shards
     {"sharding_strategy": "HYBRID_SHARD", "use_orig_params": True},
     {"offload": True},
 ]
