@@ -26,6 +26,8 @@ from .placement import FacePlacement
 
 _GROUP_MARK = "_fullshard_group"
 """Attribute of a parameter that belongs to a group, on its sharded face and on the original it replaced."""
+_FLAT_MARK = "_fullshard_flat"
+"""Attribute of a `FlatParameter`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +290,23 @@ class PieceFace(PlainFace):
             super().land(gradient)
 
 
-class FlatParameter(nn.Parameter):
-    """This rank's piece of all parameters of a wrapped module, flattened one after the other."""
+class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch declares no metaclass
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, nn.Parameter) and hasattr(instance, _FLAT_MARK)
+
+
+class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
+    """This rank's piece of all parameters of a wrapped module, flattened one after the other.
+
+    Its type is `nn.Parameter`, whose fast implementations optimizers use for no class derived from it;
+    `isinstance` knows it all the same.
+    """
+
+    def __new__(cls, data: Tensor, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
+        """Make a parameter over ``data``."""
+        made = nn.Parameter(data, requires_grad=requires_grad)
+        setattr(made, _FLAT_MARK, True)
+        return made
 
 
 class FlatFace(PlainFace):
@@ -345,10 +362,7 @@ class FlatFace(PlainFace):
 
     def adopt(self, candidate: Tensor, group_name: str) -> None:
         """See `ShardedFace`."""
-        if not isinstance(
-            candidate, FlatParameter
-        ):  # moving makes another parameter, of torch's class
-            candidate = FlatParameter(candidate.data, requires_grad=candidate.requires_grad)
+        setattr(candidate, _FLAT_MARK, True)  # moving makes another parameter
         super().adopt(candidate, group_name)
 
 

@@ -169,7 +169,11 @@ def test_memory_does_not_grow_and_comes_back(use_orig_params: bool) -> None:
 
 
 def adam_run(
-    doors: tuple[ModuleType, ModuleType], model: nn.Module, steps: int = 3, **options: Any
+    doors: tuple[ModuleType, ModuleType],
+    model: nn.Module,
+    *,
+    with_optimizer: bool = True,
+    **options: Any,
 ) -> dict[str, Any]:
     """Some steps of AdamW; losses, the rank's parameters, and all state dicts."""
     torch.cuda.set_device(0)
@@ -178,7 +182,7 @@ def adam_run(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rank, world = dist.get_rank(), dist.get_world_size()
     losses, norms = [], []
-    for step in range(steps):
+    for step in range(3):
         generator = torch.Generator("cuda").manual_seed(step)
         x = torch.randn(8 * world, WIDTH, device="cuda", generator=generator)
         loss = model(x.chunk(world)[rank]).float().pow(2).mean()
@@ -188,13 +192,14 @@ def adam_run(
         optimizer.zero_grad()
         losses.append(loss.detach())
     fsdp = door.FullyShardedDataParallel
-    result = {
+    result: dict[str, Any] = {
         "losses": losses,
         "norms": norms,
         "parameters": {name: p.detach().clone() for name, p in model.named_parameters()},
         "state_dict": model.state_dict(),
-        "optimizer": fsdp.optim_state_dict(model, optimizer),
     }
+    if with_optimizer:
+        result["optimizer"] = fsdp.optim_state_dict(model, optimizer)
     torch.cuda.synchronize()
     return result
 
@@ -202,13 +207,15 @@ def adam_run(
 def check_equal_to_torch(ours: dict[str, Any], theirs: dict[str, Any], exact: bool) -> None:
     assert list(ours["parameters"]) == list(theirs["parameters"])
     assert list(ours["state_dict"]) == list(theirs["state_dict"])
-    assert list(ours["optimizer"]["state"]) == list(theirs["optimizer"]["state"])
-    assert ours["optimizer"]["param_groups"] == theirs["optimizer"]["param_groups"]
     for part in ("losses", "norms", "parameters", "state_dict"):
         if exact and part != "norms":
             assert_equal(ours[part], theirs[part])
         else:
             assert_close(ours[part], theirs[part], rtol=1e-4, atol=1e-6)
+    if "optimizer" not in theirs:
+        return
+    assert list(ours["optimizer"]["state"]) == list(theirs["optimizer"]["state"])
+    assert ours["optimizer"]["param_groups"] == theirs["optimizer"]["param_groups"]
     for name, state in theirs["optimizer"]["state"].items():
         assert_close(ours["optimizer"]["state"][name], state, rtol=1e-4, atol=1e-8)
 
@@ -238,7 +245,12 @@ def test_one_nccl_rank_equals_torch_s_fsdp1(use_orig_params: bool, low: bool) ->
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_thread_ranks_equal_torch_s_fsdp1(use_orig_params: bool, strategy: str) -> None:
-    options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy, "low": False}
+    options: dict[str, Any] = {
+        "use_orig_params": use_orig_params,
+        "sharding_strategy": strategy,
+        "low": False,
+        "with_optimizer": False,  # torch asks the group for a device, which thread ranks have not
+    }
     model = make_model()
     with synchronised_collectives():
         ours = run_threads(2, adam_run, FULLSHARD, model, **options)
