@@ -145,12 +145,24 @@ class Mixed(nn.Module):
         return loss
 
 
-class Shell(nn.Module):
-    """Has nothing of its own: neither has its wrapper."""
+class Telling(nn.Module):
+    """Its output tells in which dtype it got its input."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Mixed()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x.to(self.linear.weight.dtype)).float()
+        return y.square().mean() * x.dtype.itemsize
+
+
+class Shell(nn.Module):
+    """Has nothing of its own: neither has its wrapper."""
+
+    def __init__(self, inner: type[nn.Module] = Mixed) -> None:
+        super().__init__()
+        self.inner = inner()
 
     def forward(self, x: Tensor) -> Tensor:
         loss: Tensor = self.inner(x)
@@ -193,6 +205,11 @@ def mixed_precisions(lib: Any, model: Any, **options: Any) -> Any:
     low = precision(param_dtype=BF16, reduce_dtype=FP32, cast_forward_inputs=True)(lib)
     model.first = whole(lib, model.first, **options)
     model.middle = whole(lib, model.middle, **options | low)
+    return whole(lib, model, **options)
+
+
+def low_inside(lib: Any, model: Any, **options: Any) -> Any:
+    model.inner = whole(lib, model.inner, **options, **precision(param_dtype=BF16)(lib))
     return whole(lib, model, **options)
 
 
@@ -331,6 +348,16 @@ LOW = {
         ),
     ),
     "fp16": Case(low=True, options=precision(param_dtype=FP16, reduce_dtype=FP16)),
+    "inputs of inner wrappers, not cast": Case(
+        low=True, build=functools.partial(Shell, Telling), batch=vectors(5), wrap=low_inside
+    ),
+    "inputs of the root, cast": Case(
+        low=True,
+        build=functools.partial(Shell, Telling),
+        batch=vectors(5),
+        wrap=by_names("inner"),
+        options=precision(param_dtype=BF16),
+    ),
     "precisions mixed": Case(low=True, build=Mixed, batch=vectors(5), wrap=mixed_precisions),
     "bf16 vectors, root inputs cast": Case(
         low=True,
@@ -428,10 +455,10 @@ def names(*kinds: str) -> list[str]:
 # --- comparing ------------------------------------------------------------------------------------
 
 
-def differences_from_torch(names: list[str]) -> list[str]:
+def differences_from_torch(names: list[str], *forms: bool) -> list[str]:
     """In what the cases end differently with torch, on this rank."""
     found = []
-    for name, use_orig_params in runs(names):
+    for name, use_orig_params in runs(names, forms or (False, True)):
         case = CASES[name]
         ours, theirs = (
             train(api, case, use_orig_params=use_orig_params) for api in (FULLSHARD, TORCH)
@@ -489,7 +516,7 @@ def differences_from_one_process(expected: dict[str, Steps], *forms: bool) -> li
     return found
 
 
-def runs(names: list[str], forms: tuple[bool, ...] = (False, True)) -> list[tuple[str, bool]]:
+def runs(names: list[str], forms: tuple[bool, ...]) -> list[tuple[str, bool]]:
     chosen = [(name, form) for name in names for form in forms]
     return [(name, form) for name, form in chosen if form or not CASES[name].pieces]
 
@@ -505,8 +532,10 @@ def test_other_numbers_of_ranks_equal_torch(world, world_size: int) -> None:
     assert not any(world(world_size).run(differences_from_torch, cases))
 
 
-def test_hybrid_strategies_on_four_ranks_equal_torch(world) -> None:
-    assert not any(world(4).run(differences_from_torch, names("hybrid")))
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_hybrid_strategies_on_four_ranks_equal_torch(world, use_orig_params: bool) -> None:
+    cases = names("hybrid")[use_orig_params::2]  # every other, to save time
+    assert not any(world(4).run(differences_from_torch, cases, use_orig_params))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

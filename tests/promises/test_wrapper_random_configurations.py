@@ -21,7 +21,7 @@ from tests.helpers.models import Block, ModelOptions, make_decoder
 from tests.helpers.training import FULLSHARD, TORCH
 from tests.helpers.wrapping import CPU, Case, train
 
-NUM_CONFIGURATIONS = 10
+NUM_CONFIGURATIONS = 8
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
