@@ -74,6 +74,7 @@ class FSDPState:
         *,
         reshard_after_forward: bool,
         auto_reshard: bool,
+        kept_for_backward_only: bool = False,
         cast_root_inputs: bool = False,
     ) -> None:
         self.modules = tuple(modules)
@@ -84,6 +85,8 @@ class FSDPState:
         self.reshard_after_forward = reshard_after_forward
         self.auto_reshard = auto_reshard
         """Whether the user left `reshard_after_forward` open, so that the root may decide otherwise."""
+        self.kept_for_backward_only = kept_for_backward_only
+        """Whether the next forward gathers anew what this one leaves gathered, written to or not."""
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
         self.forward_prefetch: tuple[FSDPState, ...] | None = None
@@ -285,8 +288,8 @@ class Runtime:
         """Between steps the shards may have been written: gather from what they are now.
 
         What a user keeps gathered (by `unshard`, or by options) is gathered again if a write to the
-        shards was counted; fused optimizers do not count theirs, so what was merely left from a
-        forward is not trusted.
+        shards was counted; fused optimizers and writes to ``param.data`` do not count theirs, so what
+        was merely left from a forward is not trusted.
         """
         event, self.root.post_optim_event = self.root.post_optim_event, None
         self.context.gathers_wait_for(event)
@@ -347,6 +350,7 @@ class Runtime:
         self.schedule.leave(state.call)
         state.abandon_call()
         if not state.reshard_after_forward:
+            state.left_gathered = state.kept_for_backward_only
             return
         if self.schedule.on_track and torch_border.backward_pass_id() == -1:
             state.reshard_after_call()
@@ -365,7 +369,9 @@ class Runtime:
         # hides behind it.
         self._release_kept()
         for state in self.states:
-            kept = state.auto_reshard and not state.reshard_after_forward
+            kept = not state.reshard_after_forward and (
+                state.auto_reshard or state.kept_for_backward_only
+            )
             state.left_gathered = kept and state.gathered
             if not torch.is_grad_enabled():
                 # No backward will put the sharded parameters back, and an optimizer built now must

@@ -457,6 +457,44 @@ def forward_that_raises(lib: Any, **options: Any) -> Any:
     return whole_params(lib, run.model)
 
 
+def _forward_before_the_optimizer(lib: Any, name: str, optimizer: str, **options: Any) -> Any:
+    """What a forward left gathered is outdated when the optimizer has stepped."""
+    if lib is not None:
+        options |= strategy(name)(lib)
+    run = trainer(lib, **options)
+    # A fused optimizer does not tell autograd what it changes.
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, fused=optimizer == "fused")
+    for step in range(3):
+        run.loss(step).backward()
+        run.loss(10 + step)
+        run.update()
+        with torch.no_grad():
+            run.loss(20 + step)
+        for param in run.model.parameters():
+            param.data.mul_(0.9)
+    return whole_params(lib, run.model)
+
+
+@of_ours
+def forward_before_the_optimizer_of_FULL_SHARD(lib: Any, **options: Any) -> Any:
+    return _forward_before_the_optimizer(lib, "FULL_SHARD", "fused", **options)
+
+
+@of_ours
+def forward_before_the_optimizer_of_SHARD_GRAD_OP(lib: Any, **options: Any) -> Any:
+    return _forward_before_the_optimizer(lib, "SHARD_GRAD_OP", "plain", **options)
+
+
+@of_ours
+def forward_before_the_fused_optimizer_of_SHARD_GRAD_OP(lib: Any, **options: Any) -> Any:
+    return _forward_before_the_optimizer(lib, "SHARD_GRAD_OP", "fused", **options)
+
+
+@of_ours
+def forward_before_the_fused_optimizer_of_NO_SHARD(lib: Any, **options: Any) -> Any:
+    return _forward_before_the_optimizer(lib, "NO_SHARD", "fused", **options)
+
+
 @of_ours
 def cast_after_wrapping(lib: Any, **options: Any) -> Any:
     run = trainer(lib, **options)

@@ -374,6 +374,7 @@ def shard(wrapper: nn.Module, wrapped: nn.Module, choices: Choices) -> FSDPState
         choices.device,
         reshard_after_forward=choices.strategy not in _KEPT_AFTER_FORWARD,
         auto_reshard=choices.strategy not in _KEPT_AFTER_FORWARD,
+        kept_for_backward_only=True,  # a strategy is no promise that nobody writes to parameters
         cast_root_inputs=choices.precision.cast_root_forward_inputs,
     )
     if choices.backward_prefetch is None:
