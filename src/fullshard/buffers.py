@@ -490,6 +490,9 @@ class ReduceBuffer:
         """The calls that reduce the segments of parameters ``used``; planned once for each such set."""
         if used not in self._runs:
             segments = {self.layout.slots[param].segment for param in used}
+            if any(slot.division is Division.FLAT for slot in self.layout.slots):
+                # Ranks may use different parameters of a flat group, so all of it travels, always.
+                segments = set(self._kinds)
             kinds = dict.fromkeys(kind for i, kind in self._kinds.items() if i in segments)
             self._runs[used] = tuple(self._run(kind, segments, used) for kind in kinds)
         return self._runs[used]

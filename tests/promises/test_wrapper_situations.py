@@ -563,3 +563,39 @@ def test_original_parameters_end_as_with_torch(world, name: str) -> None:
 
 def test_three_ranks_end_as_one_process(world) -> None:
     assert not any(world(3).run(differences_from_one_process, list(OURS)))
+
+
+class Optional(nn.Module):
+    """Uses its second layer only if told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(3, 5), nn.Linear(3, 5)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.always(x) + (self.sometimes(x) if both else 0)
+
+
+def gradients_of_a_layer_that_one_rank_uses() -> dict[str, Tensor]:
+    """The layer was frozen when it was wrapped, so it is not where the others are."""
+    torch.manual_seed(0)
+    lib, model = library(FULLSHARD), Optional()
+    model.sometimes.requires_grad_(False)
+    wrapped = lib.FSDP(model, use_orig_params=True, device_id=torch.device("cpu"))
+    model.sometimes.requires_grad_(True)
+    wrapped(torch.ones(2, 3), dist.get_rank() == 0).sum().backward()
+    with lib.FSDP.summon_full_params(wrapped, with_grads=True):
+        return named_gradients(wrapped)
+
+
+def test_ranks_may_use_different_parameters_of_all_kinds(world) -> None:
+    for gradients in world(2).run(gradients_of_a_layer_that_one_rank_uses):
+        assert_equal(
+            gradients,
+            {
+                "always.weight": torch.full((5, 3), 2.0),
+                "always.bias": torch.full((5,), 2.0),
+                "sometimes.weight": torch.full((5, 3), 1.0),
+                "sometimes.bias": torch.full((5,), 1.0),
+            },
+        )
