@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed.tensor import DTensor
 
 from . import torch_border
 from .errors import CommunicationError, ConfigurationError
@@ -319,6 +320,11 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType) -> N
 def broadcast(tensor: Tensor, group: ProcessGroup) -> None:
     """Give all ranks of the group what its first has; the current stream is ordered after it."""
     dist.broadcast(tensor, group=group, group_src=0)
+
+
+def whole_of_dtensor(value: DTensor) -> Tensor:
+    """The whole tensor that a DTensor is a part of; the current stream is ordered after it."""
+    return value.full_tensor()
 
 
 def values_of_all_ranks(value: T, group: ProcessGroup) -> list[T]:

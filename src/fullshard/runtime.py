@@ -75,6 +75,7 @@ class FSDPState:
         reshard_after_forward: bool,
         auto_reshard: bool,
         cast_root_inputs: bool = False,
+        hides_after_forward: bool = False,
     ) -> None:
         self.modules = tuple(modules)
         self.groups = tuple(groups)
@@ -92,6 +93,8 @@ class FSDPState:
         """Whether backward gathers the next when this one's gradients are there, and not before."""
         self.cast_root_inputs = cast_root_inputs
         """Whether inputs are cast if this is the root, whatever its policy says."""
+        self.hides_after_forward = hides_after_forward
+        """Whether the modules have their sharded parameters after forward, also while others stay in memory."""
         self.unshard_in_backward = True
         self.is_last_backward = True
         """Of the root: whether the end of backward waits for reductions."""
@@ -347,6 +350,8 @@ class Runtime:
         self.schedule.leave(state.call)
         state.abandon_call()
         if not state.reshard_after_forward:
+            if state.hides_after_forward:
+                state.hide()
             return
         if self.schedule.on_track and torch_border.backward_pass_id() == -1:
             state.reshard_after_call()
@@ -630,7 +635,8 @@ def lazy_init(state: FSDPState) -> Runtime:
         )
     for found in states:
         for group in found.groups:
-            if group.sharded_state is ShardedState.SHARDED:  # not one the user has unsharded before
+            # Not one the user has unsharded before, or has summoned.
+            if group.sharded_state is ShardedState.SHARDED and not group.shown:
                 group.repack()
     _check_ready(states)
     if state.auto_reshard:
@@ -648,6 +654,7 @@ def _check_ready(states: dict[FSDPState, str]) -> None:
         f"{prefix}.{fault}" if prefix else fault
         for state, prefix in states.items()
         for group in state.groups
+        if not group.shown
         for fault in group.misplaced()
     ]
     if misplaced:

@@ -327,6 +327,8 @@ class ShardedTensorParts:
     """This rank's part."""
     numels: list[int]
     """Elements of each rank of the group."""
+    size: torch.Size
+    dtype: torch.dtype
     group: ProcessGroup
 
 
@@ -388,10 +390,17 @@ def parts_of_sharded_tensor(value: Any) -> ShardedTensorParts:
     """The parts of a ShardedTensor that is sharded in rows."""
     group = value._process_group
     numels = dict.fromkeys(dist.get_process_group_ranks(group), 0)
-    for part in value.metadata().shards_metadata:
+    metadata = value.metadata()  # asking the tensor itself warns
+    for part in metadata.shards_metadata:
         numels[part.placement.rank()] += math.prod(part.shard_sizes)
     shards = value.local_shards()
-    return ShardedTensorParts(shards[0].tensor if shards else None, list(numels.values()), group)
+    return ShardedTensorParts(
+        shards[0].tensor if shards else None,
+        list(numels.values()),
+        metadata.size,
+        metadata.tensor_properties.dtype,
+        group,
+    )
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

@@ -374,6 +374,7 @@ def shard(wrapper: nn.Module, wrapped: nn.Module, choices: Choices) -> FSDPState
         reshard_after_forward=choices.strategy not in _KEPT_AFTER_FORWARD,
         auto_reshard=choices.strategy not in _KEPT_AFTER_FORWARD,
         cast_root_inputs=choices.precision.cast_root_forward_inputs,
+        hides_after_forward=True,
     )
     if choices.backward_prefetch is None:
         state.backward_prefetch = ()

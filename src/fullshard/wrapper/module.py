@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, cast
 
 import torch
@@ -165,8 +165,10 @@ class FullyShardedDataParallel(nn.Module):
         self._device_mesh = device_mesh
         self._ignored = ignored
         self._summoned = False
-        self._shown_groups: list[FSDPParamGroup] = []
-        """Groups whose whole parameters are on the modules while a state dict is made or loaded."""
+        self._shown_groups: dict[FSDPParamGroup, list[Tensor]] = {}
+        """Groups whose whole parameters, these, are on the modules while a state dict is made or loaded."""
+        self._load_errors: list[str] = []
+        """What has gone wrong in the load now running."""
         self._comm_hook: Any = None
         self._state_dict_settings = state_dicts.default_settings()
         shard(
@@ -217,6 +219,10 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward, with its parameters gathered."""
         state = self._fsdp_state
+        if self._summoned:
+            return summoning.forward(self, args, kwargs)
+        if self._shown_groups:
+            state_dicts.put_back(self)  # loading a module around this one has failed
         self._precision.prepare_forward(state, training=self.training)
         args, kwargs = state.pre_forward(self, args, kwargs)
         output = None
@@ -229,6 +235,10 @@ class FullyShardedDataParallel(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Move or cast: parameters are sharded while it happens, and packed again afterwards."""
         state = self._fsdp_state
+        if self._summoned:
+            raise LifecycleError(
+                "A wrapped module cannot be moved or cast within summon_full_params. Do it outside."
+            )
         state.reshard()
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for group in state.groups:
@@ -334,8 +344,13 @@ class FullyShardedDataParallel(nn.Module):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """All wrappers in ``module``, itself included; with ``root_only``, those that no other contains."""
-        return summoning.wrappers_in(module, root_only=root_only)
+        """All wrappers in ``module``, itself included; with ``root_only``, those that are in no other."""
+        found = summoning.wrappers_in(module, root_only=root_only)
+        if root_only:  # one outside of the module may be known
+            found = [
+                each for each in found if each._fsdp_state.runtime is None or each.check_is_root()
+            ]
+        return found
 
     @staticmethod
     def summon_full_params(
@@ -348,7 +363,8 @@ class FullyShardedDataParallel(nn.Module):
     ) -> contextlib.AbstractContextManager[None]:
         """Within it, modules have their whole parameters, in their own dtypes and under their own names.
 
-        Not within forward or backward. Collective, on entry, and with ``with_grads``.
+        Not within forward or backward; forward within it computes with the whole parameters, in their own
+        dtypes. Collective, on entry.
 
         Args:
             module: A wrapper, or a module that contains some.
@@ -369,6 +385,30 @@ class FullyShardedDataParallel(nn.Module):
         )
 
     # --- state dicts ------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module, under names without wrappers, of the kind that was chosen. Collective."""
+        try:
+            return super().state_dict(*args, **kwargs)
+        finally:
+            if self._shown_groups:
+                state_dicts.put_back(self)  # a module below has raised
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of any module, from what `state_dict` made or an unwrapped model's state dict. Collective."""
+        try:
+            return super().load_state_dict(
+                state_dicts.with_versions(self, state_dict), strict, assign
+            )
+        finally:
+            for wrapper in summoning.wrappers_in(self):
+                state_dicts.put_back(wrapper)  # a module has raised
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Which child is not part of names, for `torch.distributed.checkpoint.state_dict`."""
+        return {"": WRAPPED}
 
     @staticmethod
     def set_state_dict_type(
