@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, cast
 
@@ -14,6 +16,7 @@ from .. import torch_border
 from ..errors import ConfigurationError, LifecycleError
 from ..fsdp_module import UnshardHandle, unshard_state
 from ..names import WRAPPED
+from ..ownership import has_forward
 from ..param_group import FSDPParamGroup
 from ..runtime import FSDPState, Runtime, lazy_init, state_of
 from ..wrap import auto_wrap
@@ -31,6 +34,7 @@ from . import clipping, comm_hooks, precision, state_dicts, summoning
 from .construction import (
     Choices,
     ProcessGroups,
+    check_one_wrapper_per_param,
     choose_axes,
     choose_device,
     choose_ignored,
@@ -113,8 +117,12 @@ class FullyShardedDataParallel(nn.Module):
             ("use_orig_params", use_orig_params),
         ):
             _check_type(name, value, bool)
+        if param_init_fn is not None and not callable(param_init_fn):
+            raise ConfigurationError(
+                f"param_init_fn must be a function of a module, got {param_init_fn!r}."
+            )
         ignored_modules, ignored_states = _listed(ignored_modules), _listed(ignored_states)
-        ignored = choose_ignored(module, type(self), ignored_modules, ignored_states)
+        ignored = choose_ignored(type(self), ignored_modules, ignored_states)
         axes, strategy = choose_axes(strategy, process_group, device_mesh)
         device = choose_device(
             device_id, (p for p in module.parameters() if p not in ignored.params), axes
@@ -146,8 +154,15 @@ class FullyShardedDataParallel(nn.Module):
                 ignored_modules=ignored.modules,
                 ignored_params=ignored.params,
                 class_kwargs=precision.kwargs_of_classes_without_it(mixed_precision),
+                check=functools.partial(check_one_wrapper_per_param, module, ignored=ignored),
             )
 
+        if not has_forward(module):
+            warnings.warn(
+                f"{type(module).__name__} has no forward, during which its wrapper would gather its parameters. Wrap "
+                "the modules in it one by one, or the module around it.",
+                stacklevel=2,
+            )
         self._fsdp_wrapped_module = module
         self.sharding_strategy = strategy
         self.cpu_offload = offload
@@ -386,10 +401,14 @@ class FullyShardedDataParallel(nn.Module):
 
     # --- state dicts ------------------------------------------------------------------------------
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
         """As of any module, under names without wrappers, of the kind that was chosen. Collective."""
         try:
-            return super().state_dict(*args, **kwargs)
+            return super().state_dict(
+                *args, destination=destination, prefix=prefix, keep_vars=keep_vars
+            )
         finally:
             if self._shown_groups:
                 state_dicts.put_back(self)  # a module below has raised
@@ -464,6 +483,8 @@ def _check_type(name: str, value: object, expected: type) -> None:
     if not isinstance(value, expected):
         found = type(value)
         kind = f"a {expected.__name__}" if expected is not bool else "True or False"
+        ours = expected.__module__.startswith("fullshard")
         raise ConfigurationError(
-            f"{name} must be {kind}, got {value!r} ({found.__module__}.{found.__qualname__})."
+            f"{name} must be {kind}{' of fullshard' if ours else ''}, got {value!r} "
+            f"({found.__module__}.{found.__qualname__}).{' Import it from fullshard.' if ours else ''}"
         )

@@ -146,10 +146,7 @@ def _show_whole(wrapper: FullyShardedDataParallel, device: torch.device | None) 
     """Show whole parameters, each in memory of its own, on ``device`` or on the compute device."""
     for group in _groups(wrapper):
         group.reshard()
-        wholes = [
-            whole.to(device or whole.device, copy=True, memory_format=torch.contiguous_format)
-            for whole in group.whole_params()
-        ]
+        wholes = [whole.to(device or whole.device, copy=True) for whole in group.whole_params()]
         group.show(wholes)
         wrapper._shown_groups[group] = wholes
 
