@@ -320,19 +320,34 @@ class FlatFace(PlainFace):
         trainable = members[0][2].requires_grad
         super().__init__(name, [home], trainable=trainable)
         self._members = [tuple(owners) for _, owners, _ in members]
+        self._shapes = [
+            (name, tuple(original.shape), original.stride()) for name, _, original in members
+        ]
         self._resting: dict[ParamOwner, Tensor] = {}
         self._shown: list[nn.Parameter] = []
-        for member, owners, original in members:
+        for _, _, original in members:
             setattr(original, _GROUP_MARK, group_name)
-            stand_in = ShardedAttribute.of(member, original)
-            for owner in owners:
-                self._resting[owner] = stand_in
-                owner.install(stand_in)
+        self._put_stand_ins(local)
         self._be(FlatParameter(local, requires_grad=trainable), group_name)
 
     def resting(self, owner: ParamOwner) -> Tensor:
         """See `ShardedFace`."""
         return self._resting[owner]
+
+    def put_over(self, local: Tensor) -> None:
+        """See `ShardedFace`."""
+        super().put_over(local)
+        known = next(iter(self._resting.values()))
+        if (known.dtype, known.device) != (local.dtype, local.device):
+            self._put_stand_ins(local)
+
+    def _put_stand_ins(self, local: Tensor) -> None:
+        """Let the owners show what of their parameters can be known, in the dtype and on the device of ``local``."""
+        for owners, (name, shape, strides) in zip(self._members, self._shapes, strict=True):
+            stand_in = ShardedAttribute.of(name, shape, strides, local)
+            for owner in owners:
+                self._resting[owner] = stand_in
+                owner.install(stand_in)
 
     def unsharded(self, whole: Tensor, placement: FacePlacement, *, trainable: bool) -> Tensor:
         """See `ShardedFace`."""
@@ -377,9 +392,11 @@ class ShardedAttribute(Tensor):
     _name: str
 
     @staticmethod
-    def of(name: str, original: Tensor) -> ShardedAttribute:
-        """In the place of ``original``."""
-        made = torch_border.tensor_without_memory(ShardedAttribute, original)
+    def of(
+        name: str, shape: Sequence[int], strides: Sequence[int], like: Tensor
+    ) -> ShardedAttribute:
+        """In the place of a parameter, with the dtype and device of ``like``."""
+        made = torch_border.tensor_without_memory(ShardedAttribute, shape, strides, like)
         made._name = name
         return made
 

@@ -572,6 +572,9 @@ def test_flattened_parameters_leave_stand_ins() -> None:
                 use()
         model(TOKENS).sum().backward()
         assert type(model.first.module.linear.weight) is type(stand_in)
+        model.double()
+        assert model.first.module.linear.weight.dtype == torch.float64
+        assert model(TOKENS).dtype == torch.float64
 
 
 def test_methods_of_the_outermost_wrapper_are_refused_below_it() -> None:
@@ -630,6 +633,47 @@ def unsharding() -> None:
 
 def test_unsharding_by_hand(world) -> None:
     world(2).run(unsharding)
+
+
+def other_modes_and_modules() -> None:
+    expected = make_net()(TOKENS)
+    for use_orig_params in (False, True):
+        with torch.inference_mode():
+            model = wrap(FULLSHARD, make_net(), use_orig_params=use_orig_params)
+            for _ in range(2):
+                assert_close(model(TOKENS), expected, rtol=1e-6, atol=1e-6)
+        model = wrap(FULLSHARD, make_net(), use_orig_params=use_orig_params)
+        with torch.inference_mode():
+            assert_close(model(TOKENS), expected, rtol=1e-6, atol=1e-6)
+            saved = model.state_dict()
+            model.load_state_dict(make_net(1).state_dict())
+        assert not any(value.is_inference() for value in saved.values())
+        model.load_state_dict(saved)
+        model(TOKENS).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        # Modules that keep their parameters in ways of their own.
+        torch.manual_seed(0)
+        for module, example in (
+            (nn.LSTM(4, 5, 2), torch.ones(3, 2, 4)),
+            (nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)), torch.ones(2, 4)),
+            (nn.TransformerEncoderLayer(4, 2, 7, dropout=0.0), torch.ones(3, 2, 4)),
+        ):
+            before = {key: value.clone() for key, value in module.state_dict().items()}
+            result = module(example)
+            wrapped = FSDP(module, use_orig_params=use_orig_params)
+            for _ in range(2):
+                assert_close(wrapped(example), result, rtol=1e-5, atol=1e-6)
+                saved = wrapped.state_dict()
+                assert list(saved) == list(before)
+                assert_equal(saved, before)
+                wrapped.load_state_dict(saved)
+                with FSDP.summon_full_params(wrapped):
+                    assert_equal(dict(wrapped.named_parameters()), dict(before.items()))
+                wrapped(example)  # and again
+
+
+def test_inference_mode_and_modules_of_all_kinds(world) -> None:
+    world(2).run(other_modes_and_modules)
 
 
 def compiled() -> None:

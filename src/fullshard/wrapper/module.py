@@ -258,6 +258,7 @@ class FullyShardedDataParallel(nn.Module):
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for group in state.groups:
             group.repack()
+        self._precision.forget_mode()
         return result
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:

@@ -160,6 +160,7 @@ def put_back(wrapper: FullyShardedDataParallel, *, write: bool = False) -> None:
             group.write_shards(wholes)
 
 
+@torch.inference_mode(False)
 def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     wrapper = cast("FullyShardedDataParallel", module)
     _begin(wrapper)
@@ -172,6 +173,8 @@ def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     _show_whole(wrapper, torch.device("cpu") if config.offload_to_cpu else None)
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def _after_saving(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
