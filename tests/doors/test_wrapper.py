@@ -191,6 +191,8 @@ def test_options_that_cannot_be_are_refused() -> None:
             ("ModuleWrapPolicy", {"auto_wrap_policy": {nn.Linear}}),
             ("device_id must be", {"device_id": 1.5}),
             ("device_id must be", {"device_id": True}),
+            ("a device of this machine", {"device_id": "nonsense"}),
+            ("a device of this machine", {"device_id": torch.device("meta")}),
             ("got both", {"ignored_modules": [some], "ignored_states": [some.weight]}),
             ("parameters only or modules only", {"ignored_states": [some, layer.weight]}),
             ("collection of modules", {"ignored_modules": ["some"]}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -381,11 +382,12 @@ def refused_loads_of(*, use_orig_params: bool) -> list[str]:
     for register, act in (
         (inner.register_state_dict_pre_hook, model.state_dict),
         (inner.register_state_dict_pre_hook, nn.Sequential(model).state_dict),
-        (inner.register_load_state_dict_pre_hook, lambda: model.load_state_dict(plain(2))),
+        (inner.register_load_state_dict_pre_hook, partial(model.load_state_dict, plain(2))),
         (
             inner.register_load_state_dict_pre_hook,
-            lambda: nn.Sequential(model).load_state_dict(
-                {f"0.{key}": value for key, value in plain(2).items()}
+            partial(
+                nn.Sequential(model).load_state_dict,
+                {f"0.{key}": value for key, value in plain(2).items()},
             ),
         ),
     ):
@@ -393,7 +395,10 @@ def refused_loads_of(*, use_orig_params: bool) -> list[str]:
         with pytest.raises(KeyError, match="on purpose"):
             act()
         handle.remove()
-        model(TOKENS)  # after a failed load of a module around the wrappers, it cleans up
+        if "Sequential" in repr(
+            act
+        ):  # the module around the wrappers does not clean up, but forward does
+            model(TOKENS)
         assert resting(model)
         assert_equal(
             {k: v for k, v in full(model).items() if k.startswith("second.linear")},

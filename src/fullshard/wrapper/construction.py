@@ -178,7 +178,17 @@ def _device_of(device_id: Any) -> torch.device:
             f"device_id must be an int or a torch.device, got {device_id!r}. Use for example "
             "torch.device('cpu'), or the local rank."
         )
-    device = torch.device(device_id)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    try:
+        device = torch.device(device_id)
+    except RuntimeError:  # no such kind; or an int, and there is no accelerator
+        device = None
+    known = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
+    if device is None or device.type not in known:
+        raise ConfigurationError(
+            f"device_id must be a device of this machine, {' or '.join(sorted(known))}, got {device_id!r}. Leave it "
+            "out to compute where the module is, or on the accelerator if there is one."
+        )
     if cast("int | None", device.index) is None and device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return device

@@ -170,7 +170,8 @@ def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             group.reshard()
         return
     config = settings.state_dict_config
-    _show_whole(wrapper, torch.device("cpu") if config.offload_to_cpu else None)
+    kept = not getattr(config, "rank0_only", False) or wrapper.rank == 0
+    _show_whole(wrapper, torch.device("cpu") if config.offload_to_cpu and kept else None)
 
 
 @torch.inference_mode(False)
@@ -307,7 +308,7 @@ def sharded_rows(wrapper: FullyShardedDataParallel, whole: Tensor) -> Any:
         chunks = whole.chunk(group.size()) if whole.ndim else (whole,) * group.size()
         rank = group.rank()
         local = chunks[rank] if rank < len(chunks) else whole[:0]
-        return DTensor.from_local(
+        made = DTensor.from_local(
             local.clone(),
             mesh,
             placements,
@@ -315,6 +316,7 @@ def sharded_rows(wrapper: FullyShardedDataParallel, whole: Tensor) -> Any:
             shape=whole.shape,
             stride=whole.contiguous().stride(),
         )
+        return made if made.device == whole.device else made.to(whole.device)  # offloaded
     parts = whole.chunk(group.size()) if whole.ndim else (whole,)
     return torch_border.sharded_tensor(whole, [part.shape for part in parts], group)
 
