@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import warnings
 from collections.abc import Callable
@@ -15,7 +16,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -42,6 +46,7 @@ from tests.helpers.wrapping import (
     TOKENS,
     Layer,
     described,
+    library,
     make_net,
     state_dict,
     state_dict_type,
@@ -280,6 +285,42 @@ def hooks_and_other_wrappers() -> None:
     model = FSDP(nn.Sequential(FSDP(Versioned(3, 3))))
     model.load_state_dict(model.state_dict())
     assert Versioned.seen == 7
+
+
+def checkpointed_afterwards() -> None:
+    """The order that torch's tutorials recommend: first wrappers, then activation checkpointing."""
+    for use_orig_params in (False, True):
+        models: dict[str, Any] = {}
+        for api in LIBRARIES:
+            models[api] = model = wrap(api, make_net(), use_orig_params=use_orig_params)
+            apply_activation_checkpointing(model, check_fn=lambda each: isinstance(each, Layer))
+            assert type(model.first.module) is Layer
+            model(TOKENS).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        for kind in ("FULL", "SHARDED", "LOCAL")[: 2 if use_orig_params else 3]:
+            made = {api: state_dict(api, model, kind) for api, model in models.items()}
+            keys = {api: list(saved) for api, saved in made.items()}
+            assert keys[FULLSHARD] == keys[TORCH]
+            if kind == "FULL":
+                assert_close(made[FULLSHARD], made[TORCH], rtol=1e-5, atol=1e-6)
+            ours, expected = models[FULLSHARD], full(models[FULLSHARD])
+            with state_dict_type(FULLSHARD, ours, kind):
+                saved = quietly(copy.deepcopy, made[FULLSHARD])
+                with torch.no_grad():
+                    for param in ours.parameters():
+                        param.zero_()
+                quietly(ours.load_state_dict, saved)
+            assert_equal(full(ours), expected)
+        names = []
+        for api in LIBRARIES:
+            with library(api).FullyShardedDataParallel.summon_full_params(models[api]):
+                names.append([name for name, _ in models[api].named_parameters()])
+        assert names[0] == names[1]
+        models[FULLSHARD](TOKENS).sum().backward()
+
+
+def test_checkpointing_may_come_after_wrapping(world) -> None:
+    world(2).run(checkpointed_afterwards)
 
 
 def test_hooks_checkpointing_and_versions_work_inside_of_wrappers(world) -> None:
