@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fullshard
@@ -627,6 +628,18 @@ def test_settings_hold_for_a_while_or_for_good() -> None:
                 ask()
         FSDP.set_state_dict_type(model[0], StateDictType.FULL_STATE_DICT, config)
         assert FSDP.get_state_dict_type(model).state_dict_config == config
+        # Wrappers with and without a mesh make DTensors and ShardedTensors, by the same settings.
+        mesh = init_device_mesh("cpu", (2,))
+        mixed = nn.Sequential(FSDP(nn.Linear(3, 3), device_mesh=mesh), FSDP(nn.Linear(3, 3)))
+        sharded = ShardedStateDictConfig(_use_dtensor=True)  # as if it were the user's to say
+        with FSDP.state_dict_type(mixed, StateDictType.SHARDED_STATE_DICT, sharded):
+            saved = mixed.state_dict()
+            assert [type(value).__name__ for value in saved.values()] == [
+                *["DTensor"] * 2,
+                *["ShardedTensor"] * 2,
+            ]
+            FSDP.set_state_dict_type(mixed[0], StateDictType.LOCAL_STATE_DICT)
+        assert FSDP.get_state_dict_type(mixed) == settings
 
 
 def test_wrong_settings_are_refused_and_change_nothing() -> None:

@@ -456,18 +456,11 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
         """Within it, state dicts of all wrappers in ``module`` hold what is chosen here."""
-        before = state_dicts.set_settings(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-        try:
-            yield
-        finally:
+        with state_dicts.kept_settings(module):
             state_dicts.set_settings(
-                module,
-                before.state_dict_type,
-                before.state_dict_config,
-                before.optim_state_dict_config,
+                module, state_dict_type, state_dict_config, optim_state_dict_config
             )
+            yield
 
 
 def _without_wrappers(name: str) -> str:

@@ -12,6 +12,7 @@ of the user's, and modules that do it their own way, see what they would see wit
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
@@ -88,11 +89,34 @@ def set_settings(
     return before
 
 
+@contextlib.contextmanager
+def kept_settings(module: nn.Module) -> Iterator[None]:
+    """After it, the wrappers have the settings that they had before."""
+    before = {wrapper: wrapper._state_dict_settings for wrapper in wrappers_in(module)}
+    try:
+        yield
+    finally:
+        for wrapper, settings in before.items():
+            wrapper._state_dict_settings = settings
+
+
 def _with_mesh(config: Any, wrapper: FullyShardedDataParallel) -> Any:
     """The same config; one for sharded tensors asks for DTensors if the wrapper has a mesh."""
-    if hasattr(config, "_use_dtensor") and wrapper._device_mesh is not None:
-        return replace(config, _use_dtensor=True)
+    if hasattr(config, "_use_dtensor"):
+        return replace(config, _use_dtensor=wrapper._device_mesh is not None)
     return config
+
+
+def _without_mesh(settings: StateDictSettings) -> list[Any]:
+    """What must be the same for all wrappers."""
+    configs: list[Any] = [settings.state_dict_config, settings.optim_state_dict_config]
+    return [
+        settings.state_dict_type,
+        *(
+            replace(each, _use_dtensor=False) if hasattr(each, "_use_dtensor") else each
+            for each in configs
+        ),
+    ]
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
@@ -104,7 +128,7 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     others = [
         wrapper._fsdp_state.name or type(wrapper.module).__name__
         for wrapper in wrappers
-        if wrapper._state_dict_settings != first
+        if _without_mesh(wrapper._state_dict_settings) != _without_mesh(first)
     ]
     if others:
         raise ConfigurationError(
