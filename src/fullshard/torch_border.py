@@ -348,7 +348,8 @@ def sharded_tensor(whole: Tensor, shapes: Sequence[Sequence[int]], group: Proces
     rank = group.rank()
     local = None
     if rank < len(shapes):
-        local = whole.narrow(0, sum(rows[:rank]), rows[rank]).clone() if whole.ndim else whole
+        local = whole.narrow(0, sum(rows[:rank]), rows[rank]) if whole.ndim else whole
+        local = local.clone(memory_format=torch.contiguous_format)  # the only one it knows
     return _sharded_tensor(whole, local, shapes, whole.shape, group)
 
 

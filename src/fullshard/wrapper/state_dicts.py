@@ -333,7 +333,7 @@ def sharded_rows(wrapper: FullyShardedDataParallel, whole: Tensor) -> Any:
         rank = group.rank()
         local = chunks[rank] if rank < len(chunks) else whole[:0]
         made = DTensor.from_local(
-            local.clone(),
+            local.clone(memory_format=torch.contiguous_format),
             mesh,
             placements,
             run_check=False,
@@ -360,14 +360,16 @@ def _whole_of_sharded_tensor(value: Any, device: torch.device) -> Tensor:
     parts = torch_border.parts_of_sharded_tensor(value)
     largest = max(parts.numels)
     own = torch.zeros(largest, dtype=parts.dtype, device=device)
+    if largest == 0:
+        return own.view(parts.size)
     if parts.local is not None:
         own[: parts.local.numel()] = parts.local.reshape(-1)
     gathered = own.new_empty(largest * len(parts.numels))
     comm.all_gather(
         [gathered.view(torch.uint8)], [own.view(torch.uint8)], parts.group, async_op=False
     )
-    rows = gathered.view(-1, max(largest, 1))
-    flat = torch.cat([row[:numel] for row, numel in zip(rows, parts.numels, strict=False)])
+    rows = gathered.view(-1, largest)
+    flat = torch.cat([row[:numel] for row, numel in zip(rows, parts.numels, strict=True)])
     return flat.view(parts.size)
 
 
