@@ -385,6 +385,41 @@ def test_what_was_saved_can_be_loaded(world) -> None:
     world(2).run(loading)
 
 
+class Odd(nn.Conv2d):
+    """Parameters that are scalar, empty, integers, or in an order of memory of their own."""
+
+    def __init__(self, *, integers: bool) -> None:
+        super().__init__(2, 3, 2)
+        self.to(memory_format=torch.channels_last)
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.empty = nn.Parameter(torch.ones(0, 3))
+        self.numbers = nn.Parameter(torch.arange(4), requires_grad=False) if integers else None
+
+
+def odd_parameters() -> None:
+    for use_orig_params in (False, True):
+        for mesh in (None, (2,)):
+            module = Odd(integers=use_orig_params)
+            expected = {key: value.clone() for key, value in module.state_dict().items()}
+            model = wrap(
+                FULLSHARD, module, layers=False, mesh=mesh, use_orig_params=use_orig_params
+            )
+            for kind in ("FULL", "SHARDED", "LOCAL"):
+                saved = quietly(copy.deepcopy, state_dict(FULLSHARD, model, kind))
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.zero_()
+                with state_dict_type(FULLSHARD, model, kind):
+                    quietly(model.load_state_dict, saved)
+                now = full(model)
+                assert_equal(now, expected)
+                assert now["weight"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_odd_parameters_can_be_saved_and_loaded(world) -> None:
+    world(2).run(odd_parameters)
+
+
 def refused_loads() -> list[str]:
     return [*refused_loads_of(use_orig_params=False), *refused_loads_of(use_orig_params=True)]
 
