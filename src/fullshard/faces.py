@@ -221,12 +221,15 @@ class PlainFace(ShardedFace):
         """See `ShardedFace`."""
         param = self.param
         if param.grad is None:
-            if gradient.dtype != param.dtype:
-                param.grad_dtype = gradient.dtype
-            param.grad = self._shaped(gradient)
+            self._have_gradient(self._shaped(gradient))
         else:
             param.grad.add_(self._shaped(gradient))
         _run_gradient_hooks(param)
+
+    def _have_gradient(self, gradient: Tensor) -> None:
+        if gradient.dtype != self.param.dtype:
+            self.param.grad_dtype = gradient.dtype
+        self.param.grad = gradient
 
     def _shaped(self, flat: Tensor) -> Tensor:
         param = self.param
@@ -251,28 +254,32 @@ class PieceFace(PlainFace):
         original.grad = None  # it would be of another shape
         original.data = local
         self._hidden: Tensor
+        self._gradient_before: Tensor | None
         self._hidden_gradient: Tensor | None
         self._be(original, group_name)
 
     def show(self, values: Sequence[Tensor]) -> None:
         """See `PlainFace`."""
-        self._hidden = self.param.data
+        self._hidden, self._gradient_before = self.param.data, self.param.grad
         self.param.data = values[0]
 
     def take_shown(self) -> list[Tensor]:
         """See `PlainFace`."""
-        shown = self.found()
-        values = [self.param.data if shown is None else shown.data]
+        values = [_shown_on(self.owners, self.param).data]
         self.param.data = self._hidden
-        del self._hidden
+        gradient = self.param.grad
+        if gradient is not None and gradient is not self._gradient_before:  # of the whole one
+            self.param.grad = self._gradient_before
+        del self._hidden, self._gradient_before
         if not self.in_place:  # somebody assigned another
             self._install()
         return values
 
     def show_gradient(self, whole: Tensor | None) -> None:
         """While a whole parameter is shown, show its gradient, too, until `take_shown_gradient`."""
-        self._hidden_gradient = self.param.grad
-        self.param.grad = whole
+        self._hidden_gradient, self.param.grad = self.param.grad, None
+        if whole is not None:
+            self._have_gradient(whole)
 
     def take_shown_gradient(self) -> Tensor | None:
         """Let there be no gradient, and return the one shown, as it is now; before `take_shown`."""
@@ -283,6 +290,12 @@ class PieceFace(PlainFace):
         """Have the sharded gradient again; after `take_shown`."""
         self.param.grad = self._hidden_gradient
         del self._hidden_gradient
+
+    def set_gradient(self, part: Tensor | None) -> None:
+        """Have this rank's part of a whole gradient, flat, or none."""
+        self.param.grad = None
+        if part is not None and part.numel():
+            self._have_gradient(self._shaped(part))
 
     def land(self, gradient: Tensor) -> None:
         """See `ShardedFace`."""
@@ -324,18 +337,34 @@ class FlatFace(PlainFace):
         trainable = members[0][2].requires_grad
         super().__init__(name, [home], trainable=trainable)
         self._members = [tuple(owners) for _, owners, _ in members]
+        self._shapes = [
+            (name, tuple(original.shape), original.stride()) for name, _, original in members
+        ]
         self._resting: dict[ParamOwner, Tensor] = {}
-        for member, owners, original in members:
+        self._shown: list[nn.Parameter] = []
+        for _, _, original in members:
             setattr(original, _GROUP_MARK, group_name)
-            stand_in = ShardedAttribute.of(member, original)
-            for owner in owners:
-                self._resting[owner] = stand_in
-                owner.install(stand_in)
+        self._put_stand_ins(local)
         self._be(FlatParameter(local, requires_grad=trainable), group_name)
 
     def resting(self, owner: ParamOwner) -> Tensor:
         """See `ShardedFace`."""
         return self._resting[owner]
+
+    def put_over(self, local: Tensor) -> None:
+        """See `ShardedFace`."""
+        super().put_over(local)
+        known = next(iter(self._resting.values()))
+        if (known.dtype, known.device) != (local.dtype, local.device):
+            self._put_stand_ins(local)
+
+    def _put_stand_ins(self, local: Tensor) -> None:
+        """Let the owners show what of their parameters can be known, in the dtype and on the device of ``local``."""
+        for owners, (name, shape, strides) in zip(self._members, self._shapes, strict=True):
+            stand_in = ShardedAttribute.of(name, shape, strides, local)
+            for owner in owners:
+                self._resting[owner] = stand_in
+                owner.install(stand_in)
 
     def unsharded(self, whole: Tensor, placement: FacePlacement, *, trainable: bool) -> Tensor:
         """See `ShardedFace`."""
@@ -346,19 +375,24 @@ class FlatFace(PlainFace):
         """See `PlainFace`."""
         for owner in self.owners:
             owner.remove()
-        for owners, value in zip(self._members, values, strict=True):
-            param = nn.Parameter(value, requires_grad=self.param.requires_grad)
+        self._shown = [
+            nn.Parameter(value, requires_grad=self.param.requires_grad) for value in values
+        ]
+        for owners, param in zip(self._members, self._shown, strict=True):
             for owner in owners:
                 owner.install(param)
 
     def take_shown(self) -> list[Tensor]:
         """See `PlainFace`."""
-        shown = [owners[0].current() for owners in self._members]
+        values = [
+            _shown_on(owners, param).data
+            for owners, param in zip(self._members, self._shown, strict=True)
+        ]
+        self._shown = []
         for owner, stand_in in self._resting.items():
             owner.install(stand_in)
         self._install()
-        assert all(value is not None for value in shown), "shown as parameters"
-        return [value.data for value in shown if value is not None]
+        return values
 
     def adopt(self, candidate: Tensor, group_name: str) -> None:
         """See `ShardedFace`."""
@@ -372,9 +406,11 @@ class ShardedAttribute(Tensor):
     _name: str
 
     @staticmethod
-    def of(name: str, original: Tensor) -> ShardedAttribute:
-        """In the place of ``original``."""
-        made = torch_border.tensor_without_memory(ShardedAttribute, original)
+    def of(
+        name: str, shape: Sequence[int], strides: Sequence[int], like: Tensor
+    ) -> ShardedAttribute:
+        """In the place of a parameter, with the dtype and device of ``like``."""
+        made = torch_border.tensor_without_memory(ShardedAttribute, shape, strides, like)
         made._name = name
         return made
 
@@ -398,6 +434,12 @@ class ShardedAttribute(Tensor):
 def group_of(param: Tensor) -> str | None:
     """Name of the group a parameter belongs to, or None."""
     return cast("str | None", getattr(param, _GROUP_MARK, None))
+
+
+def _shown_on(owners: Sequence[ParamOwner], shown: nn.Parameter) -> Tensor:
+    """What is on the owners where ``shown`` was put: itself, or what was last assigned under one of its names."""
+    found = [owner.current() for owner in owners]
+    return next((each for each in reversed(found) if each is not None and each is not shown), shown)
 
 
 def _run_gradient_hooks(param: nn.Parameter) -> None:

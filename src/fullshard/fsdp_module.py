@@ -42,9 +42,9 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Wait until the parameters are unsharded; the current stream may use them afterwards."""
-        if self._state is not None:
+        if self._state is not None and self._state.gathered:  # no forward has used them and let go
             self._state.wait()
-            self._state = None  # waiting twice is harmless
+        self._state = None  # waiting twice is harmless
 
 
 def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:

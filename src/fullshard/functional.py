@@ -33,7 +33,14 @@ from .mesh import (
     replicating_mesh_info,
     sharding_mesh_info,
 )
-from .ownership import check_can_be_owned, managed_modules, move_buffers, owned_params
+from .ownership import (
+    check_all_on_meta_or_none,
+    check_can_be_owned,
+    has_forward,
+    managed_modules,
+    move_buffers,
+    owned_params,
+)
 from .param import FSDPParam, normalized_shard_dim
 from .param_group import FSDPParamGroup
 from .placement import FacePlacement, Placer, local_tensor
@@ -278,7 +285,7 @@ def _checked_modules(door: str, module: object) -> list[nn.Module]:
             f"{found if modules else 'an empty list'}."
         )
     checked = cast("list[nn.Module]", list(modules))
-    without_forward = [type(each).__name__ for each in checked if not _has_forward(each)]
+    without_forward = [type(each).__name__ for each in checked if not has_forward(each)]
     if without_forward:
         raise ConfigurationError(
             f"{door} gathers parameters around a module's forward, but these have none: "
@@ -302,12 +309,6 @@ def _checked_modules(door: str, module: object) -> list[nn.Module]:
             "it to the layers, then to the model, and only then run it."
         )
     return checked
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward and not isinstance(
-        module, (nn.ModuleList, nn.ModuleDict)
-    )
 
 
 def _check_options(
@@ -399,6 +400,7 @@ def _params_to_shard(
         "call, fully_shard([a, b]).",
     )
     placer, result, faults = Placer(), list[_Found](), list[str]()
+    check_all_on_meta_or_none(owned)
     for each in owned:
         name, param = each.name, each.param
         answer = shard_placement_fn(param) if shard_placement_fn is not None else None

@@ -161,7 +161,7 @@ def sharding_mesh_info(
         ConfigurationError: the mesh has not one or two axes (or, with ``dp_mesh_dims``, not those
             named), lacks axis names, or leaves this rank out.
     """
-    _check_mesh(mesh)
+    check_mesh(mesh)
     if dp_mesh_dims is not None:
         return _info_of_named_axes(mesh, dp_mesh_dims)
     if mesh.ndim not in (1, 2):
@@ -184,7 +184,7 @@ def replicating_mesh_info(
     mesh: DeviceMesh, dims: DataParallelMeshDims | None
 ) -> DataParallelMeshInfo:
     """Give the axes of the mesh given to `replicate` their roles."""
-    _check_mesh(mesh)
+    check_mesh(mesh)
     if dims is not None:
         if dims.shard_names:
             raise ConfigurationError(
@@ -200,7 +200,8 @@ def replicating_mesh_info(
     return DDPMeshInfo(mesh, replicate_mesh_dim=0)
 
 
-def _check_mesh(mesh: object) -> None:
+def check_mesh(mesh: object) -> None:
+    """Refuse what is no mesh, or leaves this rank out."""
     if not isinstance(mesh, DeviceMesh):
         raise ConfigurationError(
             f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}. "

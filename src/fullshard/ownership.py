@@ -24,6 +24,13 @@ class OwnedParam:
     owners: list[ParamOwner]
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module computes anything itself; containers do not."""
+    return type(module).forward is not nn.Module.forward and not isinstance(
+        module, (nn.ModuleList, nn.ModuleDict)
+    )
+
+
 def managed_modules(
     modules: Iterable[nn.Module], ignored: Collection[nn.Module] = ()
 ) -> Iterator[tuple[str, nn.Module]]:
@@ -74,6 +81,10 @@ def check_can_be_owned(found: Sequence[OwnedParam], remedy: str) -> None:
             + "\n  ".join(faults)
             + "\nFreeze them, or leave them out: ignored_params, or ignored_states of the wrapper."
         )
+
+
+def check_all_on_meta_or_none(found: Sequence[OwnedParam]) -> None:
+    """Refuse parameters of which only some have memory."""
     on_meta = [each.name for each in found if each.param.is_meta]
     if on_meta and not all(each.param.is_meta for each in found):
         raise ConfigurationError(

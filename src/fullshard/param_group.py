@@ -105,6 +105,8 @@ class FSDPParamGroup:
             process_group=mesh_info.shard_process_group, pinned=self._pins
         )
         self.sharded_state = ShardedState.SHARDED
+        self.shown = False
+        """Whether the modules have other parameters for a while: see `show`."""
         self._part: KeptPart | None = None
         if part_size is not None:
             assert mesh_info.shard_process_group is not None, "there is nothing to divide otherwise"
@@ -273,6 +275,8 @@ class FSDPParamGroup:
 
     def notice_replacements(self) -> None:
         """Read the shards anew if a parameter, or its data, was replaced behind our back: ``param.data = ...``."""
+        if self.shown:
+            return
         at_rest = self.sharded_state is ShardedState.SHARDED
         for face, home in self._homes.items():
             if not face.lies_in(home) or (at_rest and face.found() is not face.param):
@@ -582,6 +586,7 @@ class FSDPParamGroup:
     def show(self, values: Sequence[Tensor]) -> None:
         """Let the modules have these as parameters, one for each of the group's, until `take_shown`."""
         self.hide()
+        self.shown = True
         for face, members in self._members_of_faces():
             face.show([values[index] for index in members])
 
@@ -590,6 +595,7 @@ class FSDPParamGroup:
         values: dict[int, Tensor] = {}
         for face, members in self._members_of_faces():
             values.update(zip(members, face.take_shown(), strict=True))
+        self.shown = False
         return [values[index] for index in range(len(self.params))]
 
     def whole_gradients(self) -> list[Tensor | None]:
@@ -627,18 +633,18 @@ class FSDPParamGroup:
 
     @torch.no_grad()
     def put_gradients_back(self, wholes: Sequence[Tensor | None] | None) -> None:
-        """Let parameters have their sharded gradients again, with the values of ``wholes`` if given."""
+        """Let parameters have their sharded gradients again: as they were, or this rank's part of ``wholes``."""
         rank = self.mesh_info.shard_mesh_rank
         for index, face in enumerate(self._faces_of_pieces()):
             face.put_gradient_back()
-            whole = None if wholes is None else wholes[index]
-            if whole is not None:
-                part = own_part(self.layout, index, rank, whole)
-                held = face.param.grad
-                if held is None:
-                    face.land(part.to(self.shard_device, copy=True))
-                else:
-                    in_memory_order(held, held.stride()).copy_(part)
+            if wholes is None:
+                continue
+            whole, held = wholes[index], face.param.grad
+            part = None if whole is None else own_part(self.layout, index, rank, whole)
+            if part is not None and held is not None:
+                in_memory_order(held, held.stride()).copy_(part)
+            else:
+                face.set_gradient(None if part is None else part.to(self.shard_device, copy=True))
 
     def _faces_of_pieces(self) -> list[PieceFace]:
         return [cast(PieceFace, param.face) for param in self.params]

@@ -86,7 +86,8 @@ class FSDPState:
         self.auto_reshard = auto_reshard
         """Whether the user left `reshard_after_forward` open, so that the root may decide otherwise."""
         self.kept_for_backward_only = kept_for_backward_only
-        """Whether the next forward gathers anew what this one leaves gathered, written to or not."""
+        """Whether what forward leaves gathered is backward's alone: meanwhile the modules have their sharded
+        parameters, and the next forward gathers anew, written to or not."""
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
         self.forward_prefetch: tuple[FSDPState, ...] | None = None
@@ -351,6 +352,8 @@ class Runtime:
         state.abandon_call()
         if not state.reshard_after_forward:
             state.left_gathered = state.kept_for_backward_only
+            if state.kept_for_backward_only:
+                state.hide()
             return
         if self.schedule.on_track and torch_border.backward_pass_id() == -1:
             state.reshard_after_call()
@@ -636,7 +639,8 @@ def lazy_init(state: FSDPState) -> Runtime:
         )
     for found in states:
         for group in found.groups:
-            if group.sharded_state is ShardedState.SHARDED:  # not one the user has unsharded before
+            # Not one the user has unsharded before, or has summoned.
+            if group.sharded_state is ShardedState.SHARDED and not group.shown:
                 group.repack()
     _check_ready(states)
     if state.auto_reshard:
@@ -654,6 +658,7 @@ def _check_ready(states: dict[FSDPState, str]) -> None:
         f"{prefix}.{fault}" if prefix else fault
         for state, prefix in states.items()
         for group in state.groups
+        if not group.shown
         for fault in group.misplaced()
     ]
     if misplaced:

@@ -213,8 +213,8 @@ def flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor has been written in place, by operators that count."""
-    return tensor._version
+    """How often a tensor has been written in place, by operators that count; inference tensors do not."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def versions_kept(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
@@ -232,10 +232,12 @@ def table_for(module: nn.Module, value: Tensor) -> dict[str, Any]:
     return parameter_table(module) if isinstance(value, nn.Parameter) else module.__dict__
 
 
-def tensor_without_memory(cls: type[TensorT], like: Tensor) -> TensorT:
-    """A tensor of a subclass with the shape, dtype and device of another, and no data."""
+def tensor_without_memory(
+    cls: type[TensorT], shape: Sequence[int], strides: Sequence[int], like: Tensor
+) -> TensorT:
+    """A tensor of a subclass with the dtype and device of another, and no data."""
     return Tensor._make_wrapper_subclass(
-        cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        cls, torch.Size(shape), strides=tuple(strides), dtype=like.dtype, device=like.device
     )
 
 
@@ -327,6 +329,8 @@ class ShardedTensorParts:
     """This rank's part."""
     numels: list[int]
     """Elements of each rank of the group."""
+    size: torch.Size
+    dtype: torch.dtype
     group: ProcessGroup
 
 
@@ -389,10 +393,17 @@ def parts_of_sharded_tensor(value: Any) -> ShardedTensorParts:
     """The parts of a ShardedTensor that is sharded in rows."""
     group = value._process_group
     numels = dict.fromkeys(dist.get_process_group_ranks(group), 0)
-    for part in value.metadata().shards_metadata:
+    metadata = value.metadata()  # asking the tensor itself warns
+    for part in metadata.shards_metadata:
         numels[part.placement.rank()] += math.prod(part.shard_sizes)
     shards = value.local_shards()
-    return ShardedTensorParts(shards[0].tensor if shards else None, list(numels.values()), group)
+    return ShardedTensorParts(
+        shards[0].tensor if shards else None,
+        list(numels.values()),
+        metadata.size,
+        metadata.tensor_properties.dtype,
+        group,
+    )
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

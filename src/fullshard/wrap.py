@@ -269,6 +269,7 @@ def auto_wrap(
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
     class_kwargs: Mapping[type[nn.Module], Mapping[str, Any]] | None = None,
+    check: Callable[[list[Wrapping]], None] | None = None,
 ) -> list[Wrapping]:
     """Wrap the modules below ``root`` that a policy chooses, children before their parents.
 
@@ -289,6 +290,7 @@ def auto_wrap(
         ignored_params: Do not count in ``nonwrapped_numel``.
         class_kwargs: Classes that are wrapped whatever the policy says, with keyword arguments
             that override those of the root and of the policy.
+        check: Called with what is going to be wrapped; may raise.
 
     Returns:
         What was wrapped, in this order.
@@ -312,6 +314,8 @@ def auto_wrap(
         if module in chosen and module is not root
     ]
     _check_kwargs(plan, wrapper_cls)
+    if check is not None:
+        check(plan)
     for wrapping in plan:
         wrapper = wrapper_cls(wrapping.module, **wrapping.kwargs)
         for parent, name in wrapping.places:

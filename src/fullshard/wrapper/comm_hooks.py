@@ -22,6 +22,7 @@ def register(wrapper: FullyShardedDataParallel, state: object, hook: Callable[..
     if not callable(hook):
         raise ConfigurationError(f"hook must be callable, got {type(hook).__name__}.")
     wrapper._require_root("register_comm_hook")
+    wrapper._require_idle("register_comm_hook")
     wrappers = wrappers_in(wrapper)
     twice = [each._fsdp_state.name for each in wrappers if each._comm_hook is not None]
     if twice:

@@ -29,10 +29,12 @@ from ..forms import FlatForm, FlatParameterForm, Form
 from ..mesh import (
     DataParallelAxes,
     DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
     ProcessGroupAxes,
+    check_mesh,
     default_group,
     node_groups,
-    sharding_mesh_info,
 )
 from ..names import FLAT, clean_name
 from ..ownership import (
@@ -48,6 +50,7 @@ from ..placement import FacePlacement
 from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..runtime import FSDPState, attach_state
 from ..self_gathered import gathers_itself
+from ..wrap import Wrapping
 from ..wrapper_options import (
     BackwardPrefetch,
     CPUOffload,
@@ -98,9 +101,12 @@ def _axes_of_mesh(strategy: ShardingStrategy, mesh: DeviceMesh) -> DataParallelA
             f"got {found}. Replicas need an axis of their own: (replicate, shard) for hybrid strategies, "
             "(shard,) for the others."
         )
+    check_mesh(mesh)
     if strategy is ShardingStrategy.NO_SHARD:
         return DDPMeshInfo(mesh, replicate_mesh_dim=0)
-    return sharding_mesh_info(mesh)
+    if strategy in HYBRID:
+        return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return FSDPMeshInfo(mesh, shard_mesh_dim=0)
 
 
 def _axes_of_groups(
@@ -167,12 +173,22 @@ def choose_device(
 
 
 def _device_of(device_id: Any) -> torch.device:
-    if isinstance(device_id, bool) or not isinstance(device_id, (int, torch.device)):
+    if isinstance(device_id, bool) or not isinstance(device_id, (int, str, torch.device)):
         raise ConfigurationError(
             f"device_id must be an int or a torch.device, got {device_id!r}. Use for example "
             "torch.device('cpu'), or the local rank."
         )
-    device = torch.device(device_id)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    try:
+        device = torch.device(device_id)
+    except RuntimeError:  # no such kind; or an int, and there is no accelerator
+        device = None
+    known = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
+    if device is None or device.type not in known:
+        raise ConfigurationError(
+            f"device_id must be a device of this machine, {' or '.join(sorted(known))}, got {device_id!r}. Leave it "
+            "out to compute where the module is, or on the accelerator if there is one."
+        )
     if cast("int | None", device.index) is None and device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return device
@@ -192,7 +208,7 @@ class Ignored:
 
 
 def choose_ignored(
-    module: nn.Module, wrapper_cls: type[nn.Module], ignored_modules: object, ignored_states: object
+    wrapper_cls: type[nn.Module], ignored_modules: object, ignored_states: object
 ) -> Ignored:
     """Read ``ignored_modules`` and ``ignored_states``; the latter are parameters or modules."""
     if ignored_modules is not None and ignored_states is not None:
@@ -212,10 +228,6 @@ def choose_ignored(
     if wrapped:
         raise ConfigurationError(
             f"Wrapped modules manage themselves and cannot be ignored, got wrappers of {wrapped}. Leave them out."
-        )
-    if module in modules:
-        raise ConfigurationError(
-            "The module to wrap is itself ignored, so there is nothing to do. Leave the wrapper out."
         )
     below = {
         each
@@ -238,6 +250,40 @@ def _checked_items(name: str, given: object, kinds: type | tuple[type, ...]) -> 
             f"{name} must be a collection of {expected}, got {wrong or type(given).__name__}."
         )
     return items
+
+
+def check_one_wrapper_per_param(
+    root: nn.Module, wrappings: Sequence[Wrapping], ignored: Ignored
+) -> None:
+    """Refuse parameters that modules of several wrappers share, before the first of them is made."""
+    names = {wrapping.module: wrapping.name for wrapping in wrappings}
+    shared: dict[nn.Parameter, dict[str, str]] = {}
+    """Per parameter, its name in every wrapper."""
+    seen: set[tuple[nn.Module, str]] = set()
+
+    def visit(module: nn.Module, path: str, wrapper: str) -> None:
+        wrapper = names.get(module, wrapper)
+        if module in ignored.modules or (module, wrapper) in seen:
+            return
+        seen.add((module, wrapper))
+        for name, param in module.named_parameters(recurse=False):
+            if param not in ignored.params:
+                shared.setdefault(param, {}).setdefault(wrapper, f"{path}{name}")
+        for name, child in module.named_children():
+            visit(child, f"{path}{name}.", wrapper)
+
+    visit(root, "", "the root")
+    faults = [
+        ", ".join(f"{name} (in {wrapper})" for wrapper, name in of_wrappers.items())
+        for of_wrappers in shared.values()
+        if len(of_wrappers) > 1
+    ]
+    if faults:
+        raise ConfigurationError(
+            "A parameter belongs to one wrapper, but the policy gives these to several:\n  "
+            + "\n  ".join(faults)
+            + "\nLet the policy leave these modules to a wrapper around all of them, for example to the root."
+        )
 
 
 # --- 4. materials ---------------------------------------------------------------------------------
@@ -295,6 +341,35 @@ def _tensors_on_meta(module: nn.Module) -> list[str]:
     return [name for name, tensor in named if tensor.is_meta]
 
 
+def _check_all_ranks_can_receive(
+    modules: Sequence[tuple[str, nn.Module]],
+    params: Sequence[OwnedParam],
+    axes: DataParallelAxes,
+    failure: Exception | None,
+) -> None:
+    """Raise on all ranks if one has failed, or has other parameters or buffers than rank 0. Collective."""
+    own = [f"{each.name}: {each.param.dtype} of shape {tuple(each.param.shape)}" for each in params]
+    own += [
+        f"{prefix}.{name}: {buffer.dtype} of shape {tuple(buffer.shape)}".removeprefix(".")
+        for prefix, module in modules
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    for group in (axes.shard_process_group, axes.replicate_process_group):
+        if group is None:
+            continue
+        reports = comm.values_of_all_ranks((own, failure), group)
+        failures = [error for _, error in reports if error is not None]
+        if failure is not None or failures:
+            raise failure or failures[0]
+        expected = reports[0][0]
+        others = sorted({text for theirs, _ in reports for text in set(expected) ^ set(theirs)})
+        if others or any(theirs != expected for theirs, _ in reports):
+            raise ConfigurationError(
+                "With sync_module_states, all ranks must have the same parameters and buffers as rank 0, in the same "
+                f"order; not on all are: {others or 'those of other orders'}. Build the same module on all ranks."
+            )
+
+
 @torch.no_grad()
 def send_from_rank_0(
     modules: Sequence[tuple[str, nn.Module]],
@@ -338,11 +413,18 @@ def shard(wrapper: nn.Module, wrapped: nn.Module, choices: Choices) -> FSDPState
         for name, module in managed_modules([wrapper], choices.ignored.modules)
         if module is not wrapper
     ]
-    _check(owned_params(modules, choices.ignored.params), choices)
-    materialise(modules, choices.param_init_fn, choices.device)
+    failure: ConfigurationError | UnsupportedError | None = None
+    try:
+        _check(owned_params(modules, choices.ignored.params), choices)
+        materialise(modules, choices.param_init_fn, choices.device)
+    except (ConfigurationError, UnsupportedError) as error:
+        if not choices.sync_module_states:
+            raise
+        failure = error  # maybe of this rank only: others are not on meta
     params = owned_params(modules, choices.ignored.params)  # others, if they were on meta
     move_buffers(modules, choices.device)
     if choices.sync_module_states:
+        _check_all_ranks_can_receive(modules, params, choices.axes, failure)
         send_from_rank_0(modules, params, choices.axes, choices.device)
     policy = policy_of(choices.precision)
     groups = []
@@ -447,6 +529,7 @@ __all__ = [
     "HYBRID",
     "Choices",
     "Ignored",
+    "check_one_wrapper_per_param",
     "choose_axes",
     "choose_device",
     "choose_ignored",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, cast
 
 import torch
@@ -16,6 +18,7 @@ from .. import torch_border
 from ..errors import ConfigurationError, LifecycleError
 from ..fsdp_module import UnshardHandle, unshard_state
 from ..names import WRAPPED
+from ..ownership import has_forward
 from ..param_group import FSDPParamGroup
 from ..runtime import FSDPState, Runtime, lazy_init, state_of
 from ..wrap import auto_wrap
@@ -43,6 +46,7 @@ from . import (
 from .construction import (
     Choices,
     ProcessGroups,
+    check_one_wrapper_per_param,
     choose_axes,
     choose_device,
     choose_ignored,
@@ -125,8 +129,12 @@ class FullyShardedDataParallel(nn.Module):
             ("use_orig_params", use_orig_params),
         ):
             _check_type(name, value, bool)
+        if param_init_fn is not None and not callable(param_init_fn):
+            raise ConfigurationError(
+                f"param_init_fn must be a function of a module, got {param_init_fn!r}."
+            )
         ignored_modules, ignored_states = _listed(ignored_modules), _listed(ignored_states)
-        ignored = choose_ignored(module, type(self), ignored_modules, ignored_states)
+        ignored = choose_ignored(type(self), ignored_modules, ignored_states)
         axes, strategy = choose_axes(strategy, process_group, device_mesh)
         device = choose_device(
             device_id, (p for p in module.parameters() if p not in ignored.params), axes
@@ -158,8 +166,15 @@ class FullyShardedDataParallel(nn.Module):
                 ignored_modules=ignored.modules,
                 ignored_params=ignored.params,
                 class_kwargs=precision.kwargs_of_classes_without_it(mixed_precision),
+                check=functools.partial(check_one_wrapper_per_param, module, ignored=ignored),
             )
 
+        if not has_forward(module):
+            warnings.warn(
+                f"{type(module).__name__} has no forward, during which its wrapper would gather its parameters. Wrap "
+                "the modules in it one by one, or the module around it.",
+                stacklevel=2,
+            )
         self._fsdp_wrapped_module = module
         self.sharding_strategy = strategy
         self.cpu_offload = offload
@@ -177,8 +192,10 @@ class FullyShardedDataParallel(nn.Module):
         self._device_mesh = device_mesh
         self._ignored = ignored
         self._summoned = False
-        self._shown_groups: list[FSDPParamGroup] = []
-        """Groups whose whole parameters are on the modules while a state dict is made or loaded."""
+        self._shown_groups: dict[FSDPParamGroup, list[Tensor]] = {}
+        """Groups whose whole parameters, these, are on the modules while a state dict is made or loaded."""
+        self._load_errors: list[str] = []
+        """What has gone wrong in the load now running."""
         self._comm_hook: Any = None
         self._state_dict_settings = state_dicts.default_settings()
         shard(
@@ -229,6 +246,10 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward, with its parameters gathered."""
         state = self._fsdp_state
+        if self._summoned:
+            return summoning.forward(self, args, kwargs)
+        if self._shown_groups:
+            state_dicts.put_back(self)  # loading a module around this one has failed
         self._precision.prepare_forward(state, training=self.training)
         args, kwargs = state.pre_forward(self, args, kwargs)
         output = None
@@ -241,10 +262,15 @@ class FullyShardedDataParallel(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Move or cast: parameters are sharded while it happens, and packed again afterwards."""
         state = self._fsdp_state
+        if self._summoned:
+            raise LifecycleError(
+                "A wrapped module cannot be moved or cast within summon_full_params. Do it outside."
+            )
         state.reshard()
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for group in state.groups:
             group.repack()
+        self._precision.forget_mode()
         return result
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
@@ -346,8 +372,13 @@ class FullyShardedDataParallel(nn.Module):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """All wrappers in ``module``, itself included; with ``root_only``, those that no other contains."""
-        return summoning.wrappers_in(module, root_only=root_only)
+        """All wrappers in ``module``, itself included; with ``root_only``, those that are in no other."""
+        found = summoning.wrappers_in(module, root_only=root_only)
+        if root_only:  # one outside of the module may be known
+            found = [
+                each for each in found if each._fsdp_state.runtime is None or each.check_is_root()
+            ]
+        return found
 
     @staticmethod
     def summon_full_params(
@@ -360,7 +391,8 @@ class FullyShardedDataParallel(nn.Module):
     ) -> contextlib.AbstractContextManager[None]:
         """Within it, modules have their whole parameters, in their own dtypes and under their own names.
 
-        Not within forward or backward. Collective, on entry, and with ``with_grads``.
+        Not within forward or backward; forward within it computes with the whole parameters, in their own
+        dtypes. Collective, on entry.
 
         Args:
             module: A wrapper, or a module that contains some.
@@ -381,6 +413,34 @@ class FullyShardedDataParallel(nn.Module):
         )
 
     # --- state dicts ------------------------------------------------------------------------------
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """As of any module, under names without wrappers, of the kind that was chosen. Collective."""
+        try:
+            return super().state_dict(
+                *args, destination=destination, prefix=prefix, keep_vars=keep_vars
+            )
+        finally:
+            if self._shown_groups:
+                state_dicts.put_back(self)  # a module below has raised
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of any module, from what `state_dict` made or an unwrapped model's state dict. Collective."""
+        try:
+            return super().load_state_dict(
+                state_dicts.with_versions(self, state_dict), strict, assign
+            )
+        finally:
+            for wrapper in summoning.wrappers_in(self):
+                state_dicts.put_back(wrapper)  # a module has raised
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Which child is not part of names, for `torch.distributed.checkpoint.state_dict`."""
+        return {"": WRAPPED}
 
     @staticmethod
     def set_state_dict_type(
@@ -408,18 +468,11 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
         """Within it, state dicts of all wrappers in ``module`` hold what is chosen here."""
-        before = state_dicts.set_settings(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-        try:
-            yield
-        finally:
+        with state_dicts.kept_settings(module):
             state_dicts.set_settings(
-                module,
-                before.state_dict_type,
-                before.state_dict_config,
-                before.optim_state_dict_config,
+                module, state_dict_type, state_dict_config, optim_state_dict_config
             )
+            yield
 
     # --- state dicts of optimizers ----------------------------------------------------------------
 
@@ -590,6 +643,8 @@ def _check_type(name: str, value: object, expected: type) -> None:
     if not isinstance(value, expected):
         found = type(value)
         kind = f"a {expected.__name__}" if expected is not bool else "True or False"
+        ours = expected.__module__.startswith("fullshard")
         raise ConfigurationError(
-            f"{name} must be {kind}, got {value!r} ({found.__module__}.{found.__qualname__})."
+            f"{name} must be {kind}{' of fullshard' if ours else ''}, got {value!r} "
+            f"({found.__module__}.{found.__qualname__}).{' Import it from fullshard.' if ours else ''}"
         )

@@ -67,6 +67,10 @@ class Precision:
             for group in state.groups:
                 group.set_mp_policy(state.mp_policy)
 
+    def forget_mode(self) -> None:
+        """Look at the buffers again at the next forward: there may be others."""
+        self._is_low = None
+
     def original_buffer_dtypes(self) -> dict[tuple[nn.Module, str], torch.dtype]:
         """Of the buffers that may be in another dtype now."""
         return {(module, name): dtype for module, name, dtype in self._buffers}

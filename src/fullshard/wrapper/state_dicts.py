@@ -12,6 +12,8 @@ of the user's, and modules that do it their own way, see what they would see wit
 
 from __future__ import annotations
 
+import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -66,8 +68,11 @@ def set_settings(
     optim_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
     """See `FullyShardedDataParallel.set_state_dict_type`."""
-    if kind not in _CONFIGS:
-        raise ConfigurationError(f"state_dict_type must be a StateDictType, got {kind!r}.")
+    if not isinstance(kind, StateDictType):
+        raise ConfigurationError(
+            f"state_dict_type must be a StateDictType of fullshard, got {kind!r} ({type(kind).__module__}). Import "
+            "it from fullshard."
+        )
     expected, optim_expected = _CONFIGS[kind]
     config = expected() if config is None else config
     optim_config = optim_expected() if optim_config is None else optim_config
@@ -84,11 +89,34 @@ def set_settings(
     return before
 
 
+@contextlib.contextmanager
+def kept_settings(module: nn.Module) -> Iterator[None]:
+    """After it, the wrappers have the settings that they had before."""
+    before = {wrapper: wrapper._state_dict_settings for wrapper in wrappers_in(module)}
+    try:
+        yield
+    finally:
+        for wrapper, settings in before.items():
+            wrapper._state_dict_settings = settings
+
+
 def _with_mesh(config: Any, wrapper: FullyShardedDataParallel) -> Any:
     """The same config; one for sharded tensors asks for DTensors if the wrapper has a mesh."""
-    if hasattr(config, "_use_dtensor") and wrapper._device_mesh is not None:
-        return replace(config, _use_dtensor=True)
+    if hasattr(config, "_use_dtensor"):
+        return replace(config, _use_dtensor=wrapper._device_mesh is not None)
     return config
+
+
+def _without_mesh(settings: StateDictSettings) -> list[Any]:
+    """What must be the same for all wrappers."""
+    configs: list[Any] = [settings.state_dict_config, settings.optim_state_dict_config]
+    return [
+        settings.state_dict_type,
+        *(
+            replace(each, _use_dtensor=False) if hasattr(each, "_use_dtensor") else each
+            for each in configs
+        ),
+    ]
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
@@ -100,7 +128,7 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     others = [
         wrapper._fsdp_state.name or type(wrapper.module).__name__
         for wrapper in wrappers
-        if wrapper._state_dict_settings != first
+        if _without_mesh(wrapper._state_dict_settings) != _without_mesh(first)
     ]
     if others:
         raise ConfigurationError(
@@ -128,40 +156,50 @@ def _groups(wrapper: nn.Module) -> tuple[FSDPParamGroup, ...]:
     return state.groups
 
 
-def _show_whole(wrapper: FullyShardedDataParallel, device: torch.device | None) -> None:
-    """Show whole parameters, each in memory of its own, on ``device`` or on the compute device."""
+def _begin(wrapper: FullyShardedDataParallel) -> None:
+    """Refuse state dicts at the wrong time; clean up after one that failed."""
     if wrapper._summoned:
         raise LifecycleError(
             "State dicts cannot be made or loaded within summon_full_params. Do it outside."
         )
     wrapper._require_idle("state_dict or load_state_dict")
+    put_back(wrapper)
+
+
+def _show_whole(wrapper: FullyShardedDataParallel, device: torch.device | None) -> None:
+    """Show whole parameters, each in memory of its own, on ``device`` or on the compute device."""
     for group in _groups(wrapper):
         group.reshard()
-        wholes = group.whole_params()
-        group.show([whole.to(device or whole.device, copy=True) for whole in wholes])
-        wrapper._shown_groups.append(group)
+        wholes = [whole.to(device or whole.device, copy=True) for whole in group.whole_params()]
+        group.show(wholes)
+        wrapper._shown_groups[group] = wholes
 
 
-def _take_shown(wrapper: FullyShardedDataParallel, *, write: bool) -> None:
+def put_back(wrapper: FullyShardedDataParallel, *, write: bool = False) -> None:
+    """Let the modules have their sharded parameters again; with ``write``, with what was loaded."""
     while wrapper._shown_groups:
-        group = wrapper._shown_groups.pop()
+        group, _ = wrapper._shown_groups.popitem()
         wholes = group.take_shown()
         if write:
             group.write_shards(wholes)
 
 
+@torch.inference_mode(False)
 def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     wrapper = cast("FullyShardedDataParallel", module)
-    _take_shown(wrapper, write=False)  # of one that failed
+    _begin(wrapper)
     settings = wrapper._state_dict_settings
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         for group in _groups(wrapper):
             group.reshard()
         return
     config = settings.state_dict_config
-    _show_whole(wrapper, torch.device("cpu") if config.offload_to_cpu else None)
+    kept = not getattr(config, "rank0_only", False) or wrapper.rank == 0
+    _show_whole(wrapper, torch.device("cpu") if config.offload_to_cpu and kept else None)
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def _after_saving(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
@@ -172,7 +210,8 @@ def _after_saving(
         _shard_entries(wrapper, state_dict, prefix)
     elif settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         _add_local_entries(wrapper, state_dict, prefix)
-    _take_shown(wrapper, write=False)
+    _keep_shown(wrapper, state_dict)
+    put_back(wrapper)
     _restore_buffers(wrapper, state_dict, prefix, offload=config.offload_to_cpu)
     _replace_beginning(state_dict, f"{prefix}{WRAPPED}.", prefix)
     metadata = getattr(state_dict, "_metadata", None)
@@ -184,6 +223,17 @@ def _after_saving(
     if isinstance(config, FullStateDictConfig) and config.rank0_only and wrapper.rank != 0:
         for key in [key for key in state_dict if key.startswith(prefix)]:
             del state_dict[key]
+
+
+def _keep_shown(wrapper: FullyShardedDataParallel, state_dict: dict[str, Any]) -> None:
+    """Put parameters of their own in the place of those that are about to become sharded: ``keep_vars``."""
+    kept: dict[Any, nn.Parameter] = {}
+    faces = {face.param for group in wrapper._shown_groups for face in group.faces}
+    for key, value in state_dict.items():
+        if isinstance(value, nn.Parameter) and value in faces:
+            if value not in kept:
+                kept[value] = nn.Parameter(value.data, requires_grad=value.requires_grad)
+            state_dict[key] = kept[value]
 
 
 def _replace_beginning(table: MutableMapping[str, Any], old: str, new: str) -> None:
@@ -203,8 +253,8 @@ def _restore_buffers(
         return
     for path, module in _paths(wrapper):
         for name, _ in module.named_buffers(recurse=False):
-            key = f"{prefix}{path}{name}"
-            if key in state_dict:
+            key = _key_of(state_dict, prefix, clean_name(f"{path}{name}"))
+            if key is not None:
                 buffer = state_dict[key].to(dtypes.get((module, name)))
                 state_dict[key] = buffer.to("cpu") if offload else buffer
 
@@ -249,10 +299,17 @@ def _shard_entries(
         return  # nothing is sharded: every rank has everything
     config = wrapper._state_dict_settings.state_dict_config
     as_dtensor = isinstance(config, ShardedStateDictConfig) and config._use_dtensor
-    for name in _own_entries(wrapper):
-        key = _key_of(state_dict, prefix, name)
-        if key is not None:
-            state_dict[key] = sharded_rows(wrapper, state_dict[key], as_dtensor=as_dtensor)
+    by_name = {_key_of(state_dict, prefix, name) for name in _own_entries(wrapper)}
+    # A hook of the user's may have given one another name.
+    shown = {
+        (whole.data_ptr(), whole.shape)
+        for wholes in wrapper._shown_groups.values()
+        for whole in wholes
+        if whole.numel()
+    }
+    for key, value in state_dict.items():
+        if key in by_name or (type(value) is Tensor and (value.data_ptr(), value.shape) in shown):
+            state_dict[key] = sharded_rows(wrapper, value, as_dtensor=as_dtensor)
 
 
 def _key_of(state_dict: MutableMapping[str, Any], prefix: str, name: str) -> str | None:
@@ -264,6 +321,7 @@ def _key_of(state_dict: MutableMapping[str, Any], prefix: str, name: str) -> str
 
 def sharded_rows(wrapper: FullyShardedDataParallel, whole: Tensor, *, as_dtensor: bool) -> Any:
     """This rank's rows of a whole tensor, as a DTensor or ShardedTensor of all ranks' rows."""
+    whole = whole.detach()
     axes = _groups(wrapper)[0].mesh_info
     group = axes.shard_process_group
     assert group is not None, "asked for where something is sharded"
@@ -275,14 +333,15 @@ def sharded_rows(wrapper: FullyShardedDataParallel, whole: Tensor, *, as_dtensor
         chunks = whole.chunk(group.size()) if whole.ndim else (whole,) * group.size()
         rank = group.rank()
         local = chunks[rank] if rank < len(chunks) else whole[:0]
-        return DTensor.from_local(
-            local.clone(),
+        made = DTensor.from_local(
+            local.clone(memory_format=torch.contiguous_format),
             mesh,
             placements,
             run_check=False,
             shape=whole.shape,
             stride=whole.contiguous().stride(),
         )
+        return made if made.device == whole.device else made.to(whole.device)  # offloaded
     parts = whole.chunk(group.size()) if whole.ndim else (whole,)
     return torch_border.sharded_tensor(whole, [part.shape for part in parts], group)
 
@@ -301,16 +360,18 @@ def whole_of_rows(value: Any, device: torch.device) -> Any:
 def _whole_of_sharded_tensor(value: Any, device: torch.device) -> Tensor:
     parts = torch_border.parts_of_sharded_tensor(value)
     largest = max(parts.numels)
-    own = torch.zeros(largest, dtype=value.dtype, device=device)
+    own = torch.zeros(largest, dtype=parts.dtype, device=device)
+    if largest == 0:
+        return own.view(parts.size)
     if parts.local is not None:
         own[: parts.local.numel()] = parts.local.reshape(-1)
     gathered = own.new_empty(largest * len(parts.numels))
     comm.all_gather(
         [gathered.view(torch.uint8)], [own.view(torch.uint8)], parts.group, async_op=False
     )
-    rows = gathered.view(-1, max(largest, 1))
-    flat = torch.cat([row[:numel] for row, numel in zip(rows, parts.numels, strict=False)])
-    return flat.view(value.size())
+    rows = gathered.view(-1, largest)
+    flat = torch.cat([row[:numel] for row, numel in zip(rows, parts.numels, strict=True)])
+    return flat.view(parts.size)
 
 
 # --- local ----------------------------------------------------------------------------------------
@@ -327,8 +388,11 @@ def _add_local_entries(
             )
         if wrapper._use_orig_params:
             continue  # parameters themselves are what this rank holds
+        offload = wrapper._state_dict_settings.state_dict_config.offload_to_cpu
         state_dict[f"{prefix}{WRAPPED}.{FLAT}"] = torch_border.local_sharded_tensor(
-            group.flat_piece, group.flat_numels, group.mesh_info.shard_process_group
+            group.flat_piece.to("cpu") if offload else group.flat_piece,
+            group.flat_numels,
+            group.mesh_info.shard_process_group,
         )
 
 
@@ -336,20 +400,42 @@ def _add_local_entries(
 
 
 def _before_loading(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_others: object
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    errors: list[str],
 ) -> None:
     wrapper = cast("FullyShardedDataParallel", module)
-    _take_shown(wrapper, write=False)  # of one that failed
+    _begin(wrapper)
+    wrapper._load_errors = errors
     if not any(key.startswith(f"{prefix}{WRAPPED}.") for key in state_dict):
         _replace_beginning(state_dict, prefix, f"{prefix}{WRAPPED}.")
     if wrapper._state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         _prepare_local_entries(wrapper, state_dict, prefix)
         return
-    for name in _own_entries(wrapper):
-        key = _key_of(state_dict, prefix, name)
-        if key is not None:
+    flat = f"{prefix}{WRAPPED}.{FLAT}"
+    if any(state_dict.get(flat) is face.param for g in _groups(wrapper) for face in g.faces):
+        # torch.distributed.checkpoint has copied it from the module, among the entries to load.
+        del state_dict[flat]
+    others = tuple(f"{prefix}{WRAPPED}.{name}" for name in _paths_of_others(wrapper))
+    for key in sorted(state_dict):  # collective
+        if key.startswith(prefix) and not key.startswith(others):
             state_dict[key] = whole_of_rows(state_dict[key], wrapper.compute_device)
     _show_whole(wrapper, None)
+
+
+def _paths_of_others(wrapper: nn.Module) -> list[str]:
+    """The clean names, with a dot, of the wrappers next below this one."""
+    return [
+        clean_name(f"{path}{name}.")
+        for path, module in _paths(wrapper)
+        for name, child in torch_border.child_table(module).items()
+        if child is not None and state_of(child) is not None
+    ]
 
 
 def _prepare_local_entries(
@@ -373,8 +459,24 @@ def _prepare_local_entries(
 
 def _after_loading(module: nn.Module, incompatible: Any) -> None:
     wrapper = cast("FullyShardedDataParallel", module)
-    _take_shown(wrapper, write=True)
+    put_back(wrapper, write=True)
     for group in _groups(wrapper):
         group.repack()  # loading by assignment puts other parameters on the modules
+    wrapper._precision.forget_mode()  # ... and other buffers
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [clean_name(key) for key in keys]
+    errors, wrapper._load_errors = wrapper._load_errors, []
+    errors[:] = [text.replace(f"{WRAPPED}.", "") for text in errors]
+
+
+def with_versions(model: nn.Module, state_dict: Any) -> Any:
+    """The same state dict, whose metadata, which are by names of modules, are found through wrappers."""
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is None:
+        return state_dict
+    copied: Any = OrderedDict(state_dict)
+    copied._metadata = dict(metadata)
+    for name, _ in model.named_modules(remove_duplicate=False):
+        if clean_name(name) in metadata:
+            copied._metadata.setdefault(name, metadata[clean_name(name)])
+    return copied

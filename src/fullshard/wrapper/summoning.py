@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from ..errors import ConfigurationError, LifecycleError, UnsupportedError
+from ..names import clean_name
 from ..param_group import FSDPParamGroup
-from ..runtime import state_of
+from ..runtime import lazy_init, state_of
 
 if TYPE_CHECKING:
     from .module import FullyShardedDataParallel
@@ -53,7 +54,9 @@ def summon_full_params(
                 "summon_full_params was called within itself, on a module that is whole already. Leave the inner "
                 "call out."
             )
+    paths = {each: clean_name(name) for name, each in module.named_modules()}
     shown: list[_Shown] = []
+    faults: list[str] = []
     try:
         for wrapper in wrappers:
             wrapper._summoned = True
@@ -62,22 +65,45 @@ def summon_full_params(
             assert state is not None, "attached when the wrapper was made"
             for group in state.groups:
                 shows = not rank0_only or wrapper.rank == 0
-                shown.append(_Shown(group, shows, with_grads=with_grads, offload=offload_to_cpu))
+                each = _Shown(
+                    group, paths[wrapper], shows, with_grads=with_grads, offload=offload_to_cpu
+                )
+                shown.append(each)
         yield
     finally:
         for wrapper in wrappers:
             wrapper._summoned = False
-        for each in shown:
-            each.end(writeback=writeback)
+        faults = [fault for each in shown for fault in each.end(writeback=writeback)]
+    if faults:
+        raise ConfigurationError(
+            "Parameters must keep their shapes within summon_full_params; these have not, and nothing of their "
+            "wrappers was written back:\n  " + "\n  ".join(faults)
+        )
+
+
+def forward(
+    wrapper: FullyShardedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The forward of a wrapper whose whole parameters are on its modules."""
+    state = wrapper._fsdp_state
+    if any(not group.shown for group in state.groups):
+        raise LifecycleError(
+            "Within summon_full_params(rank0_only=True) only rank 0 has whole parameters to compute with. Run forward "
+            "there, or on all ranks without rank0_only."
+        )
+    if state.runtime is None:
+        lazy_init(state)  # wrappers below that are not summoned must know whom they belong to
+    return wrapper._fsdp_wrapped_module(*args, **kwargs)
 
 
 class _Shown:
     """One group whose whole parameters are on its modules."""
 
     def __init__(
-        self, group: FSDPParamGroup, shows: bool, *, with_grads: bool, offload: bool
+        self, group: FSDPParamGroup, path: str, shows: bool, *, with_grads: bool, offload: bool
     ) -> None:
         self._group = group
+        self._path = path
         self._shows = shows
         self._with_grads = with_grads
         group.reshard()
@@ -91,30 +117,27 @@ class _Shown:
         if with_grads:
             group.show_gradients(gradients)
 
-    def end(self, *, writeback: bool) -> None:
-        """Put the sharded parameters back."""
+    def end(self, *, writeback: bool) -> list[str]:
+        """Put the sharded parameters back, and return why nothing can be written back, if so."""
         if not self._shows:
-            return
+            return []
         gradients = self._group.take_shown_gradients() if self._with_grads else None
         wholes = self._group.take_shown()
+        faults = self._faults(wholes) if writeback else []
+        writeback = writeback and not faults
         if gradients is not None:
             self._group.put_gradients_back(gradients if writeback else None)
         if writeback:
-            self._group.write_shards(_of_same_shapes(self._group, wholes))
+            self._group.write_shards(wholes)
+        return faults
 
-
-def _of_same_shapes(group: FSDPParamGroup, wholes: Sequence[Tensor]) -> list[Tensor | None]:
-    faults = [
-        f"{param.name}: {tuple(whole.shape)} instead of {param.shape}"
-        for param, whole in zip(group.params, wholes, strict=True)
-        if tuple(whole.shape) != param.shape
-    ]
-    if faults:
-        raise ConfigurationError(
-            "Parameters must keep their shapes within summon_full_params; these have not, and nothing of their "
-            "wrapper was written back:\n  " + "\n  ".join(faults)
-        )
-    return list(wholes)
+    def _faults(self, wholes: Sequence[Tensor]) -> list[str]:
+        prefix = f"{self._path}." if self._path else ""
+        return [
+            f"{prefix}{param.name}: {tuple(whole.shape)} instead of {param.shape}"
+            for param, whole in zip(self._group.params, wholes, strict=True)
+            if tuple(whole.shape) != param.shape
+        ]
 
 
 def _check_gradients_can_be_shown(
