@@ -18,9 +18,12 @@ ARGS ?=
 ifdef PY
 RUN := PYTHONPATH=src $(PY)
 READY :=
+TOGETHER :=
 else
 RUN := .venv/bin/python
 READY := .venv/.ready
+# Tests wait for ranks about half of the time, so two run side by side.
+TOGETHER := -n 2 --dist worksteal
 endif
 
 .PHONY: train test check clean
@@ -29,7 +32,7 @@ train: $(READY)
 	$(RUN) -m fullshard train $(ARGS)
 
 test: check
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest $(TOGETHER) $(ARGS)
 
 check: $(READY)
 	$(RUN) -m ruff format --check .

@@ -35,7 +35,6 @@ def library(api: str) -> Any:
         **{key: getattr(public, key) for key in WRAPPER_NAMES},
         api=api,
         FSDP=public.FullyShardedDataParallel,
-        ShardedGradScaler=importlib.import_module(f"{name}.sharded_grad_scaler").ShardedGradScaler,
     )
 
 

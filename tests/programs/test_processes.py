@@ -109,6 +109,8 @@ def test_of_cause_and_consequence_the_cause_is_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
 def test_ranks_end_with_their_parent(tmp_path: Path, signal_number: signal.Signals) -> None:
     program = (
+        # A shell lets what it runs in the background ignore Ctrl-C, and children inherit that.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from functools import partial; from pathlib import Path\n"
         "from fullshard.train.processes import run_in_processes\n"
         "from tests.programs.test_processes import note_process_and_wait\n"

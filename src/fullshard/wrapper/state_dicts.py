@@ -273,17 +273,15 @@ def _paths(wrapper: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _own_entries(wrapper: nn.Module) -> dict[str, tuple[FSDPParamGroup, int]]:
     """A wrapper's parameters by their clean names, tied ones under each of theirs."""
-    homes = {
-        (owner.module, owner.name): (group, index)
-        for group in _groups(wrapper)
-        for index, param in enumerate(group.params)
-        for owner in param.owners
-    }
+    homes: dict[nn.Module, dict[str, tuple[FSDPParamGroup, int]]] = {}
+    for group in _groups(wrapper):
+        for index, param in enumerate(group.params):
+            for owner in param.owners:
+                homes.setdefault(owner.module, {})[owner.name] = (group, index)
     return {
         clean_name(f"{path}{name}"): found
         for path, module in _paths(wrapper)
-        for (owner, name), found in homes.items()
-        if owner is module
+        for name, found in homes.get(module, {}).items()
     }
 
 
