@@ -505,6 +505,28 @@ def test_what_cannot_be_loaded_is_named_and_nothing_is_left_half_done(world) -> 
         assert "first.linear.bias" in text and "second.extra" in text
 
 
+def sharded_entries_of_some_ranks() -> str:
+    """Rank 1 lacks one and has another twice, as it were."""
+    model = wrap(FULLSHARD, make_net())
+    before = full(model)
+    saved = state_dict(FULLSHARD, wrap(FULLSHARD, make_net(seed=1)), "SHARDED")
+    if dist.get_rank() == 1:
+        saved["second.other"] = saved.pop("second.linear.weight")
+    with state_dict_type(FULLSHARD, model, "SHARDED"):
+        with pytest.raises(ConfigurationError) as refused:
+            model.load_state_dict(saved)
+    assert resting(model)
+    ours = {k: v for k, v in full(model).items() if k.startswith("second.")}
+    assert_equal(ours, {k: v for k, v in before.items() if k.startswith("second.")})
+    return str(refused.value)
+
+
+def test_sharded_entries_must_be_those_of_all_ranks(world) -> None:
+    text, other = world(2).run(sharded_entries_of_some_ranks)
+    assert text == other
+    assert "rank 0: second.linear.weight" in text and "rank 1: second.other" in text
+
+
 def no_local_state_dict() -> None:
     for options in ({"strategy": "NO_SHARD"}, {"strategy": "NO_SHARD", "use_orig_params": True}):
         model = wrap(FULLSHARD, make_net(), **options)

@@ -420,10 +420,39 @@ def _before_loading(
         # torch.distributed.checkpoint has copied it from the module, among the entries to load.
         del state_dict[flat]
     others = tuple(f"{prefix}{WRAPPED}.{name}" for name in _paths_of_others(wrapper))
-    for key in sorted(state_dict):  # collective
-        if key.startswith(prefix) and not key.startswith(others):
-            state_dict[key] = whole_of_rows(state_dict[key], wrapper.compute_device)
+    spread = [
+        key
+        for key in sorted(state_dict)
+        if key.startswith(prefix) and not key.startswith(others) and _is_spread(state_dict[key])
+    ]
+    _check_same_on_all_ranks(wrapper, spread)
+    for key in spread:
+        state_dict[key] = whole_of_rows(state_dict[key], wrapper.compute_device)
     _show_whole(wrapper, None)
+
+
+def _is_spread(value: Any) -> bool:
+    return isinstance(value, DTensor) or torch_border.is_sharded_tensor(value)
+
+
+def _check_same_on_all_ranks(wrapper: FullyShardedDataParallel, spread: list[str]) -> None:
+    """Tensors of which ranks have parts are gathered one after the other, so all must have the same ones."""
+    process_group = wrapper._fsdp_state.groups and _groups(wrapper)[0].mesh_info.shard_process_group
+    if not process_group:
+        return
+    everybody = comm.values_of_all_ranks(spread, process_group)
+    common = set(everybody[0]).intersection(*everybody[1:])
+    faults = [
+        f"rank {rank}: {clean_name(key)}"
+        for rank, keys in enumerate(everybody)
+        for key in keys
+        if key not in common
+    ]
+    if faults:
+        raise ConfigurationError(
+            "Sharded entries of a state dict are gathered from all ranks, so all must have the same; only some ranks "
+            "have:\n  " + "\n  ".join(faults) + "\nLoad the same checkpoint on all ranks."
+        )
 
 
 def _paths_of_others(wrapper: nn.Module) -> list[str]:
