@@ -25,7 +25,7 @@ LAYERS = [
     ["mesh", "layout", "tree", "schedule", "wrap"],
     ["streams", "buffers", "placement", "faces", "param", "forms"],
     ["comm", "gathering", "kept_part", "self_gathered", "gradients"],
-    ["param_group", "runtime", "ownership"],
+    ["param_group", "whole_params", "runtime", "ownership"],
     ["fsdp_module", "functional", "wrapper", "sharded_grad_scaler"],
     ["__init__"],  # `from fullshard import ...`: what users see, and the programs below are users
     ["train", "cli", "__main__"],

@@ -143,6 +143,13 @@ class Layout:
         start = min(max(first - slot.start, 0), slot.numel)
         return Piece(shape=(last - first,), start=start, offset=first - begin)
 
+    def held_numels(self, segment: int) -> list[int]:
+        """Of a flat segment, how many elements each rank holds, without the padding at its end."""
+        numel = self.segments[segment].piece_numel
+        last = self.slots[self.segments[segment].params[-1]]
+        end = last.start + last.numel
+        return [min(max(end - rank * numel, 0), numel) for rank in range(self.world)]
+
     def padding(self, segment: int) -> int:
         """Elements of a segment that belong to no parameter; copies of a 0-d parameter count as one element."""
         owned = sum(self.slots[param].numel for param in self.segments[segment].params)

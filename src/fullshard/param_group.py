@@ -14,18 +14,18 @@ each other. Its verbs stand in the order in which one step uses them:
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import comm, gradients, torch_border
-from .buffers import ReduceBuffer, ShardBuffer, UploadBuffer, in_memory_order, own_part
+from .buffers import ReduceBuffer, ShardBuffer, UploadBuffer, own_part
 from .errors import ConfigurationError
-from .faces import PieceFace, PlainFace, ShardedFace
+from .faces import ShardedFace
 from .forms import Form
-from .gathering import Gathering, Messages, Resident, gather_whole
+from .gathering import Gathering, Messages, Resident
 from .kept_part import KeptPart
 from .mesh import DataParallelAxes, DataParallelMeshInfo, block_group
 from .param import FaceSwitch, FSDPParam
@@ -106,7 +106,7 @@ class FSDPParamGroup:
         )
         self.sharded_state = ShardedState.SHARDED
         self.shown = False
-        """Whether the modules have other parameters for a while: see `show`."""
+        """Whether the modules have other parameters for a while: see `whole_params`."""
         self._part: KeptPart | None = None
         if part_size is not None:
             assert mesh_info.shard_process_group is not None, "there is nothing to divide otherwise"
@@ -124,7 +124,7 @@ class FSDPParamGroup:
         self.unwatched: list[FSDPParam] = []
         """Trainable parameters of whose gradients nobody is told yet."""
         self._reduce_dtypes: list[torch.dtype] = []
-        self._gradient_dtypes: list[torch.dtype] = []
+        self.gradient_dtypes: list[torch.dtype] = []
         """Of each parameter: in which gradients are summed over ranks, and in which they land."""
         self._reduce: ReduceBuffer | None = None
         self._held: set[int] = set()
@@ -140,8 +140,8 @@ class FSDPParamGroup:
         rank = self.mesh_info.shard_mesh_rank
         on_meta = self.params[0].the_original.is_meta  # all of them, or none
         device = torch.device("meta") if on_meta else self.shard_device
-        self._shards = self._new_shard_buffer(device)
-        packed = dict(zip(self._plain, self._shards.locals, strict=True))
+        self.shards = self._new_shard_buffer(device)
+        packed = dict(zip(self._plain, self.shards.locals, strict=True))
         locals_ = []
         for index, param in enumerate(self.params):
             piece = own_part(self.layout, index, rank, local_tensor(param.the_original))
@@ -153,7 +153,7 @@ class FSDPParamGroup:
             locals_.append(packed[param])
         self._form.make_faces(self.params, locals_, self.layout, self.name)
         self.faces = tuple(dict.fromkeys(param.face for param in self.params))
-        self._homes = self._form.homes(self._plain, self._shards)
+        self._homes = self._form.homes(self._plain, self.shards)
         self._prepare_dtypes()
 
     def _at_rest(self, shard: Tensor, device: torch.device) -> Tensor:
@@ -180,8 +180,8 @@ class FSDPParamGroup:
         if self._low_precision_gradients:
             sharded = self.mesh_info.shard_process_group is not None
             gradient_dtypes = [*compute_dtypes.values()] if sharded else reduce_dtypes
-        if (reduce_dtypes, gradient_dtypes) != (self._reduce_dtypes, self._gradient_dtypes):
-            self._reduce_dtypes, self._gradient_dtypes = reduce_dtypes, gradient_dtypes
+        if (reduce_dtypes, gradient_dtypes) != (self._reduce_dtypes, self.gradient_dtypes):
+            self._reduce_dtypes, self.gradient_dtypes = reduce_dtypes, gradient_dtypes
             self._reduce = None
         self._self_gathered = [
             self._self_gathered_of(param) for param in self.params if param.face not in self._homes
@@ -240,8 +240,8 @@ class FSDPParamGroup:
                 f"{sorted(map(str, devices))}. Move the whole module."
             )
         self._check_dtypes_of_segments()
-        self._shards = self._new_shard_buffer(devices.pop())
-        self._homes = self._form.homes(self._plain, self._shards)
+        self.shards = self._new_shard_buffer(devices.pop())
+        self._homes = self._form.homes(self._plain, self.shards)
         for face, home in self._homes.items():
             if not face.local.is_meta:
                 home.copy_(face.local.view(home.shape))
@@ -286,7 +286,7 @@ class FSDPParamGroup:
     @property
     def offloaded(self) -> bool:
         """Whether the shards rest elsewhere than compute happens."""
-        return self._shards.device != self.device
+        return self.shards.device != self.device
 
     def _is_packed(self, face: ShardedFace) -> bool:
         home = self._homes.get(face)
@@ -368,13 +368,13 @@ class FSDPParamGroup:
         if not self._plain:
             return
         if not self.offloaded:
-            torch._foreach_copy_(own_pieces, self._shards.pieces)
+            torch._foreach_copy_(own_pieces, self.shards.pieces)
             return
         if self._upload is None:
             dtypes = [param.dtype for param in self._plain]
             rank = self.mesh_info.shard_mesh_rank
             self._upload = UploadBuffer(self._plain_layout, rank, dtypes, self.device)
-        torch._foreach_copy_(own_pieces, self._upload.upload(self._shards))
+        torch._foreach_copy_(own_pieces, self._upload.upload(self.shards))
         self._upload.release()
 
     def _messages(self) -> Messages:
@@ -398,7 +398,7 @@ class FSDPParamGroup:
             # Made under inference_mode, the faces could never be trained.
             with torch.inference_mode(False):
                 self._gathering = (
-                    Resident(self._shards) if self._is_resident else self._new_gathering()
+                    Resident(self.shards) if self._is_resident else self._new_gathering()
                 )
         return self._gathering
 
@@ -564,123 +564,6 @@ class FSDPParamGroup:
             for face in self.faces
         )
 
-    # --- whole, in full precision -----------------------------------------------------------------
-
-    @torch.no_grad()
-    def whole_params(self) -> list[Tensor]:
-        """All parameters whole in their own dtypes, in new memory on the compute device. Collective."""
-        return [whole for whole in self.whole_of(self._shards.pieces) if whole is not None]
-
-    @torch.no_grad()
-    def whole_of(self, pieces: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Per parameter, what is whole of which every rank has a piece, per segment; None stays None.
-
-        Collective.
-        """
-        return gather_whole(
-            self._plain_layout,
-            [None if piece is None else piece.to(self.device) for piece in pieces],
-            self.mesh_info.shard_process_group,
-        )
-
-    def show(self, values: Sequence[Tensor]) -> None:
-        """Let the modules have these as parameters, one for each of the group's, until `take_shown`."""
-        self.hide()
-        self.shown = True
-        for face, members in self._members_of_faces():
-            face.show([values[index] for index in members])
-
-    def take_shown(self) -> list[Tensor]:
-        """Put the sharded parameters back on the modules and return what was shown, as it is now."""
-        values: dict[int, Tensor] = {}
-        for face, members in self._members_of_faces():
-            values.update(zip(members, face.take_shown(), strict=True))
-        self.shown = False
-        return [values[index] for index in range(len(self.params))]
-
-    def whole_gradients(self) -> list[Tensor | None]:
-        """All parameters' gradients whole; None of those that have none on any rank. Collective."""
-        group, rank = self.mesh_info.shard_process_group, self.mesh_info.shard_mesh_rank
-        present = [param.face.param.grad is not None for param in self.params]
-        if group is not None:
-            present = [
-                any(found) for found in zip(*comm.values_of_all_ranks(present, group), strict=True)
-            ]
-        pieces = [
-            torch.zeros(
-                segment.piece_numel,
-                dtype=self._gradient_dtypes[segment.params[0]],
-                device=self.shard_device,
-            )
-            for segment in self.layout.segments
-        ]
-        for index, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
-            gradient, piece = param.face.param.grad, self.layout.piece(index, rank)
-            if gradient is not None:
-                held = pieces[slot.segment].narrow(0, piece.offset, piece.numel)
-                held.copy_(in_memory_order(gradient, gradient.stride()))
-        wholes = self.whole_of(pieces)
-        return [whole if found else None for whole, found in zip(wholes, present, strict=True)]
-
-    def show_gradients(self, wholes: Sequence[Tensor | None]) -> None:
-        """While whole parameters are shown, let them have these gradients, until `take_shown_gradients`."""
-        for face, whole in zip(self._faces_of_pieces(), wholes, strict=True):
-            face.show_gradient(whole)
-
-    def take_shown_gradients(self) -> list[Tensor | None]:
-        """The whole gradients as they are now, which parameters have no longer; before `take_shown`."""
-        return [face.take_shown_gradient() for face in self._faces_of_pieces()]
-
-    @torch.no_grad()
-    def put_gradients_back(self, wholes: Sequence[Tensor | None] | None) -> None:
-        """Let parameters have their sharded gradients again: as they were, or this rank's part of ``wholes``."""
-        rank = self.mesh_info.shard_mesh_rank
-        for index, face in enumerate(self._faces_of_pieces()):
-            face.put_gradient_back()
-            if wholes is None:
-                continue
-            whole, held = wholes[index], face.param.grad
-            part = None if whole is None else own_part(self.layout, index, rank, whole)
-            if part is not None and held is not None:
-                in_memory_order(held, held.stride()).copy_(part)
-            else:
-                face.set_gradient(None if part is None else part.to(self.shard_device, copy=True))
-
-    def _faces_of_pieces(self) -> list[PieceFace]:
-        return [cast(PieceFace, param.face) for param in self.params]
-
-    def _members_of_faces(self) -> Iterator[tuple[PlainFace, list[int]]]:
-        for face in self.faces:
-            assert isinstance(face, PlainFace), "the form of the group's door"
-            yield face, [index for index, param in enumerate(self.params) if param.face is face]
-
-    @property
-    def locals(self) -> list[Tensor]:
-        """Per parameter, what of it this rank holds, where it rests."""
-        return self._shards.locals
-
-    @property
-    def flat_numels(self) -> list[int]:
-        """Of a group that rests as one array: how many elements of it every rank holds, without padding."""
-        numel = self.layout.segments[0].piece_numel
-        last = self.layout.slots[-1]
-        end = last.start + last.numel
-        return [min(max(end - rank * numel, 0), numel) for rank in range(self.layout.world)]
-
-    @property
-    def flat_piece(self) -> Tensor:
-        """... and this rank's."""
-        return self._shards.pieces[0][: self.flat_numels[self.mesh_info.shard_mesh_rank]]
-
-    @torch.no_grad()
-    def write_shards(self, wholes: Sequence[Tensor | None]) -> None:
-        """Let the shards be this rank's part of whole parameters; None leaves one as it is."""
-        self.reshard()  # what is gathered is outdated
-        rank = self.mesh_info.shard_mesh_rank
-        for index, (whole, local) in enumerate(zip(wholes, self._shards.locals, strict=True)):
-            if whole is not None:
-                local.copy_(own_part(self._plain_layout, index, rank, whole))
-
     # --- gradients --------------------------------------------------------------------------------
 
     def collect_gradients(self) -> None:
@@ -718,7 +601,7 @@ class FSDPParamGroup:
             self.mesh_info.shard_mesh_rank,
             trainable,
             self._reduce_dtypes,
-            self._gradient_dtypes,
+            self.gradient_dtypes,
             self.device,
             by_segment=self._form.by_segment,
         )

@@ -472,9 +472,8 @@ def refused_loads_of(*, use_orig_params: bool) -> list[str]:
         with pytest.raises(KeyError, match="on purpose"):
             act()
         handle.remove()
-        if "Sequential" in repr(
-            act
-        ):  # the module around the wrappers does not clean up, but forward does
+        # The module around the wrappers does not clean up, but forward does.
+        if "Sequential" in repr(act):
             model(TOKENS)
         assert resting(model)
         assert_equal(
@@ -525,6 +524,21 @@ def test_sharded_entries_must_be_those_of_all_ranks(world) -> None:
     text, other = world(2).run(sharded_entries_of_some_ranks)
     assert text == other
     assert "rank 0: second.linear.weight" in text and "rank 1: second.other" in text
+
+
+def local_state_dict_of_one_element() -> None:
+    """Of which the last rank holds nothing."""
+    torch.manual_seed(0)
+    saved = state_dict(FULLSHARD, wrap(FULLSHARD, nn.Linear(1, 1, bias=False)), "LOCAL")
+    model = wrap(FULLSHARD, nn.Linear(1, 1, bias=False))
+    with state_dict_type(FULLSHARD, model, "LOCAL"):
+        model.load_state_dict(saved)
+    torch.manual_seed(0)
+    assert_equal(full(model), nn.Linear(1, 1, bias=False).state_dict())
+
+
+def test_a_rank_may_hold_nothing_of_a_local_state_dict(world) -> None:
+    world(2).run(local_state_dict_of_one_element)
 
 
 def no_local_state_dict() -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from .. import whole_params
 from ..buffers import in_memory_order
 from ..errors import ConfigurationError
 from ..param_group import FSDPParamGroup
@@ -450,7 +451,7 @@ def _whole_elements(
             pieces[segment] = piece
         if local is not None and entry.holds_elements:
             _own_range(entry, piece).copy_(_in_buffer_order(entry, local.detach()))
-    return group.whole_of(pieces)
+    return whole_params.gather(group, pieces)
 
 
 def _own_range(entry: Entry, piece: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .. import comm, torch_border
+from .. import comm, torch_border, whole_params
 from ..errors import ConfigurationError, LifecycleError
 from ..names import FLAT, WRAPPED, clean_name
 from ..param_group import FSDPParamGroup
@@ -170,8 +170,11 @@ def _show_whole(wrapper: FullyShardedDataParallel, device: torch.device | None) 
     """Show whole parameters, each in memory of its own, on ``device`` or on the compute device."""
     for group in _groups(wrapper):
         group.reshard()
-        wholes = [whole.to(device or whole.device, copy=True) for whole in group.whole_params()]
-        group.show(wholes)
+        wholes = [
+            whole.to(device or whole.device, copy=True)
+            for whole in whole_params.gather_params(group)
+        ]
+        whole_params.show(group, wholes)
         wrapper._shown_groups[group] = wholes
 
 
@@ -179,9 +182,9 @@ def put_back(wrapper: FullyShardedDataParallel, *, write: bool = False) -> None:
     """Let the modules have their sharded parameters again; with ``write``, with what was loaded."""
     while wrapper._shown_groups:
         group, _ = wrapper._shown_groups.popitem()
-        wholes = group.take_shown()
+        wholes = whole_params.take_shown(group)
         if write:
-            group.write_shards(wholes)
+            whole_params.write(group, wholes)
 
 
 @torch.inference_mode(False)
@@ -388,10 +391,16 @@ def _add_local_entries(
             continue  # parameters themselves are what this rank holds
         offload = wrapper._state_dict_settings.state_dict_config.offload_to_cpu
         state_dict[f"{prefix}{WRAPPED}.{FLAT}"] = torch_border.local_sharded_tensor(
-            group.flat_piece.to("cpu") if offload else group.flat_piece,
-            group.flat_numels,
+            _flat_piece(group).to("cpu") if offload else _flat_piece(group),
+            group.layout.held_numels(0),
             group.mesh_info.shard_process_group,
         )
+
+
+def _flat_piece(group: FSDPParamGroup) -> Tensor:
+    """What this rank holds of a group that rests as one array, without padding."""
+    numels = group.layout.held_numels(0)
+    return group.shards.pieces[0][: numels[group.mesh_info.shard_mesh_rank]]
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -473,15 +482,17 @@ def _prepare_local_entries(
         group.reshard()
         value = state_dict.pop(key, None)
         if value is not None and not wrapper._use_orig_params:
-            local = torch_border.parts_of_sharded_tensor(value).local
-            if local is None or local.numel() != group.flat_piece.numel():
+            local, held = torch_border.parts_of_sharded_tensor(value).local, _flat_piece(group)
+            numel = 0 if local is None else local.numel()
+            if numel != held.numel():
                 raise ConfigurationError(
                     f"A local state dict can be loaded by the same wrapping over as many ranks only; {key} has "
-                    f"{0 if local is None else local.numel()} elements for this rank, which holds "
-                    f"{group.flat_piece.numel()}. Save a full or sharded state dict to change either."
+                    f"{numel} elements for this rank, which holds {held.numel()}. Save a full or sharded state "
+                    "dict to change either."
                 )
             state_dict[key] = torch.zeros_like(group.faces[0].param.data)
-            state_dict[key][: local.numel()] = local
+            if local is not None:
+                state_dict[key][:numel] = local
 
 
 def _after_loading(module: nn.Module, incompatible: Any) -> None:

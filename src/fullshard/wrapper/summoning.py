@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from .. import whole_params
 from ..errors import ConfigurationError, LifecycleError, UnsupportedError
 from ..names import clean_name
 from ..param_group import FSDPParamGroup
@@ -107,28 +108,28 @@ class _Shown:
         self._shows = shows
         self._with_grads = with_grads
         group.reshard()
-        wholes = group.whole_params()
-        gradients = group.whole_gradients() if with_grads else []
+        wholes = whole_params.gather_params(group)
+        gradients = whole_params.gather_gradients(group) if with_grads else []
         if not shows:
             return
         if offload:
             wholes = [whole.to("cpu") for whole in wholes]
-        group.show(wholes)
+        whole_params.show(group, wholes)
         if with_grads:
-            group.show_gradients(gradients)
+            whole_params.show_gradients(group, gradients)
 
     def end(self, *, writeback: bool) -> list[str]:
         """Put the sharded parameters back, and return why nothing can be written back, if so."""
         if not self._shows:
             return []
-        gradients = self._group.take_shown_gradients() if self._with_grads else None
-        wholes = self._group.take_shown()
+        gradients = whole_params.take_shown_gradients(self._group) if self._with_grads else None
+        wholes = whole_params.take_shown(self._group)
         faults = self._faults(wholes) if writeback else []
         writeback = writeback and not faults
         if gradients is not None:
-            self._group.put_gradients_back(gradients if writeback else None)
+            whole_params.put_gradients_back(self._group, gradients if writeback else None)
         if writeback:
-            self._group.write_shards(wholes)
+            whole_params.write(self._group, wholes)
         return faults
 
     def _faults(self, wholes: Sequence[Tensor]) -> list[str]:

@@ -1,0 +1,132 @@
+"""A group's parameters whole and in their own dtypes, outside of training: to be read, saved, written.
+
+    gather_params      whole parameters in new memory; collective, like all that gathers
+    show, take_shown   put them on the modules, and take them off, with what was done to them
+    write              let the shards be this rank's part of them
+
+It is no part of a step: what forward computes with may be in another dtype, and is in other memory. For
+groups whose parameters are divided flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from . import comm
+from .buffers import in_memory_order, own_part
+from .faces import PieceFace, PlainFace
+from .gathering import gather_whole
+from .param_group import FSDPParamGroup
+
+
+def gather_params(group: FSDPParamGroup) -> list[Tensor]:
+    """All parameters whole in their own dtypes, in new memory on the compute device. Collective."""
+    return [whole for whole in gather(group, group.shards.pieces) if whole is not None]
+
+
+@torch.no_grad()
+def gather(group: FSDPParamGroup, pieces: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Per parameter, what is whole of which every rank has a piece, per segment; None stays None.
+
+    Collective.
+    """
+    return gather_whole(
+        group.layout,
+        [None if piece is None else piece.to(group.device) for piece in pieces],
+        group.mesh_info.shard_process_group,
+    )
+
+
+def show(group: FSDPParamGroup, values: Sequence[Tensor]) -> None:
+    """Let the modules have these as parameters, one for each of the group's, until `take_shown`."""
+    group.hide()
+    group.shown = True
+    for face, members in _members_of_faces(group):
+        face.show([values[index] for index in members])
+
+
+def take_shown(group: FSDPParamGroup) -> list[Tensor]:
+    """Put the sharded parameters back on the modules and return what was shown, as it is now."""
+    values: dict[int, Tensor] = {}
+    for face, members in _members_of_faces(group):
+        values.update(zip(members, face.take_shown(), strict=True))
+    group.shown = False
+    return [values[index] for index in range(len(group.params))]
+
+
+def _members_of_faces(group: FSDPParamGroup) -> Iterator[tuple[PlainFace, list[int]]]:
+    for face in group.faces:
+        assert isinstance(face, PlainFace), "the form of the group's door"
+        yield face, [index for index, param in enumerate(group.params) if param.face is face]
+
+
+@torch.no_grad()
+def write(group: FSDPParamGroup, wholes: Sequence[Tensor]) -> None:
+    """Let the shards be this rank's part of whole parameters."""
+    group.reshard()  # what is gathered is outdated
+    rank = group.mesh_info.shard_mesh_rank
+    for index, (whole, local) in enumerate(zip(wholes, group.shards.locals, strict=True)):
+        local.copy_(own_part(group.layout, index, rank, whole))
+
+
+# --- gradients, of parameters that have faces of their own ----------------------------------------
+
+
+@torch.no_grad()
+def gather_gradients(group: FSDPParamGroup) -> list[Tensor | None]:
+    """All parameters' gradients whole; None of those that have none on any rank. Collective."""
+    layout, rank = group.layout, group.mesh_info.shard_mesh_rank
+    present = [param.face.param.grad is not None for param in group.params]
+    if group.mesh_info.shard_process_group is not None:
+        everybody = comm.values_of_all_ranks(present, group.mesh_info.shard_process_group)
+        present = [any(found) for found in zip(*everybody, strict=True)]
+    pieces = [
+        torch.zeros(
+            segment.piece_numel,
+            dtype=group.gradient_dtypes[segment.params[0]],
+            device=group.shard_device,
+        )
+        for segment in layout.segments
+    ]
+    for index, (param, slot) in enumerate(zip(group.params, layout.slots, strict=True)):
+        gradient, piece = param.face.param.grad, layout.piece(index, rank)
+        if gradient is not None:
+            held = pieces[slot.segment].narrow(0, piece.offset, piece.numel)
+            held.copy_(in_memory_order(gradient, gradient.stride()))
+    wholes = gather(group, pieces)
+    return [whole if found else None for whole, found in zip(wholes, present, strict=True)]
+
+
+def show_gradients(group: FSDPParamGroup, wholes: Sequence[Tensor | None]) -> None:
+    """While whole parameters are shown, let them have these gradients, until `take_shown_gradients`."""
+    for face, whole in zip(_faces_of_pieces(group), wholes, strict=True):
+        face.show_gradient(whole)
+
+
+def take_shown_gradients(group: FSDPParamGroup) -> list[Tensor | None]:
+    """The whole gradients as they are now, which parameters have no longer; before `take_shown`."""
+    return [face.take_shown_gradient() for face in _faces_of_pieces(group)]
+
+
+@torch.no_grad()
+def put_gradients_back(group: FSDPParamGroup, wholes: Sequence[Tensor | None] | None) -> None:
+    """Let parameters have their sharded gradients again: as they were, or this rank's part of ``wholes``."""
+    rank = group.mesh_info.shard_mesh_rank
+    for index, face in enumerate(_faces_of_pieces(group)):
+        face.put_gradient_back()
+        if wholes is None:
+            continue
+        whole, held = wholes[index], face.param.grad
+        part = None if whole is None else own_part(group.layout, index, rank, whole)
+        if part is not None and held is not None:
+            in_memory_order(held, held.stride()).copy_(part)
+        else:
+            face.set_gradient(None if part is None else part.to(group.shard_device, copy=True))
+
+
+def _faces_of_pieces(group: FSDPParamGroup) -> list[PieceFace]:
+    return [cast(PieceFace, param.face) for param in group.params]
