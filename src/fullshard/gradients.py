@@ -390,9 +390,8 @@ def _replaced_reduction(
         replacement(result, None)
     else:
         replacement(tensor.detach(), result)
-    if not torch_border.same_memory(
-        result, output
-    ):  # it gave the tensor other data, of another dtype say
+    # It may have given the tensor other data: of another dtype, say.
+    if not torch_border.same_memory(result, output):
         output.copy_(result)
 
 

@@ -14,13 +14,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard import fully_shard
+from fullshard import FullyShardedDataParallel as FSDP, fully_shard
+from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.compare import assert_close, assert_equal
-from tests.helpers.models import make_decoder
+from tests.helpers.models import Block, make_decoder
 from tests.helpers.training import (
     FULLSHARD,
     TORCH,
@@ -194,6 +201,29 @@ def test_checkpoints_of_one_are_loaded_by_the_other(
     for loaded, went_on in world(2).run(load, reader, str(tmp_path)):
         assert_equal(loaded, saved)
         assert_close(went_on, trained, rtol=1e-5, atol=1e-6)
+
+
+def from_the_wrapper_to_fully_shard() -> tuple[Any, Any]:
+    """A full checkpoint of model and optimizer moves from one door to the other, as the page says."""
+    wrapped = FSDP(
+        make_decoder(seed=0), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
+    )
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    for number in range(2):
+        step(wrapped, optimizer, number)
+    weights, states = wrapped.state_dict(), FSDP.optim_state_dict(wrapped, optimizer)
+    model, other = sharded(FULLSHARD, seed=9)
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, weights, options=options)
+    set_optimizer_state_dict(model, other, states, options=options)
+    step(wrapped, optimizer, 2)
+    step(model, other, 2)
+    return wrapped.state_dict(), {name: whole(p) for name, p in model.named_parameters()}
+
+
+def test_a_model_moves_from_the_wrapper_to_fully_shard(world) -> None:
+    for wrapped, model in world(2).run(from_the_wrapper_to_fully_shard):
+        assert_close({name: wrapped[name] for name in model}, model, rtol=1e-5, atol=1e-6)
 
 
 # --- pipelines ---------------------------------------------------------------------------------------

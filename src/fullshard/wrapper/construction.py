@@ -523,17 +523,3 @@ def _check(params: Sequence[OwnedParam], choices: Choices) -> None:
 def full_precision_in_eval() -> bool:
     """Whether modules in eval mode ignore mixed precision: torch's environment variable for it is set."""
     return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
-
-
-__all__ = [
-    "HYBRID",
-    "Choices",
-    "Ignored",
-    "check_one_wrapper_per_param",
-    "choose_axes",
-    "choose_device",
-    "choose_ignored",
-    "full_precision_in_eval",
-    "policy_of",
-    "shard",
-]

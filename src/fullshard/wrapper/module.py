@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from .. import torch_border
 from ..errors import ConfigurationError, LifecycleError
 from ..fsdp_module import UnshardHandle, unshard_state
+from ..mesh import DataParallelAxes
 from ..names import WRAPPED
 from ..ownership import has_forward
 from ..param_group import FSDPParamGroup
@@ -45,6 +46,7 @@ from . import (
 )
 from .construction import (
     Choices,
+    Ignored,
     ProcessGroups,
     check_one_wrapper_per_param,
     choose_axes,
@@ -122,13 +124,10 @@ class FullyShardedDataParallel(nn.Module):
         _check_type("mixed_precision", precision_, MixedPrecision)
         if backward_prefetch is not None:
             _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch)
-        for name, value in (
-            ("sync_module_states", sync_module_states),
-            ("forward_prefetch", forward_prefetch),
-            ("limit_all_gathers", limit_all_gathers),
-            ("use_orig_params", use_orig_params),
-        ):
-            _check_type(name, value, bool)
+        _check_type("sync_module_states", sync_module_states, bool)
+        _check_type("forward_prefetch", forward_prefetch, bool)
+        _check_type("limit_all_gathers", limit_all_gathers, bool)
+        _check_type("use_orig_params", use_orig_params, bool)
         if param_init_fn is not None and not callable(param_init_fn):
             raise ConfigurationError(
                 f"param_init_fn must be a function of a module, got {param_init_fn!r}."
@@ -140,35 +139,23 @@ class FullyShardedDataParallel(nn.Module):
             device_id, (p for p in module.parameters() if p not in ignored.params), axes
         )
         if auto_wrap_policy is not None:
-            groups = process_group
-            if device_mesh is None and axes.shard_process_group and axes.replicate_process_group:
-                groups = (axes.shard_process_group, axes.replicate_process_group)
-            auto_wrap(
-                module,
-                auto_wrap_policy,
-                type(self),
-                root_kwargs={
-                    "process_group": groups,
-                    "sharding_strategy": sharding_strategy,
-                    "cpu_offload": cpu_offload,
-                    "backward_prefetch": backward_prefetch,
-                    "mixed_precision": mixed_precision,
-                    "ignored_modules": ignored_modules,
-                    "param_init_fn": param_init_fn,
-                    "device_id": device_id,
-                    "sync_module_states": sync_module_states,
-                    "forward_prefetch": forward_prefetch,
-                    "limit_all_gathers": limit_all_gathers,
-                    "use_orig_params": use_orig_params,
-                    "ignored_states": ignored_states,
-                    "device_mesh": device_mesh,
-                },
-                ignored_modules=ignored.modules,
-                ignored_params=ignored.params,
-                class_kwargs=precision.kwargs_of_classes_without_it(mixed_precision),
-                check=functools.partial(check_one_wrapper_per_param, module, ignored=ignored),
-            )
-
+            same_options = {
+                "process_group": _groups_for_inner(axes, process_group, device_mesh),
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "ignored_modules": ignored_modules,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": ignored_states,
+                "device_mesh": device_mesh,
+            }
+            self._wrap_below(module, auto_wrap_policy, same_options, ignored)
         if not has_forward(module):
             warnings.warn(
                 f"{type(module).__name__} has no forward, during which its wrapper would gather its parameters. Wrap "
@@ -216,6 +203,21 @@ class FullyShardedDataParallel(nn.Module):
         )
         self._precision = precision.Precision(self, precision_)
         state_dicts.register_hooks(self)
+
+    def _wrap_below(
+        self, module: nn.Module, policy: Any, options: dict[str, Any], ignored: Ignored
+    ) -> None:
+        """Give the modules that a policy chooses wrappers of their own, with these options."""
+        auto_wrap(
+            module,
+            policy,
+            type(self),
+            root_kwargs=options,
+            ignored_modules=ignored.modules,
+            ignored_params=ignored.params,
+            class_kwargs=precision.kwargs_of_classes_without_it(options["mixed_precision"]),
+            check=functools.partial(check_one_wrapper_per_param, module, ignored=ignored),
+        )
 
     # --- the module inside ------------------------------------------------------------------------
 
@@ -627,6 +629,16 @@ class FullyShardedDataParallel(nn.Module):
         return optimizer_params.rekeyed(
             optim_state_dict, optim_state_key_type, model, optim_input, optim
         )
+
+
+def _groups_for_inner(
+    axes: DataParallelAxes, given: ProcessGroups | None, device_mesh: DeviceMesh | None
+) -> ProcessGroups | None:
+    """The groups of wrappers below: those of the nodes are made once, by the outermost."""
+    shard, replicate = axes.shard_process_group, axes.replicate_process_group
+    if device_mesh is None and shard is not None and replicate is not None:
+        return shard, replicate
+    return given
 
 
 def _without_wrappers(name: str) -> str:
