@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .. import comm, torch_border
+from .. import comm
 from ..buffers import own_part
 from ..errors import ConfigurationError
 from ..tree import map_tensors
@@ -40,8 +40,8 @@ from .optimizer_params import (
     raise_strangers,
     values_of_all,
 )
-from .optimizer_states import same
-from .state_dicts import settings_of, whole_of_rows
+from .optimizer_states import on_cpu, same
+from .state_dicts import is_spread, settings_of, whole_of_rows
 
 
 def optim_state_dict_to_load(
@@ -91,7 +91,7 @@ def loadable(
         source: _Source = _FromFirst(state_dict, foreign, process_groups)
     else:
         source = _OverRanks(state_dict, foreign)
-        if not over_ranks and not any(map(_is_spread, source.tensors.values())):
+        if not over_ranks and not any(map(is_spread, source.tensors.values())):
             source = _OnThisRank(state_dict, foreign)
     outline, faults = source.outline, list(source.faults)
     if outline is not None:
@@ -164,23 +164,15 @@ def _outline_of(state_dict: Mapping[str, Any], foreign_keys: Collection[Any]) ->
         if isinstance(state, Mapping) and key not in foreign_keys:
             states[key] = {name: _outlined(value) for name, value in state.items()}
         else:
-            foreign[key] = map_tensors(_on_cpu, state)
+            foreign[key] = map_tensors(on_cpu, state)
     others = {key: v for key, v in state_dict.items() if key not in ("state", "param_groups")}
     return _Outline(states, foreign, [dict(each) for each in state_dict["param_groups"]], others)
 
 
 def _outlined(value: Any) -> Any:
-    if _is_spread(value) or (isinstance(value, Tensor) and value.ndim):
+    if is_spread(value) or (isinstance(value, Tensor) and value.ndim):
         return _Shape(tuple(value.shape), value.dtype)
-    return map_tensors(_on_cpu, value)
-
-
-def _on_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu")
-
-
-def _is_spread(value: Any) -> bool:
-    return isinstance(value, DTensor) or torch_border.is_sharded_tensor(value)
+    return map_tensors(on_cpu, value)
 
 
 class _Source:
@@ -243,7 +235,7 @@ class _FromFirst(_Source):
         if self._has_tensors:
             super().__init__(state_dict, foreign)
             self.faults += listed(
-                (f"{name}: {each}" for (name, each), v in self.tensors.items() if _is_spread(v)),
+                (f"{name}: {each}" for (name, each), v in self.tensors.items() if is_spread(v)),
                 "A state dict that rank 0 sends to the others must have whole tensors, but these are spread over "
                 "ranks:",
                 "Choose SHARDED_STATE_DICT with set_state_dict_type to load it.",

@@ -184,14 +184,19 @@ def listing_of(
     return Listing(groups, options), faults
 
 
-def raise_strangers(faults: Sequence[str]) -> None:
+def strangers_paragraph(faults: Iterable[str]) -> list[str]:
+    """Of an error: an optimizer has parameters that the model does not have; or nothing."""
+    return listed(
+        faults,
+        "All parameters of the optimizer must be parameters of the model, but these are not:",
+        "Pass the model that contains them all, and make the optimizer after wrapping it.",
+    )
+
+
+def raise_strangers(faults: Iterable[str]) -> None:
     """Refuse an optimizer with parameters that the model does not have."""
-    if faults:
-        raise ConfigurationError(
-            "All parameters of the optimizer must be parameters of the model, but these are not:\n  "
-            + "\n  ".join(faults)
-            + "\nPass the model that contains them all, and make the optimizer after wrapping it."
-        )
+    for paragraph in strangers_paragraph(faults):
+        raise ConfigurationError(paragraph)
 
 
 def values_of_all(value: T, groups: Iterable[ProcessGroup]) -> list[T]:

@@ -43,6 +43,7 @@ from .optimizer_params import (
     listed,
     listing_of,
     missing_parts,
+    strangers_paragraph,
     values_of_all,
 )
 from .state_dicts import settings_of, sharded_rows
@@ -245,20 +246,21 @@ def _fact(entry: Entry, value: Any) -> _Fact | None:
     if not isinstance(value, Tensor):
         if any(tensor.ndim for tensor in tensors_in(value)) and _is_divided(entry):
             return None
-        return _Fact(None, map_tensors(_on_cpu, value), holds)
+        return _Fact(None, map_tensors(on_cpu, value), holds)
     if not value.ndim:
-        return _Fact(None, _on_cpu(value), holds)
+        return _Fact(None, on_cpu(value), holds)
     if value.numel() == entry.param.numel():
         # A single number for a piece of a single element may be either: other ranks know.
-        return _Fact(value.dtype, _on_cpu(value) if value.numel() == 1 else None, holds)
-    return _Fact(None, _on_cpu(value), holds) if value.numel() == 1 else None
+        return _Fact(value.dtype, on_cpu(value) if value.numel() == 1 else None, holds)
+    return _Fact(None, on_cpu(value), holds) if value.numel() == 1 else None
 
 
 def _is_divided(entry: Entry) -> bool:
     return entry.group is not None and entry.group.layout.world > 1
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
+def on_cpu(tensor: Tensor) -> Tensor:
+    """A tensor without history in host memory."""
     return tensor.detach().to("cpu")
 
 
@@ -314,11 +316,7 @@ def _raise_faults(everyone: Sequence[_Facts], mixed: Sequence[str]) -> None:
             "these are not:",
             "Pass what state_dict() of this very optimizer returned.",
         ),
-        *listed(
-            (stranger for facts in everyone for stranger in facts.strangers),
-            "All parameters of the optimizer must be parameters of the model, but these are not:",
-            "Pass the model that contains them all, and make the optimizer after wrapping it.",
-        ),
+        *strangers_paragraph(stranger for facts in everyone for stranger in facts.strangers),
         *listed(
             (shapeless for facts in everyone for shapeless in facts.shapeless),
             "State of sharded parameters must be a tensor with one value per element of the parameter (its piece on "

@@ -347,6 +347,11 @@ def sharded_rows(wrapper: FullyShardedDataParallel, whole: Tensor, *, as_dtensor
     return torch_border.sharded_tensor(whole, [part.shape for part in parts], group)
 
 
+def is_spread(value: object) -> bool:
+    """Whether ranks have parts of a value."""
+    return isinstance(value, DTensor) or torch_border.is_sharded_tensor(value)
+
+
 def whole_of_rows(value: Any, device: torch.device) -> Any:
     """The whole tensor of a DTensor or ShardedTensor; anything else as it is. Collective."""
     if isinstance(value, DTensor):
@@ -432,16 +437,12 @@ def _before_loading(
     spread = [
         key
         for key in sorted(state_dict)
-        if key.startswith(prefix) and not key.startswith(others) and _is_spread(state_dict[key])
+        if key.startswith(prefix) and not key.startswith(others) and is_spread(state_dict[key])
     ]
     _check_same_on_all_ranks(wrapper, spread)
     for key in spread:
         state_dict[key] = whole_of_rows(state_dict[key], wrapper.compute_device)
     _show_whole(wrapper, None)
-
-
-def _is_spread(value: Any) -> bool:
-    return isinstance(value, DTensor) or torch_border.is_sharded_tensor(value)
 
 
 def _check_same_on_all_ranks(wrapper: FullyShardedDataParallel, spread: list[str]) -> None:
