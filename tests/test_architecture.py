@@ -23,7 +23,7 @@ LAYERS = [
     ["errors", "policies", "names"],
     ["torch_border", "wrapper_options"],
     ["mesh", "layout", "tree", "schedule", "wrap"],
-    ["streams", "buffers", "placement", "faces", "param", "forms"],
+    ["streams", "buffers", "reduce_buffer", "placement", "faces", "param", "forms"],
     ["comm", "gathering", "kept_part", "self_gathered", "gradients"],
     ["param_group", "whole_params", "runtime", "ownership"],
     ["fsdp_module", "functional", "wrapper", "sharded_grad_scaler"],

@@ -2,7 +2,6 @@
 
     ShardBuffer     this rank's pieces of all parameters, for the life of the group
     GatherBuffer    the whole parameters, while they are needed
-    ReduceBuffer    the whole gradients in the reduce dtype, from their arrival until they are reduced
 
 A `Buffer` can give its memory back and take it again without its views noticing: the storage is
 resized, not replaced. Tensors that autograd saved keep their storage object and see the data again
@@ -14,7 +13,6 @@ like a change of the parameter.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -286,7 +284,7 @@ class GatherBuffer:
             if staged[index]:
                 param = segment.params[0]
                 self._copy_out[0].extend(rank_chunks(layout, param, self._whole(index)))
-                self._copy_out[1].extend(_staged_chunks(layout, param, buffer, start, dtype))
+                self._copy_out[1].extend(staged_chunks(layout, param, buffer, start, dtype))
 
     def _prepare_packed(self, device: torch.device) -> None:
         nbytes = self.packed_nbytes
@@ -379,199 +377,25 @@ class GatherBuffer:
         self._staging.release()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalGradient:
-    """Where a parameter's reduced gradient, or that of a whole segment, lies in the output of its run."""
-
-    param: int
-    """Of a segment, the first."""
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int
-    """In elements of the run's output."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReduceRun:
-    """Segments reduced by one call: the same dtype on the wire and the same dtype of the result."""
-
-    reduce_dtype: torch.dtype
-    gradient_dtype: torch.dtype
-    numel: int
-    """Elements of the run's output."""
-    inputs: tuple[Tensor, ...]
-    """Per segment, what the reduce-scatter reads."""
-    outputs: tuple[tuple[int, int], ...]
-    """Per segment, start and length of its reduced piece in the run's output, in elements."""
-    gradients: tuple[LocalGradient, ...]
-    unfilled: tuple[Tensor, ...]
-    """Parts of the inputs that belong to parameters without a gradient: zero, since a segment travels whole."""
-
-
-def _local_gradient(param: int, shape: tuple[int, ...], start: int) -> LocalGradient:
-    return LocalGradient(param=param, shape=shape, strides=contiguous_strides(shape), start=start)
-
-
-class ReduceBuffer:
-    """The whole gradients of a group's trainable parameters in the reduce dtype, rank after rank.
-
-    Filled by one fused cast-copy when gradients arrive; kept over steps that accumulate without
-    reducing; given back when the reduce-scatter has read it.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        params: Sequence[int],
-        reduce_dtypes: Sequence[torch.dtype],
-        gradient_dtypes: Sequence[torch.dtype],
-        device: torch.device,
-        *,
-        by_segment: bool,
-    ) -> None:
-        """Allocate on the current stream (the compute stream) and make every view a step needs.
-
-        Args:
-            layout: The group's layout.
-            rank: This rank's place along the shard axis.
-            params: Indices of the parameters that can have gradients.
-            reduce_dtypes: Reduce dtype of each of the group's parameters.
-            gradient_dtypes: Dtype of each parameter's reduced gradient.
-            device: Where gradients are.
-            by_segment: Reduced gradients are those of whole segments, not of single parameters.
-        """
-        self._by_segment = by_segment
-        self.layout = layout
-        self._rank = rank
-        segments = sorted({layout.slots[param].segment for param in params})
-        first = {index: layout.segments[index].params[0] for index in segments}
-        dtypes = [reduce_dtypes[first[index]] for index in segments]
-        numels = [layout.segments[index].piece_numel * layout.world for index in segments]
-        placement = place(numels, dtypes)
-        starts = dict(zip(segments, placement.starts, strict=True))
-        self._buffer = Buffer(placement.nbytes, device)
-        self.inputs = {
-            index: self._buffer.view(dtype, starts[index], (numel,))
-            for index, dtype, numel in zip(segments, dtypes, numels, strict=True)
-        }
-        """Per segment, what the reduce-scatter reads."""
-        self._kinds = {
-            index: (reduce_dtypes[first[index]], gradient_dtypes[first[index]])
-            for index in segments
-        }
-        self._runs: dict[frozenset[int], tuple[ReduceRun, ...]] = {}
-        self.targets = {
-            param: self._target(param, starts[layout.slots[param].segment], reduce_dtypes[param])
-            for param in params
-        }
-        """Per parameter, where its gradient goes; parallel to what `sources` returns."""
-        self._pads = [pad for index in segments for pad in self._padding(index)]
-
-    def _target(self, param: int, start: int, dtype: torch.dtype) -> list[Tensor]:
-        slot = self.layout.slots[param]
-        if slot.division is Division.CHUNKS:
-            return _staged_chunks(self.layout, param, self._buffer, start, dtype)
-        if slot.division is Division.REPLICATED:
-            return [self._buffer.view(dtype, start, (self.layout.world,))]
-        first = start + slot.start * dtype.itemsize
-        return [self._buffer.view(dtype, first, slot.shape, slot.strides)]
-
-    def sources(self, param: int, gradient: Tensor) -> list[Tensor]:
-        """A parameter's gradient cut to match its `targets`."""
-        division = self.layout.slots[param].division
-        if division is Division.CHUNKS:
-            return rank_chunks(self.layout, param, gradient)
-        if division is Division.REPLICATED:
-            return [gradient.expand(self.layout.world)]
-        return [gradient]
-
-    def runs(self, used: frozenset[int]) -> tuple[ReduceRun, ...]:
-        """The calls that reduce the segments of parameters ``used``; planned once for each such set."""
-        if used not in self._runs:
-            segments = {self.layout.slots[param].segment for param in used}
-            if any(slot.division is Division.FLAT for slot in self.layout.slots):
-                # Ranks may use different parameters of a flat group, so all of it travels, always.
-                segments = set(self._kinds)
-            kinds = dict.fromkeys(kind for i, kind in self._kinds.items() if i in segments)
-            self._runs[used] = tuple(self._run(kind, segments, used) for kind in kinds)
-        return self._runs[used]
-
-    def _run(
-        self, kind: tuple[torch.dtype, torch.dtype], segments: set[int], used: frozenset[int]
-    ) -> ReduceRun:
-        layout = self.layout
-        chosen = [i for i, other in self._kinds.items() if other == kind and i in segments]
-        numels = [layout.segments[index].piece_numel for index in chosen]
-        placement = place(numels, [kind[0]] * len(chosen))
-        starts = [start // kind[0].itemsize for start in placement.starts]
-        gradients, unfilled = [], []
-        for index, start in zip(chosen, starts, strict=True):
-            segment = layout.segments[index]
-            for param in segment.params:
-                if param not in self.targets:
-                    continue  # frozen: its part is padding
-                if param not in used:
-                    unfilled += self.targets[param]
-                # All that travelled land: of a parameter that this rank did not use, others may have,
-                # and then all ranks have parts of its gradient.
-                if not self._by_segment:
-                    piece = layout.piece(param, self._rank)
-                    gradients.append(_local_gradient(param, piece.shape, start + piece.offset))
-            if self._by_segment:
-                gradients.append(_local_gradient(segment.params[0], (segment.piece_numel,), start))
-        return ReduceRun(
-            reduce_dtype=kind[0],
-            gradient_dtype=kind[1],
-            numel=placement.nbytes // kind[0].itemsize,
-            inputs=tuple(self.inputs[index] for index in chosen),
-            outputs=tuple(zip(starts, numels, strict=True)),
-            gradients=tuple(gradients),
-            unfilled=tuple(unfilled),
-        )
-
-    def _padding(self, segment: int) -> list[Tensor]:
-        """Flat views of what no gradient ever fills, to be cleared once."""
-        flat = self.inputs[segment]
-        filled = [
-            (int(target.storage_offset() - flat.storage_offset()), target.numel())
-            for param in self.layout.segments[segment].params
-            for target in self.targets.get(param, ())
-        ]
-        pads: list[Tensor] = []
-        end = 0
-        for start, numel in sorted(filled):
-            pads.append(flat[end:start])
-            end = start + numel
-        pads.append(flat[end:])
-        return [pad for pad in pads if pad.numel()]
-
-    @property
-    def allocated(self) -> bool:
-        """Whether gradients are, or are about to be, held."""
-        return self._buffer.allocated
-
-    def allocate(self) -> None:
-        """Take memory on the current stream (the compute stream) and clear the padding."""
-        self._buffer.allocate()
-        if self._pads:
-            torch._foreach_zero_(self._pads)
-
-    def release(self) -> None:
-        """Give the memory back; the compute stream must be ordered after the last read of it."""
-        self._buffer.release()
-
-
 def _is_zero_copy(layout: Layout, segment: int) -> bool:
     return layout.slots[layout.segments[segment].params[0]].zero_copy
 
 
-def _staged_chunks(
-    layout: Layout, param: int, buffer: Buffer, start: int, dtype: torch.dtype
+def staged_chunks(
+    layout: Layout,
+    param: int,
+    buffer: Buffer,
+    start: int,
+    dtype: torch.dtype,
+    step: int | None = None,
 ) -> list[Tensor]:
-    """The ranks' blocks of a CHUNKS parameter as they lie in a rank-after-rank segment at byte ``start``."""
-    piece_bytes = layout.segments[layout.slots[param].segment].piece_numel * dtype.itemsize
+    """The ranks' blocks of a CHUNKS parameter: the first at byte ``start``, the others ``step`` elements apart.
+
+    By default they follow each other.
+    """
+    if step is None:
+        step = layout.segments[layout.slots[param].segment].piece_numel
     return [
-        buffer.view(dtype, start + rank * piece_bytes, layout.piece(param, rank).shape)
+        buffer.view(dtype, start + rank * step * dtype.itemsize, layout.piece(param, rank).shape)
         for rank in range(layout.world)
     ]

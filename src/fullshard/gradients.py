@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from . import comm, torch_border
-from .buffers import LocalGradient, ReduceBuffer, ReduceRun
 from .mesh import DataParallelAxes
 from .param import FSDPParam
 from .placement import local_gradient
+from .reduce_buffer import ReduceBuffer, ReduceRun
 from .streams import Event, FSDPCommContext
 
 
@@ -88,8 +88,9 @@ def take(params: Sequence[FSDPParam]) -> dict[int, Tensor]:
     gradients = {}
     for index, param in enumerate(params):
         unsharded = param.unsharded_param
-        if unsharded is not None and unsharded.grad is not None:
-            gradients[index] = local_gradient(param.placement, unsharded.grad)
+        gradient = None if unsharded is None else unsharded.grad
+        if unsharded is not None and gradient is not None:
+            gradients[index] = local_gradient(param.placement, gradient)
             unsharded.grad = None
     return gradients
 
@@ -234,17 +235,18 @@ class Reduction:
         """Allocate a run's output, and return what its reduce-scatter writes and reads."""
         if run.unfilled:
             torch._foreach_zero_(run.unfilled)
+        inputs = run.inputs
         if rule.before != 1:
-            torch._foreach_div_(run.inputs, rule.before)
-        device, dtype = self._context.device, run.reduce_dtype
+            torch._foreach_div_(inputs, rule.before)
         if self._settings.custom is not None:
-            return self._prepare_packed(run, self._settings.custom)
-        reduced = torch.empty(run.numel, dtype=dtype, device=device)
+            return self._prepare_packed(run, inputs, self._settings.custom)
+        reduced = torch.empty(run.numel, dtype=run.reduce_dtype, device=self._context.device)
         self._keep_output(run, reduced)
-        return [reduced.narrow(0, start, numel) for start, numel in run.outputs], run.inputs
+        self._kept += inputs  # the buffer's, or copies
+        return run.outputs(reduced), inputs
 
     def _prepare_packed(
-        self, run: ReduceRun, custom: comm.ReduceScatter
+        self, run: ReduceRun, inputs: Sequence[Tensor], custom: comm.ReduceScatter
     ) -> tuple[list[Tensor], Sequence[Tensor]]:
         """Stage the inputs rank after rank in memory of the comm object."""
         world, device, dtype = self._buffer.layout.world, self._context.device, run.reduce_dtype
@@ -252,8 +254,8 @@ class Reduction:
         packed = custom.allocate((run.numel * world,), dtype=dtype, device=device)
         rows = packed.view(world, run.numel).zero_()
         torch._foreach_copy_(
-            [rows.narrow(1, start, numel) for start, numel in run.outputs],
-            [tensor.view(world, -1) for tensor in run.inputs],
+            [rows.narrow(1, start, numel) for start, numel in run.pieces],
+            [tensor.view(world, -1) for tensor in inputs],
         )
         self._staged.append(packed)
         if custom.recycles:
@@ -328,8 +330,8 @@ class Reduction:
                 landed.copy_(reduced)
             if self._params[run.gradients[0].param].face.local.device != landed.device:
                 landed = self._download(run, landed)
-            for gradient in run.gradients:
-                self._params[gradient.param].face.land(_local(gradient, landed))
+            for gradient, local in zip(run.gradients, run.cut(landed), strict=True):
+                self._params[gradient.param].face.land(local)
 
     def _download(self, run: ReduceRun, landed: Tensor) -> Tensor:
         """Copy gradients to host memory, where their parameters rest.
@@ -349,18 +351,19 @@ class Reduction:
 
     def _keep_partial(self, run: ReduceRun, reduced: Tensor) -> None:
         """Add to what will be summed over replicas later; always on the stream that does so."""
-        for gradient in run.gradients:
-            local = _local(gradient, reduced)
+        for gradient, local in zip(run.gradients, run.cut(reduced), strict=True):
             if gradient.param in self._partial:
                 self._partial[gradient.param].add_(local)
             else:
                 self._partial[gradient.param] = local
 
     def _add_partial(self, run: ReduceRun, reduced: Tensor) -> None:
-        for gradient in run.gradients:
+        if not self._partial:
+            return
+        for gradient, local in zip(run.gradients, run.cut(reduced), strict=True):
             partial = self._partial.pop(gradient.param, None)
             if partial is not None:
-                _local(gradient, reduced).add_(partial)
+                local.add_(partial)
                 self._kept.append(partial)
 
     def _run_hook(self, hook: Callable[[Tensor], None], reduced: Tensor) -> None:
@@ -393,9 +396,3 @@ def _replaced_reduction(
     # It may have given the tensor other data: of another dtype, say.
     if not torch_border.same_memory(result, output):
         output.copy_(result)
-
-
-def _local(gradient: LocalGradient, output: Tensor) -> Tensor:
-    """A parameter's part of the output of its run."""
-    start = output.storage_offset() + gradient.start
-    return torch.as_strided(output, gradient.shape, gradient.strides, start)

@@ -40,8 +40,12 @@ import torch
 
 from .errors import LayoutError
 
-ALIGNMENT = 128
-"""Bytes at whose multiples every block of a buffer starts: whole cache lines, any vector load, any dtype."""
+ALIGNMENT = 64
+"""Elements at whose multiples every block of a buffer starts: whole cache lines, any vector load.
+
+In elements, not bytes: so blocks of one dtype lie in the same places as the same blocks in another, and
+shards can be cast, sent and updated as one array.
+"""
 
 
 IN_PLACE_FROM = 1 << 20
@@ -292,18 +296,25 @@ class Placement:
 def place(
     numels: Sequence[int], dtypes: Sequence[torch.dtype], *, alignment: int = ALIGNMENT
 ) -> Placement:
-    """Lay blocks of ``numels[i]`` elements of ``dtypes[i]`` one after the other, each start aligned.
+    """Lay blocks of ``numels[i]`` elements of ``dtypes[i]`` one after the other.
+
+    Each start is a multiple of ``alignment`` elements of its dtype.
 
     >>> place([16, 4], [torch.float32, torch.float32], alignment=4)
     Placement(starts=(0, 64), nbytes=80)
     """
     starts, end = [], 0
     for numel, dtype in zip(numels, dtypes, strict=True):
-        start = -(-end // alignment) * alignment
+        start = _rounded_up(end, alignment * dtype.itemsize)
         starts.append(start)
         end = start + numel * dtype.itemsize
-    # The buffer's own length is aligned too, so that a byte buffer can be viewed in any dtype.
-    return Placement(starts=tuple(starts), nbytes=-(-end // alignment) * alignment)
+    # The buffer's own length is aligned too, so that a byte buffer can be viewed in any of the dtypes.
+    widest = max((dtype.itemsize for dtype in dtypes), default=1)
+    return Placement(starts=tuple(starts), nbytes=_rounded_up(end, alignment * widest))
+
+
+def _rounded_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def gathers_in_place(layout: Layout, dtypes: Sequence[torch.dtype]) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import comm, gradients, torch_border
-from .buffers import ReduceBuffer, ShardBuffer, UploadBuffer, own_part
+from .buffers import ShardBuffer, UploadBuffer, own_part
 from .errors import ConfigurationError
 from .faces import ShardedFace
 from .forms import Form
@@ -31,6 +31,7 @@ from .mesh import DataParallelAxes, DataParallelMeshInfo, block_group
 from .param import FaceSwitch, FSDPParam
 from .placement import local_tensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .reduce_buffer import ReduceBuffer
 from .self_gathered import SelfGathered, agree_on_sizes, gathers_itself
 from .streams import FSDPCommContext
 
@@ -604,6 +605,8 @@ class FSDPParamGroup:
             self.gradient_dtypes,
             self.device,
             by_segment=self._form.by_segment,
+            # gloo carries every message of a call by itself.
+            rank_major=not self.context.asynchronous,
         )
         self._reduce.release()
         return self._reduce

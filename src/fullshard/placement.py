@@ -204,7 +204,6 @@ def _splits(mesh: DeviceMesh, placements: Sequence[Placement], dim: int, *, firs
     )
 
 
-@torch.no_grad()
 def local_gradient(placement: FacePlacement, gradient: Tensor) -> Tensor:
     """This rank's part of an unsharded face's gradient, complete but for the data-parallel sum.
 
@@ -212,6 +211,7 @@ def local_gradient(placement: FacePlacement, gradient: Tensor) -> Tensor:
     """
     if placement.unsharded_mesh is None:
         return gradient
-    return torch_border.redistributed_local(
-        gradient, placement.unsharded_placements, untouched_axes=placement.summed_axes
-    )
+    with torch.no_grad():
+        return torch_border.redistributed_local(
+            gradient, placement.unsharded_placements, untouched_axes=placement.summed_axes
+        )

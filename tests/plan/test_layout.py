@@ -253,11 +253,24 @@ def test_blocks_are_placed_in_order_aligned_and_as_close_as_that_allows(
     placement = place([n for n, _ in blocks], [dtype for _, dtype in blocks], alignment=alignment)
     end = 0
     for start, (numel, dtype) in zip(placement.starts, blocks, strict=True):
-        assert start % alignment == 0
-        assert end <= start < end + alignment
+        unit = alignment * dtype.itemsize
+        assert start % unit == 0
+        assert end <= start < end + unit
         end = start + numel * dtype.itemsize
-    assert placement.nbytes % alignment == 0
-    assert end <= placement.nbytes < end + alignment
+    units = [alignment * dtype.itemsize for _, dtype in blocks] or [1]
+    assert all(placement.nbytes % unit == 0 for unit in units)
+    assert end <= placement.nbytes < end + max(units)
+
+
+@quickly
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=8))
+def test_blocks_lie_in_the_same_places_whatever_their_dtype(numels: list[int]) -> None:
+    places = [
+        (tuple(start // dtype.itemsize for start in made.starts), made.nbytes // dtype.itemsize)
+        for dtype in DTYPES
+        for made in [place(numels, [dtype] * len(numels))]
+    ]
+    assert len(set(places)) == 1
 
 
 # --- the worked example of the module docstring ----------------------------------------------------------

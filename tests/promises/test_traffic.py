@@ -40,15 +40,17 @@ def traffic_in_place(run: Run) -> Sizes:
 def shard_sizes(run: Run, dtype: torch.dtype | None) -> dict[int, int]:
     """Bytes of a rank's shard of each group as torch sends it: what it has with aligned parameters."""
     ranks = dist.get_world_size() // run.replicas
-    groups: dict[str, list[int]] = {}
+    unit = fullshard.layout.ALIGNMENT
+    groups: dict[str, list[tuple[int, int]]] = {}
     for name, param in make_decoder(run.model).named_parameters():
         group = name.rsplit(".", 2)[0] if run.group_blocks and name.startswith("blocks") else ""
         rows = fullshard.layout.chunk_size(len(param), ranks)
-        nbytes = rows * param[0].numel() * (dtype or param.dtype).itemsize
-        groups.setdefault(group, []).append(nbytes)
-    unit = fullshard.layout.ALIGNMENT
+        numel, itemsize = rows * param[0].numel(), (dtype or param.dtype).itemsize
+        sizes = numel * itemsize, -(-numel // unit) * unit * itemsize
+        groups.setdefault(group, []).append(sizes)
     return {
-        sum(pieces): sum(-(-piece // unit) * unit for piece in pieces) for pieces in groups.values()
+        sum(exact for exact, _ in sizes): sum(aligned for _, aligned in sizes)
+        for sizes in groups.values()
     }
 
 
@@ -60,9 +62,10 @@ def no_more_than_torch(run: Run) -> None:
         for packed, aligned in shard_sizes(run, run.param_dtype).items()
     }
     reduced = shard_sizes(run, run.reduce_dtype or run.param_dtype)
+    scattered = {ranks * packed: ranks * aligned for packed, aligned in reduced.items()}
     aligned = {
         GATHER: Counter(gathered[size] for size in theirs[GATHER].elements()),
-        REDUCE_SCATTER: theirs[REDUCE_SCATTER],
+        REDUCE_SCATTER: Counter(scattered[size] for size in theirs[REDUCE_SCATTER].elements()),
         ALL_REDUCE: Counter(reduced[size] for size in theirs[ALL_REDUCE].elements()),
     }
     assert theirs[GATHER] and theirs[REDUCE_SCATTER]

@@ -1,0 +1,277 @@
+"""Gradients of all ranks are added up piece by piece, in whichever order they lie until then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor
+
+from fullshard.layout import ALIGNMENT, Division
+from fullshard.reduce_buffer import ReduceBuffer
+from tests.helpers.compare import assert_equal
+from tests.storage.test_buffers import (
+    CPU,
+    DOUBLE,
+    HALF,
+    MIXED,
+    SINGLE,
+    Group,
+    assert_absent,
+    every_group,
+    flat,
+    groups,
+    held_by,
+    per_row,
+    quickly,
+    whole_params,
+)
+
+RUBBISH = 77
+
+both_arrangements = pytest.mark.parametrize(
+    "rank_major", [False, True], ids=["segment after segment", "rank after rank"]
+)
+
+
+def reduce_buffers(
+    group: Group,
+    params: Sequence[int],
+    reduce_dtypes: Sequence[torch.dtype] | None = None,
+    *,
+    rank_major: bool = False,
+) -> list[ReduceBuffer]:
+    """The reduce buffers of all ranks, full of rubbish where allocation does not clear them."""
+    buffers = []
+    for rank in group.ranks:
+        dtypes = reduce_dtypes or group.dtypes
+        buffer = ReduceBuffer(
+            group.layout,
+            rank,
+            params,
+            dtypes,
+            group.dtypes,
+            CPU,
+            by_segment=False,
+            rank_major=rank_major,
+        )
+        storage = memory_of(buffer)
+        if storage.nbytes():
+            torch.tensor([], dtype=torch.uint8).set_(storage).fill_(RUBBISH)
+        buffer.allocate()
+        buffers.append(buffer)
+    return buffers
+
+
+def memory_of(buffer: ReduceBuffer) -> torch.UntypedStorage:
+    return next(iter(buffer.targets.values()))[0].untyped_storage()
+
+
+def message(buffer: ReduceBuffer) -> Tensor:
+    """The one message in which a group travels."""
+    (run,) = buffer.runs(frozenset(buffer.targets))
+    (tensor,) = run.inputs
+    return tensor
+
+
+def fill(buffer: ReduceBuffer, gradients: dict[int, Tensor]) -> None:
+    for param, gradient in gradients.items():
+        targets, sources = buffer.targets[param], buffer.sources(param, gradient)
+        assert [t.shape for t in targets] == [s.shape for s in sources]
+        torch._foreach_copy_(targets, sources)
+
+
+def reduce_scatter(
+    buffers: Sequence[ReduceBuffer], used: frozenset[int]
+) -> list[dict[int, Tensor]]:
+    """What a reduction does, for all ranks: per rank and parameter, the local gradient."""
+    for buffer in buffers:
+        for run in buffer.runs(used):
+            for tensor in run.unfilled:
+                tensor.zero_()
+    all_runs = [buffer.runs(used) for buffer in buffers]
+    results = []
+    for rank, runs in enumerate(all_runs):
+        local: dict[int, Tensor] = {}
+        for number, run in enumerate(runs):
+            output = torch.full((run.numel,), -1, dtype=run.reduce_dtype)
+            inputs = zip(*(each[number].inputs for each in all_runs), strict=True)
+            for piece, of_ranks in zip(run.outputs(output), inputs, strict=True):
+                numel = piece.numel()
+                piece.copy_(torch.stack(of_ranks).sum(0)[rank * numel : (rank + 1) * numel])
+            cut = run.cut(output)
+            local |= {g.param: each for g, each in zip(run.gradients, cut, strict=True)}
+        results.append(local)
+    return results
+
+
+def floating(group: Group) -> list[int]:
+    return [index for index in group.params if group.dtypes[index].is_floating_point]
+
+
+@every_group
+@both_arrangements
+def test_every_rank_gets_its_piece_of_the_sum_of_all_gradients(
+    group: Group, rank_major: bool
+) -> None:
+    params = floating(group)
+    buffers = reduce_buffers(group, params, rank_major=rank_major)
+    per_rank = [whole_params(group, seed=rank) for rank in group.ranks]
+    for buffer, gradients in zip(buffers, per_rank, strict=True):
+        fill(buffer, {param: gradients[param] for param in params})
+    totals = [torch.stack(each).sum(0) for each in zip(*per_rank, strict=True)]
+    for rank, local in enumerate(reduce_scatter(buffers, frozenset(params))):
+        assert sorted(local) == params
+        for param in params:
+            assert_equal(local[param], held_by(group.layout, param, rank, totals[param]))
+
+
+@quickly
+@given(groups(), st.booleans(), st.data())
+def test_whatever_part_of_a_group_is_used_its_sums_arrive(
+    group: Group, rank_major: bool, data: st.DataObject
+) -> None:
+    params = floating(group)
+    if not params:
+        return
+    used = data.draw(st.sets(st.sampled_from(params)))
+    buffers = reduce_buffers(group, params, rank_major=rank_major)
+    per_rank = [whole_params(group, seed=rank) for rank in group.ranks]
+    for buffer, gradients in zip(buffers, per_rank, strict=True):
+        fill(buffer, {param: gradients[param] for param in used})
+    totals = [torch.stack(each).sum(0) for each in zip(*per_rank, strict=True)]
+    for rank, local in enumerate(reduce_scatter(buffers, frozenset(used))):
+        for param in used:
+            assert_equal(local[param], held_by(group.layout, param, rank, totals[param]))
+
+
+@every_group
+@both_arrangements
+def test_padding_is_cleared_whatever_the_memory_held(group: Group, rank_major: bool) -> None:
+    layout, params = group.layout, floating(group)
+    (buffer, *_) = reduce_buffers(group, params, rank_major=rank_major)
+    gradients = whole_params(group)  # without a zero among them
+    fill(buffer, {param: gradients[param] for param in params})
+    for run in buffer.runs(frozenset(params)):
+        slots = [layout.slots[gradient.param] for gradient in run.gradients]
+        copies = sum(
+            layout.world if slot.division is Division.REPLICATED else slot.numel for slot in slots
+        )
+        sent = torch.cat(run.inputs)
+        assert int((sent != 0).sum()) == copies
+
+
+def test_rank_after_rank_all_that_is_reduced_alike_is_one_message() -> None:
+    group = per_row(((3, 4), 0, SINGLE), ((4,), 0, SINGLE), ((2, 5), 1, SINGLE), world=2)
+    (buffer, _) = reduce_buffers(group, [0, 1, 2], rank_major=True)
+    fill(buffer, {0: torch.full((3, 4), 1.0), 1: torch.full((4,), 2.0), 2: torch.full((2, 5), 3.0)})
+    first, second = message(buffer).view(2, -1)
+    assert first.nonzero().flatten().tolist() == [*range(8), 64, 65, *range(128, 134)]
+    assert second.nonzero().flatten().tolist() == [*range(4), 64, 65, *range(128, 132)]
+
+
+def test_gradients_are_cast_to_the_reduce_dtype_on_their_way_in() -> None:
+    group = per_row(((3, 4), 0, HALF), ((2, 3), 1, HALF), world=2)
+    buffers = reduce_buffers(group, [0, 1], reduce_dtypes=[SINGLE, SINGLE])
+    gradients = whole_params(group)
+    for buffer in buffers:
+        fill(buffer, dict(enumerate(gradients)))
+    (run,) = buffers[0].runs(frozenset([0, 1]))
+    assert (run.reduce_dtype, run.gradient_dtype) == (SINGLE, HALF)
+    assert all(tensor.dtype is SINGLE for tensor in run.inputs)
+    for rank, local in enumerate(reduce_scatter(buffers, frozenset([0, 1]))):
+        for param, gradient in enumerate(gradients):
+            expected = held_by(group.layout, param, rank, 2 * gradient.to(SINGLE))
+            assert_equal(local[param], expected)
+
+
+def test_there_is_one_run_per_pair_of_dtypes_and_outputs_of_a_run_do_not_overlap() -> None:
+    group = per_row(
+        *(((3, 2), 0, dtype) for dtype in (SINGLE, HALF, SINGLE, DOUBLE, HALF)), world=2
+    )
+    reduce_dtypes = [SINGLE, SINGLE, SINGLE, SINGLE, HALF]
+    (buffer, _) = reduce_buffers(group, range(5), reduce_dtypes)
+    runs = buffer.runs(frozenset(range(5)))
+    assert [(run.reduce_dtype, run.gradient_dtype) for run in runs] == [
+        (SINGLE, SINGLE),
+        (SINGLE, HALF),
+        (SINGLE, DOUBLE),
+        (HALF, HALF),
+    ]
+    assert [[g.param for g in run.gradients] for run in runs] == [[0, 2], [1], [3], [4]]
+    for run in runs:
+        end = 0
+        for start, numel in run.pieces:
+            assert start % ALIGNMENT == 0 and start >= end
+            end = start + numel
+        assert end <= run.numel
+
+
+def test_runs_of_the_same_parameters_are_planned_once() -> None:
+    (buffer, *_) = reduce_buffers(MIXED, floating(MIXED))
+    used = frozenset([0, 1])
+    assert buffer.runs(used) is buffer.runs(frozenset([1, 0]))
+    assert buffer.runs(used) is not buffer.runs(frozenset([0]))
+
+
+def test_per_row_a_parameter_without_gradient_does_not_travel() -> None:
+    group = per_row(((3, 4), 0, SINGLE), ((4,), 0, SINGLE), ((2, 2), 0, SINGLE), world=2)
+    (buffer, _) = reduce_buffers(group, [0, 1, 2])
+    (run,) = buffer.runs(frozenset([0, 2]))
+    assert [g.param for g in run.gradients] == [0, 2]
+    assert len(run.inputs) == len(run.pieces) == 2
+    assert run.unfilled == ()
+    assert buffer.runs(frozenset()) == ()
+
+
+def test_flat_a_parameter_without_gradient_travels_as_zeros_with_its_segment() -> None:
+    group = flat(((3, 4), SINGLE), ((3,), SINGLE), ((4,), SINGLE), world=2)
+    buffers = reduce_buffers(group, [0, 1, 2])
+    gradients = whole_params(group)
+    for buffer in buffers:
+        buffer.targets[1][0].fill_(77)  # what an earlier step left
+        fill(buffer, {0: gradients[0], 2: gradients[2]})
+    used = frozenset([0, 2])
+    (run,) = buffers[0].runs(used)
+    assert [tensor.shape for tensor in run.unfilled] == [(3,)]
+    assert run.unfilled[0].data_ptr() == buffers[0].targets[1][0].data_ptr()
+    locals_ = reduce_scatter(buffers, used)
+    for rank, local in enumerate(locals_):
+        # It lands, too: other ranks may have used it, and all have parts of its gradient then.
+        for param, times in ((0, 2), (1, 0), (2, 2)):
+            expected = held_by(group.layout, param, rank, times * gradients[param])
+            assert_equal(local.pop(param), expected)
+        assert not local
+    assert run.inputs[0][12:15].tolist() == [0.0] * 3
+
+
+def test_flat_a_frozen_parameter_is_padding() -> None:
+    group = flat(((3, 4), SINGLE), ((3,), SINGLE), ((4,), SINGLE), world=2)
+    (buffer, _) = reduce_buffers(group, [0, 2])
+    fill(buffer, {0: torch.ones(3, 4), 2: torch.ones(4)})
+    assert sorted(buffer.targets) == [0, 2]
+    assert message(buffer).tolist() == [1.0] * 12 + [0.0] * 3 + [1.0] * 4 + [0.0]
+    (run,) = buffer.runs(frozenset([0, 2]))
+    assert run.unfilled == ()
+
+
+def test_segments_without_trainable_parameters_have_no_memory() -> None:
+    group = per_row(((300, 4), 0, SINGLE), ((4,), 0, SINGLE), world=2)
+    (buffer, _) = reduce_buffers(group, [1])
+    assert list(buffer.targets) == [1]
+    assert memory_of(buffer).nbytes() == ALIGNMENT * SINGLE.itemsize
+
+
+def test_a_reduce_buffer_gives_its_memory_back_and_takes_it_again_under_its_views() -> None:
+    (buffer, *_) = reduce_buffers(MIXED, floating(MIXED))
+    states = [buffer.allocated]
+    buffer.release()
+    assert_absent([target for targets in buffer.targets.values() for target in targets])
+    states.append(buffer.allocated)
+    buffer.allocate()
+    states.append(buffer.allocated)
+    assert states == [True, False, True]
+    fill(buffer, {0: torch.ones(3, 4)})
+    assert buffer.targets[0][0].tolist() == [[1.0] * 4] * 3
