@@ -13,11 +13,12 @@ like a change of the parameter.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .layout import Division, Layout, contiguous_strides, place
+from .layout import Division, Layout, contiguous_strides, place, place_row
 
 
 class Buffer:
@@ -108,6 +109,22 @@ def rank_chunks(layout: Layout, param: int, whole: Tensor) -> list[Tensor]:
     return [whole.narrow(slot.dim, piece.start, piece.shape[slot.dim]) for piece in pieces]
 
 
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """One rank's pieces of all segments, flat."""
+
+    each: list[Tensor]
+    row: Tensor | None
+    """All of them with the gaps between, if they lie one after the other (`layout.place`) in one dtype."""
+
+    def copy_from(self, other: Pieces) -> None:
+        """Cast and copy another's of the same layout."""
+        if self.row is not None and other.row is not None:
+            self.row.copy_(other.row)  # blocks lie in the same places whatever their dtype
+        else:
+            torch._foreach_copy_(self.each, other.each)
+
+
 class ShardBuffer:
     """This rank's pieces of all parameters of a group, in the parameters' own dtypes."""
 
@@ -123,7 +140,7 @@ class ShardBuffer:
         self.device = device
         segment_dtypes = [dtypes[segment.params[0]] for segment in layout.segments]
         numels = [segment.piece_numel for segment in layout.segments]
-        placement = place(numels, segment_dtypes)
+        placement = place_row(layout, range(len(numels)), segment_dtypes)
         self._buffer = Buffer(placement.nbytes, device, pinned=pinned)
         self._layout, self._dtypes, self._starts = layout, dtypes, placement.starts
         self.nbytes = placement.nbytes
@@ -134,6 +151,11 @@ class ShardBuffer:
             for dtype, start, numel in zip(segment_dtypes, placement.starts, numels, strict=True)
         ]
         """Per segment, this rank's piece with its padding, flat: what a gather sends."""
+        row = None
+        if len(set(segment_dtypes)) == 1:
+            dtype = segment_dtypes[0]
+            row = self._buffer.view(dtype, 0, (placement.nbytes // dtype.itemsize,))
+        self.own = Pieces(self.pieces, row)
 
         self.locals = []
         """Per parameter, what of it this rank holds: the data of its sharded face."""
@@ -176,11 +198,11 @@ class UploadBuffer:
         """Allocate on the current stream (the all-gather stream)."""
         self._twin = ShardBuffer(layout, rank, dtypes, device)
 
-    def upload(self, shards: ShardBuffer) -> list[Tensor]:
+    def upload(self, shards: ShardBuffer) -> Pieces:
         """Copy the shards without waiting for it, and return their pieces on the device."""
         self._twin.allocate()
         self._twin.bytes.copy_(shards.bytes, non_blocking=True)
-        return self._twin.pieces
+        return self._twin.own
 
     def release(self) -> None:
         """Give the memory back, to the stream that uploaded and read it."""
@@ -240,10 +262,11 @@ class GatherBuffer:
         """Bytes that collectives gather into."""
         self.inputs: list[Tensor] = []
         """Parallel to `outputs`, the bytes that this rank sends, which lie in them."""
-        self.own_pieces: list[Tensor] = []
-        """Per segment, this rank's piece in the compute dtype: what the shard is cast and copied into."""
+        self.own = Pieces([], None)
+        """This rank's pieces in the compute dtype: what the shard is cast and copied into."""
         self._copy_out: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._packing = place([segment.piece_numel for segment in layout.segments], self._dtypes)
+        self._packing = place_row(layout, range(len(layout.segments)), self._dtypes)
+        self._split: _Split | None = None
         if packed:
             self._prepare_packed(device)
         else:
@@ -252,6 +275,17 @@ class GatherBuffer:
             self._staging.release()
         elif packed:
             self._homes.release()
+
+    @property
+    def _is_uniform(self) -> bool:
+        """Whether a rank's pieces are of one dtype, without gaps, and whole parameters are made of them by splitting."""
+        layout = self._layout
+        numel = sum(segment.piece_numel for segment in layout.segments)
+        return (
+            len(set(self._dtypes)) == 1
+            and numel * self._dtypes[0].itemsize == self._packing.nbytes
+            and all(slot.zero_copy for slot in layout.slots)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -280,7 +314,7 @@ class GatherBuffer:
             )
             self._add_message(buffer, start, segment.piece_numel * dtype.itemsize)
             own = start + self._rank * segment.piece_numel * dtype.itemsize
-            self.own_pieces.append(buffer.view(dtype, own, (segment.piece_numel,)))
+            self.own.each.append(buffer.view(dtype, own, (segment.piece_numel,)))
             if staged[index]:
                 param = segment.params[0]
                 self._copy_out[0].extend(rank_chunks(layout, param, self._whole(index)))
@@ -291,8 +325,10 @@ class GatherBuffer:
         self._staging = Buffer(nbytes * self._layout.world, device)
         self._add_message(self._staging, 0, nbytes)
         rows = self._staging.view(torch.uint8, 0, (self._layout.world, nbytes))
-        self.own_pieces = self.own_pieces_in(rows)
+        self.own = self.own_in(rows)
         self._copy_out = (self._packed_targets(), self._packed_sources(rows))
+        if device.type != "cpu" and self._is_uniform and min(map(Tensor.numel, self._copy_out[0])):
+            self._split = _Split(rows.view(self._dtypes[0]), self._copy_out[0])
 
     def _whole(self, segment: int) -> Tensor:
         """Another alias of a segment's one parameter: writing to `params` would bump the faces' versions."""
@@ -312,9 +348,11 @@ class GatherBuffer:
         """Bytes of one rank's message in a packed gather."""
         return self._packing.nbytes
 
-    def own_pieces_in(self, rows: Tensor) -> list[Tensor]:
-        """Per segment, this rank's piece in ``rows``, bytes of shape (world, `packed_nbytes`)."""
-        return [pieces[self._rank] for pieces in self._pieces_in(rows)]
+    def own_in(self, rows: Tensor) -> Pieces:
+        """This rank's pieces in ``rows``, bytes of shape (world, `packed_nbytes`)."""
+        each = [pieces[self._rank] for pieces in self._pieces_in(rows)]
+        one_dtype = len(set(self._dtypes)) == 1 and rows.numel() > 0
+        return Pieces(each, rows[self._rank].view(self._dtypes[0]) if one_dtype else None)
 
     def copy_out_of(self, rows: Tensor) -> None:
         """Distribute a packed gather that went into memory of somebody else's."""
@@ -367,7 +405,10 @@ class GatherBuffer:
     def copy_out(self) -> None:
         """Distribute what was staged; after the collective, on the stream that ran it."""
         assert self._homes.allocated or not self._homes.nbytes, "there must be memory to copy to"
-        if self._copy_out[0]:
+        if self._split is not None:
+            self._split()
+            self._staging.release()
+        elif self._copy_out[0]:
             torch._foreach_copy_(*self._copy_out)
             self._staging.release()
 
@@ -375,6 +416,19 @@ class GatherBuffer:
         """Give the memory back."""
         self._homes.release()
         self._staging.release()
+
+
+class _Split:
+    """Cuts rows into parts: one kernel on accelerators, where copies of parts would take one each."""
+
+    def __init__(self, rows: Tensor, parts: list[Tensor]) -> None:
+        """Cut ``rows``, of shape (ranks, n), along their length into ``parts``, each of shape (ranks, part of n)."""
+        self._rows, self._parts = rows, parts
+        self._sizes = [part.shape[1] for part in parts]
+
+    def __call__(self) -> None:
+        """Copy, on the current stream."""
+        torch.split_with_sizes_copy(self._rows, self._sizes, dim=1, out=self._parts)
 
 
 def _is_zero_copy(layout: Layout, segment: int) -> bool:

@@ -267,10 +267,11 @@ _BACKENDS: weakref.WeakKeyDictionary[ProcessGroup, dict[str, str]] = weakref.Wea
 
 def backend_of(group: ProcessGroup, device: torch.device) -> str:
     """Name of what carries a group's collectives on tensors of a device: nccl, gloo, ..."""
-    if group not in _BACKENDS:
+    backends = _BACKENDS.get(group)
+    if backends is None:
         pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
-        _BACKENDS[group] = {kind: name for kind, _, name in pairs}
-    return _BACKENDS[group].get(device.type, "nothing")
+        backends = _BACKENDS[group] = {kind: name for kind, _, name in pairs}
+    return backends.get(device.type, "nothing")
 
 
 _CONNECTED: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
@@ -416,9 +417,10 @@ _ON_CURRENT_STREAM: weakref.WeakKeyDictionary[ProcessGroup, bool] = weakref.Weak
 
 def _runs_on_current_stream(group: ProcessGroup) -> bool:
     """Whether a collective that is not asynchronous has been issued to the current stream, as NCCL's is."""
-    if group not in _ON_CURRENT_STREAM:
-        _ON_CURRENT_STREAM[group] = dist.get_backend(group) in ("nccl", "fake")
-    return _ON_CURRENT_STREAM[group]
+    known = _ON_CURRENT_STREAM.get(group)
+    if known is None:
+        known = _ON_CURRENT_STREAM[group] = dist.get_backend(group) in ("nccl", "fake")
+    return known
 
 
 # Options are the same for every call, so each is made once.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from . import comm
-from .buffers import GatherBuffer, ShardBuffer
+from .buffers import GatherBuffer, Pieces, ShardBuffer
 from .layout import Layout, gathers_in_place
 
 
@@ -27,6 +27,11 @@ class Messages:
 
     outputs: list[Tensor] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
+
+    def stay_here(self) -> None:
+        """Bring them to where they are awaited if there is nobody to gather from."""
+        if self.outputs:
+            torch._foreach_copy_(self.outputs, self.inputs)
 
 
 class Gathering:
@@ -70,14 +75,16 @@ class Gathering:
         )
         self.params = self.buffer.params
         """Per parameter, the data of its unsharded face."""
+        self.takes_memory_late = self.buffer.packed
+        """Whether `finish` takes memory, too."""
         self._work: Work | None = None
         self._rows: Tensor | None = None
         """Packed by the comm object: bytes of shape (world, bytes of one rank)."""
 
     def start(
         self,
-        copy_in: Callable[[list[Tensor]], None],
-        extra: Messages,
+        copy_in: Callable[[Pieces], None],
+        extra: Messages | None,
         *,
         async_op: bool,
     ) -> None:
@@ -90,23 +97,25 @@ class Gathering:
             self._start_custom(self._custom, copy_in, extra, async_op)
             return
         buffer.allocate()
-        copy_in(buffer.own_pieces)
+        copy_in(buffer.own)
         if self._group is not None:
-            outputs, inputs = buffer.outputs + extra.outputs, buffer.inputs + extra.inputs
+            outputs, inputs = buffer.outputs, buffer.inputs
+            if extra is not None:
+                outputs, inputs = outputs + extra.outputs, inputs + extra.inputs
             self._work = comm.all_gather(outputs, inputs, self._group, async_op=async_op)
-        elif extra.outputs:
-            torch._foreach_copy_(extra.outputs, extra.inputs)
+        elif extra is not None:
+            extra.stay_here()
 
     def _start_custom(
         self,
         custom: comm.AllGather,
-        copy_in: Callable[[list[Tensor]], None],
-        extra: Messages,
+        copy_in: Callable[[Pieces], None],
+        extra: Messages | None,
         async_op: bool,
     ) -> None:
         """Stage this rank's message in memory of the comm object, and gather with it."""
         assert self._group is not None, "set_custom_all_gather refuses groups that gather nothing"
-        for whole, own in zip(extra.outputs, extra.inputs, strict=True):
+        for whole, own in () if extra is None else zip(extra.outputs, extra.inputs, strict=True):
             work = comm.packed_all_gather(custom, whole, own, self._group, async_op=async_op)
             if work is not None:
                 work.wait()
@@ -115,7 +124,7 @@ class Gathering:
             return
         output = custom.allocate((numel * self._world,), dtype=self._dtype, device=self._device)
         self._rows = output.view(torch.uint8).view(self._world, -1)
-        copy_in(self.buffer.own_pieces_in(self._rows))
+        copy_in(self.buffer.own_in(self._rows))
         own = output.view(self._world, -1)[self._rank]
         self._work = comm.packed_all_gather(custom, output, own, self._group, async_op=async_op)
 
@@ -137,11 +146,6 @@ class Gathering:
             self._custom.release(self._rows)  # on the stream that allocated it
             self._rows = None
 
-    @property
-    def takes_memory_late(self) -> bool:
-        """Whether `finish` takes memory, too."""
-        return self.buffer.packed
-
     def release(self) -> None:
         """Give the memory back."""
         self.buffer.release()
@@ -159,11 +163,11 @@ class Resident:
         self.params = shards.whole_params()
 
     def start(
-        self, copy_in: Callable[[list[Tensor]], None], extra: Messages, *, async_op: bool
+        self, copy_in: Callable[[Pieces], None], extra: Messages | None, *, async_op: bool
     ) -> None:
         """Bring ``extra`` to where it is awaited; the parameters are there."""
-        if extra.outputs:
-            torch._foreach_copy_(extra.outputs, extra.inputs)
+        if extra is not None:
+            extra.stay_here()
 
     def finish(self) -> None:
         """There is nothing to wait for."""

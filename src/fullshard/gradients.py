@@ -88,26 +88,24 @@ def take(params: Sequence[FSDPParam]) -> dict[int, Tensor]:
     gradients = {}
     for index, param in enumerate(params):
         unsharded = param.unsharded_param
-        gradient = None if unsharded is None else unsharded.grad
-        if unsharded is not None and gradient is not None:
-            gradients[index] = local_gradient(param.placement, gradient)
+        if unsharded is None:
+            continue
+        gradient = unsharded.grad
+        if gradient is not None:
             unsharded.grad = None
+            if param.placement.unsharded_mesh is not None:
+                gradient = local_gradient(param.placement, gradient)
+            gradients[index] = gradient
     return gradients
 
 
 def fill(buffer: ReduceBuffer, gradients: dict[int, Tensor], held: set[int]) -> None:
     """Copy or add gradients into the reduce buffer; ``held`` says which it has already, and is updated."""
-    for accumulate in (False, True):
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for index, gradient in gradients.items():
-            if (index in held) is accumulate:
-                targets += buffer.targets[index]
-                sources += buffer.sources(index, gradient)
-        if targets and accumulate:
-            torch._foreach_add_(targets, sources)
-        elif targets:
-            torch._foreach_copy_(targets, sources)
+    first = {i: each for i, each in gradients.items() if i not in held} if held else gradients
+    if first:
+        buffer.put(first)
+    if len(first) < len(gradients):
+        buffer.add({i: each for i, each in gradients.items() if i in held})
     held.update(gradients)
 
 
@@ -243,7 +241,7 @@ class Reduction:
         reduced = torch.empty(run.numel, dtype=run.reduce_dtype, device=self._context.device)
         self._keep_output(run, reduced)
         self._kept += inputs  # the buffer's, or copies
-        return run.outputs(reduced), inputs
+        return run.cut_outputs(reduced), inputs
 
     def _prepare_packed(
         self, run: ReduceRun, inputs: Sequence[Tensor], custom: comm.ReduceScatter
@@ -254,7 +252,7 @@ class Reduction:
         packed = custom.allocate((run.numel * world,), dtype=dtype, device=device)
         rows = packed.view(world, run.numel).zero_()
         torch._foreach_copy_(
-            [rows.narrow(1, start, numel) for start, numel in run.pieces],
+            [rows.narrow(1, start, numel) for start, numel in run.outputs],
             [tensor.view(world, -1) for tensor in inputs],
         )
         self._staged.append(packed)
@@ -323,6 +321,7 @@ class Reduction:
                 if info.replicate_mesh_size > 1:
                     comm.all_reduce(reduced, info.replicate_process_group, rule.op)
             if self._settings.hook is not None:
+                run.clear_gaps(reduced)
                 self._run_hook(self._settings.hook, reduced)
             if rule.after != 1:
                 reduced.div_(rule.after)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from . import comm
-from .buffers import ShardBuffer, own_part
+from .buffers import Pieces, ShardBuffer, own_part
 from .gathering import Gathering
 from .layout import Layout
 from .streams import FSDPCommContext
@@ -80,10 +80,10 @@ class KeptPart:
             self._sources = [own_part(layout, i, rank, param) for i, param in enumerate(params)]
             return ShardBuffer(layout, rank, dtypes, context.device)
 
-    def copy_in(self, own_pieces: list[Tensor]) -> None:
+    def copy_in(self, own: Pieces) -> None:
         """Copy what is held to where it is sent from, on the all-gather stream."""
         assert self._buffer is not None, "asked for while a part is held"
-        torch._foreach_copy_(own_pieces, self._buffer.pieces)
+        own.copy_from(self._buffer.own)
 
     def drop(self) -> None:
         """Give the memory back, to the compute stream, which is ordered after its last read."""

@@ -41,10 +41,13 @@ import torch
 from .errors import LayoutError
 
 ALIGNMENT = 64
-"""Elements at whose multiples every block of a buffer starts: whole cache lines, any vector load.
+"""Elements at whose multiples what compute reads starts: whole cache lines, any vector load."""
 
-In elements, not bytes: so blocks of one dtype lie in the same places as the same blocks in another, and
-shards can be cast, sent and updated as one array.
+ROW_ALIGNMENT = 8
+"""The same for the pieces of one rank's row: what collectives and optimizers want to load at once, and no more.
+
+Pieces are mostly multiples of it, so that a row has no gaps. In elements, not bytes: a row's pieces lie in the
+same places whatever its dtype, so shards can be cast, sent and updated as one array.
 """
 
 
@@ -313,6 +316,12 @@ def place(
     return Placement(starts=tuple(starts), nbytes=_rounded_up(end, alignment * widest))
 
 
+def place_row(layout: Layout, segments: Sequence[int], dtypes: Sequence[torch.dtype]) -> Placement:
+    """Lay one rank's pieces of ``segments``, the i-th of them in ``dtypes[i]``, one after the other."""
+    numels = [layout.segments[index].piece_numel for index in segments]
+    return place(numels, dtypes, alignment=ROW_ALIGNMENT)
+
+
 def _rounded_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
@@ -326,6 +335,11 @@ def gathers_in_place(layout: Layout, dtypes: Sequence[torch.dtype]) -> bool:
     """
     if len(layout.segments) == 1 and layout.slots[0].zero_copy:
         return True
+    return has_large_pieces(layout, dtypes)
+
+
+def has_large_pieces(layout: Layout, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether a collective per segment costs no more than one for all."""
     nbytes = sum(
         segment.piece_numel * dtypes[segment.params[0]].itemsize for segment in layout.segments
     )

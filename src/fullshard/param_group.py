@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import comm, gradients, torch_border
-from .buffers import ShardBuffer, UploadBuffer, own_part
+from .buffers import Pieces, ShardBuffer, UploadBuffer, own_part
 from .errors import ConfigurationError
 from .faces import ShardedFace
 from .forms import Form
@@ -121,6 +121,9 @@ class FSDPParamGroup:
         """None until the unsharded faces have been made of the present gather buffer."""
         self._in_use: Gathering | Resident | None = None
         """How the parameters that are in memory, or on their way, are gathered."""
+        self._finishes_late = False
+        """Whether that gather is finished when it is waited for, not right after it was issued: the host must
+        wait for it, or it takes more memory then, which others have given back by that time."""
         self._shard_versions: int | None = None
         self.unwatched: list[FSDPParam] = []
         """Trainable parameters of whose gradients nobody is told yet."""
@@ -340,42 +343,33 @@ class FSDPParamGroup:
             context.wait_for_releases()  # before the allocation: [Note: memory and streams], rule 1
             gathering: Gathering | Resident
             if self._part is not None and self._part.held:
-                gathering, copy_in, extra = self._part.gathering, self._part.copy_in, Messages()
+                gathering, copy_in, extra = self._part.gathering, self._part.copy_in, None
             else:
-                gathering, copy_in, extra = self._own_gathering(), self._copy_in, self._messages()
+                gathering, copy_in = self._gathering or self._own_gathering(), self._copy_in
+                extra = self._messages() if self._self_gathered else None
             gathering.start(copy_in, extra, async_op=not context.asynchronous)
             self._in_use = gathering
-            if context.asynchronous and not self._finished_late:
+            self._finishes_late = (
+                not context.asynchronous or gathering.takes_memory_late or bool(self._self_gathered)
+            )
+            if not self._finishes_late:
                 gathering.finish()
             self._gathered.record()
         self._memory = _Memory.IN_FLIGHT
         self._shard_versions = None
 
-    @property
-    def _finished_late(self) -> bool:
-        """Whether the gather in use is finished when it is waited for, not right after it was issued.
-
-        The host must wait for it, or it takes more memory then, which others have given back by that time.
-        """
-        assert self._in_use is not None, "a gather is in use"
-        return (
-            not self.context.asynchronous
-            or self._in_use.takes_memory_late
-            or bool(self._self_gathered)
-        )
-
-    def _copy_in(self, own_pieces: list[Tensor]) -> None:
+    def _copy_in(self, own: Pieces) -> None:
         """Cast and copy this rank's shard to where it is sent from, on the current (all-gather) stream."""
         if not self._plain:
             return
         if not self.offloaded:
-            torch._foreach_copy_(own_pieces, self.shards.pieces)
+            own.copy_from(self.shards.own)
             return
         if self._upload is None:
             dtypes = [param.dtype for param in self._plain]
             rank = self.mesh_info.shard_mesh_rank
             self._upload = UploadBuffer(self._plain_layout, rank, dtypes, self.device)
-        torch._foreach_copy_(own_pieces, self._upload.upload(self.shards))
+        own.copy_from(self._upload.upload(self.shards))
         self._upload.release()
 
     def _messages(self) -> Messages:
@@ -436,8 +430,8 @@ class FSDPParamGroup:
         if self._memory is not _Memory.IN_FLIGHT:
             return
         assert self._in_use is not None, "a gather is in flight"
-        context = self.context
-        if self._finished_late:
+        if self._finishes_late:
+            context = self.context
             with torch_border.profiler_range(self._labels.copy_out), context.all_gather:
                 context.wait_for_releases()  # memory is taken here, too: rule 1
                 self._in_use.finish()
@@ -620,7 +614,7 @@ class FSDPParamGroup:
         Before: gradients collected. After: a reduction is in flight; `join` on the context, at the
         latest, waits for it.
         """
-        missing = set(self._partial) if self.reduction.all_reduce else set()
+        missing = set(self._partial) if self._partial and self.reduction.all_reduce else set()
         if with_unused:
             missing.update(index for index, param in enumerate(self.params) if param.trainable)
         missing -= self._held

@@ -204,14 +204,12 @@ def _splits(mesh: DeviceMesh, placements: Sequence[Placement], dim: int, *, firs
     )
 
 
+@torch.no_grad()
 def local_gradient(placement: FacePlacement, gradient: Tensor) -> Tensor:
-    """This rank's part of an unsharded face's gradient, complete but for the data-parallel sum.
+    """This rank's part of a gradient that is a DTensor, as the unsharded face is: complete but for the data-parallel sum.
 
     Tensor parallelism may leave a gradient divided or summed differently than the parameter is.
     """
-    if placement.unsharded_mesh is None:
-        return gradient
-    with torch.no_grad():
-        return torch_border.redistributed_local(
-            gradient, placement.unsharded_placements, untouched_axes=placement.summed_axes
-        )
+    return torch_border.redistributed_local(
+        gradient, placement.unsharded_placements, untouched_axes=placement.summed_axes
+    )

@@ -473,7 +473,9 @@ class Runtime:
             self._begin_pass(this_pass)
             reached = self._reach(state, None, this_pass)
         reached.awaited.discard(param)
-        if not reached.awaited and not reached.complete and state is not self.root:
+        if reached.complete:
+            reached.late = True
+        elif not reached.awaited and state is not self.root:
             reached.complete = True
             if state.prefetches_late and reached.calls:
                 self._prefetch_backward(state, reached.calls[-1])
@@ -499,7 +501,8 @@ class Runtime:
             state.reshard()
         else:
             state.hide()
-        self._reduce(state)
+        if not reached.complete or reached.late:
+            self._reduce(state)
 
     def end_of_pass(self, this_pass: int) -> None:
         """A backward pass has executed its last node."""
@@ -564,11 +567,13 @@ class _Reached:
             param for group in state.groups for param in group.params if param.trainable
         }
         self.complete = False
-        """Whether all gradients had arrived and were sent off; later ones are found when backward leaves.
+        """Whether all gradients had arrived and were sent off.
 
-        The root's wait until then: they are often large, and its unsharded parameters are released
-        first.
+        Never for the root, whose gradients are sent off when backward leaves it: they are often large, and
+        its unsharded parameters are released first.
         """
+        self.late = False
+        """Whether gradients arrived after that; they are sent off when backward leaves."""
 
 
 # Hooks that autograd holds refer to the runtime weakly: a graph that outlives its model must not

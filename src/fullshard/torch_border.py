@@ -260,9 +260,9 @@ def without_activation_wrapper(module: nn.Module) -> nn.Module:
     return child_table(module).get("_checkpoint_wrapped_module") or module
 
 
-def post_accumulate_grad_hooks(param: Tensor) -> Sequence[Callable[[Tensor], None]]:
+def post_accumulate_grad_hooks(param: Any) -> Sequence[Callable[[Tensor], None]]:
     """What the user registered to run once a parameter's gradient is complete."""
-    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    hooks = param._post_accumulate_grad_hooks
     return tuple(hooks.values()) if hooks else ()
 
 
@@ -417,10 +417,9 @@ def backward_pass_id() -> int:
 
 
 _NO_RANGE = contextlib.nullcontext()
+_profiler_enabled = torch.autograd._profiler_enabled
 
 
 def profiler_range(label: str) -> contextlib.AbstractContextManager[Any]:
     """A labelled range in the trace while a profiler runs, and next to nothing otherwise."""
-    if torch.autograd._profiler_enabled():
-        return torch.profiler.record_function(label)
-    return _NO_RANGE
+    return torch.profiler.record_function(label) if _profiler_enabled() else _NO_RANGE

@@ -40,7 +40,7 @@ def traffic_in_place(run: Run) -> Sizes:
 def shard_sizes(run: Run, dtype: torch.dtype | None) -> dict[int, int]:
     """Bytes of a rank's shard of each group as torch sends it: what it has with aligned parameters."""
     ranks = dist.get_world_size() // run.replicas
-    unit = fullshard.layout.ALIGNMENT
+    unit = fullshard.layout.ROW_ALIGNMENT
     groups: dict[str, list[tuple[int, int]]] = {}
     for name, param in make_decoder(run.model).named_parameters():
         group = name.rsplit(".", 2)[0] if run.group_blocks and name.startswith("blocks") else ""

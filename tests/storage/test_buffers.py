@@ -22,6 +22,7 @@ from fullshard.buffers import (
 )
 from fullshard.layout import (
     ALIGNMENT,
+    ROW_ALIGNMENT,
     Division,
     Layout,
     contiguous_strides,
@@ -144,7 +145,7 @@ def gather_buffers(group: Group, *, packed: bool) -> list[GatherBuffer]:
 def all_gather(buffers: Sequence[GatherBuffer], shards: Sequence[ShardBuffer]) -> None:
     """What a group does to unshard, for all ranks."""
     for buffer, shard in zip(buffers, shards, strict=True):
-        torch._foreach_copy_(buffer.own_pieces, shard.pieces)
+        buffer.own.copy_from(shard.own)
     for message in range(len(buffers[0].outputs)):
         gathered = torch.cat([buffer.inputs[message] for buffer in buffers])
         for buffer in buffers:
@@ -299,7 +300,8 @@ def test_locals_are_parts_of_the_pieces_which_start_aligned_in_one_storage(group
         end = 0
         for piece, segment in zip(shard.pieces, layout.segments, strict=True):
             assert piece.shape == (segment.piece_numel,)
-            assert address(piece) % ALIGNMENT == 0 and address(piece) >= end
+            unit = ROW_ALIGNMENT * piece.itemsize
+            assert address(piece) % unit == 0 and address(piece) >= end
             end = address(piece) + piece.numel() * piece.dtype.itemsize
         assert end <= shard.nbytes == shard.pieces[0].untyped_storage().nbytes()
         for index, local in enumerate(shard.locals):
@@ -394,7 +396,7 @@ def test_a_gather_is_no_change_of_the_parameters_in_the_eyes_of_autograd(
 @every_group
 def test_a_rank_sends_its_part_of_what_it_receives(group: Group, packed: bool) -> None:
     for rank, buffer in zip(group.ranks, gather_buffers(group, packed=packed), strict=True):
-        assert len(buffer.own_pieces) == len(group.layout.segments)
+        assert len(buffer.own.each) == len(group.layout.segments)
         for output, own in zip(buffer.outputs, buffer.inputs, strict=True):
             assert output.dtype is own.dtype is torch.uint8
             assert output.numel() == own.numel() * group.layout.world > 0
@@ -407,7 +409,7 @@ def test_in_place_every_segment_with_elements_is_a_message_and_whole_rows_lie_wh
     buffer = GatherBuffer(MIXED.layout, 0, MIXED.dtypes, CPU, packed=False)
     assert len(buffer.outputs) == 6  # of seven parameters one is empty
     zero_copy = [slot.zero_copy for slot in MIXED.layout.slots]
-    assert [buffer.contains(piece) for piece in buffer.own_pieces if piece.numel()] == [
+    assert [buffer.contains(piece) for piece in buffer.own.each if piece.numel()] == [
         flag for flag, param in zip(zero_copy, buffer.params, strict=True) if param.numel()
     ]
 
@@ -418,7 +420,7 @@ def test_packed_there_is_one_message_and_nothing_of_it_in_the_gathered_memory() 
     (output,), (own,) = buffer.outputs, buffer.inputs
     assert own.numel() == buffer.packed_nbytes
     assert output.numel() == 3 * buffer.packed_nbytes
-    assert not any(map(buffer.contains, [output, own, *buffer.own_pieces]))
+    assert not any(map(buffer.contains, [output, own, *buffer.own.each]))
 
 
 def test_a_group_without_elements_sends_no_message() -> None:
@@ -431,7 +433,7 @@ def test_a_group_without_elements_sends_no_message() -> None:
 def test_staging_memory_is_there_from_allocation_to_copy_out_only(packed: bool) -> None:
     buffers = gather_buffers(MIXED, packed=packed)
     chunked = next(i for i, slot in enumerate(MIXED.layout.slots) if not slot.zero_copy)
-    staged = [buffer.own_pieces[chunked] for buffer in buffers]
+    staged = [buffer.own.each[chunked] for buffer in buffers]
     all_gather(buffers, sharded(MIXED, whole_params(MIXED)))
     assert_absent(staged)
     assert_present(param for buffer in buffers for param in buffer.params)
@@ -448,7 +450,7 @@ def test_packed_the_parameters_take_memory_only_when_they_are_distributed() -> N
     (buffer, *_) = gather_buffers(MIXED, packed=True)
     for _ in range(2):
         assert_absent(buffer.params)
-        assert_present(buffer.own_pieces)
+        assert_present(buffer.own.each)
         buffer.allocate_params()
         assert_present(buffer.params)
         buffer.release()
@@ -458,9 +460,9 @@ def test_packed_the_parameters_take_memory_only_when_they_are_distributed() -> N
 def test_in_place_the_parameters_take_memory_with_the_gather() -> None:
     (buffer, *_) = gather_buffers(MIXED, packed=False)
     for _ in range(2):
-        assert_present([*buffer.params, *buffer.own_pieces])
+        assert_present([*buffer.params, *buffer.own.each])
         buffer.release()
-        assert_absent([*buffer.params, *buffer.own_pieces])
+        assert_absent([*buffer.params, *buffer.own.each])
         buffer.allocate()
 
 
@@ -469,9 +471,9 @@ def test_a_message_can_be_gathered_in_memory_of_somebody_else(group: Group) -> N
     buffers, wholes = gather_buffers(group, packed=True), whole_params(group)
     rows = torch.zeros(group.layout.world, buffers[0].packed_nbytes, dtype=torch.uint8)
     for buffer, shard in zip(buffers, sharded(group, wholes), strict=True):
-        torch._foreach_copy_(buffer.own_pieces_in(rows), shard.pieces)
+        buffer.own_in(rows).copy_from(shard.own)
     for buffer in buffers:
         buffer.allocate_params()
         buffer.copy_out_of(rows)
         assert_equal(buffer.params, wholes)
-        assert_absent(buffer.own_pieces)  # memory of its own is of no use
+        assert_absent(buffer.own.each)  # memory of its own is of no use
