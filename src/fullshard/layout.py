@@ -326,6 +326,11 @@ def gathers_in_place(layout: Layout, dtypes: Sequence[torch.dtype]) -> bool:
     """
     if len(layout.segments) == 1 and layout.slots[0].zero_copy:
         return True
+    return has_large_pieces(layout, dtypes)
+
+
+def has_large_pieces(layout: Layout, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether a collective per segment costs no more than one for all."""
     nbytes = sum(
         segment.piece_numel * dtypes[segment.params[0]].itemsize for segment in layout.segments
     )

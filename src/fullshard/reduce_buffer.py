@@ -5,13 +5,14 @@
 
 Gradients are copied here in any case, to be cast, so both cost the same copy. Segment after segment
 the copy of all is one kernel on an accelerator, whose backends take many messages in one call. Rank
-after rank is for backends that carry each message by itself.
+after rank is for backends that carry each message by itself, and for exchanges (`gradients`,
+[Note: narrow on the wire]), which no backend coalesces.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,12 +58,13 @@ class LocalGradient:
 
 
 class ReduceRun:
-    """Segments reduced by one call: the same dtype on the wire and the same dtype of the result."""
+    """Segments reduced together: the same dtypes on the wire, of the sum and of the result."""
 
     def __init__(
         self,
         *,
         kind: tuple[torch.dtype, torch.dtype],
+        exchanged: bool,
         numel: int,
         inputs: Sequence[Tensor],
         pieces: Sequence[tuple[int, int]],
@@ -70,6 +72,8 @@ class ReduceRun:
         unfilled: Sequence[Tensor],
     ) -> None:
         self.reduce_dtype, self.gradient_dtype = kind
+        self.exchanged = exchanged
+        """Whether the inputs are in a narrower dtype than that of the sum, which is the receiver's to make."""
         self.numel = numel
         """Elements of the run's output."""
         self._inputs = tuple(inputs)
@@ -104,10 +108,10 @@ class ReduceRun:
 
 
 class ReduceBuffer:
-    """The whole gradients of a group's trainable parameters in the reduce dtype.
+    """The whole gradients of a group's trainable parameters in the dtype in which they travel, or accumulate.
 
     Filled by one fused cast-copy when gradients arrive; kept over steps that accumulate without
-    reducing; given back when the reduce-scatter has read it.
+    reducing; given back when the collective has read it.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class ReduceBuffer:
         *,
         by_segment: bool,
         rank_major: bool = False,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         """Allocate on the current stream (the compute stream) and make every view a step needs.
 
@@ -133,10 +138,13 @@ class ReduceBuffer:
             device: Where gradients are.
             by_segment: Reduced gradients are those of whole segments, not of single parameters.
             rank_major: Lie rank after rank. Flat segments cannot, except one by itself, which does anyway.
+            wire_dtype: In which gradients are here, to be exchanged and summed in their reduce dtypes; None for
+                the reduce dtypes themselves.
         """
         self.layout = layout
         self._rank = rank
         self._by_segment = by_segment
+        self._wire_dtype = wire_dtype
         flat = any(slot.division is Division.FLAT for slot in layout.slots)
         self._always_whole = flat
         """Ranks may use different parameters of a flat group, so all of it travels, always."""
@@ -164,14 +172,14 @@ class ReduceBuffer:
         numels = {index: layout.segments[index].piece_numel for index in self._kinds}
         if not self.rank_major:
             wholes = [numel * layout.world for numel in numels.values()]
-            placement = place(wholes, [dtype for dtype, _ in self._kinds.values()])
+            placement = place(wholes, [self._dtype(index) for index in numels])
             self._strides = numels
             self._starts = dict(zip(numels, placement.starts, strict=True))
             return placement.nbytes
         end = 0
         for kind in dict.fromkeys(self._kinds.values()):
             members = self._of_kind(kind)
-            row, itemsize = self._row(kind, members), kind[0].itemsize
+            row, itemsize = self._row(members), self._dtype(members[0]).itemsize
             for index, start, following in zip(
                 members, row.starts, (*row.starts[1:], row.nbytes), strict=True
             ):
@@ -181,10 +189,14 @@ class ReduceBuffer:
             end += row.nbytes * layout.world
         return end
 
-    def _row(self, kind: tuple[torch.dtype, torch.dtype], segments: Sequence[int]) -> Placement:
+    def _row(self, segments: Sequence[int]) -> Placement:
         """How one rank's pieces of segments of a kind lie, one after the other."""
         numels = [self.layout.segments[index].piece_numel for index in segments]
-        return place(numels, [kind[0]] * len(segments))
+        return place(numels, [self._dtype(index) for index in segments])
+
+    def _dtype(self, segment: int) -> torch.dtype:
+        """Of a segment's gradients here."""
+        return self._wire_dtype or self._kinds[segment][0]
 
     def _of_kind(self, kind: tuple[torch.dtype, torch.dtype]) -> list[int]:
         return [index for index, other in self._kinds.items() if other == kind]
@@ -193,7 +205,7 @@ class ReduceBuffer:
         self, segment: int, start: int, shape: Sequence[int], strides: Sequence[int]
     ) -> Tensor:
         """A part of a segment, ``start`` elements after its beginning."""
-        dtype = self._kinds[segment][0]
+        dtype = self._dtype(segment)
         return self._buffer.view(
             dtype, self._starts[segment] + start * dtype.itemsize, shape, strides
         )
@@ -211,9 +223,13 @@ class ReduceBuffer:
         slot = self.layout.slots[param]
         segment, step = slot.segment, self._strides[slot.segment]
         if slot.division is Division.CHUNKS:
-            dtype = self._kinds[segment][0]
             return staged_chunks(
-                self.layout, param, self._buffer, self._starts[segment], dtype, step
+                self.layout,
+                param,
+                self._buffer,
+                self._starts[segment],
+                self._dtype(segment),
+                step,
             )
         if slot.division is Division.REPLICATED:
             return [self._view(segment, 0, (self.layout.world,), (step,))]
@@ -255,9 +271,9 @@ class ReduceBuffer:
     ) -> ReduceRun:
         layout, members = self.layout, self._of_kind(kind)
         chosen = [index for index in members if index in segments]
-        row = self._row(kind, chosen)
-        starts = [start // kind[0].itemsize for start in row.starts]
-        numel = row.nbytes // kind[0].itemsize
+        row, itemsize = self._row(chosen), self._dtype(chosen[0]).itemsize
+        starts = [start // itemsize for start in row.starts]
+        numel = row.nbytes // itemsize
         gradients, unfilled = [], []
         for index, start in zip(chosen, starts, strict=True):
             segment = layout.segments[index]
@@ -282,6 +298,7 @@ class ReduceBuffer:
             inputs = [self._pieces_of_all_ranks(index) for index in chosen]
         return ReduceRun(
             kind=kind,
+            exchanged=self._wire_dtype is not None,
             numel=numel,
             inputs=inputs,
             pieces=pieces,
@@ -324,6 +341,18 @@ class ReduceBuffer:
             empty = layout.world - ranks - 1
             pads.append(self._view(segment, (ranks + 1) * step, (empty, piece), (step, 1)))
         return [pad for pad in pads if pad.numel()]
+
+    def copy_from(self, other: ReduceBuffer, params: Collection[int]) -> None:
+        """Take what another buffer of the same layout holds of parameters, in this one's dtype."""
+        segments, shape = (
+            {self.layout.slots[param].segment for param in params},
+            (self.layout.world, -1),
+        )
+        here, there = (
+            [buffer._pieces_of_all_ranks(index).view(shape) for index in segments]
+            for buffer in (self, other)
+        )
+        torch._foreach_copy_(here, there)
 
     @property
     def allocated(self) -> bool:

@@ -472,6 +472,7 @@ def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
         param_dtype=precision.param_dtype,
         reduce_dtype=precision.reduce_dtype,
         cast_forward_inputs=precision.cast_forward_inputs,
+        wire_dtype=precision.wire_dtype,
     )
 
 
