@@ -333,7 +333,7 @@ def test_a_reset_drops_what_was_accumulated(world) -> None:
 
 STRATEGIES = {
     "FULL_SHARD": {},
-    "accumulated": {"steps": 2},
+    "accumulated": {"steps": 3},
     "SHARD_GRAD_OP": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
 }
 
