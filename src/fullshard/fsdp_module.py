@@ -196,7 +196,10 @@ class FSDPModule:
             group.set_custom_all_gather(comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce this module's group with a comm object: one staged input, one output, copies around it."""
+        """Reduce this module's group with a comm object: one staged input, one output, copies around it.
+
+        Not with a ``wire_dtype``.
+        """
         _check_type("comm", comm, ReduceScatter)
         _check_comms_can_be_chosen(self, "set_custom_reduce_scatter")
         _check_reduce_scatters(self, "set_custom_reduce_scatter")
@@ -207,7 +210,7 @@ class FSDPModule:
 
         NCCL's is registered with the network, which can spare it copies; gathers and reductions of
         the module pay for it with a copy from and to the staging memory. Not together with comm
-        objects or symmetric memory. Collective: call it on all ranks.
+        objects, symmetric memory or a ``wire_dtype``. Collective: call it on all ranks.
         """
         _check_bool("enable", enable)
         name, groups = "set_allocate_memory_from_process_group_for_comm", _state(self).groups
@@ -233,8 +236,8 @@ class FSDPModule:
 
         Reductions too, if `set_force_sum_reduction_for_comms(True)` was called before: NCCL's
         algorithms for symmetric memory only sum. There is no way back. Not together with comm
-        objects or memory of the process group, nor, for reductions, with several input buffers.
-        Collective: call it on all ranks.
+        objects or memory of the process group, nor, for reductions, with several input buffers or a
+        ``wire_dtype``. Collective: call it on all ranks.
 
         Args:
             backend: Where symmetric memory comes from, for the whole process; "NCCL" is the only one.
