@@ -68,6 +68,7 @@ class ReduceRun:
         numel: int,
         inputs: Sequence[Tensor],
         pieces: Sequence[tuple[int, int]],
+        packing: Sequence[tuple[int, int]] = (),
         gradients: Sequence[LocalGradient],
         unfilled: Sequence[Tensor],
     ) -> None:
@@ -77,7 +78,8 @@ class ReduceRun:
         self.numel = numel
         """Elements of the run's output."""
         self._inputs = tuple(inputs)
-        self._in_place = all(tensor.ndim == 1 for tensor in inputs)
+        self._packing = tuple(packing)
+        """If the inputs are parts of rows, (world, elements): start and length of each in rows of one message."""
         self.pieces = tuple(pieces)
         """Per input, start and length of its reduced piece in the run's output, in elements."""
         self.gradients = tuple(gradients)
@@ -89,13 +91,15 @@ class ReduceRun:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """What the reduce-scatter reads, rank after rank; what does not lie so is copied."""
-        if self._in_place:
+        """What the collective reads, rank after rank; what does not lie so is copied."""
+        if not self._packing:
             return self._inputs
-        return tuple(tensor.flatten() for tensor in self._inputs)
+        rows = self._inputs[0].new_zeros(len(self._inputs[0]), self.numel)
+        torch._foreach_copy_([rows.narrow(1, *span) for span in self._packing], self._inputs)
+        return (rows.view(-1),)
 
     def outputs(self, reduced: Tensor) -> list[Tensor]:
-        """What the reduce-scatter writes, one for each of the inputs."""
+        """Where the reduced pieces go, one for each of the inputs."""
         return [reduced] if self.pieces == ((0, self.numel),) else self._piece_cuts.of(reduced)
 
     def cut(self, reduced: Tensor) -> list[Tensor]:
@@ -289,19 +293,22 @@ class ReduceBuffer:
                     gradients.append(_local_gradient(param, piece.shape, start + piece.offset))
             if self._by_segment:
                 gradients.append(_local_gradient(segment.params[0], (segment.piece_numel,), start))
+        numels = [layout.segments[index].piece_numel for index in chosen]
+        pieces, packing = list(zip(starts, numels, strict=True)), list[tuple[int, int]]()
+        inputs = [self._pieces_of_all_ranks(index) for index in chosen]
         if self.rank_major and chosen == members:  # they are a row in the buffer, too
             pieces = [(0, numel)]
             inputs = [self._view(chosen[0], 0, (numel * layout.world,), (1,))]
-        else:
-            numels = [layout.segments[index].piece_numel for index in chosen]
-            pieces = list(zip(starts, numels, strict=True))
-            inputs = [self._pieces_of_all_ranks(index) for index in chosen]
+        elif self.rank_major:
+            pieces, packing = [(0, numel)], pieces
+            inputs = [tensor.view(layout.world, -1) for tensor in inputs]
         return ReduceRun(
             kind=kind,
             exchanged=self._wire_dtype is not None,
             numel=numel,
             inputs=inputs,
             pieces=pieces,
+            packing=packing,
             gradients=gradients,
             unfilled=unfilled,
         )
