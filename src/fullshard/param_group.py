@@ -133,8 +133,9 @@ class FSDPParamGroup:
         self._reduce_buffers: dict[torch.dtype | None, ReduceBuffer] = {}
         """By wire dtype; None is for accumulating, and for sending if gradients have no other."""
         self._held: set[int] = set()
-        """Parameters whose gradients are in a reduce buffer, and in which."""
+        """Parameters whose gradients wait in a reduce buffer."""
         self._held_in: ReduceBuffer | None = None
+        """Which buffer that is; None if there are none."""
         self._partial: dict[int, Tensor] = {}
         """Reduced shards that wait to be summed over replicas."""
         self._shard_originals()

@@ -351,12 +351,9 @@ class ReduceBuffer:
 
     def copy_from(self, other: ReduceBuffer, params: Collection[int]) -> None:
         """Take what another buffer of the same layout holds of parameters, in this one's dtype."""
-        segments, shape = (
-            {self.layout.slots[param].segment for param in params},
-            (self.layout.world, -1),
-        )
+        segments = {self.layout.slots[param].segment for param in params}
         here, there = (
-            [buffer._pieces_of_all_ranks(index).view(shape) for index in segments]
+            [buffer._pieces_of_all_ranks(i).view(self.layout.world, -1) for i in segments]
             for buffer in (self, other)
         )
         torch._foreach_copy_(here, there)

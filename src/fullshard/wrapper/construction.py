@@ -413,9 +413,7 @@ class Choices:
 
 def shard(wrapper: nn.Module, wrapped: nn.Module, choices: Choices) -> FSDPState:
     """Shard what is below ``wrapped`` and in no other wrapper, and attach the state to ``wrapper``."""
-    policy = policy_of(
-        choices.precision
-    )  # first: it may refuse dtypes that were changed one by one
+    policy = policy_of(choices.precision)  # refuses dtypes that were changed one by one
     modules = [
         (clean_name(name), module)
         for name, module in managed_modules([wrapper], choices.ignored.modules)
