@@ -300,8 +300,8 @@ def all_gather(
     name of the work it has completed in one std::string, outside of the lock (torch 2.13, `runLoop`,
     lastCompletedWorkName). Names of up to 15 characters lie in the string itself. ALLGATHER_COALESCED
     does not: one thread frees it while the other writes ALLREDUCE there, and a later malloc aborts, or
-    hands out the same memory twice. Two collectives in flight on a group are enough. ALLGATHER and
-    ALLREDUCE, as which gloo carries all that we call, are short.
+    hands out the same memory twice. Two collectives in flight on a group are enough. ALLGATHER,
+    ALLREDUCE and ALLTOALL_BASE, as which gloo carries all that we call, are short.
     """
     if not outputs:
         return None
@@ -352,6 +352,22 @@ def reduce_scatter(
     options = _reduce_options(op, async_op=async_op)
     work = torch_border.reduce_scatter_coalesced(group, outputs, inputs, options)
     return work if async_op else _ordered(work, group)
+
+
+def all_to_all(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup, *, async_op: bool
+) -> list[Work | None]:
+    """Send part r of ``inputs[i]`` to rank r; ``outputs[i]`` gets what all ranks sent, in their order.
+
+    A call each, since no backend coalesces them: small ones should be in one message.
+    """
+    options = _exchange_options(async_op=async_op)
+    works = [
+        torch_border.all_to_all_single(group, output, tensor, options)
+        for output, tensor in zip(outputs, inputs, strict=True)
+        if tensor.numel()
+    ]
+    return [work if async_op else _ordered(work, group) for work in works]
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType) -> None:
@@ -426,3 +442,4 @@ def _runs_on_current_stream(group: ProcessGroup) -> bool:
 # Options are the same for every call, so each is made once.
 _gather_options = functools.cache(torch_border.all_gather_options)
 _reduce_options = functools.cache(torch_border.reduce_scatter_options)
+_exchange_options = functools.cache(torch_border.all_to_all_options)

@@ -196,9 +196,13 @@ class FSDPModule:
             group.set_custom_all_gather(comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce this module's group with a comm object: one staged input, one output, copies around it."""
+        """Reduce this module's group with a comm object: one staged input, one output, copies around it.
+
+        Not with a ``wire_dtype``.
+        """
         _check_type("comm", comm, ReduceScatter)
         _check_comms_can_be_chosen(self, "set_custom_reduce_scatter")
+        _check_reduce_scatters(self, "set_custom_reduce_scatter")
         _change_reduction(self, recurse=False, custom=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -206,11 +210,12 @@ class FSDPModule:
 
         NCCL's is registered with the network, which can spare it copies; gathers and reductions of
         the module pay for it with a copy from and to the staging memory. Not together with comm
-        objects or symmetric memory. Collective: call it on all ranks.
+        objects, symmetric memory or a ``wire_dtype``. Collective: call it on all ranks.
         """
         _check_bool("enable", enable)
         name, groups = "set_allocate_memory_from_process_group_for_comm", _state(self).groups
         _check_comms_can_be_chosen(self, name)
+        _check_reduce_scatters(self, name)
         if not enable:
             for group in groups:
                 group.set_custom_all_gather(None)
@@ -231,8 +236,8 @@ class FSDPModule:
 
         Reductions too, if `set_force_sum_reduction_for_comms(True)` was called before: NCCL's
         algorithms for symmetric memory only sum. There is no way back. Not together with comm
-        objects or memory of the process group, nor, for reductions, with several input buffers.
-        Collective: call it on all ranks.
+        objects or memory of the process group, nor, for reductions, with several input buffers or a
+        ``wire_dtype``. Collective: call it on all ranks.
 
         Args:
             backend: Where symmetric memory comes from, for the whole process; "NCCL" is the only one.
@@ -245,6 +250,7 @@ class FSDPModule:
             )
         for group in state.groups:
             if group.reduction.force_sum:
+                _check_reduce_scatters(self, "set_symm_mem_for_comm")
                 _check_one_input_buffer([state], state.max_reductions)
             for process_group in _process_groups(group):
                 choose_symmetric_memory(backend, process_group, group.device)
@@ -508,6 +514,17 @@ def _check_comms_can_be_chosen(module: FSDPModule, method: str) -> None:
                 f"{type(module).__name__} has {' and '.join(sorted(users))}. Leave the call out, or "
                 "set_custom_all_gather and set_custom_reduce_scatter."
             )
+
+
+def _check_reduce_scatters(module: FSDPModule, method: str) -> None:
+    """Gradients that are exchanged are not reduced by a collective, so there is nothing to stage or replace."""
+    dtypes = {group.mp_policy.wire_dtype for group in _state(module).groups} - {None}
+    if dtypes:
+        raise ConfigurationError(
+            f"{method} is about the reduce-scatter of a module's group, but this {type(module).__name__} has none: "
+            f"with wire_dtype={dtypes.pop()} gradients are exchanged and summed by the receiver. Leave out the call, "
+            "or wire_dtype in the module's mp_policy."
+        )
 
 
 def _reduces_symmetrically(state: FSDPState) -> bool:

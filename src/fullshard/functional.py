@@ -44,7 +44,12 @@ from .ownership import (
 from .param import FSDPParam, normalized_shard_dim
 from .param_group import FSDPParamGroup
 from .placement import FacePlacement, Placer, local_tensor
-from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .policies import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    check_wire_is_there,
+)
 from .runtime import FSDPState, attach_state, state_of
 from .self_gathered import gathers_itself
 
@@ -128,6 +133,7 @@ def fully_shard(
     keeping = _keeping_after_forward(reshard_after_forward, info)
     found = _params_to_shard(modules, ignored_params or (), shard_placement_fn, info)
     _check_parts(found, info, keeping.part_size)
+    _check_wire(found, mp_policy)
     _apply(modules, found, info, mp_policy, offload_policy, keeping, FSDPModule)
     return module
 
@@ -186,6 +192,7 @@ def replicate(
     own_mesh = mesh if mesh is not None else default_mesh(dim_names=("replicate",))
     info = replicating_mesh_info(own_mesh, dp_mesh_dims)
     found = _params_to_shard(modules, ignored_params or (), None, info)
+    _check_wire(found, mp_policy)
     _apply(modules, found, info, mp_policy, offload_policy, _Keeping(False), ReplicateModule)
     return module
 
@@ -332,6 +339,15 @@ def _check_options(
     ):
         raise ConfigurationError(
             f"ignored_params must be a set of nn.Parameter, got {type(ignored_params).__name__}."
+        )
+
+
+def _check_wire(found: Sequence[_Found], mp_policy: MixedPrecisionPolicy) -> None:
+    for each in found:
+        check_wire_is_there(
+            mp_policy.wire_dtype,
+            shards=each.mesh_info.shard_mesh_size,
+            replicas=each.mesh_info.replicate_mesh_size,
         )
 
 

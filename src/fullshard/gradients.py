@@ -2,7 +2,8 @@
 
     take        .grad of the unsharded faces, cleared there
     fill        one fused cast-copy (or add, when accumulating) into the group's reduce buffer
-    Reduction   reduce-scatter, all-reduce over replicas, division, cast, land in .grad of the sharded faces
+    Reduction   reduce-scatter, or exchange and sum; all-reduce over replicas, division, cast, land in .grad of
+                the sharded faces
 
 `.grad` of unsharded faces is taken here and nowhere else; that of sharded ones is written by `faces`.
 """
@@ -131,6 +132,14 @@ class Reduction:
 
     Lives while it is in flight. It owns the reduce buffer's memory and everything its streams touch
     until the compute stream has been ordered after them ([Note: memory and streams]).
+
+    [Note: narrow on the wire]
+    A reduce-scatter sums in the dtype it carries. To send bf16 and sum in fp32, an exchange (all-to-all)
+    brings each rank all ranks' gradients of its shard, and the rank adds them up by itself: in the same
+    order every time, whatever algorithm the backend chooses. As many elements travel as in a
+    reduce-scatter. What is received is as large as what is sent, so both together take the memory of one
+    fp32 input; they are kept and given back together. Nothing can overflow before the sum, so all
+    division comes after it.
     """
 
     def __init__(
@@ -162,6 +171,8 @@ class Reduction:
         self._reduced: list[Tensor] = []
         self._landed: list[Tensor] = []
         self._kept: list[Tensor] = []
+        self._received: list[tuple[Tensor, Tensor]] = []
+        """What exchanges bring of all ranks, and where its sum goes."""
         self._staged: list[Tensor] = []
         """Memory of the comm object that is free again once the input has been read."""
         self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -172,7 +183,7 @@ class Reduction:
                 run.reduce_dtype,
                 mesh_info.shard_mesh_size * mesh_info.replicate_mesh_size,
                 settings.divide_by,
-                settings.force_sum,
+                settings.force_sum or run.exchanged,
             )
             if settings.replacement is None
             else DivideRule(1, 1, ReduceOp.SUM)
@@ -193,8 +204,11 @@ class Reduction:
         replicated = self._mesh_info.replicate_process_group is not None
         with context.reduce_scatter:
             events.ready.wait()
-            for (outputs, inputs), rule in zip(calls, self._rules, strict=True):
-                self._works.append(self._scatter(outputs, inputs, rule))
+            for run, (outputs, inputs), rule in zip(self._runs, calls, self._rules, strict=True):
+                if run.exchanged:
+                    self._works += self._exchange(outputs, inputs)
+                else:
+                    self._works.append(self._scatter(outputs, inputs, rule))
             if context.asynchronous:
                 self._unstage()
             events.input_read.record()
@@ -216,6 +230,7 @@ class Reduction:
             self._unstage()
         self._events.input_read.wait()
         self._buffer.release()
+        self._received.clear()
         if self._settings.custom is not None:
             for staged in self._staged:
                 self._settings.custom.release(staged)
@@ -230,7 +245,7 @@ class Reduction:
             kept.clear()
 
     def _prepare(self, run: ReduceRun, rule: DivideRule) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Allocate a run's output, and return what its reduce-scatter writes and reads."""
+        """Allocate a run's output, and return what its collective writes and reads."""
         if run.unfilled:
             torch._foreach_zero_(run.unfilled)
         inputs = run.inputs
@@ -241,7 +256,12 @@ class Reduction:
         reduced = torch.empty(run.numel, dtype=run.reduce_dtype, device=self._context.device)
         self._keep_output(run, reduced)
         self._kept += inputs  # the buffer's, or copies
-        return run.cut_outputs(reduced), inputs
+        outputs = run.cut_outputs(reduced)
+        if run.exchanged:
+            received = [torch.empty_like(tensor) for tensor in inputs]
+            self._received += zip(received, outputs, strict=True)
+            return received, inputs
+        return outputs, inputs
 
     def _prepare_packed(
         self, run: ReduceRun, inputs: Sequence[Tensor], custom: comm.ReduceScatter
@@ -267,7 +287,10 @@ class Reduction:
         return [output], [packed]
 
     def _unstage(self) -> None:
-        """Copy results out of memory that is about to be used again; after the reduce-scatters, on their stream."""
+        """Bring results out of memory that is about to be given back; after the collectives, on their stream."""
+        for received, output in self._received:
+            rows = received.view(self._buffer.layout.world, -1)
+            torch.sum(rows, 0, dtype=output.dtype, out=output)
         if self._copies[0]:
             torch._foreach_copy_(*self._copies)
             self._copies = ([], [])
@@ -279,6 +302,11 @@ class Reduction:
             if run.gradient_dtype == run.reduce_dtype
             else torch.empty(run.numel, dtype=run.gradient_dtype, device=self._context.device)
         )
+
+    def _exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> list[Work | None]:
+        group = self._settings.process_group
+        assert group is not None, "what stays on its rank is not in a dtype for the wire"
+        return comm.all_to_all(received, sent, group, async_op=not self._context.asynchronous)
 
     def _scatter(
         self,

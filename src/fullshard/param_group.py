@@ -27,6 +27,7 @@ from .faces import ShardedFace
 from .forms import Form
 from .gathering import Gathering, Messages, Resident
 from .kept_part import KeptPart
+from .layout import has_large_pieces
 from .mesh import DataParallelAxes, DataParallelMeshInfo, block_group
 from .param import FaceSwitch, FSDPParam
 from .placement import local_tensor
@@ -130,8 +131,14 @@ class FSDPParamGroup:
         self._reduce_dtypes: list[torch.dtype] = []
         self.gradient_dtypes: list[torch.dtype] = []
         """Of each parameter: in which gradients are summed over ranks, and in which they land."""
-        self._reduce: ReduceBuffer | None = None
+        self._wire_dtype: torch.dtype | None = None
+        """In which gradients travel, if it is not the reduce dtype."""
+        self._reduce_buffers: dict[torch.dtype | None, ReduceBuffer] = {}
+        """By wire dtype; None is for accumulating, and for sending if gradients have no other."""
         self._held: set[int] = set()
+        """Parameters whose gradients wait in a reduce buffer."""
+        self._held_in: ReduceBuffer | None = None
+        """Which buffer that is; None if there are none."""
         self._partial: dict[int, Tensor] = {}
         """Reduced shards that wait to be summed over replicas."""
         self._shard_originals()
@@ -186,7 +193,9 @@ class FSDPParamGroup:
             gradient_dtypes = [*compute_dtypes.values()] if sharded else reduce_dtypes
         if (reduce_dtypes, gradient_dtypes) != (self._reduce_dtypes, self.gradient_dtypes):
             self._reduce_dtypes, self.gradient_dtypes = reduce_dtypes, gradient_dtypes
-            self._reduce = None
+            self._reduce_buffers.clear()
+        # What stays on its rank is not rounded.
+        self._wire_dtype = policy.wire_dtype if self.mesh_info.shard_mesh_size > 1 else None
         self._self_gathered = [
             self._self_gathered_of(param) for param in self.params if param.face not in self._homes
         ]
@@ -475,7 +484,7 @@ class FSDPParamGroup:
         for param in self.params:
             if param.face is face:
                 param.set_trainable(trainable)
-        self._reduce = None
+        self._reduce_buffers.clear()
         self._find_unwatched()
 
     def _find_unwatched(self) -> None:
@@ -561,29 +570,34 @@ class FSDPParamGroup:
 
     # --- gradients --------------------------------------------------------------------------------
 
-    def collect_gradients(self) -> None:
-        """Move the unsharded parameters' gradients into the reduce buffer, adding to what it holds.
+    def collect_gradients(self, *, to_send: bool) -> None:
+        """Move the unsharded parameters' gradients into a reduce buffer, adding to what is held.
+
+        With ``to_send``, `reduce_gradients` comes next, and what comes alone may be rounded for the
+        wire at once. What is added up over several backwards is rounded when the sum is complete.
 
         Before: gradients in `.grad` of unsharded parameters. After: those are None.
         """
         taken = gradients.take(self.params)
         if not taken:
             return
-        gradients.fill(self._reserve_reduce_buffer(), taken, self._held)
+        alone = to_send and self._held_in is None
+        self._held_in = self._reserve_reduce_buffer(self._wire_dtype if alone else None)
+        gradients.fill(self._held_in, taken, self._held)
 
-    def _reserve_reduce_buffer(self) -> ReduceBuffer:
-        """The reduce buffer with its memory present, and nobody else reading it."""
-        buffer = self._reduce or self._rebuild_reduce_buffer()
-        if not self._held:
+    def _reserve_reduce_buffer(self, wire_dtype: torch.dtype | None) -> ReduceBuffer:
+        """A reduce buffer with its memory present, and nobody else reading it."""
+        buffer = self._reduce_buffers.get(wire_dtype) or self._new_reduce_buffer(wire_dtype)
+        if buffer is not self._held_in:
             self.context.make_room_for_reduction()
             if buffer.allocated:  # this very group's previous reduction still reads it
                 self.context.finish_inputs()
             buffer.allocate()
         return buffer
 
-    def _rebuild_reduce_buffer(self) -> ReduceBuffer:
-        """Make the reduce buffer for the parameters that are trainable now or have gradients."""
-        if self._held:
+    def _new_reduce_buffer(self, wire_dtype: torch.dtype | None) -> ReduceBuffer:
+        """Make a reduce buffer for the parameters that are trainable now or have gradients."""
+        if self._held and not self._reduce_buffers:
             raise ConfigurationError(
                 f"requires_grad of parameters in group {self.name!r} changed while gradients were accumulated "
                 "without synchronisation. Change it after a step that synchronises, or call "
@@ -591,7 +605,11 @@ class FSDPParamGroup:
             )
         self.context.make_room_for_reduction()
         trainable = [index for index, param in enumerate(self.params) if param.trainable]
-        self._reduce = ReduceBuffer(
+        # gloo carries every message of a call by itself; an exchange is a call each.
+        rank_major = not self.context.asynchronous
+        if wire_dtype is not None:
+            rank_major = not has_large_pieces(self.layout, [wire_dtype] * len(self.params))
+        buffer = ReduceBuffer(
             self.layout,
             self.mesh_info.shard_mesh_rank,
             trainable,
@@ -599,11 +617,12 @@ class FSDPParamGroup:
             self.gradient_dtypes,
             self.device,
             by_segment=self._form.by_segment,
-            # gloo carries every message of a call by itself.
-            rank_major=not self.context.asynchronous,
+            rank_major=rank_major,
+            wire_dtype=wire_dtype,
         )
-        self._reduce.release()
-        return self._reduce
+        buffer.release()
+        self._reduce_buffers[wire_dtype] = buffer
+        return buffer
 
     def reduce_gradients(self, *, with_unused: bool = False) -> None:
         """Send the collected gradients on their way to the sharded parameters; nothing without gradients.
@@ -620,7 +639,10 @@ class FSDPParamGroup:
         missing -= self._held
         if not self._held and not missing:
             return
-        context, buffer = self.context, self._reserve_reduce_buffer()
+        context, buffer = self.context, self._reserve_reduce_buffer(self._wire_dtype)
+        if self._held_in is not None and self._held_in is not buffer:
+            buffer.copy_from(self._held_in, self._held)
+            self._held_in.release()
         if missing:
             torch._foreach_zero_([t for index in sorted(missing) for t in buffer.targets[index]])
         reduction = gradients.Reduction(
@@ -633,7 +655,7 @@ class FSDPParamGroup:
             self._held | missing,
             self._partial,
         )
-        self._held = set()
+        self._held, self._held_in = set(), None
         reduction.issue()
         context.note_reduction(reduction)
 
@@ -641,9 +663,11 @@ class FSDPParamGroup:
         """Forget gradients that were not reduced: after a failed step."""
         gradients.take(self.params)
         self._held.clear()
+        self._held_in = None
         self._partial.clear()
-        if self._reduce is not None and self._reduce.allocated:
-            self._reduce.release()
+        for buffer in self._reduce_buffers.values():
+            if buffer.allocated:
+                buffer.release()
 
     # --- names ------------------------------------------------------------------------------------
 

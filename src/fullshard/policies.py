@@ -28,6 +28,10 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     """Cast floating-point inputs of the module to ``param_dtype``."""
 
+    wire_dtype: torch.dtype | None = None
+    """Dtype in which gradients travel to the rank that sums them in ``reduce_dtype``, which is wider; None means
+    ``reduce_dtype``. All gradients of the group are rounded to it, once."""
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
@@ -37,6 +41,7 @@ class MixedPrecisionPolicy:
             raise ConfigurationError(
                 f"cast_forward_inputs must be True or False, got {self.cast_forward_inputs!r}."
             )
+        check_wire_dtype(self.wire_dtype, self.reduce_dtype)
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,34 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else tuple(value)
+
+
+_WIDER: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
+"""By dtype on the wire, those that hold all its values and are worth summing in."""
+
+
+def check_wire_dtype(wire_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
+    """Refuse dtypes of which the one on the wire is not narrower than the one of the sum."""
+    if wire_dtype is not None and reduce_dtype not in _WIDER.get(wire_dtype, ()):
+        pairs = [f"{narrow}: {' or '.join(map(str, wide))}" for narrow, wide in _WIDER.items()]
+        raise ConfigurationError(
+            "wire_dtype needs a reduce_dtype that is wider and holds all its values, as gradients are summed in "
+            f"that; got wire_dtype={wire_dtype} with reduce_dtype={reduce_dtype}. Allowed are {', '.join(pairs)}. "
+            "Pass one of these, or leave wire_dtype out."
+        )
+
+
+def check_wire_is_there(wire_dtype: torch.dtype | None, *, shards: int, replicas: int) -> None:
+    """Refuse a dtype for exchanges over shards where there are replicas only. One rank alone may have it."""
+    if wire_dtype is not None and shards == 1 < replicas:
+        raise ConfigurationError(
+            f"wire_dtype is for gradients that are reduce-scattered, but nothing is sharded here: {replicas} replicas "
+            "average whole gradients, in reduce_dtype. Leave wire_dtype out, or shard over more than one rank."
+        )
 
 
 def check_floating_dtype(name: str, value: object) -> None:

@@ -5,7 +5,8 @@
 
 Gradients are copied here in any case, to be cast, so both cost the same copy. Segment after segment
 the copy of all is one kernel on an accelerator, whose backends take many messages in one call. Rank
-after rank is for backends that carry each message by itself.
+after rank is for backends that carry each message by itself, and for exchanges (`gradients`,
+[Note: narrow on the wire]), which no backend coalesces.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +36,13 @@ class LocalGradient:
 
 
 class ReduceRun:
-    """Segments reduced by one call: the same dtype on the wire and the same dtype of the result."""
+    """Segments reduced together: the same dtypes on the wire, of the sum and of the result."""
 
     def __init__(
         self,
         *,
         kind: tuple[torch.dtype, torch.dtype],
+        exchanged: bool,
         numel: int,
         inputs: Sequence[Tensor],
         pieces: Sequence[tuple[int, int]],
@@ -49,10 +51,12 @@ class ReduceRun:
         unfilled: Sequence[Tensor],
     ) -> None:
         self.reduce_dtype, self.gradient_dtype = kind
+        self.exchanged = exchanged
+        """Whether the inputs are in a narrower dtype than that of the sum, which is the receiver's to make."""
         self.numel = numel
         """Elements of the run's output."""
         self._inputs = tuple(inputs)
-        self._in_place = all(tensor.ndim == 1 for tensor in inputs)
+        """Messages; or the parts of a message's rows, (world, elements of a piece) each."""
         self.pieces = tuple(pieces)
         """Per segment, start and length of its reduced piece in the run's output, in elements."""
         self.outputs = ((0, numel),) if joined else self.pieces
@@ -66,13 +70,15 @@ class ReduceRun:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """What the reduce-scatter reads, rank after rank; what does not lie so is copied."""
-        if self._in_place:
+        """What the collective reads, rank after rank; what does not lie so is copied."""
+        if self._inputs[0].ndim == 1:
             return self._inputs
-        return tuple(tensor.flatten() for tensor in self._inputs)
+        rows = self._inputs[0].new_zeros(len(self._inputs[0]), self.numel)
+        torch._foreach_copy_([rows.narrow(1, *piece) for piece in self.pieces], self._inputs)
+        return (rows.view(-1),)
 
     def cut_outputs(self, reduced: Tensor) -> list[Tensor]:
-        """What the reduce-scatter writes, one for each of the inputs."""
+        """Where the reduced pieces go, one for each of the inputs."""
         return [reduced.as_strided((numel,), (1,), start) for start, numel in self.outputs]
 
     def clear_gaps(self, reduced: Tensor) -> None:
@@ -89,10 +95,10 @@ class ReduceRun:
 
 
 class ReduceBuffer:
-    """The whole gradients of a group's trainable parameters in the reduce dtype.
+    """The whole gradients of a group's trainable parameters in the dtype in which they travel, or accumulate.
 
     Filled by one fused cast-copy when gradients arrive; kept over steps that accumulate without
-    reducing; given back when the reduce-scatter has read it.
+    reducing; given back when the collective has read it.
     """
 
     def __init__(
@@ -106,6 +112,7 @@ class ReduceBuffer:
         *,
         by_segment: bool,
         rank_major: bool = False,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         """Allocate on the current stream (the compute stream) and make every view a step needs.
 
@@ -118,10 +125,13 @@ class ReduceBuffer:
             device: Where gradients are.
             by_segment: Reduced gradients are those of whole segments, not of single parameters.
             rank_major: Lie rank after rank. Flat segments cannot, except one by itself, which does anyway.
+            wire_dtype: In which gradients are here, to be exchanged and summed in their reduce dtypes; None for
+                the reduce dtypes themselves.
         """
         self.layout = layout
         self._rank = rank
         self._by_segment = by_segment
+        self._wire_dtype = wire_dtype
         flat = any(slot.division is Division.FLAT for slot in layout.slots)
         self._always_whole = flat
         """Ranks may use different parameters of a flat group, so all of it travels, always."""
@@ -149,23 +159,27 @@ class ReduceBuffer:
         numels = {index: layout.segments[index].piece_numel for index in self._kinds}
         if not self.rank_major:
             wholes = [numel * layout.world for numel in numels.values()]
-            placement = place(wholes, [dtype for dtype, _ in self._kinds.values()])
+            placement = place(wholes, [self._dtype(index) for index in numels])
             self._strides = numels
             self._starts = dict(zip(numels, placement.starts, strict=True))
             return placement.nbytes
         end = 0
         for kind in dict.fromkeys(self._kinds.values()):
             members = self._of_kind(kind)
-            row = self._row(kind, members)
+            row, itemsize = self._row(members), self._dtype(members[0]).itemsize
             for index, start in zip(members, row.starts, strict=True):
                 self._starts[index] = end + start
-                self._strides[index] = row.nbytes // kind[0].itemsize
+                self._strides[index] = row.nbytes // itemsize
             end += row.nbytes * layout.world
         return end
 
-    def _row(self, kind: tuple[torch.dtype, torch.dtype], segments: Sequence[int]) -> Placement:
+    def _row(self, segments: Sequence[int]) -> Placement:
         """How one rank's pieces of segments of a kind lie."""
-        return place_row(self.layout, segments, [kind[0]] * len(segments))
+        return place_row(self.layout, segments, [self._dtype(index) for index in segments])
+
+    def _dtype(self, segment: int) -> torch.dtype:
+        """Of a segment's gradients here."""
+        return self._wire_dtype or self._kinds[segment][0]
 
     def _of_kind(self, kind: tuple[torch.dtype, torch.dtype]) -> list[int]:
         return [index for index, other in self._kinds.items() if other == kind]
@@ -174,7 +188,7 @@ class ReduceBuffer:
         self, segment: int, start: int, shape: Sequence[int], strides: Sequence[int]
     ) -> Tensor:
         """A part of a segment, ``start`` elements after its beginning."""
-        dtype = self._kinds[segment][0]
+        dtype = self._dtype(segment)
         return self._buffer.view(
             dtype, self._starts[segment] + start * dtype.itemsize, shape, strides
         )
@@ -192,9 +206,13 @@ class ReduceBuffer:
         slot = self.layout.slots[param]
         segment, step = slot.segment, self._strides[slot.segment]
         if slot.division is Division.CHUNKS:
-            dtype = self._kinds[segment][0]
             return staged_chunks(
-                self.layout, param, self._buffer, self._starts[segment], dtype, step
+                self.layout,
+                param,
+                self._buffer,
+                self._starts[segment],
+                self._dtype(segment),
+                step,
             )
         if slot.division is Division.REPLICATED:
             return [self._view(segment, 0, (self.layout.world,), (step,))]
@@ -261,9 +279,9 @@ class ReduceBuffer:
     ) -> ReduceRun:
         layout, members = self.layout, self._of_kind(kind)
         chosen = [index for index in members if index in segments]
-        row = self._row(kind, chosen)
-        starts = [start // kind[0].itemsize for start in row.starts]
-        numel = row.nbytes // kind[0].itemsize
+        row, itemsize = self._row(chosen), self._dtype(chosen[0]).itemsize
+        starts = [start // itemsize for start in row.starts]
+        numel = row.nbytes // itemsize
         gradients, unfilled = [], []
         for index, start in zip(chosen, starts, strict=True):
             segment = layout.segments[index]
@@ -282,18 +300,19 @@ class ReduceBuffer:
             if self._by_segment:
                 shape = (segment.piece_numel,)
                 gradients.append(LocalGradient(param=segment.params[0], shape=shape, start=start))
-        joined = self.rank_major and chosen == members
-        if joined:  # they are a row in the buffer, too
+        inputs = [self._pieces_of_all_ranks(index) for index in chosen]
+        if self.rank_major and chosen == members:  # they are a row in the buffer, too
             inputs = [self._view(chosen[0], 0, (numel * layout.world,), (1,))]
-        else:
-            inputs = [self._pieces_of_all_ranks(index) for index in chosen]
+        elif self.rank_major:
+            inputs = [tensor.view(layout.world, -1) for tensor in inputs]
         numels = [layout.segments[index].piece_numel for index in chosen]
         return ReduceRun(
             kind=kind,
+            exchanged=self._wire_dtype is not None,
             numel=numel,
             inputs=inputs,
             pieces=list(zip(starts, numels, strict=True)),
-            joined=joined,
+            joined=self.rank_major,
             gradients=gradients,
             unfilled=unfilled,
         )
@@ -335,6 +354,15 @@ class ReduceBuffer:
         partly = self._view(segment, ranks * step + rest, (piece - rest,), (1,))
         empty = layout.world - ranks - 1
         return [partly, self._view(segment, (ranks + 1) * step, (empty, piece), (step, 1))]
+
+    def copy_from(self, other: ReduceBuffer, params: Collection[int]) -> None:
+        """Take what another buffer of the same layout holds of parameters, in this one's dtype."""
+        segments = {self.layout.slots[param].segment for param in params}
+        here, there = (
+            [buffer._pieces_of_all_ranks(i).view(self.layout.world, -1) for i in segments]
+            for buffer in (self, other)
+        )
+        torch._foreach_copy_(here, there)
 
     @property
     def allocated(self) -> bool:

@@ -484,7 +484,7 @@ class Runtime:
     def _reduce(self, state: FSDPState) -> None:
         with torch_border.profiler_range(state.labels.reduce):
             for group in state.groups:
-                group.collect_gradients()
+                group.collect_gradients(to_send=state.requires_gradient_sync)
                 if state.requires_gradient_sync:
                     unused = group.reduction.zero_unused and state not in self._reduced
                     group.reduce_gradients(with_unused=unused)

@@ -22,6 +22,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
+    AllToAllOptions,
     ReduceOp,
     ReduceScatterOptions,
     Work,
@@ -95,6 +96,21 @@ def reduce_scatter_single(
     """Reduce one tensor over ranks and leave this rank's piece in the output."""
     name = "reduce_scatter_single" if _RENAMED else "_reduce_scatter_base"
     return cast(Work, getattr(group, name)(output, tensor, options))
+
+
+def all_to_all_options(*, async_op: bool) -> AllToAllOptions:
+    """Options to reuse for every all-to-all."""
+    options = AllToAllOptions()
+    options.asyncOp = async_op
+    return options
+
+
+def all_to_all_single(
+    group: ProcessGroup, output: Tensor, tensor: Tensor, options: AllToAllOptions
+) -> Work:
+    """Send part r of ``tensor`` to rank r; ``output`` has what all ranks sent, in their order."""
+    name = "all_to_all_single" if _RENAMED else "alltoall_base"
+    return cast(Work, getattr(group, name)(output, tensor, [], [], options))
 
 
 def allocates_tensors(group: ProcessGroup, device: torch.device) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from . import torch_border
 from .errors import ConfigurationError
-from .policies import check_floating_dtype
+from .policies import check_floating_dtype, check_wire_dtype
 
 
 class ShardingStrategy(Enum):
@@ -93,6 +93,13 @@ class MixedPrecision(_Checked):
 
     _module_classes_to_ignore: Collection[type] = (torch_border.BatchNorm,)
     """Modules of these classes are wrapped by themselves, without mixed precision."""
+
+    wire_dtype: torch.dtype | None = None
+    """Dtype in which gradients travel to the rank that sums them in ``reduce_dtype``, which is wider; None means
+    ``reduce_dtype``. All gradients of the module are rounded to it, once."""
+
+    def __post_init__(self) -> None:
+        check_wire_dtype(self.wire_dtype, self.reduce_dtype)
 
 
 @dataclass
@@ -209,6 +216,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "param_dtype": _check_dtype,
     "reduce_dtype": _check_dtype,
     "buffer_dtype": _check_dtype,
+    "wire_dtype": _check_dtype,
     "keep_low_precision_grads": _check_switch,
     "cast_forward_inputs": _check_switch,
     "cast_root_forward_inputs": _check_switch,

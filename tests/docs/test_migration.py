@@ -73,11 +73,16 @@ def found(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+OURS = ", wire_dtype=None"
+"""The option that torch does not have, as it is printed: last, and off by default."""
+
+
 def parameters(function: Any) -> list[tuple[str, Any, str]]:
     """Names, kinds and defaults of a signature; defaults of the two packages compare as text."""
     return [
-        (parameter.name, parameter.kind, repr(parameter.default))
+        (parameter.name, parameter.kind, repr(parameter.default).replace(OURS, ""))
         for parameter in inspect.signature(function).parameters.values()
+        if parameter.name != "wire_dtype"
     ]
 
 

@@ -388,7 +388,7 @@ def inputs_in_flight(limit: int) -> int:
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal most
-        held = sum(group._reduce is not None and group._reduce.allocated for group in groups)
+        held = sum(b.allocated for group in groups for b in group._reduce_buffers.values())
         most = max(most, held)
         return reduce_scatter(*args, **kwargs)
 

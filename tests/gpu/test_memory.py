@@ -63,7 +63,7 @@ def test_after_deleting_the_model_memory_is_where_it_was() -> None:
         assert torch.cuda.memory_allocated() == before
 
 
-def peak_of(library: str) -> tuple[int, int]:
+def peak_of(library: str, **dtypes: torch.dtype) -> tuple[int, int]:
     """Peak allocated bytes of a step over what was there before, and bytes at rest."""
     module = importlib.import_module(library)
     gc.collect()
@@ -74,7 +74,7 @@ def peak_of(library: str) -> tuple[int, int]:
         layers = (nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)) for _ in range(6))
         model = nn.Sequential(nn.Linear(SIZE, SIZE), *layers)
     mesh = init_device_mesh("cuda", (8,))
-    policy = module.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = module.MixedPrecisionPolicy(torch.bfloat16, torch.float32, **dtypes)
     for layer in model[1:]:
         module.fully_shard(layer, mesh=mesh, mp_policy=policy)
     module.fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -97,3 +97,11 @@ def test_peak_is_at_most_that_of_torch() -> None:
         ours = peak_of("fullshard")
     assert ours[0] <= theirs[0] * 1.01, (ours, theirs)
     assert ours[1] <= theirs[1] * 1.01, (ours, theirs)
+
+
+def test_bf16_on_the_wire_takes_no_more_than_fp32_did() -> None:
+    with fake_world(8):
+        wide = peak_of("fullshard")
+        narrow = peak_of("fullshard", wire_dtype=torch.bfloat16)
+    assert narrow[0] <= wide[0] * 1.01, (narrow, wide)
+    assert narrow[1] <= wide[1] * 1.01, (narrow, wide)

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import multi_threaded_pg
 
 import fullshard.layout
-from fullshard import fully_shard
+from fullshard import MixedPrecisionPolicy, fully_shard
 from tests.gpu.test_streams import pause
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.threads import run_threads
@@ -68,7 +69,11 @@ def losses_and_gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 def train_on_thread(
-    model: nn.Sequential, x: Tensor, replicas: int, seed: int | None
+    model: nn.Sequential,
+    x: Tensor,
+    replicas: int,
+    seed: int | None,
+    policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
 ) -> dict[str, Tensor]:
     torch.cuda.set_device(0)
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -82,8 +87,8 @@ def train_on_thread(
             module.register_forward_hook(lambda *_: pause(rng))
             module.register_full_backward_hook(lambda *_: pause(rng))
     for block in mine[1:]:
-        fully_shard(block, mesh=mesh)
-    fully_shard(mine, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(mine, mesh=mesh, mp_policy=policy)
     result = losses_and_gradients(mine, x.chunk(world)[rank].clone().requires_grad_())
     torch.cuda.synchronize()
     return result
@@ -105,6 +110,23 @@ def test_thread_ranks_on_one_gpu_equal_one_process(
         for seed in range(6):
             disturbed = run_threads(ranks, train_on_thread, model, x, replicas, seed)
             assert_equal(disturbed, undisturbed)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
+def test_bf16_on_the_wire_between_thread_ranks_sums_as_fp32_does(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, replicas: int, in_place: bool
+) -> None:
+    monkeypatch.setattr(fullshard.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    model = make_model()
+    x = torch.randn(12, 37, device="cuda")
+    wide = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    narrow = replace(wide, wire_dtype=torch.bfloat16)
+    with synchronised_collectives():
+        expected = run_threads(ranks, train_on_thread, model, x, replicas, None, wide)
+        for seed in (None, 0, 1, 2):
+            result = run_threads(ranks, train_on_thread, model, x, replicas, seed, narrow)
+            assert_equal(result, expected)
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -56,6 +56,7 @@ def make_model(
     int8: bool = False,
     replicated: bool = False,
     part: int | None = None,
+    wire: bool = False,
 ) -> nn.Module:
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -67,7 +68,11 @@ def make_model(
         if hsdp
         else init_device_mesh("cuda", (4,))
     )
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=reduce_dtype,
+        wire_dtype=torch.bfloat16 if wire else None,
+    )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     if part is not None:
         options["reshard_after_forward"] = part
@@ -130,7 +135,7 @@ def disturbed(seed: int) -> Iterator[random.Random]:
         pause(rng)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce"):
             patch.setattr(comm, name, around(getattr(comm, name)))
         handles = [
             nn.modules.module.register_module_forward_pre_hook(on_compute),
@@ -175,6 +180,9 @@ def test_disturbed_streams_give_the_same_bits(
         {"int8": True, "hsdp": True},
         {"int8": True, "offload": CPUOffloadPolicy()},
         {"replicated": True},
+        {"wire": True},
+        {"wire": True, "hsdp": True},
+        {"wire": True, "offload": CPUOffloadPolicy()},
     ],
     ids=str,
 )
@@ -293,6 +301,7 @@ def forget_releases(context: FSDPCommContext) -> None:
 
 def finish_input_at_once(reduction: Reduction) -> None:
     reduction._buffer.release()
+    reduction._received.clear()
 
 
 def wait_not_for_gather(group: FSDPParamGroup) -> None:
@@ -331,7 +340,7 @@ SABOTAGE = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"part": 2}, {"int8": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"part": 2}, {"int8": True}, {"wire": True}], ids=str)
 @pytest.mark.parametrize("name", SABOTAGE)
 def test_a_missing_wait_is_seen(
     monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
@@ -344,6 +353,28 @@ def test_a_missing_wait_is_seen(
         for seed in range(20):
             with disturbed(seed) as rng:
                 result = train(make_model(**options), rng)
+            if not equal(result, expected):
+                return
+    pytest.fail("no seed showed a difference")
+
+
+original_issue = Reduction.issue
+
+
+def forget_received(reduction: Reduction) -> None:
+    original_issue(reduction)
+    reduction._received.clear()
+
+
+def test_received_gradients_that_are_given_back_at_once_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with fake_world(4):
+        expected = train(make_model(wire=True))
+        monkeypatch.setattr(Reduction, "issue", forget_received)
+        for seed in range(20):
+            with disturbed(seed) as rng:
+                result = train(make_model(wire=True), rng)
             if not equal(result, expected):
                 return
     pytest.fail("no seed showed a difference")
@@ -364,9 +395,10 @@ def test_nothing_uses_record_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not calls
 
 
-def test_the_host_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wire", [False, True])
+def test_the_host_never_waits(wire: bool) -> None:
     with fake_world(4):
-        model = make_model()
+        model = make_model(wire=wire)
         x = torch.randn(8, WIDTH, device="cuda")
         for _ in range(2):
             model(x).float().mean().backward()

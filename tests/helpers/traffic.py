@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GATHER, REDUCE_SCATTER, ALL_REDUCE = "allgather", "reduce_scatter", "allreduce"
+EXCHANGE = "alltoall"
 
 
 class Traffic(TorchDispatchMode):

@@ -39,6 +39,8 @@ class Run:
     """What the model is cast to before it is sharded, and so what rests and is optimized."""
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    wire_dtype: torch.dtype | None = None
+    """Only fullshard has it."""
     replicas: int = 1
     """More than one: HSDP."""
     reshard_after_forward: bool | int | None = None
@@ -68,9 +70,10 @@ def shard(model: Decoder, api: str, run: Run, **kwargs: Any) -> Decoder:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh("cpu", (world,))
+    wire = {"wire_dtype": run.wire_dtype} if api == FULLSHARD else {}
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": policy(run.param_dtype, run.reduce_dtype),
+        "mp_policy": policy(run.param_dtype, run.reduce_dtype, **wire),
         "reshard_after_forward": run.reshard_after_forward,
         **kwargs,
     }

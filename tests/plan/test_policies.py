@@ -12,6 +12,7 @@ from fullshard import (
     ConfigurationError,
     CPUOffloadPolicy,
     FullshardError,
+    MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
@@ -44,7 +45,7 @@ def test_a_policy_cannot_be_changed(policy: Any) -> None:
     assert {policy: 1}[dataclasses.replace(policy)] == 1
 
 
-@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
+@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype", "wire_dtype"])
 @pytest.mark.parametrize(
     "wrong", [torch.int32, torch.bool, torch.complex64, "bfloat16", float, torch.ones(1)], ids=repr
 )
@@ -61,6 +62,46 @@ def test_a_dtype_must_be_floating_point(field: str, wrong: object) -> None:
 def test_floating_point_dtypes_are_taken(dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
     assert policy.param_dtype is policy.reduce_dtype is policy.output_dtype is dtype
+
+
+NARROWER = [
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float64),
+    (torch.float32, torch.float64),
+]
+NOT_NARROWER = [
+    (torch.bfloat16, None),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.bfloat16),
+    (torch.float16, torch.bfloat16),
+    (torch.bfloat16, torch.float16),
+    (torch.float8_e5m2, torch.float32),
+]
+
+
+@pytest.mark.parametrize("kind", [MixedPrecisionPolicy, MixedPrecision])
+@pytest.mark.parametrize(("wire_dtype", "reduce_dtype"), NARROWER, ids=str)
+def test_gradients_may_travel_in_a_narrower_dtype_than_they_are_summed_in(
+    kind: Any, wire_dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> None:
+    assert kind(reduce_dtype=reduce_dtype, wire_dtype=wire_dtype).wire_dtype is wire_dtype
+    assert kind(reduce_dtype=reduce_dtype).wire_dtype is None
+
+
+@pytest.mark.parametrize("kind", [MixedPrecisionPolicy, MixedPrecision])
+@pytest.mark.parametrize(("wire_dtype", "reduce_dtype"), NOT_NARROWER, ids=str)
+def test_gradients_do_not_travel_in_any_other_dtype(
+    kind: Any, wire_dtype: torch.dtype, reduce_dtype: torch.dtype | None
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        kind(reduce_dtype=reduce_dtype, wire_dtype=wire_dtype)
+    assert str(caught.value) == (
+        "wire_dtype needs a reduce_dtype that is wider and holds all its values, as gradients are summed in that; "
+        f"got wire_dtype={wire_dtype} with reduce_dtype={reduce_dtype}. Allowed are torch.bfloat16: torch.float32 "
+        "or torch.float64, torch.float16: torch.float32 or torch.float64, torch.float32: torch.float64. Pass one "
+        "of these, or leave wire_dtype out."
+    )
 
 
 @pytest.mark.parametrize("wrong", [1, None, "yes"], ids=repr)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -31,6 +31,7 @@ from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
 from tests.helpers.training import FULLSHARD, TORCH, make_optimizer
 
 NUM_CONFIGURATIONS = 20
+NUM_NARROW = 6
 KEPT_SEEDS = (35,)
 """Found by longer searches: 35 aborted a rank twice in some 600 runs; see tests/communication/test_gloo.py."""
 NUM_STEPS = 3
@@ -53,6 +54,8 @@ class Configuration:
     """How many groups to gather ahead, by lists, in forward and backward; None for no lists."""
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+    wire_dtype: torch.dtype | None
+    """Only fullshard has it; where it rounds nothing, it changes nothing."""
     reshard_after_forward: bool | int | None
     microbatches: int
     sync_every_microbatch: bool
@@ -103,6 +106,7 @@ def draw_configuration(seed: int) -> Configuration:
         prefetch=draw.choice([None, None, 0, 1, 2]),
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
+        wire_dtype=None,
         microbatches=draw.choice([1, 2, 3]),
         sync_every_microbatch=draw.random() < 0.5,
         keep_between_microbatches=draw.random() < 0.3,
@@ -123,7 +127,24 @@ def _mesh_options(draw: Random, mesh: tuple[int, ...]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", [*range(NUM_CONFIGURATIONS), *KEPT_SEEDS])
 def test_a_random_configuration_trains_as_with_torch(world, seed: int) -> None:
-    configuration = draw_configuration(seed)
+    run(world, seed, draw_configuration(seed))
+
+
+@pytest.mark.parametrize("seed", range(100, 100 + NUM_NARROW))
+def test_so_does_one_with_bf16_on_the_wire_where_that_rounds_nothing(world, seed: int) -> None:
+    drawn = draw_configuration(seed)
+    narrow = replace(
+        drawn,
+        param_dtype=BF16,
+        reduce_dtype=FP32,
+        wire_dtype=BF16,
+        sync_every_microbatch=True,
+        kind="sharded" if drawn.kind == "replicated" else drawn.kind,
+    )
+    run(world, seed, narrow)
+
+
+def run(world: Any, seed: int, configuration: Configuration) -> None:
     num_ranks = torch.Size(configuration.mesh).numel()
     try:
         world(num_ranks).run(train_both_and_compare, configuration)
@@ -209,10 +230,11 @@ def _forward_and_backward(model: Any, configuration: Configuration, step: int) -
 def shard(model: Decoder, api: str, configuration: Configuration) -> None:
     """Apply `fully_shard` of torch or of fullshard."""
     library = importlib.import_module("torch.distributed.fsdp" if api == TORCH else "fullshard")
+    wire = {"wire_dtype": configuration.wire_dtype} if api == FULLSHARD else {}
     options: dict[str, Any] = {
         "mesh": _mesh(configuration),
         "mp_policy": library.MixedPrecisionPolicy(
-            configuration.param_dtype, configuration.reduce_dtype
+            configuration.param_dtype, configuration.reduce_dtype, **wire
         ),
     }
     door = library.fully_shard
@@ -261,6 +283,7 @@ class CollectiveCounter(TorchDispatchMode):
         "c10d::_allgather_base_": "all-gather",  # coalesced ones are not for gloo
         "c10d::_reduce_scatter_base_": "reduce-scatter",
         "c10d::reduce_scatter_tensor_coalesced_": "reduce-scatter",
+        "c10d::alltoall_base_": "reduce-scatter",  # which it replaces
         "c10d::allreduce_": "all-reduce",
     }
 

@@ -42,6 +42,7 @@ def reduce_buffers(
     reduce_dtypes: Sequence[torch.dtype] | None = None,
     *,
     rank_major: bool = False,
+    wire_dtype: torch.dtype | None = None,
 ) -> list[ReduceBuffer]:
     """The reduce buffers of all ranks, full of rubbish where allocation does not clear them."""
     buffers = []
@@ -56,6 +57,7 @@ def reduce_buffers(
             CPU,
             by_segment=False,
             rank_major=rank_major,
+            wire_dtype=wire_dtype,
         )
         storage = memory_of(buffer)
         if storage.nbytes():
@@ -98,7 +100,8 @@ def reduce_scatter(
             inputs = zip(*(each[number].inputs for each in all_runs), strict=True)
             for piece, of_ranks in zip(run.cut_outputs(output), inputs, strict=True):
                 numel = piece.numel()
-                piece.copy_(torch.stack(of_ranks).sum(0)[rank * numel : (rank + 1) * numel])
+                total = torch.stack(of_ranks).sum(0, dtype=run.reduce_dtype)
+                piece.copy_(total[rank * numel : (rank + 1) * numel])
             cut = run.cut(output)
             local |= {g.param: each for g, each in zip(run.gradients, cut, strict=True)}
         results.append(local)
@@ -236,6 +239,36 @@ def test_per_row_a_parameter_without_gradient_does_not_travel() -> None:
     assert len(run.inputs) == len(run.pieces) == 2
     assert run.unfilled == ()
     assert buffer.runs(frozenset()) == ()
+
+
+def test_rank_after_rank_a_part_of_a_group_is_one_message_too() -> None:
+    group = per_row(((3, 4), 0, SINGLE), ((4,), 0, SINGLE), ((2, 2), 0, SINGLE), world=2)
+    (buffer, _) = reduce_buffers(group, [0, 1, 2], rank_major=True)
+    fill(buffer, {0: torch.ones(3, 4), 2: 2 * torch.ones(2, 2)})
+    (run,) = buffer.runs(frozenset([0, 2]))
+    (sent,) = run.inputs
+    assert sent.numel() == 2 * run.numel
+    assert [int((row == 1).sum()) for row in sent.view(2, -1)] == [8, 4]
+    assert [int((row == 2).sum()) for row in sent.view(2, -1)] == [2, 2]
+
+
+@every_group
+@both_arrangements
+def test_what_was_accumulated_is_sent_in_another_dtype(group: Group, rank_major: bool) -> None:
+    params = floating(group)
+    wide = [DOUBLE] * len(group.dtypes)
+    narrow = reduce_buffers(group, params, wide, rank_major=rank_major, wire_dtype=HALF)
+    gradients = whole_params(group)
+    for sent, held in zip(narrow, reduce_buffers(group, params, wide), strict=True):
+        fill(held, {param: gradients[param] for param in params})
+        sent.copy_from(held, params)
+    runs = narrow[0].runs(frozenset(params))
+    assert all(run.exchanged and run.reduce_dtype is DOUBLE for run in runs)
+    assert all(tensor.dtype is HALF for run in runs for tensor in run.inputs)
+    for rank, local in enumerate(reduce_scatter(narrow, frozenset(params))):
+        for param in params:
+            total = group.layout.world * gradients[param].to(DOUBLE)  # whole numbers: exact in HALF
+            assert_equal(local[param], held_by(group.layout, param, rank, total))
 
 
 def test_flat_a_parameter_without_gradient_travels_as_zeros_with_its_segment() -> None:

@@ -35,6 +35,13 @@ def register(wrapper: FullyShardedDataParallel, state: object, hook: Callable[..
             "A communication hook replaces one reduction, but hybrid strategies have two, over shards and over "
             f"replicas: {hybrid}. Use another strategy, or fully_shard with set_all_reduce_hook."
         )
+    states = [each._fsdp_state for each in wrappers]
+    narrow = [s.name for s in states if any(group.mp_policy.wire_dtype for group in s.groups)]
+    if narrow:
+        raise ConfigurationError(
+            "A communication hook decides itself in which dtype gradients travel, but these have a wire_dtype: "
+            f"{narrow}. Leave wire_dtype out of their MixedPrecision, or the hook."
+        )
     for each in wrappers:
         each._comm_hook = hook
         for group in each._fsdp_state.groups:

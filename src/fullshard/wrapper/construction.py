@@ -47,7 +47,12 @@ from ..ownership import (
 from ..param import FSDPParam
 from ..param_group import FSDPParamGroup
 from ..placement import FacePlacement
-from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..policies import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    check_wire_is_there,
+)
 from ..runtime import FSDPState, attach_state
 from ..self_gathered import gathers_itself
 from ..wrap import Wrapping
@@ -408,6 +413,7 @@ class Choices:
 
 def shard(wrapper: nn.Module, wrapped: nn.Module, choices: Choices) -> FSDPState:
     """Shard what is below ``wrapped`` and in no other wrapper, and attach the state to ``wrapper``."""
+    policy = policy_of(choices.precision)  # refuses dtypes that were changed one by one
     modules = [
         (clean_name(name), module)
         for name, module in managed_modules([wrapper], choices.ignored.modules)
@@ -426,7 +432,6 @@ def shard(wrapper: nn.Module, wrapped: nn.Module, choices: Choices) -> FSDPState
     if choices.sync_module_states:
         _check_all_ranks_can_receive(modules, params, choices.axes, failure)
         send_from_rank_0(modules, params, choices.axes, choices.device)
-    policy = policy_of(choices.precision)
     groups = []
     if params:
         offload = CPUOffloadPolicy() if choices.offload.offload_params else OffloadPolicy()
@@ -472,6 +477,7 @@ def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
         param_dtype=precision.param_dtype,
         reduce_dtype=precision.reduce_dtype,
         cast_forward_inputs=precision.cast_forward_inputs,
+        wire_dtype=precision.wire_dtype,
     )
 
 
@@ -485,6 +491,11 @@ def _form(wrapped: nn.Module, params: Sequence[OwnedParam], choices: Choices) ->
 
 def _check(params: Sequence[OwnedParam], choices: Choices) -> None:
     """Refuse what cannot be sharded in this form, before anything is changed."""
+    check_wire_is_there(
+        choices.precision.wire_dtype,
+        shards=choices.axes.shard_mesh_size,
+        replicas=choices.axes.replicate_mesh_size,
+    )
     check_can_be_owned(
         params,
         "Wrap modules that share a parameter together, by wrapping a module that contains both.",

@@ -358,7 +358,8 @@ class FullyShardedDataParallel(nn.Module):
         It is called with ``state`` and a wrapper's gradients, flat: with ``hook(state, gradient)``,
         which it averages over ranks in place, if nothing is sharded; otherwise with
         ``hook(state, gradient, output)``, the latter to become this rank's part of the average. Once,
-        on the outermost wrapper, before the first forward; not for hybrid strategies.
+        on the outermost wrapper, before the first forward; not for hybrid strategies, nor with a
+        ``wire_dtype``.
         """
         comm_hooks.register(self, state, hook)
 

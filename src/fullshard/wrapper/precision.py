@@ -34,7 +34,9 @@ class Precision:
         self._low = policy_of(options)
         # Reduction stays as it is: gradients may be accumulating.
         self._full = MixedPrecisionPolicy(
-            reduce_dtype=options.reduce_dtype or options.param_dtype, cast_forward_inputs=False
+            reduce_dtype=options.reduce_dtype or options.param_dtype,
+            cast_forward_inputs=False,
+            wire_dtype=options.wire_dtype,
         )
         self._buffer_dtype = options.buffer_dtype
         self._casts_root_inputs = options.cast_root_forward_inputs
