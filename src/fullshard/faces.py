@@ -154,7 +154,7 @@ class DTensorFace(ShardedFace):
 
     def lies_in(self, local: Tensor) -> bool:
         """See `ShardedFace`."""
-        return self.local is local
+        return torch_border.local_of(self.param) is local
 
     def fault(self, candidate: Tensor | None) -> str | None:
         """See `ShardedFace`."""
@@ -162,7 +162,7 @@ class DTensorFace(ShardedFace):
             return f"{self.name}: expected a DTensor, got {type(candidate).__name__}"
         if tuple(candidate.shape) != self._shape:
             return f"{self.name}: expected shape {self._shape}, got {tuple(candidate.shape)}"
-        expected = torch_border.spec_of(cast(DTensor, self.param))
+        expected = torch_border.spec_of(self.param)
         if candidate.placements != expected.placements or candidate.device_mesh != expected.mesh:
             return (
                 f"{self.name}: expected placements {expected.placements} on {expected.mesh}, "
@@ -174,8 +174,7 @@ class DTensorFace(ShardedFace):
         """See `ShardedFace`."""
         param = self.param
         if param.grad is None:
-            spec = torch_border.spec_of(cast(DTensor, param))
-            param.grad = torch_border.dtensor(gradient, spec)
+            param.grad = torch_border.dtensor(gradient, torch_border.spec_of(param))
         else:
             torch_border.local_of(param.grad).add_(gradient)
         _run_gradient_hooks(param)
@@ -443,5 +442,7 @@ def _shown_on(owners: Sequence[ParamOwner], shown: nn.Parameter) -> Tensor:
 
 
 def _run_gradient_hooks(param: nn.Parameter) -> None:
-    for hook in torch_border.post_accumulate_grad_hooks(param):
-        hook(param)
+    hooks = torch_border.post_accumulate_grad_hooks(param)
+    if hooks:
+        for hook in tuple(hooks.values()):
+            hook(param)

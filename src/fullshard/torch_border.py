@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
@@ -161,24 +162,34 @@ def dtensor_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(size, stride, dtype))
 
 
-def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Wrap this rank's piece without communication, checks or autograd."""
-    return cast(DTensor, _new_dtensor(DTensor, local, spec, requires_grad=False))
+# Asked for every parameter in every step, so these are calls without a Python frame of their own.
 
+dtensor: Callable[[Tensor, DTensorSpec], DTensor] = functools.partial(
+    # Without the compiler's guard around the constructor, which takes as long as the construction.
+    cast(Any, inspect.unwrap(DTensor.__new__)),
+    DTensor,
+    requires_grad=False,
+)
+"""Wraps this rank's piece without communication, checks or autograd."""
 
-# A DTensor per gradient and step: without the compiler's guard around the constructor, which takes
-# as long as the construction.
-_new_dtensor: Callable[..., Any] = inspect.unwrap(DTensor.__new__)
+spec_of: Callable[[Tensor], DTensorSpec] = operator.attrgetter("_spec")
+"""The spec of a DTensor."""
 
+local_of: Callable[[Tensor], Tensor] = operator.attrgetter("_local_tensor")
+"""This rank's piece of a DTensor, itself and not an autograd view of it."""
 
-def spec_of(tensor: DTensor) -> DTensorSpec:
-    """The spec of a DTensor."""
-    return tensor._spec
+parameter_table: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter(
+    "_parameters"
+)
+"""Where a module keeps its own parameters; writing here has no side effects."""
 
+post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = (
+    operator.attrgetter("_post_accumulate_grad_hooks")
+)
+"""What the user registered to run once a parameter's gradient is complete."""
 
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's piece of a DTensor, itself and not an autograd view of it."""
-    return cast(DTensor, tensor)._local_tensor
+backward_pass_id: Callable[[], int] = torch._C._current_graph_task_id
+"""A number that is unique to the backward pass running on this thread, or -1 outside of one."""
 
 
 def replace_local(tensor: Tensor, local: Tensor) -> None:
@@ -238,11 +249,6 @@ def versions_kept(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManage
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
-def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Where a module keeps its own parameters; writing here has no side effects."""
-    return module._parameters
-
-
 def table_for(module: nn.Module, value: Tensor) -> dict[str, Any]:
     """Where a module keeps ``value`` and its like: parameters apart from other tensors."""
     return parameter_table(module) if isinstance(value, nn.Parameter) else module.__dict__
@@ -274,12 +280,6 @@ def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
 def without_activation_wrapper(module: nn.Module) -> nn.Module:
     """The module inside torch's wrapper for activation checkpointing, or the module itself."""
     return child_table(module).get("_checkpoint_wrapped_module") or module
-
-
-def post_accumulate_grad_hooks(param: Any) -> Sequence[Callable[[Tensor], None]]:
-    """What the user registered to run once a parameter's gradient is complete."""
-    hooks = param._post_accumulate_grad_hooks
-    return tuple(hooks.values()) if hooks else ()
 
 
 def opaque_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
@@ -425,11 +425,6 @@ def parts_of_sharded_tensor(value: Any) -> ShardedTensorParts:
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward pass now running has executed its last node."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def backward_pass_id() -> int:
-    """A number that is unique to the backward pass running on this thread, or -1 outside of one."""
-    return torch._C._current_graph_task_id()
 
 
 _NO_RANGE = contextlib.nullcontext()
