@@ -583,8 +583,8 @@ def _explanation(plan: GroupPlan) -> str:
     ]
     if any(len(group.modules) > 1 for group in plan.groups):
         lines.append(
-            "Merged modules should run one after the other, all of them in every forward: their group is released "
-            "after the last of them, or at the end of forward."
+            "Merged modules stay gathered from the first to the last of them; if one does not run, to the end of "
+            "forward."
         )
     return "\n".join(lines)
 
