@@ -20,8 +20,8 @@ no unit lies inside of a torch module that uses its children's weights (`nn.Mult
 Inside of a unit that is larger than ``max_bytes`` there are units again, but none in a list or
 dict: there experts live, and not all of them run.
 
-Everything depends on shapes, names and classes, so all ranks make the same plan, of any number of
-ranks. Nothing is allocated and nothing is communicated.
+Everything depends on shapes, names and classes, so all ranks make the same plan, and any number of
+ranks the same. Nothing is allocated and nothing is communicated.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from .runtime import state_of
 from .wrap import CustomPolicy
 
 MIN_BYTES = 32 * 2**20
-"""From about here on the time of a gather grows with its size; counted as NCCL's tests do, all ranks' pieces
-together."""
+"""Collectives of less than some 30 MB are slow for what they move: latency is a good part of their time. Counted as
+NCCL's tests count a gather, the pieces of all ranks together."""
 
 MAX_BYTES = 2 * 2**30
 """Two of these are in memory at a time: a twentieth of an 80 GB device."""

@@ -62,9 +62,9 @@ def test_layers_of_enough_bytes_stand_alone_and_so_do_large_embeddings_and_heads
 
 
 def test_groups_of_unequal_layers_all_reach_the_target() -> None:
-    sizes = [120, 120, 140, 120, 800]  # cut evenly, the fourth would stand alone
+    sizes = [120, 120, 140, 130, 800, 20]  # cut evenly, the fourth would stand alone
     model = Net(layers=nn.ModuleList(Net(leaf=Leaf(size)) for size in sizes))
-    assert [len(modules) for modules in names(plan_groups(model, min_bytes=200))] == [2, 2, 1]
+    assert [len(modules) for modules in names(plan_groups(model, min_bytes=200))] == [2, 2, 2]
 
 
 def test_what_remains_of_a_run_joins_its_last_group_or_stays_with_the_root() -> None:
@@ -196,6 +196,12 @@ def test_layers_that_share_a_module_stay_with_the_root() -> None:
     assert "layers.1, layers.4: layers.1.extra.weight is shared" in plan.groups[0].reason
 
 
+def test_a_layer_that_is_also_inside_of_another_stays_with_the_root() -> None:
+    model: Any = Net(layers=layers(6, 100), shared=nn.ModuleList([Leaf(100)]))
+    model.layers[2].extra = model.shared[0]
+    assert names(plan_groups(model)) == [(f"layers.{i}",) for i in (0, 1, 3, 4, 5)]
+
+
 def test_a_layer_that_is_used_several_times_is_one_layer() -> None:
     layer = Net(leaf=Leaf(400))
     model = Net(layers=nn.ModuleList([layer] * 12), others=layers(4, 400))
@@ -232,11 +238,12 @@ def test_ignored_parameters_do_not_count() -> None:
 def test_modules_that_are_sharded_already_are_left_alone() -> None:
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
-        model: Any = Net(tower=Net(leaf=Leaf(400)), layers=layers(4, 100))
+        model: Any = Net(tower=Net(leaf=Leaf(400)), layers=layers(17, 100))
         fully_shard(model.tower, mesh=mesh)
+        fully_shard(model.layers[0], mesh=mesh)
         plan = plan_groups(model)
-        assert names(plan) == [(f"layers.{i}",) for i in range(4)]
-        assert plan.num_bytes == 400
+        assert names(plan) == [(f"layers.{i}", f"layers.{i + 1}") for i in range(1, 17, 2)]
+        assert plan.num_bytes == 1600
         plan.apply(mesh=mesh)
 
 
