@@ -29,6 +29,7 @@ Written by `python docs/build_api.py` from the docstrings; do not edit. [guide.m
 
 CHAPTERS = {
     "Functions": ["fully_shard", "replicate", "register_fsdp_forward_method", "share_comm_ctx"],
+    "Groups by plan": ["plan_groups", "GroupPlan", "PlannedGroup"],
     "Sharded modules": ["FSDPModule", "ReplicateModule", "UnshardHandle"],
     "Options": [
         "MixedPrecisionPolicy",
@@ -68,7 +69,14 @@ CHAPTERS = {
 MODULES = ["wrap", "sharded_grad_scaler", "mesh", "comm"]
 """Modules whose public classes are for users, too."""
 
-GIVEN_TO_USERS = {"FSDPModule", "ReplicateModule", "UnshardHandle", "FlatParameter"}
+GIVEN_TO_USERS = {
+    "FSDPModule",
+    "ReplicateModule",
+    "UnshardHandle",
+    "FlatParameter",
+    "GroupPlan",
+    "PlannedGroup",
+}
 """Classes that users do not make instances of."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -26,7 +26,7 @@ LAYERS = [
     ["streams", "buffers", "reduce_buffer", "placement", "faces", "param", "forms"],
     ["comm", "gathering", "kept_part", "self_gathered", "gradients"],
     ["param_group", "whole_params", "runtime", "ownership"],
-    ["fsdp_module", "functional", "wrapper", "sharded_grad_scaler"],
+    ["fsdp_module", "functional", "grouping", "wrapper", "sharded_grad_scaler"],
     ["__init__"],  # `from fullshard import ...`: what users see, and the programs below are users
     ["train", "cli", "__main__"],
 ]

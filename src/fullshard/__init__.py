@@ -31,6 +31,7 @@ if _TYPE_CHECKING:
         share_comm_ctx,
     )
     from .functional import fully_shard, replicate
+    from .grouping import GroupPlan, PlannedGroup, plan_groups
     from .policies import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
@@ -71,6 +72,7 @@ __all__ = [
     "FullStateDictConfig",
     "FullshardError",
     "FullyShardedDataParallel",
+    "GroupPlan",
     "LayoutError",
     "LifecycleError",
     "LocalOptimStateDictConfig",
@@ -80,6 +82,7 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "PlannedGroup",
     "ReplicateModule",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -90,6 +93,7 @@ __all__ = [
     "UnshardHandle",
     "UnsupportedError",
     "fully_shard",
+    "plan_groups",
     "register_fsdp_forward_method",
     "replicate",
     "share_comm_ctx",
@@ -105,6 +109,7 @@ _HOMES = {
     "FullOptimStateDictConfig": "wrapper_options",
     "FullStateDictConfig": "wrapper_options",
     "FullyShardedDataParallel": "wrapper.module",
+    "GroupPlan": "grouping",
     "LocalOptimStateDictConfig": "wrapper_options",
     "LocalStateDictConfig": "wrapper_options",
     "MixedPrecision": "wrapper_options",
@@ -112,6 +117,7 @@ _HOMES = {
     "OffloadPolicy": "policies",
     "OptimStateDictConfig": "wrapper_options",
     "OptimStateKeyType": "wrapper_options",
+    "PlannedGroup": "grouping",
     "ReplicateModule": "fsdp_module",
     "ShardedOptimStateDictConfig": "wrapper_options",
     "ShardedStateDictConfig": "wrapper_options",
@@ -121,6 +127,7 @@ _HOMES = {
     "StateDictType": "wrapper_options",
     "UnshardHandle": "fsdp_module",
     "fully_shard": "functional",
+    "plan_groups": "grouping",
     "register_fsdp_forward_method": "fsdp_module",
     "replicate": "functional",
     "share_comm_ctx": "fsdp_module",

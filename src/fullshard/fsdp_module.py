@@ -92,7 +92,9 @@ class FSDPModule:
         # The class this one is mixed with has nn.Module's _apply.
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         for group in state.groups:
-            group.repack()
+            # Of several modules the others follow; if they do not, the first forward says so.
+            if len(state.modules) == 1 or _is_on_one_device(group):
+                group.repack()
         return result
 
     def reshard(self) -> None:
@@ -456,6 +458,12 @@ def _states(module: FSDPModule, recurse: bool) -> Iterator[FSDPState]:
         state = state_of(submodule)
         if state is not None:
             yield state
+
+
+def _is_on_one_device(group: FSDPParamGroup) -> bool:
+    """Whether the parameters now on the group's modules are on one device."""
+    found = [face.found() for face in group.faces]
+    return len({param.device for param in found if param is not None}) <= 1
 
 
 def _change_reduction(module: FSDPModule, recurse: bool, **changes: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -187,6 +188,46 @@ def test_a_group_of_several_modules_cannot_be_the_root() -> None:
             library(api).fully_shard(pair)
             with pytest.raises(error):
                 pair[0](torch.ones(1, 3))
+
+
+def materialise_a_group(dtype: torch.dtype | None) -> None:
+    """Both modules of a group come from the meta device with their model, or are cast with it."""
+    expected = planned(ONE_PROCESS).to(dtype)
+    with torch.device("meta"):
+        model: Any = Planned()
+    for group in ([model.a, model.b], model.c, model):
+        library(FULLSHARD).fully_shard(group)
+    model.to_empty(device="cpu").to(dtype)
+    whole = expected.state_dict()
+    set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(rows(FULLSHARD).to(dtype), "ab").square().mean().backward()
+        expected(rows(ONE_PROCESS).to(dtype), "ab").square().mean().backward()
+        assert_close(gradients(model), gradients(expected), rtol=1e-5, atol=1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.optim.SGD(expected.parameters(), lr=0.1).step()
+        expected.zero_grad()
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_a_group_of_several_modules_is_materialised_and_cast(
+    world, dtype: torch.dtype | None
+) -> None:
+    world(2).run(materialise_a_group, dtype)
+
+
+def test_a_group_of_which_only_a_part_was_moved_is_refused() -> None:
+    with fake_world(2):
+        with torch.device("meta"):
+            model: Any = Planned()
+        for group in ([model.a, model.b], model):
+            library(FULLSHARD).fully_shard(group)
+        model.a.to_empty(device="cpu")
+        with pytest.raises(ConfigurationError, match="must be on one device; group 'Linear' has"):
+            model(torch.ones(1, WIDTH), "ab")
 
 
 # --- inputs that need no gradient --------------------------------------------------------------------
