@@ -503,8 +503,9 @@ class ReduceBuffer:
         layout = self.layout
         chosen = [i for i, other in self._kinds.items() if other == kind and i in segments]
         numels = [layout.segments[index].piece_numel for index in chosen]
-        placement = place(numels, [kind[0]] * len(chosen))
-        starts = [start // kind[0].itemsize for start in placement.starts]
+        # As the shards lie, so that an optimizer can take a range of both (`shard_runs`).
+        placement = place(numels, [kind[1]] * len(chosen))
+        starts = [start // kind[1].itemsize for start in placement.starts]
         gradients, unfilled = [], []
         for index, start in zip(chosen, starts, strict=True):
             segment = layout.segments[index]
@@ -523,7 +524,7 @@ class ReduceBuffer:
         return ReduceRun(
             reduce_dtype=kind[0],
             gradient_dtype=kind[1],
-            numel=placement.nbytes // kind[0].itemsize,
+            numel=placement.nbytes // kind[1].itemsize,
             inputs=tuple(self.inputs[index] for index in chosen),
             outputs=tuple(zip(starts, numels, strict=True)),
             gradients=tuple(gradients),

@@ -316,6 +316,28 @@ def unscale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor) 
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
 
 
+class DelegatingOptimizer(torch.optim.Optimizer):
+    """torch's base class, for an optimizer whose updates another one makes."""
+
+    inner: torch.optim.Optimizer
+    """Who makes them; known to nobody else, and its hooks are not run."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a loss scaler asks: whether `step` unscales gradients, as fused ones do."""
+        return getattr(self.inner, "_step_supports_amp_scaling", False)
+
+    def step_inner(self) -> None:
+        """Let the other make a step, with what a loss scaler has told this one."""
+        scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        self.inner.__dict__.update(scaling)
+        # The constructor of every optimizer wraps its class's step, to run hooks: some are for all optimizers.
+        step: Callable[..., Any] = type(self.inner).step
+        if getattr(step, "hooked", False):
+            step = inspect.getattr_static(step, "__wrapped__")
+        step(self.inner)
+
+
 def sparse_values(tensor: Tensor) -> Tensor:
     """The values of a sparse tensor themselves; several may be of the same element."""
     return tensor._values()
