@@ -81,12 +81,12 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
         _check_class(optimizer_class, elementwise)
         self._runs: list[Run] = []
         self._complete = False
+        _check_options(options)
         super().__init__(params, {})
-        _check_options([options, *self.param_groups])
         self.inner = optimizer_class(self._arranged(), **options)
         self.defaults = self.inner.defaults
         self._complete = True
-        self._hide()  # some make their state now
+        self._is_shown = False  # some make their state now
         self._after_inner()
 
     # --- arranging --------------------------------------------------------------------------------
@@ -108,6 +108,7 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
             for param in group["params"]
         }
         self._runs = plan_runs(kinds)
+        self._arranged_ids = self._ids()
         run_of = {param: run for run in self._runs for param in run.params}
         groups = []
         for outer in self.param_groups:
@@ -123,8 +124,7 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
     def _arrange(self) -> None:
         """Let the inner optimizer go on with the state that is shown, over the memory there is."""
         state: dict[Any, Any] = dict(self.state)
-        for group, arranged in zip(self.inner.param_groups, self._arranged(), strict=True):
-            group.update(arranged)
+        self.inner.param_groups = self._arranged()
         inner_state: defaultdict[Any, Any] = defaultdict(dict)
         for run in self._runs:
             states = [state.pop(param) for param in run.params if param in state]
@@ -132,7 +132,7 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
                 inner_state[run.tensor] = run.state_of_run(states)
         inner_state.update(state)  # of parameters by themselves, and what belongs to no parameter
         self.inner.state = inner_state
-        self._hide()
+        self._is_shown = False
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -160,16 +160,13 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
                     zip(run.params, run.states_of_params(inner.pop(run.tensor)), strict=True)
                 )
         states.update(inner)
+        self._shown.clear()
         for group in self.param_groups:  # in the order in which other optimizers have it
             for param in group["params"]:
                 if param in states:
                     self._shown[param] = states.pop(param)
         self._shown.update(states)
         self._is_shown = True
-
-    def _hide(self) -> None:
-        self._shown.clear()
-        self._is_shown = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """For `load_state_dict`."""
@@ -190,6 +187,7 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
 
     # --- steps ------------------------------------------------------------------------------------
 
+    @torch_border.opaque_to_compiler
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have gradients; ``closure``, if given, computes these first."""
@@ -197,7 +195,9 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._is_shown or not self._take_gradients():
+        # Users may also write to the groups' lists of parameters.
+        as_arranged = not self._is_shown and self._arranged_ids == self._ids()
+        if not as_arranged or not self._take_gradients():
             self._arrange()
             taken = self._take_gradients()
             assert taken, "runs are of parameters with gradients of one kind, where they lie"
@@ -207,6 +207,9 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
         finally:
             self._after_inner()
         return loss
+
+    def _ids(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self.param_groups]
 
     def _take_gradients(self) -> bool:
         return all(run.take_gradients() for run in self._runs)
@@ -226,14 +229,10 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own."""
+        _check_options(param_group)
         super().add_param_group(param_group)
         if self._complete:
-            added = self.param_groups[-1]
-            _check_options([added])
-            for _ in range(2):
-                self.inner.add_param_group({**_options(added), "params": []})
             self._arrange()
-            self._after_inner()
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,8 +250,8 @@ def _check_class(optimizer_class: type[optim.Optimizer], elementwise: bool) -> N
     )
 
 
-def _check_options(groups: Iterable[Mapping[str, Any]]) -> None:
-    if any(group.get("differentiable") for group in groups):
+def _check_options(options: Mapping[str, Any]) -> None:
+    if options.get("differentiable"):
         raise ConfigurationError(
             "ShardedOptimizer writes to the memory of the parameters, which autograd does not see, so differentiable must "
             "be False. Use the optimizer itself on model.parameters()."

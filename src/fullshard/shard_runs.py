@@ -91,7 +91,7 @@ class Run:
 
         They lie in it if it is one storage, and their distances are those of the parameters.
         """
-        if parts[0].shape == self.tensor.shape:  # a single one
+        if parts[0].shape == self.tensor.shape:  # the only one, or the only one with elements
             return parts[0]
         first = parts[self._filled[0]]
         base, itemsize = first.data_ptr(), first.itemsize
@@ -109,6 +109,8 @@ class Run:
 
     def _split(self, whole: Tensor) -> list[Tensor]:
         """The parameters' parts of a tensor over the run, in their local shapes."""
+        if len(self.params) == 1:
+            return [whole.view(self._shapes[0][0])]
         return [
             whole.as_strided(shape, strides, int(whole.storage_offset()) + start)
             for (shape, strides), start in zip(self._shapes, self._starts, strict=True)

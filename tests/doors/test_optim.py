@@ -27,10 +27,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fullshard
+from examples.int8_gather import gather_linear_weights_as_int8
 from fullshard import (
     ConfigurationError,
     FullyShardedDataParallel,
@@ -70,6 +71,12 @@ def wrapped(options: ModelOptions = ODD, **kwargs: Any) -> Any:
     policy = ModuleWrapPolicy({Block})
     cpu = torch.device("cpu")
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=cpu, **kwargs)
+
+
+@pytest.fixture
+def model() -> Any:
+    with alone():
+        yield sharded(ModelOptions(depth=1))
 
 
 def backward(model: Any, step: int) -> None:
@@ -214,6 +221,21 @@ def test_a_group_is_one_tensor_with_its_gradients_where_they_are(policy: dict[st
         assert sum(numel for _, _, numel in seen) >= sum(numels)
 
 
+def test_neighbouring_storages_are_not_taken_for_one() -> None:
+    with alone():
+        model = sharded(ModelOptions(depth=1))
+        optimizer = ShardedOptimizer(optim.SGD, model.blocks.parameters(), lr=1.0)
+        before = [local(param).clone() for param in model.blocks.parameters()]
+        starts = [local(p).storage_offset() * 4 for p in model.blocks.parameters()]
+        memory = bytearray(torch.ones(starts[-1] // 4 + 6).numpy().tobytes())
+        for param, start in zip(model.blocks.parameters(), starts, strict=True):
+            part = torch.frombuffer(memory, dtype=torch.float32, count=param.numel(), offset=start)
+            mesh = param.device_mesh
+            param.grad = DTensor.from_local(part.view(param.shape), mesh, [Shard(0)])
+        optimizer.step()
+        assert_equal([local(p) for p in model.blocks.parameters()], [b - 1 for b in before])
+
+
 def test_pieces_of_a_wrapper_are_one_tensor_too() -> None:
     with fake_world(4, rank=1):
         model = wrapped(ModelOptions(depth=2), use_orig_params=True)
@@ -297,6 +319,61 @@ def beside_plain(make: Make) -> Any:
     return [record(model, optimizer), held(dict(head.named_parameters())), held(table.weight)]
 
 
+def beside_dtensors(make: Make) -> Any:
+    """DTensors of which no group knows, all in one call of operators on lists."""
+    model = sharded()
+    mesh = model.head.weight.device_mesh
+    whole = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()]))
+    part = nn.Parameter(distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)]))
+    optimizer = make([whole, *model.parameters(), part], lr=0.03, foreach=True)
+    for step in range(2):
+        backward(model, step)
+        whole.grad, part.grad = torch.ones_like(whole), torch.ones_like(part)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [record(model, optimizer), held([whole, part])]
+
+
+def beside_self_gathered(make: Make) -> Any:
+    """Tensor subclasses, which are in no buffer."""
+    model = make_decoder(ModelOptions(depth=1))
+    gather_linear_weights_as_int8(model.blocks)
+    fully_shard(model)
+    optimizer = make(model.parameters(), lr=0.1, foreach=True)
+    train(model, optimizer)
+    shards = [local(param.detach()) for param in model.parameters()]
+    return [getattr(shard, "data_", shard).clone() for shard in shards]
+
+
+def lists_of_parameters(make: Make) -> Any:
+    """A user takes parameters and groups out of an optimizer, and puts them in again."""
+    model = sharded()
+    blocks = list(model.blocks.parameters())
+    groups: list[dict[str, Any]] = [{"params": blocks}, {"params": [model.head.weight], "lr": 0.1}]
+    optimizer = make(groups, lr=0.03)
+    train(model, optimizer, 1)
+    taken = optimizer.param_groups[0]["params"].pop(1)
+    train(model, optimizer, 1, first=1)
+    group = optimizer.param_groups.pop()
+    optimizer.param_groups[0]["params"].append(taken)
+    train(model, optimizer, 1, first=2)
+    optimizer.param_groups.append(group)
+    train(model, optimizer, 1, first=3)
+    return record(model, optimizer)
+
+
+def made_on_meta(make: Make) -> Any:
+    with torch.device("meta"):
+        model = make_decoder(ODD)
+    fully_shard(model)
+    optimizer = make(model.parameters(), lr=0.03)
+    model.to_empty(device="cpu")
+    for index, param in enumerate(model.parameters()):
+        nn.init.constant_(param, 0.1 * index)
+    train(model, optimizer)
+    return record(model, optimizer)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("optimizer_class", [optim.AdamW, optim.SGD])
 def test_parameters_without_gradients_are_left_alone(world, ranks: int, optimizer_class) -> None:
@@ -316,6 +393,10 @@ def test_in_the_wrapper_too(world, orig: bool) -> None:
         (mixed_dtypes, 3, optim.AdamW),
         (replicated, 4, optim.AdamW),
         (beside_plain, 2, optim.SGD),
+        (beside_dtensors, 2, optim.AdamW),
+        (beside_self_gathered, 2, optim.SGD),
+        (lists_of_parameters, 2, optim.AdamW),
+        (made_on_meta, 2, optim.AdamW),
     ],
 )
 def test_kinds_of_parameters_and_gradients(world, program, ranks: int, optimizer_class) -> None:
@@ -390,6 +471,29 @@ def scaled_and_fused(scaler_class: Any) -> None:
 
 def test_loss_scaling_with_a_fused_step(world) -> None:
     world(2).run(scaled_and_fused, ShardedGradScaler)
+
+
+class Counting(optim.SGD):
+    """Counts its steps where its options are, and fails in the third."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            if group["count"] == 3:
+                raise ArithmeticError
+        return super().step(closure)
+
+
+def test_an_optimizer_may_write_to_its_groups_and_keeps_no_gradients(model) -> None:
+    optimizer: Any = ShardedOptimizer(Counting, model.parameters(), elementwise=True, lr=0.1)
+    train(model, optimizer, 2)
+    assert optimizer.param_groups[0]["count"] == 2
+    backward(model, 2)
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    tensors = [p for group in optimizer.inner.param_groups for p in group["params"]]
+    assert tensors
+    assert all(tensor.grad is None for tensor in tensors)
 
 
 def updated_while_gathered(fused: bool) -> None:
@@ -557,12 +661,6 @@ def test_checkpoints_of_other_numbers_of_ranks_load(world, tmp_path: Path) -> No
 # --- errors --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def model() -> Any:
-    with alone():
-        yield sharded(ModelOptions(depth=1))
-
-
 @pytest.mark.parametrize(
     "optimizer_class", [optim.LBFGS, optim.Adafactor, optim.SparseAdam, Watching]
 )
@@ -589,6 +687,10 @@ def test_a_broken_promise_is_told(model) -> None:
 def test_steps_that_autograd_sees_are_refused(model) -> None:
     with pytest.raises(ConfigurationError, match="differentiable must be False"):
         ShardedOptimizer(optim.SGD, model.parameters(), differentiable=True)
+    optimizer = ShardedOptimizer(optim.SGD, model.blocks.parameters())
+    with pytest.raises(ConfigurationError, match="differentiable must be False"):
+        optimizer.add_param_group({"params": [model.head.weight], "differentiable": True})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_options_are_checked_by_the_optimizer(model) -> None:
