@@ -125,7 +125,8 @@ class ShardBuffer:
         self.device = device
         segment_dtypes = [dtypes[segment.params[0]] for segment in layout.segments]
         numels = [segment.piece_numel for segment in layout.segments]
-        placement = place(numels, segment_dtypes)
+        order = layout.memory_order(range(len(numels)))
+        placement = place(numels, segment_dtypes, order=order)
         self._buffer = Buffer(placement.nbytes, device, pinned=pinned)
         self._layout, self._dtypes, self._starts = layout, dtypes, placement.starts
         self.nbytes = placement.nbytes
@@ -504,7 +505,8 @@ class ReduceBuffer:
         chosen = [i for i, other in self._kinds.items() if other == kind and i in segments]
         numels = [layout.segments[index].piece_numel for index in chosen]
         # As the shards lie, so that an optimizer can take a range of both (`shard_runs`).
-        placement = place(numels, [kind[1]] * len(chosen))
+        order = layout.memory_order(chosen)
+        placement = place(numels, [kind[1]] * len(chosen), order=order)
         starts = [start // kind[1].itemsize for start in placement.starts]
         gradients, unfilled = [], []
         for index, start in zip(chosen, starts, strict=True):

@@ -143,6 +143,18 @@ class Layout:
         start = min(max(first - slot.start, 0), slot.numel)
         return Piece(shape=(last - first,), start=start, offset=first - begin)
 
+    def memory_order(self, segments: Sequence[int]) -> list[int]:
+        """Places in ``segments`` in the order in which a rank's pieces lie in memory: matrices first, then the rest.
+
+        Optimizers often treat the two differently (weight decay is for one of them), and can take as one
+        what lies together.
+        """
+
+        def is_rest(place: int) -> bool:
+            return all(len(self.slots[p].shape) < 2 for p in self.segments[segments[place]].params)
+
+        return sorted(range(len(segments)), key=is_rest)
+
     def held_numels(self, segment: int) -> list[int]:
         """Of a flat segment, how many elements each rank holds, without the padding at its end."""
         numel = self.segments[segment].piece_numel
@@ -290,18 +302,26 @@ class Placement:
 
 
 def place(
-    numels: Sequence[int], dtypes: Sequence[torch.dtype], *, alignment: int = ALIGNMENT
+    numels: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    *,
+    alignment: int = ALIGNMENT,
+    order: Sequence[int] | None = None,
 ) -> Placement:
     """Lay blocks of ``numels[i]`` elements of ``dtypes[i]`` one after the other, each start aligned.
 
+    They follow each other as they are given, or block ``order[0]`` is the first and so on.
+
     >>> place([16, 4], [torch.float32, torch.float32], alignment=4)
     Placement(starts=(0, 64), nbytes=80)
+    >>> place([16, 4], [torch.float32, torch.float32], alignment=4, order=[1, 0])
+    Placement(starts=(16, 0), nbytes=80)
     """
-    starts, end = [], 0
-    for numel, dtype in zip(numels, dtypes, strict=True):
-        start = -(-end // alignment) * alignment
-        starts.append(start)
-        end = start + numel * dtype.itemsize
+    sizes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]
+    starts, end = [0] * len(sizes), 0
+    for index in range(len(sizes)) if order is None else order:
+        starts[index] = -(-end // alignment) * alignment
+        end = starts[index] + sizes[index]
     # The buffer's own length is aligned too, so that a byte buffer can be viewed in any dtype.
     return Placement(starts=tuple(starts), nbytes=-(-end // alignment) * alignment)
 

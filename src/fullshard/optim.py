@@ -221,11 +221,11 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
     def _after_inner(self) -> None:
         for outer, inner in zip(self.param_groups, self.inner.param_groups[::2], strict=True):
             outer.update(_options(inner))
-        for run in self._runs:
-            if run.has_gradient:
-                # Writing to the run is writing to its parameters, and not all operators count.
-                torch.autograd.graph.increment_version(run.params)
-                run.drop_gradient()
+        updated = [run for run in self._runs if run.has_gradient]
+        # Writing to runs is writing to their parameters, which operators do not know, and not all count.
+        torch.autograd.graph.increment_version([param for run in updated for param in run.params])
+        for run in updated:
+            run.drop_gradient()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own."""

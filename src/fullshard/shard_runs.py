@@ -38,6 +38,7 @@ class Run:
         """Over the memory ``homes``, which the faces stand for."""
         self.params = [face.param for face in faces]
         self._names = [face.name for face in faces]
+        self._of_dtensors = isinstance(self.params[0], DTensor)
         locals_ = [_local(param) for param in self.params]
         self._addresses = [local.data_ptr() for local in locals_]
         self._shapes = [(local.shape, local.stride()) for local in locals_]
@@ -56,6 +57,10 @@ class Run:
         trainable = whole.is_floating_point() or whole.is_complex()
         self.tensor = nn.Parameter(whole, requires_grad=trainable)
         """What an optimizer updates."""
+        self._is_param = whole is locals_[0]
+        """Whether that is the one parameter's own local tensor."""
+        self._gradient_dtype = whole.dtype
+        """That of gradients in the last step; asking `tensor` takes longer."""
 
     @torch.no_grad()
     def take_gradients(self) -> bool:
@@ -63,18 +68,22 @@ class Run:
 
         False if there is no such tensor now: the parameters are elsewhere, or differ in what gradients they have.
         """
-        gradients = []
-        for param, address in zip(self.params, self._addresses, strict=True):
-            if _local(param).data_ptr() != address:
-                return False
-            gradients.append(_local_gradient(param))
-        if len({None if gradient is None else gradient.dtype for gradient in gradients}) > 1:
+        params = self.params
+        locals_ = torch_border.locals_of(params) if self._of_dtensors else params
+        if [local.data_ptr() for local in locals_] != self._addresses:
             return False
+        gradients = (
+            torch_border.local_gradients_of(params)
+            if self._of_dtensors
+            else [param.grad for param in params]
+        )
         present = [gradient for gradient in gradients if gradient is not None]
-        whole = self.joined(present) if present else None
-        if whole is not None and self.tensor.grad_dtype != whole.dtype:
-            self.tensor.grad_dtype = whole.dtype
-        self.tensor.grad = whole
+        dtypes = {gradient.dtype for gradient in present}
+        if len(dtypes) > 1 or 0 < len(present) < len(params):
+            return False
+        for dtype in dtypes - {self._gradient_dtype}:
+            self._gradient_dtype = self.tensor.grad_dtype = dtype
+        self.tensor.grad = self.joined(present) if present else None
         return True
 
     @property
@@ -91,7 +100,7 @@ class Run:
 
         They lie in it if it is one storage, and their distances are those of the parameters.
         """
-        if parts[0].shape == self.tensor.shape:  # the only one, or the only one with elements
+        if self._is_param:
             return parts[0]
         first = parts[self._filled[0]]
         base, itemsize = first.data_ptr(), first.itemsize
@@ -256,21 +265,11 @@ def _local(param: nn.Parameter) -> Tensor:
     return torch_border.local_of(param) if isinstance(param, DTensor) else param
 
 
-def _local_gradient(param: nn.Parameter) -> Tensor | None:
-    gradient = param.grad
-    return None if gradient is None else _local_part(param, gradient)
-
-
 def _local_part(param: nn.Parameter, value: Tensor) -> Tensor:
-    """This rank's part of a gradient or state of a parameter, spread as the parameter is."""
+    """This rank's part of a state of a parameter, spread as the parameter is."""
     if not isinstance(param, DTensor):
         return value
-    assert isinstance(value, DTensor), (
-        "torch sees to it that gradients are, state_of_run that states are"
-    )
-    if torch_border.spec_of(value) is torch_border.spec_of(param):
-        return torch_border.local_of(value)
-    return torch_border.redistributed_local(value, param.placements, untouched_axes=())
+    return torch_border.redistributed_local(value, param.placements)
 
 
 def _like_param(param: nn.Parameter, local: Tensor) -> Tensor:

@@ -165,6 +165,25 @@ def local_of(tensor: Tensor) -> Tensor:
     return cast(DTensor, tensor)._local_tensor
 
 
+def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same of several DTensors, in less time."""
+    return [tensor._local_tensor for tensor in cast("Sequence[DTensor]", tensors)]
+
+
+def local_gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """This rank's pieces of the gradients of DTensors, spread as these are."""
+    pieces: list[Tensor | None] = []
+    for param in cast("Sequence[Any]", params):
+        gradient = param.grad
+        if gradient is None:
+            pieces.append(None)
+        elif gradient._spec is param._spec:
+            pieces.append(gradient._local_tensor)
+        else:
+            pieces.append(redistributed_local(gradient, param.placements))
+    return pieces
+
+
 def replace_local(tensor: Tensor, local: Tensor) -> None:
     """Let a DTensor keep its identity and stand for another local tensor of the same shape and dtype."""
     cast(DTensor, tensor)._local_tensor = local
@@ -178,7 +197,7 @@ def dtensor_parameter(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) 
 
 
 def redistributed_local(
-    tensor: Tensor, placements: Sequence[Placement], *, untouched_axes: Collection[int]
+    tensor: Tensor, placements: Sequence[Placement], *, untouched_axes: Collection[int] = ()
 ) -> Tensor:
     """This rank's piece of a DTensor once it has ``placements``, on all axes but ``untouched_axes``."""
     found = cast(DTensor, tensor)
