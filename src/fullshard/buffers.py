@@ -246,7 +246,9 @@ class GatherBuffer:
         self.own_pieces: list[Tensor] = []
         """Per segment, this rank's piece in the compute dtype: what the shard is cast and copied into."""
         self._copy_out: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._packing = place([segment.piece_numel for segment in layout.segments], self._dtypes)
+        numels = [segment.piece_numel for segment in layout.segments]
+        order = layout.memory_order(range(len(numels)))
+        self._packing = place(numels, self._dtypes, order=order)  # as the shards lie
         if packed:
             self._prepare_packed(device)
         else:
