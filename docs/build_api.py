@@ -66,7 +66,7 @@ CHAPTERS = {
 }
 """The names of `fullshard`, in the order of the page."""
 
-MODULES = ["wrap", "sharded_grad_scaler", "mesh", "comm"]
+MODULES = ["optim", "wrap", "sharded_grad_scaler", "mesh", "comm"]
 """Modules whose public classes are for users, too."""
 
 GIVEN_TO_USERS = {

@@ -14,6 +14,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
+    from . import optim as optim
     from .errors import (
         CommunicationError,
         ConfigurationError,
@@ -138,6 +139,8 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     # Names are fetched when first used: importing torch takes seconds, and the command line must be
     # able to set environment variables, and to answer --help, before that.
+    if name == "optim":
+        return _import_module(f".{name}", __name__)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(_import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)
@@ -146,4 +149,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "optim"})

@@ -328,7 +328,9 @@ class GatherBuffer:
         self.own = self.own_in(rows)
         self._copy_out = (self._packed_targets(), self._packed_sources(rows))
         if device.type != "cpu" and self._is_uniform and min(map(Tensor.numel, self._copy_out[0])):
-            self._split = _Split(rows.view(self._dtypes[0]), self._copy_out[0])
+            order = sorted(range(len(self._dtypes)), key=self._packing.starts.__getitem__)
+            parts = [self._copy_out[0][index] for index in order]
+            self._split = _Split(rows.view(self._dtypes[0]), parts)
 
     def _whole(self, segment: int) -> Tensor:
         """Another alias of a segment's one parameter: writing to `params` would bump the faces' versions."""

@@ -150,6 +150,18 @@ class Layout:
         start = min(max(first - slot.start, 0), slot.numel)
         return Piece(shape=(last - first,), start=start, offset=first - begin)
 
+    def memory_order(self, segments: Sequence[int]) -> list[int]:
+        """Places in ``segments`` in the order in which a rank's pieces lie in memory: matrices first, then the rest.
+
+        Optimizers often treat the two differently (weight decay is for one of them), and can take as one
+        what lies together.
+        """
+
+        def is_rest(place: int) -> bool:
+            return all(len(self.slots[p].shape) < 2 for p in self.segments[segments[place]].params)
+
+        return sorted(range(len(segments)), key=is_rest)
+
     def held_numels(self, segment: int) -> list[int]:
         """Of a flat segment, how many elements each rank holds, without the padding at its end."""
         numel = self.segments[segment].piece_numel
@@ -297,29 +309,42 @@ class Placement:
 
 
 def place(
-    numels: Sequence[int], dtypes: Sequence[torch.dtype], *, alignment: int = ALIGNMENT
+    numels: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    *,
+    alignment: int = ALIGNMENT,
+    order: Sequence[int] | None = None,
 ) -> Placement:
     """Lay blocks of ``numels[i]`` elements of ``dtypes[i]`` one after the other.
 
-    Each start is a multiple of ``alignment`` elements of its dtype.
+    Each start is a multiple of ``alignment`` elements of its dtype. They follow each other as they are given,
+    or block ``order[0]`` is the first and so on.
 
     >>> place([16, 4], [torch.float32, torch.float32], alignment=4)
     Placement(starts=(0, 64), nbytes=80)
+    >>> place([16, 4], [torch.float32, torch.float32], alignment=4, order=[1, 0])
+    Placement(starts=(16, 0), nbytes=80)
     """
-    starts, end = [], 0
-    for numel, dtype in zip(numels, dtypes, strict=True):
-        start = _rounded_up(end, alignment * dtype.itemsize)
-        starts.append(start)
-        end = start + numel * dtype.itemsize
+    blocks = list(zip(numels, dtypes, strict=True))
+    starts, end = [0] * len(blocks), 0
+    for index in range(len(blocks)) if order is None else order:
+        numel, dtype = blocks[index]
+        starts[index] = _rounded_up(end, alignment * dtype.itemsize)
+        end = starts[index] + numel * dtype.itemsize
     # The buffer's own length is aligned too, so that a byte buffer can be viewed in any of the dtypes.
     widest = max((dtype.itemsize for dtype in dtypes), default=1)
     return Placement(starts=tuple(starts), nbytes=_rounded_up(end, alignment * widest))
 
 
 def place_row(layout: Layout, segments: Sequence[int], dtypes: Sequence[torch.dtype]) -> Placement:
-    """Lay one rank's pieces of ``segments``, the i-th of them in ``dtypes[i]``, one after the other."""
+    """Lay one rank's pieces of ``segments``, the i-th of them in ``dtypes[i]``, one after the other.
+
+    In memory order. So shards, messages and reduced gradients have their pieces at the same distances, and an
+    optimizer can take a range of both (`shard_runs`).
+    """
     numels = [layout.segments[index].piece_numel for index in segments]
-    return place(numels, dtypes, alignment=ROW_ALIGNMENT)
+    order = layout.memory_order(segments)
+    return place(numels, dtypes, alignment=ROW_ALIGNMENT, order=order)
 
 
 def _rounded_up(value: int, multiple: int) -> int:

@@ -14,7 +14,8 @@ each other. Its verbs stand in the order in which one step uses them:
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -164,7 +165,7 @@ class FSDPParamGroup:
             locals_.append(packed[param])
         self._form.make_faces(self.params, locals_, self.layout, self.name)
         self.faces = tuple(dict.fromkeys(param.face for param in self.params))
-        self._homes = self._form.homes(self._plain, self.shards)
+        self._find_homes()
         self._prepare_dtypes()
 
     def _at_rest(self, shard: Tensor, device: torch.device) -> Tensor:
@@ -254,7 +255,7 @@ class FSDPParamGroup:
             )
         self._check_dtypes_of_segments()
         self.shards = self._new_shard_buffer(devices.pop())
-        self._homes = self._form.homes(self._plain, self.shards)
+        self._find_homes()
         for face, home in self._homes.items():
             if not face.local.is_meta:
                 home.copy_(face.local.view(home.shape))
@@ -284,6 +285,19 @@ class FSDPParamGroup:
             [param.dtype for param in self._plain],
             device,
             pinned=self._pins and device.type == "cpu",
+        )
+
+    def _find_homes(self) -> None:
+        self._homes = self._form.homes(self._plain, self.shards)
+        _GROUPS.update((id(face.param), self) for face in self.faces)
+
+    def homes_in_order(self) -> list[tuple[ShardedFace, Tensor]]:
+        """The faces in the shard buffer with the memory they stand for, as they lie there.
+
+        Nothing but padding is between two that follow each other.
+        """
+        return sorted(
+            self._homes.items(), key=lambda item: item[1].storage_offset() * item[1].itemsize
         )
 
     def notice_replacements(self) -> None:
@@ -673,3 +687,13 @@ class FSDPParamGroup:
 
     def __repr__(self) -> str:
         return f"FSDPParamGroup({self.name!r}, {len(self.params)} parameters)"
+
+
+_GROUPS: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
+"""By the ids of their sharded parameters; of one that is gone, its id may have been given to another tensor."""
+
+
+def groups_of(params: Iterable[Tensor]) -> list[FSDPParamGroup]:
+    """The groups to which some of the parameters belong, and maybe others."""
+    found = (_GROUPS.get(id(param)) for param in params)
+    return list(dict.fromkeys(group for group in found if group is not None))

@@ -182,7 +182,9 @@ class ReduceBuffer:
         return self._wire_dtype or self._kinds[segment][0]
 
     def _of_kind(self, kind: tuple[torch.dtype, torch.dtype]) -> list[int]:
-        return [index for index, other in self._kinds.items() if other == kind]
+        """Segments of a kind, in the order in which a rank's pieces of them lie in memory."""
+        segments = [index for index, other in self._kinds.items() if other == kind]
+        return [segments[place] for place in self.layout.memory_order(segments)]
 
     def _view(
         self, segment: int, start: int, shape: Sequence[int], strides: Sequence[int]

@@ -192,6 +192,25 @@ backward_pass_id: Callable[[], int] = torch._C._current_graph_task_id
 """A number that is unique to the backward pass running on this thread, or -1 outside of one."""
 
 
+def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same of several DTensors, in less time."""
+    return [tensor._local_tensor for tensor in cast("Sequence[DTensor]", tensors)]
+
+
+def local_gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """This rank's pieces of the gradients of DTensors, spread as these are."""
+    pieces: list[Tensor | None] = []
+    for param in cast("Sequence[Any]", params):
+        gradient = param.grad
+        if gradient is None:
+            pieces.append(None)
+        elif gradient._spec is param._spec:
+            pieces.append(gradient._local_tensor)
+        else:
+            pieces.append(redistributed_local(gradient, param.placements))
+    return pieces
+
+
 def replace_local(tensor: Tensor, local: Tensor) -> None:
     """Let a DTensor keep its identity and stand for another local tensor of the same shape and dtype."""
     cast(DTensor, tensor)._local_tensor = local
@@ -205,7 +224,7 @@ def dtensor_parameter(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) 
 
 
 def redistributed_local(
-    tensor: Tensor, placements: Sequence[Placement], *, untouched_axes: Collection[int]
+    tensor: Tensor, placements: Sequence[Placement], *, untouched_axes: Collection[int] = ()
 ) -> Tensor:
     """This rank's piece of a DTensor once it has ``placements``, on all axes but ``untouched_axes``."""
     found = cast(DTensor, tensor)
@@ -330,6 +349,28 @@ def unscale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor) 
     """Multiply tensors of one device and dtype by ``factor``; make ``found_inf`` 1 if one was not finite."""
     with torch.no_grad():
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
+
+
+class DelegatingOptimizer(torch.optim.Optimizer):
+    """torch's base class, for an optimizer whose updates another one makes."""
+
+    inner: torch.optim.Optimizer
+    """Who makes them; known to nobody else, and its hooks are not run."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a loss scaler asks: whether `step` unscales gradients, as fused ones do."""
+        return getattr(self.inner, "_step_supports_amp_scaling", False)
+
+    def step_inner(self) -> None:
+        """Let the other make a step, with what a loss scaler has told this one."""
+        scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        self.inner.__dict__.update(scaling)
+        # The constructor of every optimizer wraps its class's step, to run hooks: some are for all optimizers.
+        step: Callable[..., Any] = type(self.inner).step
+        if getattr(step, "hooked", False):
+            step = inspect.getattr_static(step, "__wrapped__")
+        step(self.inner)
 
 
 def sparse_values(tensor: Tensor) -> Tensor:

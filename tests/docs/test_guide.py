@@ -178,7 +178,7 @@ def check_output(name: str, outcome: Outcome) -> None:
 
 
 SINGLE = [name for name in PROGRAMS if name != "common" and not name.startswith("step_e")]
-SAME_TRAINING = ["step_b", "step_d", "step_f", "step_f_parts", "step_g", "step_h"]
+SAME_TRAINING = ["step_b", "step_d", "step_f", "step_f_parts", "step_g", "step_h", "step_j"]
 
 
 @pytest.mark.parametrize("name", SINGLE)
@@ -251,7 +251,7 @@ COMMUNICATED: dict[str, dict[tuple[str, int, int], int]] = {
         ("reduce_scatter", 2, REST): 1,
     },
 }
-COMMUNICATED["step_d"] = COMMUNICATED["step_b"]
+COMMUNICATED["step_d"] = COMMUNICATED["step_j"] = COMMUNICATED["step_b"]
 
 
 @pytest.mark.parametrize("name", COMMUNICATED)

@@ -476,6 +476,14 @@ def test_what_cannot_be_laid_out_is_said(make: Callable[[], Layout], message: st
     assert str(caught.value) == message
 
 
+def test_matrices_lie_before_all_others_and_otherwise_the_order_is_kept() -> None:
+    layout = per_row_layout([(4,), (4, 4), (), (2, 1), (6,), (3, 3, 3)], world=2)
+    assert layout.memory_order(range(6)) == [1, 3, 5, 0, 2, 4]
+    assert layout.memory_order([4, 5, 0]) == [1, 0, 2]
+    flat = flat_layout([(4,), (4, 4)], world=2, kinds=[0, 1])
+    assert flat.memory_order([0, 1]) == [1, 0]
+
+
 def test_as_many_dtypes_as_blocks_are_needed() -> None:
     with pytest.raises(ValueError, match="shorter"):
         place([1, 2], [torch.float32])

@@ -298,8 +298,9 @@ def test_locals_are_parts_of_the_pieces_which_start_aligned_in_one_storage(group
     layout = group.layout
     for rank, shard in zip(group.ranks, sharded(group, whole_params(group)), strict=True):
         end = 0
-        for piece, segment in zip(shard.pieces, layout.segments, strict=True):
-            assert piece.shape == (segment.piece_numel,)
+        for index in layout.memory_order(range(len(layout.segments))):
+            piece = shard.pieces[index]
+            assert piece.shape == (layout.segments[index].piece_numel,)
             unit = ROW_ALIGNMENT * piece.itemsize
             assert address(piece) % unit == 0 and address(piece) >= end
             end = address(piece) + piece.numel() * piece.dtype.itemsize
