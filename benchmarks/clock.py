@@ -9,14 +9,15 @@ copy_s         within the fused copies by which contestants pack and distribute 
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch.distributed import ProcessGroup
 
-__all__ = ["Clock", "Part"]
+__all__ = ["Clock", "Part", "silent_collectives"]
 
 Part = Literal["collective_s", "copy_s"]
 
@@ -35,30 +36,56 @@ CALLS: Mapping[Part, tuple[Any, tuple[str, ...]]] = MappingProxyType(
 )
 
 
+@contextmanager
+def replaced(part: Part, replacement: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
+    """Let `replacement` stand in for every function of a part."""
+    home, names = CALLS[part]
+    # What is in the class, not what `getattr` makes of it: that could not be put back.
+    originals = {name: vars(home)[name] for name in names}
+    for name in names:
+        setattr(home, name, replacement(getattr(home, name)))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(home, name, original)
+
+
+class Finished:
+    """Stands for the work of a collective that there is nothing to wait for."""
+
+    def wait(self) -> bool:
+        """Return at once."""
+        return True
+
+
+@contextmanager
+def silent_collectives() -> Iterator[None]:
+    """Let collectives do nothing: outputs keep what happened to be in their memory."""
+    finished = Finished()
+    with replaced("collective_s", lambda function: lambda *arguments, **options: finished):
+        yield
+
+
 class Clock:
-    """Adds up the time within one part's calls while it is entered."""
+    """Adds up the time within one part's calls, while `running`."""
 
     def __init__(self, part: Part, device: torch.device) -> None:
-        self._home, self._names = CALLS[part]
+        self._part = part
         # As in `timed`: on the CPU, what passes within the calls is work of the calling thread.
         self._now = time.perf_counter if device.type == "cuda" else time.process_time
         self._total_s = 0.0
-        self._originals: dict[str, Any] = {}
 
     def take_s(self) -> float:
         """Return the seconds since the last call of this."""
         total_s, self._total_s = self._total_s, 0.0
         return total_s
 
-    def __enter__(self) -> None:
-        for name in self._names:
-            # What is in the class, not what `getattr` makes of it: that could not be put back.
-            self._originals[name] = vars(self._home)[name]
-            setattr(self._home, name, self._timed(getattr(self._home, name)))
-
-    def __exit__(self, *exception: object) -> None:
-        for name, original in self._originals.items():
-            setattr(self._home, name, original)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Measure within this block."""
+        with replaced(self._part, self._timed):
+            yield
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -285,7 +285,7 @@ class Comparison:
         clocks = {part: Clock(part, device) for part in self.effort.parts}
         with collector_paused(), ExitStack() as running:
             for clock in clocks.values():
-                running.enter_context(clock)
+                running.enter_context(clock.running())
             before = compilations()
             for _ in range(self.effort.steps):
                 contestant.zero_grad()

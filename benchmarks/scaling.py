@@ -13,15 +13,15 @@ padding     bytes at rest that belong to no parameter, by the layout: nothing is
 host        processor time of forward and backward beyond unsharded's, without the next two
 copy        ... within the fused copies that pack and distribute what is communicated: on the CPU memory
             traffic, which would be a GPU's time
-collective  ... within the group. The fake one copies this rank's piece once per rank, which no real
-            group does on the host (clock.py)
+collective  ... within the group, of 8 ranks, in `parameters`. In `worlds` collectives do nothing: the fake
+            group works for every rank, in the call and when its result is dropped, as no real one does
 build       processor time from modules to sharded modules on the device
 shard       bytes that rest on rank 0
             Times are lower quartiles [interquartile range] of all steps (estimate.py says why)
 peak        bytes of CPU memory that one step allocates at most beyond what was there before it, by
             torch's profiler; the models compute next to nothing, so it is gather and reduce buffers
 
-Models of worlds: `even` is 8 blocks of 8 parameters of 4096 x 4, which every world up to 4096 divides
+Models of worlds: `even` is 8 blocks of 4 parameters of 4096 x 32, which every world up to 4096 divides
 without padding, so nothing but the world changes; `tiny` is step.py's, whose 64 rows are mostly padding
 beyond 64 ranks.
 """
@@ -31,6 +31,7 @@ import gc
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.clock import Part
+from benchmarks.clock import Part, silent_collectives
 from benchmarks.contestants import Contestant, Setting, join_fake_group
 from benchmarks.estimate import Spread, of_some
 from benchmarks.measure import Comparison, Effort
@@ -54,7 +55,7 @@ from fullshard.layout import Layout, flat_layout, per_row_layout
 
 WORLDS = (8, 16, 64, 256, 1024, 4096)
 EVEN = Shape(
-    layers=8, width=4, head_width=4, batch=1, context=2, vocab=4096, cut=(8 * WORLDS[-1], 8)
+    layers=8, width=32, head_width=32, batch=1, context=2, vocab=4096, cut=(4 * WORLDS[-1], 4)
 )
 MODELS: Mapping[str, Shape] = {"even": EVEN, "tiny": PRESETS["tiny"]}
 
@@ -64,7 +65,6 @@ CUT_ROWS = PARAMETERS_WORLD * PARAMETERS[-1]
 """So that the smallest part has a row for every rank."""
 
 PADDED_PRESETS = ("12x768", "1.2b", "3.8b", "7b", "65b")
-PARTS: tuple[Part, Part] = ("collective_s", "copy_s")
 CONTESTANTS = ("unsharded", "fsdp2", "fullshard")
 SHARDED = CONTESTANTS[1:]
 
@@ -81,7 +81,7 @@ class Point:
     num_groups: int
     host_s: Spread
     copy_s: Spread
-    collective_s: Spread
+    collective_s: Spread | None
     """All three per group and step; what unsharded takes is subtracted from the first."""
     build_s: float
     shard_bytes: int
@@ -102,11 +102,15 @@ class Padding:
 
 
 def measure(
-    cases: Mapping[tuple[str, str, int, int], Setting], rounds: int, steps: int
+    cases: Mapping[tuple[str, str, int, int], Setting], rounds: int, steps: int, *, silent: bool
 ) -> list[Point]:
-    """Compare the contestants at every setting, all settings in the same rounds."""
+    """Compare the contestants at every setting, all settings in the same rounds.
+
+    With `silent`, collectives do nothing in the rounds; else their time is measured.
+    """
+    parts: tuple[Part, ...] = ("copy_s",) if silent else ("copy_s", "collective_s")
     effort = Effort(
-        rounds=rounds, steps=steps, warmup=1, isolate=False, optimizer=False, parts=PARTS
+        rounds=rounds, steps=steps, warmup=1, isolate=False, optimizer=False, parts=parts
     )
     comparisons = {key: Comparison(CONTESTANTS, case, effort) for key, case in cases.items()}
     for key, comparison in comparisons.items():
@@ -114,10 +118,11 @@ def measure(
         comparison.prepare()
     gc.collect()
     gc.freeze()  # what is built stays; frozen, it is not searched again before every turn
-    for turn in range(rounds):
-        print(f"  round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
-        for comparison in comparisons.values():
-            comparison.take_round(turn)
+    with silent_collectives() if silent else nullcontext():
+        for turn in range(rounds):
+            print(f"  round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
+            for comparison in comparisons.values():
+                comparison.take_round(turn)
     gc.unfreeze()
     points = []
     for key, comparison in comparisons.items():
@@ -165,8 +170,9 @@ def point_of(
     def per_group(values: Iterable[float]) -> Spread:
         return of_some([value / num_groups for value in values])
 
-    parts = (samples["host_s"], samples["copy_s"], samples["collective_s"])
-    own = (host - copy - collective - base_s for host, copy, collective in zip(*parts, strict=True))
+    collective = samples.get("collective_s")
+    parts = (samples["host_s"], samples["copy_s"], collective or [0.0] * len(samples["host_s"]))
+    own = (host - copy - within - base_s for host, copy, within in zip(*parts, strict=True))
     return Point(
         study=study,
         model=model,
@@ -176,7 +182,7 @@ def point_of(
         num_groups=num_groups,
         host_s=per_group(own),
         copy_s=per_group(samples["copy_s"]),
-        collective_s=per_group(samples["collective_s"]),
+        collective_s=None if collective is None else per_group(collective),
         build_s=samples["build_s"][0],
         shard_bytes=memory[0],
         peak_bytes=memory[1],
@@ -208,7 +214,7 @@ def study_worlds(worlds: Sequence[int], rounds: int, steps: int) -> list[Point]:
     for model, shape in MODELS.items():
         per_block = params_per_block(shape)
         cases = {("worlds", model, world, per_block): setting_of(shape, world) for world in worlds}
-        points += measure(cases, rounds, steps)
+        points += measure(cases, rounds, steps, silent=True)
     return points
 
 
@@ -219,7 +225,7 @@ def study_parameters(rounds: int, steps: int) -> list[Point]:
         ("parameters", "cut", world, parts): setting_of(cut_shape(parts), world)
         for parts in PARAMETERS
     }
-    return measure(cases, rounds, steps)
+    return measure(cases, rounds, steps, silent=False)
 
 
 def study_padding(worlds: Sequence[int]) -> list[Padding]:
@@ -266,8 +272,10 @@ def slopes_text(points: Sequence[Point], name: str) -> str:
     return f"{name} {host + copy:.1f} ({host:.1f} host, {copy:.1f} copy), and {collective:.1f} in the fake group"
 
 
-def microseconds(spread: Spread) -> str:
+def microseconds(spread: Spread | None) -> str:
     """Write the lower quartile with the interquartile range."""
+    if spread is None:
+        return "n/a"
     return f"{spread.lower_quartile * 1e6:.0f} [{spread.iqr * 1e6:.0f}]"
 
 
@@ -340,6 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    torch.set_flush_denormal(True)  # memory that no collective wrote may look like such numbers
     head = header("scaling.py", torch.device("cpu"), options.commit, arguments)
     join_fake_group(max(*options.worlds, PARAMETERS_WORLD))
     texts, points, found = [], [], []

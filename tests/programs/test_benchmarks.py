@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from benchmarks import gloo_step, plots, scaling, targets
-from benchmarks.clock import Clock
+from benchmarks.clock import Clock, silent_collectives
 from benchmarks.contestants import Setting
 from benchmarks.estimate import Ratio, Spread, of_some, over
 from benchmarks.measure import Record
@@ -49,12 +49,22 @@ def test_the_clock_adds_up_collectives_and_leaves_the_group_as_it_was() -> None:
     clock = Clock("collective_s", torch.device("cpu"))
     with fake_world(64):
         outputs = list(torch.zeros(64, 1000).unbind())
-        with clock:
+        with clock.running():
             dist.all_gather(outputs, outputs[0])
         assert clock.take_s() > 0
         dist.all_gather(outputs, outputs[0])
         assert clock.take_s() == 0
     assert dict(vars(ProcessGroup)) == before
+
+
+def test_silent_collectives_leave_their_outputs_alone() -> None:
+    with fake_world(2):
+        outputs = [torch.zeros(1), torch.zeros(1)]
+        with silent_collectives():
+            dist.all_gather(outputs, torch.ones(1))
+        assert [output.item() for output in outputs] == [0, 0]
+        dist.all_gather(outputs, torch.ones(1))
+        assert [output.item() for output in outputs] == [1, 1]
 
 
 def test_every_target_is_read_from_a_run_that_is_there() -> None:
@@ -109,8 +119,9 @@ def test_whole_steps_are_timed_on_real_ranks(world) -> None:
     assert "| fullshard " in gloo_step.table(job, found)
 
 
-def test_scaling_compares_worlds_in_one_process() -> None:
-    shape = replace(scaling.EVEN, layers=2, vocab=64, cut=(64, 4))
+@pytest.mark.parametrize("silent", [True, False])
+def test_scaling_compares_worlds_in_one_process(silent: bool) -> None:
+    shape = replace(scaling.EVEN, layers=2, width=4, head_width=4, vocab=64, cut=(64, 4))
     device = torch.device("cpu")
     cases = {
         ("worlds", "even", world, 4): Setting(
@@ -119,7 +130,7 @@ def test_scaling_compares_worlds_in_one_process() -> None:
         for world in (4, 16)
     }
     with fake_world(16):
-        points = scaling.measure(cases, rounds=1, steps=1)
+        points = scaling.measure(cases, rounds=1, steps=1, silent=silent)
     assert [(point.world, point.contestant) for point in points] == [
         (4, "fsdp2"),
         (4, "fullshard"),
@@ -130,6 +141,7 @@ def test_scaling_compares_worlds_in_one_process() -> None:
     assert points[0].shard_bytes == 4 * (4 * 64 + 1) * 4 // 4
     assert points[0].shard_bytes <= points[1].shard_bytes <= points[0].shard_bytes + 11 * 128
     assert all(point.peak_bytes >= 64 * 4 * 4 for point in points)
+    assert all((point.collective_s is None) is silent for point in points)
     assert "| 16 " in scaling.points_table(points, "world")
 
 
