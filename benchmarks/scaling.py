@@ -280,31 +280,26 @@ def microseconds(spread: Spread | None) -> str:
 
 
 def points_table(points: Sequence[Point], size: str) -> str:
-    """Write points over one of their sizes, the contestants side by side."""
-    columns = [size]
-    for name in SHARDED:
-        columns += [
-            f"{name} host us",
-            f"{name} copy us",
-            f"{name} collective us",
-            f"{name} build ms",
+    """Write points over one of their sizes, a line for each contestant."""
+    columns = [size, "contestant", "host us", "copy us", "collective us"]
+    columns += ["build ms", "shard KiB", "peak KiB"]
+    rows = [
+        [
+            str(getattr(point, size)),
+            point.contestant,
+            microseconds(point.host_s),
+            microseconds(point.copy_s),
+            microseconds(point.collective_s),
+            f"{point.build_s * 1e3:.0f}",
+            f"{point.shard_bytes / 1024:.1f}",
+            f"{point.peak_bytes / 1024:.0f}",
         ]
-        columns += [f"{name} shard KiB", f"{name} peak KiB"]
-    sizes = dict.fromkeys(getattr(point, size) for point in points)
-    rows = []
-    for value in sizes:
-        row = [str(value)]
-        for name in SHARDED:
-            (point,) = (p for p in points if p.contestant == name and getattr(p, size) == value)
-            row += [
-                microseconds(point.host_s),
-                microseconds(point.copy_s),
-                microseconds(point.collective_s),
-                f"{point.build_s * 1e3:.0f}",
-                f"{point.shard_bytes / 1024:.1f}",
-                f"{point.peak_bytes / 1024:.0f}",
-            ]
-        rows.append(row)
+        for point in sorted(points, key=lambda point: SHARDED.index(point.contestant))
+    ]
+    if all(point.collective_s is None for point in points):
+        del columns[4]
+        for row in rows:
+            del row[4]
     return markdown(columns, rows)
 
 
