@@ -7,7 +7,7 @@ same kernels.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -17,17 +17,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.transformer import Block, Shape, Transformer, initialise, local_tensor
+from benchmarks.transformer import Block, CutBlock, Shape, Transformer, initialise, local_tensor
 
 __all__ = [
     "BUILDERS",
+    "OPTIMIZERS",
     "RIVALS",
     "Contestant",
     "Precision",
     "Setting",
     "Unavailable",
+    "adamw",
     "build",
     "join_fake_group",
     "plain_shards",
@@ -69,6 +71,10 @@ class Setting:
         if self.precision == "fp32":
             return {}
         return {"param_dtype": DTYPES[self.precision], "reduce_dtype": torch.float32}
+
+    def mesh(self) -> DeviceMesh:
+        """The first `world` ranks; the default group may have more."""
+        return DeviceMesh(self.device.type, torch.arange(self.world))
 
     @property
     def described(self) -> str:
@@ -115,7 +121,7 @@ def build_functional(module_name: str, setting: Setting) -> nn.Module:
         fully_shard, policy = door.fully_shard, door.MixedPrecisionPolicy
     except (ImportError, AttributeError) as error:
         raise Unavailable(str(error)) from error
-    mesh = init_device_mesh(setting.device.type, (setting.world,))
+    mesh = setting.mesh()
     mp_policy = policy(**setting.mixed_precision)
     model = setting.meta_model(DTYPES[setting.master])
     for block in model.blocks:
@@ -148,7 +154,8 @@ def build_wrapped(module_name: str, setting: Setting, *, flat: bool) -> nn.Modul
     try:
         wrapped: nn.Module = door.FullyShardedDataParallel(
             setting.meta_model(DTYPES[setting.master]),
-            auto_wrap_policy=wrap.ModuleWrapPolicy({Block}),
+            process_group=setting.mesh().get_group(),
+            auto_wrap_policy=wrap.ModuleWrapPolicy({Block, CutBlock}),
             mixed_precision=door.MixedPrecision(**setting.mixed_precision),
             param_init_fn=materialise,
             device_id=setting.device,
@@ -187,6 +194,20 @@ RIVALS: Mapping[str, str] = MappingProxyType(
 """Whom of torch's each is compared with; FSDP2 where nothing is said."""
 
 
+LEARNING_RATE = 1e-5
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make torch's optimizer, as for a model in one process."""
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, foreach=True)
+
+
+OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = (
+    MappingProxyType({})
+)
+"""Whose users make AdamW in another way, by contestant; everybody else has torch's."""
+
+
 class Contestant:
     """One built model with its batch; lives as long as its weights are on the device."""
 
@@ -196,7 +217,14 @@ class Contestant:
         size = (setting.shape.batch, setting.shape.context)
         self.tokens = torch.randint(setting.shape.vocab, size, device=setting.device)
         self.targets = torch.randint(setting.shape.vocab, size, device=setting.device).flatten()
-        self.optimizer: torch.optim.Optimizer | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """AdamW over its parameters, made at first use: its state is no part of the memory of a step."""
+        if self._optimizer is None:
+            self._optimizer = OPTIMIZERS.get(self.name, adamw)(self.model.parameters())
+        return self._optimizer
 
     def forward_backward(self) -> Tensor:
         """Run what is timed, and return the loss."""

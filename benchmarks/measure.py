@@ -16,22 +16,33 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from benchmarks.contestants import Contestant, Setting, Unavailable, build, plain_shards
+from benchmarks.clock import Clock, Part
+from benchmarks.contestants import Contestant, Setting, Unavailable, adamw, build, plain_shards
 
-__all__ = ["PLAIN_SHARDS", "Comparison", "Effort", "Memory", "Record"]
+__all__ = ["PLAIN_SHARDS", "Comparison", "Effort", "Memory", "Quantity", "Record"]
 
 PLAIN_SHARDS = "plain shards"
 """Name of the record with optimizer times only: AdamW over plain tensors of the shards' shapes."""
 
 MEMORY_STEPS = 3
-LEARNING_RATE = 1e-5
-Quantity = Literal["forward_backward_s", "host_s", "wall_s", "optimizer_s", "optimizer_host_s"]
+Quantity = Literal[
+    "forward_backward_s",
+    "host_s",
+    "collective_s",
+    "copy_s",
+    "wall_s",
+    "optimizer_s",
+    "optimizer_host_s",
+    "step_s",
+    "step_processor_s",
+    "build_s",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +54,8 @@ class Effort:
     warmup: int
     isolate: bool
     optimizer: bool
+    parts: tuple[Part, ...] = ()
+    """Parts of the host time that are also measured on their own."""
 
     def __post_init__(self) -> None:
         for name in ("rounds", "steps", "warmup"):
@@ -89,7 +102,7 @@ class Record:
 
     def add(self, quantity: Quantity, value: float) -> None:
         """Append one sample."""
-        self.samples.setdefault(quantity, []).append(value)
+        self.samples.setdefault(quantity, []).append(round(value, 7))  # tenths of microseconds
 
 
 def timed(call: Callable[[], object], device: torch.device) -> Timing:
@@ -132,11 +145,6 @@ def release_memory(device: torch.device) -> None:
     torch.cuda.empty_cache()
 
 
-def adamw(parameters: Iterator[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Make the optimizer that everyone uses."""
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, foreach=True)
-
-
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Keep Python's cycle collector out of the timed region."""
@@ -157,9 +165,16 @@ class Comparison:
         self.effort = effort
         self.records = {name: Record(name=name) for name in names}
         self._present: dict[str, Contestant] = {}
+        self._plain: torch.optim.Optimizer | None = None
 
     def run(self) -> None:
         """Measure everything; a contestant that fails is recorded as such and then left out."""
+        self.prepare()
+        for turn in range(self.effort.rounds):
+            self.take_round(turn)
+
+    def prepare(self) -> None:
+        """Do what comes before the rounds: memory of each alone, then all are built."""
         if self.setting.device.type == "cuda":
             for name in self._standing():
                 with self._blamed_on(name):
@@ -168,16 +183,20 @@ class Comparison:
             for name in self._standing():
                 with self._blamed_on(name), self._admitted(name):
                     pass
-        plain = self._plain_optimizer() if self.effort.optimizer else None
-        for turn in range(self.effort.rounds):
-            shift = turn % len(self.names)
-            for name in self.names[shift:] + self.names[:shift]:
-                if self.records[name].status == "measured":
-                    with self._blamed_on(name), self._admitted(name) as contestant:
-                        self._take_turn(contestant)
-            if plain is not None:
-                with collector_paused():
-                    self._time_optimizer(self.records[PLAIN_SHARDS], plain)
+        if self.effort.optimizer:
+            self.records[PLAIN_SHARDS] = Record(name=PLAIN_SHARDS)
+            self._plain = adamw(plain_shards(self.setting))
+
+    def take_round(self, turn: int) -> None:
+        """Let everyone have their turn; the one to begin changes with `turn`."""
+        shift = turn % len(self.names)
+        for name in self.names[shift:] + self.names[:shift]:
+            if self.records[name].status == "measured":
+                with self._blamed_on(name), self._admitted(name) as contestant:
+                    self._take_turn(contestant)
+        if self._plain is not None:
+            with collector_paused():
+                self._time_optimizer(self.records[PLAIN_SHARDS], self._plain)
 
     def visit(self, look: Callable[[Contestant], None]) -> None:
         """Show every contestant still standing, warmed up, to `look`."""
@@ -214,8 +233,9 @@ class Comparison:
         """Have a contestant built, checked and warmed up; with `isolate` only for this block."""
         if name not in self._present:
             print(f"  building {name}", file=sys.stderr, flush=True)
-            before = compilations()
+            before, start = compilations(), time.process_time()
             contestant = build(name, self.setting)
+            self.records[name].add("build_s", time.process_time() - start)
             contestant.check()
             for _ in range(self.effort.warmup):
                 contestant.zero_grad()
@@ -262,25 +282,24 @@ class Comparison:
         record, device = self.records[contestant.name], self.setting.device
         contestant.zero_grad()
         contestant.forward_backward()
-        with collector_paused():
+        clocks = {part: Clock(part, device) for part in self.effort.parts}
+        with collector_paused(), ExitStack() as running:
+            for clock in clocks.values():
+                running.enter_context(clock.running())
             before = compilations()
             for _ in range(self.effort.steps):
                 contestant.zero_grad()
                 timing = timed(contestant.forward_backward, device)
+                for part, clock in clocks.items():
+                    record.add(part, clock.take_s())
                 record.add("forward_backward_s", timing.device_s)
                 record.add("host_s", timing.host_s)
                 record.add("wall_s", timing.wall_s)
             record.timed_compilations += compilations() - before
             if self.effort.optimizer:
-                if contestant.optimizer is None:
-                    contestant.optimizer = adamw(contestant.model.parameters())
                 contestant.fill_gradients()
                 self._time_optimizer(record, contestant.optimizer)
         contestant.zero_grad()
-
-    def _plain_optimizer(self) -> torch.optim.Optimizer:
-        self.records[PLAIN_SHARDS] = Record(name=PLAIN_SHARDS)
-        return adamw(iter(plain_shards(self.setting)))
 
     def _time_optimizer(self, record: Record, optimizer: torch.optim.Optimizer) -> None:
         """Time steps on the gradients that are there; the first one is not timed."""

@@ -5,11 +5,12 @@ copied into a page.
 """
 
 import datetime
+import json
 import os
 import platform
 import shlex
-import statistics
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,9 +19,24 @@ from typing import Any
 import torch
 
 from benchmarks.contestants import RIVALS, Setting
+from benchmarks.estimate import Spread
 from benchmarks.measure import PLAIN_SHARDS, Effort, Quantity, Record
 
-__all__ = ["Case", "Spread", "Summary", "as_json", "commit_of", "header", "summarise", "table"]
+__all__ = [
+    "Case",
+    "Summary",
+    "as_json",
+    "commit_of",
+    "header",
+    "headline",
+    "markdown",
+    "milliseconds",
+    "number",
+    "remarks",
+    "summarise",
+    "table",
+    "write_json",
+]
 
 OUTPUT_OPTIONS = ("--json", "--profile", "--commit")
 """Options with one value that do not change the figures; left out of the printed command line."""
@@ -59,26 +75,6 @@ class Case:
     num_parameters: int
     setting: Setting
     effort: Effort
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """Median and interquartile range of some samples."""
-
-    median: float
-    iqr: float
-    num_samples: int
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> "Spread | None":
-        """Summarise the samples; None if there are none."""
-        if not samples:
-            return None
-        median, iqr = statistics.median(samples), 0.0
-        if len(samples) > 1:
-            lower, _, upper = statistics.quantiles(samples, method="inclusive")
-            iqr = upper - lower
-        return cls(median=median, iqr=iqr, num_samples=len(samples))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,7 +273,7 @@ def hardware(device: torch.device) -> str:
     return f"CPU {processor}, {torch.get_num_threads()} thread(s)"
 
 
-def command_line(arguments: Sequence[str]) -> str:
+def command_line(script: str, arguments: Sequence[str]) -> str:
     """Write the command without the options that only say where output goes."""
     kept: list[str] = []
     skip = False
@@ -289,18 +285,39 @@ def command_line(arguments: Sequence[str]) -> str:
         elif not argument.startswith(tuple(f"{option}=" for option in OUTPUT_OPTIONS)):
             kept.append(argument)
     allocator = (f"{name}={os.environ[name]}" for name in ALLOCATOR_VARIABLES if name in os.environ)
-    return shlex.join([*allocator, "python", "benchmarks/step.py", *kept])
+    return shlex.join([*allocator, "python", f"benchmarks/{script}", *kept])
 
 
-def header(device: torch.device, commit: str, arguments: Sequence[str]) -> dict[str, str]:
-    """Say when, on what and of which code the figures are."""
+def header(
+    script: str, device: torch.device, commit: str | None, arguments: Sequence[str] | None
+) -> dict[str, str]:
+    """Say when, on what and of which code the figures are.
+
+    `commit` is asked of git, and `arguments` are the process's, unless they are given.
+    """
+    folder = Path(__file__).parent
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "hardware": hardware(device),
         "torch": str(torch.__version__),
-        "commit": commit,
-        "command": command_line(arguments),
+        "commit": commit or commit_of(folder),
+        "command": command_line(script, sys.argv[1:] if arguments is None else arguments),
     }
+
+
+def headline(head: Mapping[str, str]) -> str:
+    """Write a header in one line, to stand above tables."""
+    return (
+        f"{head['date']}, {head['hardware']}, torch {head['torch']}, commit {head['commit']}: "
+        f"`{head['command']}`"
+    )
+
+
+def write_json(file: Path | None, head: Mapping[str, str], results: object) -> None:
+    """Write results under their header, if a file is asked for."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"header": head, "results": results}, indent=1) + "\n")
 
 
 def as_json(case: Case, records: Mapping[str, Record]) -> dict[str, Any]:

@@ -19,12 +19,10 @@ peak        of forward and backward, without optimizer state, each contestant al
 
 import argparse
 import gc
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,15 +31,14 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.contestants import BUILDERS, Contestant, Setting, join_fake_group
+from benchmarks.contestants import BUILDERS, Setting, join_fake_group
 from benchmarks.measure import Comparison, Effort
-from benchmarks.report import Case, as_json, commit_of, header, table
-from benchmarks.transformer import PRESETS, Shape, Transformer
+from benchmarks.profiling import profiler_of
+from benchmarks.report import Case, as_json, header, headline, table, write_json
+from benchmarks.transformer import PRESETS, Shape, count_parameters
 
 OPTIMIZER_LIMIT = 1_000_000_000
 """Parameters above which the optimizer is only measured when asked for: its state needs room."""
-
-TOP_KERNELS = 12
 
 DEFAULT_CONTESTANTS = ["unsharded", "fsdp2", "fullshard", "fsdp1", "wrapper"]
 
@@ -106,40 +103,6 @@ def shape_of(preset: str, options: argparse.Namespace) -> Shape:
     )
 
 
-def count_parameters(shape: Shape) -> int:
-    """Count the elements of the model's parameters."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Transformer(shape).parameters())
-
-
-def profiler_of(folder: Path, preset: str, device: torch.device) -> Callable[[Contestant], None]:
-    """Make a function that traces one step of a contestant and prints its heaviest kernels."""
-    from torch.profiler import ProfilerActivity, profile
-
-    folder.mkdir(parents=True, exist_ok=True)
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    # On the CPU there are no kernels but operators; both are ranked by the time that is their own.
-    attribute = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-
-    def look(contestant: Contestant) -> None:
-        contestant.zero_grad()
-        with profile(activities=activities) as trace:
-            contestant.forward_backward()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        trace.export_chrome_trace(str(folder / f"{preset}-{contestant.name}.json"))
-        events: Any = trace.key_averages()
-        if device.type == "cuda":
-            events = [event for event in events if event.device_type.name == "CUDA"]
-        print(f"\n{preset}, {contestant.name}: one step, most expensive first (ms, calls)")
-        for event in sorted(events, key=lambda event: -getattr(event, attribute))[:TOP_KERNELS]:
-            print(f"{getattr(event, attribute) / 1e3:10.3f} {event.count:6d}  {event.key[:80]}")
-
-    return look
-
-
 def cases_of(options: argparse.Namespace) -> list[Case]:
     """Lay out what will be compared, so that wrong sizes are refused before anything is built."""
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
@@ -180,8 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    commit = options.commit or commit_of(Path(__file__).parent)
-    head = header(device, commit, sys.argv[1:] if arguments is None else arguments)
+    head = header("step.py", device, options.commit, arguments)
     join_fake_group(options.world)
     if options.compile is not None:
         # Else the compiler would give up after some attempts, and blocks would run as they are.
@@ -202,13 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.append(as_json(case, comparison.records))
         failed |= any(record.status == "failed" for record in comparison.records.values())
     dist.destroy_process_group()
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"header": head, "results": results}, indent=1) + "\n")
-    print(
-        f"\n{head['date']}, {head['hardware']}, torch {head['torch']}, commit {head['commit']}: "
-        f"`{head['command']}`\n"
-    )
+    write_json(options.json, head, results)
+    print(f"\n{headline(head)}\n")
     print("\n\n".join(tables))
     return int(failed)
 

@@ -3,6 +3,9 @@
 A plain decoder: RMSNorm, causal attention, SwiGLU, untied embedding and head, no biases, nine
 parameters per block. It has no position encoding, because nothing is learned here; it only has to
 cost what a real decoder costs.
+
+The scaling study varies one thing at a time with other blocks: one weight, cut into any number of
+parameters of the same size (`CutBlock`).
 """
 
 from collections.abc import Mapping
@@ -13,7 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["PRESETS", "Block", "Shape", "Transformer", "initialise", "local_tensor"]
+__all__ = [
+    "PRESETS",
+    "Block",
+    "CutBlock",
+    "Shape",
+    "Transformer",
+    "count_parameters",
+    "initialise",
+    "local_tensor",
+]
 
 MLP_MULTIPLE = 256
 """The MLP is 8/3 as wide as the model, rounded up to a multiple of this (Llama's rule)."""
@@ -32,11 +44,15 @@ class Shape:
     batch: int
     context: int
     vocab: int = 32000
+    cut: tuple[int, int] | None = None
+    """Rows of a block's weight, and into how many parameters they are cut; None: blocks of a decoder."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "batch", "context", "vocab"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+        if self.cut is not None and self.cut[0] % self.cut[1]:
+            raise ValueError(f"{self.cut[0]} rows cannot be cut into {self.cut[1]} equal parts.")
         if self.width % self.head_width:
             raise ValueError(
                 f"width must be a multiple of head_width, got {self.width} and {self.head_width}. "
@@ -57,10 +73,12 @@ class Shape:
 PRESETS: Mapping[str, Shape] = MappingProxyType(
     {
         "tiny": Shape(layers=12, width=64, head_width=16, batch=1, context=64, vocab=256),
+        "small": Shape(layers=6, width=192, head_width=32, batch=2, context=64, vocab=1024),
         "12x768": Shape(layers=12, width=768, head_width=64, batch=1, context=512),
         "1.2b": Shape(layers=21, width=2048, head_width=128, batch=4, context=2048),
         "3.8b": Shape(layers=32, width=3072, head_width=128, batch=2, context=2048),
         "7b": Shape(layers=32, width=4096, head_width=128, batch=1, context=4096),
+        "65b": Shape(layers=80, width=8192, head_width=128, batch=1, context=4096),
     }
 )
 
@@ -119,13 +137,30 @@ class Block(nn.Module):
         return out
 
 
+class CutBlock(nn.Module):
+    """A layer with one weight, cut by rows into parameters: their number changes, the computation does not."""
+
+    def __init__(self, rows: int, parts: int, width: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.empty(rows // parts, width) for _ in range(parts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Go through the weight and back."""
+        weight = torch.cat(list(self.parts))
+        out: Tensor = x + F.linear(F.linear(x, weight), weight.t())
+        return out
+
+
 class Transformer(nn.Module):
     """The whole decoder, from token numbers to logits."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(
+            Block(shape) if shape.cut is None else CutBlock(*shape.cut, shape.width)
+            for _ in range(shape.layers)
+        )
         self.norm = nn.RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
 
@@ -136,6 +171,12 @@ class Transformer(nn.Module):
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+
+def count_parameters(shape: Shape) -> int:
+    """Count the elements of the model's parameters."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Transformer(shape).parameters())
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
