@@ -202,8 +202,17 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, foreach=True)
 
 
+def adamw_over_shards(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make the same over whole ranges of the shards."""
+    optim: Any = importlib.import_module("fullshard.optim")
+    over_shards: torch.optim.Optimizer = optim.ShardedOptimizer(
+        torch.optim.AdamW, parameters, lr=LEARNING_RATE, foreach=True
+    )
+    return over_shards
+
+
 OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = (
-    MappingProxyType({})
+    MappingProxyType({"fullshard": adamw_over_shards})
 )
 """Whose users make AdamW in another way, by contestant; everybody else has torch's."""
 

@@ -37,8 +37,9 @@ from benchmarks.contestants import (
     build_unsharded,
     join_fake_group,
 )
+from benchmarks.estimate import Spread
 from benchmarks.measure import collector_paused, timed
-from benchmarks.report import Spread, commit_of, hardware, markdown, milliseconds
+from benchmarks.report import commit_of, hardware, markdown, milliseconds
 from benchmarks.transformer import Shape, initialise
 from fullshard import GroupPlan, MixedPrecisionPolicy, plan_groups
 
