@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -211,7 +212,8 @@ def rank_main(rank: int, world: int, folder: str) -> None:
         policy = MixedPrecisionPolicy(
             BF16, dtypes["reduce_dtype"], wire_dtype=dtypes.get("wire_dtype")
         )
-        model: Any = fully_shard(Given(), mp_policy=policy)
+        mesh = init_device_mesh("cpu", (world,))
+        model: Any = fully_shard(Given(), mesh=mesh, mp_policy=policy)
         model(gradients_of(world)[rank]).backward()
         errors.append(error_of(model.weight.grad.full_tensor(), world))
     if rank == 0:

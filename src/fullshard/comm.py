@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from . import torch_border
 from .errors import CommunicationError, ConfigurationError
+from .mesh import DataParallelAxes
 
 T = TypeVar("T")
 
@@ -352,6 +353,34 @@ def reduce_scatter(
     options = _reduce_options(op, async_op=async_op)
     work = torch_border.reduce_scatter_coalesced(group, outputs, inputs, options)
     return work if async_op else _ordered(work, group)
+
+
+def check_exchanges(wire_dtype: torch.dtype, axes: DataParallelAxes, device: torch.device) -> None:
+    """Refuse to exchange gradients in ``wire_dtype`` where there is nothing, or no way, to do so.
+
+    One rank alone may ask for it.
+
+    Raises:
+        ConfigurationError: there are replicas only, or the backend cannot.
+    """
+    if axes.shard_mesh_size == 1 < axes.replicate_mesh_size:
+        raise ConfigurationError(
+            "wire_dtype is for gradients that are reduce-scattered, but nothing is sharded here: "
+            f"{axes.replicate_mesh_size} replicas average whole gradients, in reduce_dtype. Leave wire_dtype out, or "
+            "shard over more than one rank."
+        )
+    group = axes.shard_process_group
+    if (
+        group is not None
+        and group.size() > 1
+        and device.type != "cpu"
+        and backend_of(group, device) == "gloo"
+    ):
+        # torch 2.11 does not say so, but crashes.
+        raise ConfigurationError(
+            f"wire_dtype={wire_dtype} needs a process group that exchanges memory on {device.type}, and gloo only "
+            "exchanges that of CPUs. Use NCCL, or leave wire_dtype out."
+        )
 
 
 def all_to_all(

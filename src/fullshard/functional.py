@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from . import comm
 from .errors import ConfigurationError, LifecycleError
 from .faces import ParamOwner
 from .forms import RowForm
@@ -48,7 +49,6 @@ from .policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    check_wire_is_there,
 )
 from .runtime import FSDPState, attach_state, state_of
 from .self_gathered import gathers_itself
@@ -343,12 +343,10 @@ def _check_options(
 
 
 def _check_wire(found: Sequence[_Found], mp_policy: MixedPrecisionPolicy) -> None:
-    for each in found:
-        check_wire_is_there(
-            mp_policy.wire_dtype,
-            shards=each.mesh_info.shard_mesh_size,
-            replicas=each.mesh_info.replicate_mesh_size,
-        )
+    if mp_policy.wire_dtype is not None:
+        for each in found:
+            device = device_of(each.mesh_info.mesh)
+            comm.check_exchanges(mp_policy.wire_dtype, each.mesh_info, device)
 
 
 def _class_of(value: object) -> str:

@@ -106,15 +106,6 @@ def check_wire_dtype(wire_dtype: torch.dtype | None, reduce_dtype: torch.dtype |
         )
 
 
-def check_wire_is_there(wire_dtype: torch.dtype | None, *, shards: int, replicas: int) -> None:
-    """Refuse a dtype for exchanges over shards where there are replicas only. One rank alone may have it."""
-    if wire_dtype is not None and shards == 1 < replicas:
-        raise ConfigurationError(
-            f"wire_dtype is for gradients that are reduce-scattered, but nothing is sharded here: {replicas} replicas "
-            "average whole gradients, in reduce_dtype. Leave wire_dtype out, or shard over more than one rank."
-        )
-
-
 def check_floating_dtype(name: str, value: object) -> None:
     """Refuse a value of option ``name`` that is not a floating-point dtype."""
     if not isinstance(value, torch.dtype) or not value.is_floating_point:

@@ -6,9 +6,8 @@
                                           given back
     backward, per state    pre_backward   (an output's gradient is there) wait, unsharded parameters
                                           on the modules, gather of the one before issued
-                           gradients      all have arrived: into the reduce buffer, reduce-scatter
-                                          issued
-                           passed         backward has left the state: memory given back
+                           passed         backward has left the state: memory given back, gradients
+                                          into the reduce buffer, reduce-scatter issued
     end of backward        states not finished are finished, streams joined, everything is sharded
 
 [Note: two gather buffers]
@@ -17,6 +16,12 @@ time, not three. With a forecast, the next gather is issued before the compute, 
 and this state's memory is given back right after its forward. Without one (the first forward, or
 one that leaves the order), a state is only hidden after its forward and kept (`_kept`) until the
 next one has been gathered, so that this gather need not wait for it.
+
+[Note: memory first]
+Gradients could be sent off as soon as all of a state have arrived. But its unsharded parameters are
+in memory then, and may be needed still; a moment later backward reaches the output of the state
+before, and they are not. So their memory is given back first, and only then memory for the reduction
+is taken: a step's peak is often here. The first state of forward, which has none before it, does not wait.
 
 [Note: recomputation]
 Activation checkpointing runs forward again within backward. If backward has reached the state (its
@@ -420,11 +425,11 @@ class Runtime:
         reached = self._reached.get(state)
         if (reached is not None and call in reached.calls) or call.finished_in == this_pass:
             return  # by another output
+        self._begin_pass(this_pass)
+        for other, theirs in tuple(self._reached.items()):
+            if has_left(theirs.calls, call):
+                self._finish_state(other)
         with torch_border.profiler_range(state.labels.pre_backward):
-            self._begin_pass(this_pass)
-            for other, theirs in tuple(self._reached.items()):
-                if has_left(theirs.calls, call):
-                    self._finish_state(other)
             self._reach(state, call, this_pass)
             if self._kept is state:
                 self._kept = None
@@ -474,12 +479,15 @@ class Runtime:
             reached = self._reach(state, None, this_pass)
         reached.awaited.discard(param)
         if reached.complete:
-            reached.late = True
+            reached.to_send = True
         elif not reached.awaited and state is not self.root:
             reached.complete = True
             if state.prefetches_late and reached.calls:
                 self._prefetch_backward(state, reached.calls[-1])
-            self._reduce(state)
+            if all(call.previous is None for call in reached.calls):
+                # Nothing comes before it in forward, so backward leaves it at its end only.
+                self._reduce(state)
+                reached.to_send = False
 
     def _reduce(self, state: FSDPState) -> None:
         with torch_border.profiler_range(state.labels.reduce):
@@ -501,7 +509,7 @@ class Runtime:
             state.reshard()
         else:
             state.hide()
-        if not reached.complete or reached.late:
+        if reached.to_send:
             self._reduce(state)
 
     def end_of_pass(self, this_pass: int) -> None:
@@ -567,13 +575,9 @@ class _Reached:
             param for group in state.groups for param in group.params if param.trainable
         }
         self.complete = False
-        """Whether all gradients had arrived and were sent off.
-
-        Never for the root, whose gradients are sent off when backward leaves it: they are often large, and
-        its unsharded parameters are released first.
-        """
-        self.late = False
-        """Whether gradients arrived after that; they are sent off when backward leaves."""
+        """Whether all gradients have arrived."""
+        self.to_send = True
+        """Whether gradients are to be sent off when backward leaves: see [Note: memory first]."""
 
 
 # Hooks that autograd holds refer to the runtime weakly: a graph that outlives its model must not

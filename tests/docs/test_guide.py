@@ -224,8 +224,8 @@ COMMUNICATED: dict[str, dict[tuple[str, int, int], int]] = {
         ("reduce_scatter", 2, REST): 1,
     },
     "step_c": {
-        ("all_gather", 2, 66_816): 16,
-        ("all_gather", 2, 16_640): 2,
+        ("all_gather", 2, BLOCK // 2): 16,
+        ("all_gather", 2, REST // 2): 2,
         ("reduce_scatter", 2, BLOCK): 4,
         ("reduce_scatter", 2, REST): 1,
     },
@@ -238,8 +238,8 @@ COMMUNICATED: dict[str, dict[tuple[str, int, int], int]] = {
         ("all_reduce", 2, REST // 2): 1,
     },
     "step_f_parts": {
-        ("all_gather", 4, 133_632): 4,  # with padding: pieces begin at multiples of 128 bytes
-        ("all_gather", 4, 33_280): 1,
+        ("all_gather", 4, BLOCK): 4,
+        ("all_gather", 4, REST): 1,
         ("all_gather", 2, BLOCK): 4,
         ("reduce_scatter", 4, BLOCK): 4,
         ("reduce_scatter", 4, REST): 1,

@@ -29,8 +29,10 @@ from fullshard import (
     fully_shard,
     replicate,
 )
+from fullshard.mesh import FSDPMeshInfo
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.compare import assert_close, assert_equal
+from tests.helpers.fake import fake_world
 from tests.helpers.models import Block, ModelOptions, make_decoder
 from tests.helpers.traffic import ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Traffic
 from tests.helpers.training import (
@@ -501,6 +503,15 @@ def test_what_makes_no_sense_is_refused_on_all_ranks(world, attempt: Callable[[]
     assert all(isinstance(outcome, ConfigurationError) for outcome in outcomes), outcomes
     assert len({str(outcome) for outcome in outcomes}) == 1
     assert REFUSALS[attempt] in str(outcomes[0])
+
+
+def test_gloo_does_not_exchange_memory_of_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm, "backend_of", lambda group, device: "gloo")
+    with fake_world(2):
+        axes = FSDPMeshInfo(init_device_mesh("cpu", (2,)), shard_mesh_dim=0)
+        comm.check_exchanges(BF16, axes, torch.device("cpu"))
+        with pytest.raises(ConfigurationError, match="gloo only exchanges that of CPUs"):
+            comm.check_exchanges(BF16, axes, torch.device("cuda"))
 
 
 def allowed_on_one_rank() -> None:

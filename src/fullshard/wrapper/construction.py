@@ -51,7 +51,6 @@ from ..policies import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    check_wire_is_there,
 )
 from ..runtime import FSDPState, attach_state
 from ..self_gathered import gathers_itself
@@ -491,11 +490,8 @@ def _form(wrapped: nn.Module, params: Sequence[OwnedParam], choices: Choices) ->
 
 def _check(params: Sequence[OwnedParam], choices: Choices) -> None:
     """Refuse what cannot be sharded in this form, before anything is changed."""
-    check_wire_is_there(
-        choices.precision.wire_dtype,
-        shards=choices.axes.shard_mesh_size,
-        replicas=choices.axes.replicate_mesh_size,
-    )
+    if choices.precision.wire_dtype is not None:
+        comm.check_exchanges(choices.precision.wire_dtype, choices.axes, choices.device)
     check_can_be_owned(
         params,
         "Wrap modules that share a parameter together, by wrapping a module that contains both.",
