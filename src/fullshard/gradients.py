@@ -115,7 +115,7 @@ class ReduceEvents:
     """Marks of one group's reductions in the streams; recorded anew by each of them."""
 
     ready: Event
-    """Compute has made the gradients, and filled the input or left that to the reduction."""
+    """Compute has filled the input."""
     input_read: Event
     """The reduce-scatter has read it."""
     done: Event
@@ -151,14 +151,13 @@ class Reduction:
         buffer: ReduceBuffer,
         params: Sequence[FSDPParam],
         used: set[int],
-        pending: dict[int, Tensor],
         partial: dict[int, Tensor],
     ) -> None:
         """Prepare to reduce parameters ``used``, indices into ``params``.
 
         Others of the same segments take part as zeros; the rest gets no gradient.
 
-        ``pending`` are gradients that are not in the buffer yet. ``partial`` holds reduced shards that were not summed over replicas yet; it is added to, or emptied.
+        ``partial`` holds reduced shards that were not summed over replicas yet; it is added to, or emptied.
         """
         self._context = context
         self._events = events
@@ -166,7 +165,6 @@ class Reduction:
         self._settings = settings
         self._buffer = buffer
         self._params = params
-        self._pending = pending
         self._partial = partial
         self._runs = buffer.runs(frozenset(used))
         self._works: list[Work | None] = []
@@ -195,8 +193,8 @@ class Reduction:
     def issue(self) -> None:
         """Start the reduction; on devices with streams, all of it.
 
-        On the compute stream, which allocates everything and has made the gradients. The reduce-scatter
-        stream waits for it.
+        On the compute stream, which allocates everything and whose gradients are in the buffer. The
+        reduce-scatter stream waits for it.
         """
         context, events = self._context, self._events
         calls = [
@@ -206,8 +204,6 @@ class Reduction:
         replicated = self._mesh_info.replicate_process_group is not None
         with context.reduce_scatter:
             events.ready.wait()
-            if self._pending:
-                self._buffer.put(self._pending)
             for run, (outputs, inputs), rule in zip(self._runs, calls, self._rules, strict=True):
                 if run.exchanged:
                     self._works += self._exchange(outputs, inputs)
@@ -234,7 +230,6 @@ class Reduction:
             self._unstage()
         self._events.input_read.wait()
         self._buffer.release()
-        self._pending.clear()
         self._received.clear()
         if self._settings.custom is not None:
             for staged in self._staged:

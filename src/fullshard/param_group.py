@@ -140,8 +140,6 @@ class FSDPParamGroup:
         """Parameters whose gradients wait in a reduce buffer."""
         self._held_in: ReduceBuffer | None = None
         """Which buffer that is; None if there are none."""
-        self._pending: dict[int, Tensor] = {}
-        """Those of them that the reduction will copy there."""
         self._partial: dict[int, Tensor] = {}
         """Reduced shards that wait to be summed over replicas."""
         self._shard_originals()
@@ -196,10 +194,6 @@ class FSDPParamGroup:
             gradient_dtypes = [*compute_dtypes.values()] if sharded else reduce_dtypes
         if (reduce_dtypes, gradient_dtypes) != (self._reduce_dtypes, self.gradient_dtypes):
             self._reduce_dtypes, self.gradient_dtypes = reduce_dtypes, gradient_dtypes
-            # float16 is divided before it is summed, by compute.
-            self._reduces_large_pieces = (
-                has_large_pieces(self.layout, reduce_dtypes) and torch.float16 not in reduce_dtypes
-            )
             self._reduce_buffers.clear()
         # What stays on its rank is not rounded.
         self._wire_dtype = policy.wire_dtype if self.mesh_info.shard_mesh_size > 1 else None
@@ -603,25 +597,7 @@ class FSDPParamGroup:
             return
         alone = to_send and self._held_in is None
         self._held_in = self._reserve_reduce_buffer(self._wire_dtype if alone else None)
-        if alone and self._copies_beside_compute:
-            self._pending = taken
-            self._held.update(taken)
-        else:
-            gradients.fill(self._held_in, taken, self._held)
-
-    @property
-    def _copies_beside_compute(self) -> bool:
-        """Whether the reduction copies gradients into its buffer, on its stream, instead of compute on its own.
-
-        Large copies are hidden so, for the price of gradients that live until compute waits for the
-        reduction. Small ones are not worth the memory.
-        """
-        return (
-            self._reduces_large_pieces
-            and self.context.asynchronous
-            and self.reduction.custom is None
-            and self.reduction.replacement is None
-        )
+        gradients.fill(self._held_in, taken, self._held)
 
     def _reserve_reduce_buffer(self, wire_dtype: torch.dtype | None) -> ReduceBuffer:
         """A reduce buffer with its memory present, and nobody else reading it."""
@@ -691,10 +667,9 @@ class FSDPParamGroup:
             buffer,
             self.params,
             self._held | missing,
-            self._pending,
             self._partial,
         )
-        self._held, self._held_in, self._pending = set(), None, {}
+        self._held, self._held_in = set(), None
         reduction.issue()
         context.note_reduction(reduction)
 
@@ -703,7 +678,6 @@ class FSDPParamGroup:
         gradients.take(self.params)
         self._held.clear()
         self._held_in = None
-        self._pending = {}
         self._partial.clear()
         for buffer in self._reduce_buffers.values():
             if buffer.allocated:

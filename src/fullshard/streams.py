@@ -66,9 +66,9 @@ class FSDPCommContext:
     1. Gather buffers are allocated and freed on the all-gather stream and read by compute. Giving
        one back records an event on the compute stream (`note_release`); before the next allocation
        the all-gather stream waits for all such events (`wait_for_releases`).
-    2. Gradients, reduce inputs, what exchanges receive, and reduced gradients are allocated on the
-       compute stream and used by the reduce-scatter and all-reduce streams, which wait for compute
-       first. They stay referenced by their reduction until the compute stream has waited for it
+    2. Reduce inputs, what exchanges receive, and reduced gradients are allocated on the compute
+       stream and used by the reduce-scatter and all-reduce streams, which wait for compute first.
+       They stay referenced by their reduction until the compute stream has waited for it
        (`make_room_for_reduction`, `join`).
     3. Every gather is waited for by the compute stream before its group is given back, used or not;
        so a later write to the shards (the optimizer) comes after the gather's read of them.
