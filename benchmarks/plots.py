@@ -55,7 +55,7 @@ def finish(axes: Any, title: str, unit: str) -> None:
     """Title, unit, a zero line to compare against, a legend."""
     axes.set_title(title, fontsize=10)
     axes.set_ylabel(unit)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.legend(frameon=False, fontsize=8)
