@@ -145,6 +145,19 @@ def release_memory(device: torch.device) -> None:
     torch.cuda.empty_cache()
 
 
+def peaks_of(contestant: Contestant, device: torch.device) -> tuple[int, int]:
+    """Find the peaks of allocated and reserved memory, in bytes, over a few steps on a GPU."""
+    contestant.zero_grad()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(MEMORY_STEPS):
+        contestant.zero_grad()
+        contestant.forward_backward()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Keep Python's cycle collector out of the timed region."""
@@ -259,15 +272,7 @@ class Comparison:
             torch.cuda.memory_reserved(device),
         )
         with self._admitted(name) as contestant:
-            contestant.zero_grad()
-            torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-            for _ in range(MEMORY_STEPS):
-                contestant.zero_grad()
-                contestant.forward_backward()
-            torch.cuda.synchronize(device)
-            peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+            peaks = peaks_of(contestant, device)
         del contestant
         self._present.pop(name, None)
         release_memory(device)

@@ -41,7 +41,7 @@ from benchmarks.contestants import (
     build_wrapped,
     join_fake_group,
 )
-from benchmarks.measure import collector_paused, release_memory, timed
+from benchmarks.measure import collector_paused, peaks_of, release_memory, timed
 from benchmarks.report import commit_of, hardware, markdown
 from benchmarks.transformer import PRESETS, Shape
 from fullshard import MixedPrecisionPolicy, fully_shard
@@ -60,7 +60,6 @@ DOORS = MappingProxyType(
         "wrapper": partial(build_wrapped, "fullshard", flat=False),
     }
 )
-MEMORY_STEPS = 3
 GLOO_WORLDS, SIMULATED_WORLDS = (2, 4), (8, 64, 512)
 GRADIENT = (64, 256)
 """Shape of the gradient whose accuracy is measured."""
@@ -97,19 +96,13 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def peaks_of(contestant: Contestant, device: torch.device, before: tuple[int, int]) -> list[str]:
+def peaks_beyond(
+    before: tuple[int, int], contestant: Contestant, device: torch.device
+) -> list[str]:
     """Peak GiB of allocated and reserved memory beyond what was there before the contestant."""
     if device.type != "cuda":
         return ["n/a", "n/a"]
-    contestant.zero_grad()
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(MEMORY_STEPS):
-        contestant.zero_grad()
-        contestant.forward_backward()
-    torch.cuda.synchronize(device)
-    peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    peaks = peaks_of(contestant, device)
     return [f"{(peak - was) / 2**30:.3f}" for peak, was in zip(peaks, before, strict=True)]
 
 
@@ -145,7 +138,7 @@ def steps_table(shape: Shape, device: torch.device, world: int, rounds: int, ste
         contestant.zero_grad()
         with Sent(world) as sent:
             contestant.forward_backward()
-        peaks = peaks_of(contestant, device, before)
+        peaks = peaks_beyond(before, contestant, device)
         facts[contestant.name] = [f"{sent.nbytes / 2**20:,.1f}", *peaks]
         del contestant
     release_memory(device)
