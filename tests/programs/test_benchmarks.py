@@ -1,17 +1,20 @@
 """The benchmark programs besides step.py run, and say what they mean to say."""
 
+import inspect
 import json
 import math
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from benchmarks import gloo_step, plots, scaling, targets
+from benchmarks import gloo_step, host_profile, plots, scaling, targets
 from benchmarks.clock import Clock, silent_collectives
 from benchmarks.contestants import Setting
 from benchmarks.estimate import Ratio, Spread, of_some, over
@@ -99,6 +102,45 @@ def test_targets_measures_the_chosen_rows(
     assert (
         results["rows"]["memory-12x768"]["met"] == "not measured"
     )  # there is no GPU in a rehearsal
+
+
+LIBRARY = """
+def entered(look): look()
+def outer(look):
+    inner(look)
+def inner(look):
+    look()
+"""
+
+
+def test_samples_are_of_the_library_of_autograd_or_of_the_model() -> None:
+    samples, library = host_profile.Samples(), dict[str, Any]()
+    exec(compile(LIBRARY, "/somewhere/fullshard/hooks.py", "exec"), library)
+    exec(compile("def model(f, look): f(look)", "/somewhere/model.py", "exec"), library)
+
+    def look() -> None:
+        samples.take(inspect.currentframe().f_back)  # type: ignore[union-attr]
+
+    look()
+    library["entered"](look)  # a hook's first line: what came before has just ended
+    library["outer"](look)
+    library["model"](library["outer"], look)
+    assert samples.own == {host_profile.MODEL: 1, host_profile.AUTOGRAD: 1, "hooks.inner": 2}
+    assert samples.whole == {"hooks.inner": 2, "hooks.outer": 2}
+
+
+def test_host_profile_says_what_it_sampled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_profile, "PRESETS", {**PRESETS, "tiny": SMALLEST})
+    handler = signal.getsignal(signal.SIGPROF)
+    try:
+        status = host_profile.main(["--steps", "20", "--commit", "abc"])
+    finally:
+        leave_group()
+    assert status == 0 and signal.getsignal(signal.SIGPROF) is handler
+    printed = capsys.readouterr().out
+    assert "commit abc" in printed and "samples of 20 steps" in printed
 
 
 def test_a_contestant_that_failed_leaves_its_rows_unmeasured() -> None:
