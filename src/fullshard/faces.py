@@ -103,10 +103,6 @@ class ShardedFace(ABC):
         """The parameter now on the modules in this face's place."""
         return self.owners[0].current()
 
-    def is_untouched(self, home: Tensor, *, at_rest: bool) -> bool:
-        """Whether the face stands for ``home`` and, at rest, is where it belongs."""
-        return self.lies_in(home) and (not at_rest or self.found() is self.param)
-
     @property
     def in_place(self) -> bool:
         """Whether the face is on all its owners."""
@@ -158,14 +154,7 @@ class DTensorFace(ShardedFace):
 
     def lies_in(self, local: Tensor) -> bool:
         """See `ShardedFace`."""
-        return torch_border.local_of(self.param) is local
-
-    def is_untouched(self, home: Tensor, *, at_rest: bool) -> bool:
-        """See `ShardedFace`: the same in fewer calls, as every forward asks every parameter."""
-        param, owner = self.param, self.owners[0]
-        if torch_border.local_of(param) is not home:
-            return False
-        return not at_rest or torch_border.parameter_table(owner.module).get(owner.name) is param
+        return self.local is local
 
     def fault(self, candidate: Tensor | None) -> str | None:
         """See `ShardedFace`."""

@@ -45,11 +45,7 @@ from .ownership import (
 from .param import FSDPParam, normalized_shard_dim
 from .param_group import FSDPParamGroup
 from .placement import FacePlacement, Placer, local_tensor
-from .policies import (
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .runtime import FSDPState, attach_state, state_of
 from .self_gathered import gathers_itself
 

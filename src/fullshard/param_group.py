@@ -306,7 +306,7 @@ class FSDPParamGroup:
             return
         at_rest = self.sharded_state is ShardedState.SHARDED
         for face, home in self._homes.items():
-            if not face.is_untouched(home, at_rest=at_rest):
+            if not face.lies_in(home) or (at_rest and face.found() is not face.param):
                 self.repack()
                 return
 

@@ -90,8 +90,12 @@ class ReduceRun:
 
     def cut(self, reduced: Tensor) -> list[Tensor]:
         """The gradients of `gradients` in the run's output, as views."""
+        begin = reduced.storage_offset()  # a comm object's memory may be part of a larger block
         # Not narrow, split or view: this takes half of their time.
-        return [reduced.as_strided(shape, strides, start) for shape, strides, start in self._cuts]
+        return [
+            reduced.as_strided(shape, strides, begin + start)
+            for shape, strides, start in self._cuts
+        ]
 
 
 class ReduceBuffer:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ from fullshard import (
     UnshardHandle,
     fully_shard,
 )
-from fullshard.comm import DefaultAllGather, DefaultReduceScatter
+from fullshard.comm import DefaultAllGather, DefaultReduceScatter, ReduceScatter
 from fullshard.fsdp_module import disable_fsdp_module_new_init, get_cls_to_fsdp_cls
 from fullshard.runtime import state_of
 from tests.helpers.compare import assert_close, assert_equal
@@ -386,20 +388,28 @@ def test_an_input_passed_on_does_not_bring_a_module_back(world) -> None:
     ]
 
 
-def custom_comms(uneven: bool) -> None:
+class ReducesInPartOfABlock(DefaultReduceScatter):
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full((math.prod(size) + 5,), 77, dtype=dtype, device=device)[5:].view(*size)
+
+
+def custom_comms(uneven: bool, reduce_scatter: type[ReduceScatter]) -> None:
     options = ModelOptions(width=6 if uneven else 8, hidden=13 if uneven else 16)
     model = sharded_decoder(options)
     for module in [*model.blocks, model]:
         module.set_custom_all_gather(DefaultAllGather())
-        module.set_custom_reduce_scatter(DefaultReduceScatter())
+        module.set_custom_reduce_scatter(reduce_scatter())
     batch = tokens_for(0, 2 * dist.get_world_size())
     model(mine(batch)).backward()
     assert_close(gradients(model), reference_gradients(batch, options), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("uneven", [False, True])
-def test_comm_objects_take_the_packed_path(world, uneven: bool) -> None:
-    world(3).run(custom_comms, uneven)
+@pytest.mark.parametrize("reduce_scatter", [DefaultReduceScatter, ReducesInPartOfABlock])
+def test_comm_objects_take_the_packed_path(
+    world, uneven: bool, reduce_scatter: type[ReduceScatter]
+) -> None:
+    world(3).run(custom_comms, uneven, reduce_scatter)
 
 
 def shard_along(dim: int) -> None:

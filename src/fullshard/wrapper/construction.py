@@ -47,11 +47,7 @@ from ..ownership import (
 from ..param import FSDPParam
 from ..param_group import FSDPParamGroup
 from ..placement import FacePlacement
-from ..policies import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..runtime import FSDPState, attach_state
 from ..self_gathered import gathers_itself
 from ..wrap import Wrapping
