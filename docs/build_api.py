@@ -60,6 +60,7 @@ CHAPTERS = {
         "ConfigurationError",
         "LayoutError",
         "LifecycleError",
+        "CheckpointError",
         "CommunicationError",
         "UnsupportedError",
     ],

@@ -34,6 +34,7 @@ LAYERS = [
         "sharded_grad_scaler",
         "shard_runs",
         "optim",
+        "checkpoint",
     ],
     ["__init__"],  # `from fullshard import ...`: what users see, and the programs below are users
     ["train", "cli", "__main__"],

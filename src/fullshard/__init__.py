@@ -14,8 +14,9 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
-    from . import optim as optim
+    from . import checkpoint as checkpoint, optim as optim
     from .errors import (
+        CheckpointError,
         CommunicationError,
         ConfigurationError,
         FullshardError,
@@ -64,6 +65,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "CheckpointError",
     "CommunicationError",
     "ConfigurationError",
     "DataParallelMeshDims",
@@ -135,11 +137,13 @@ _HOMES = {
 }
 """Where the names live that are not in `errors`."""
 
+_SUBPACKAGES = ("checkpoint", "optim")
+
 
 def __getattr__(name: str) -> object:
     # Names are fetched when first used: importing torch takes seconds, and the command line must be
     # able to set environment variables, and to answer --help, before that.
-    if name == "optim":
+    if name in _SUBPACKAGES:
         return _import_module(f".{name}", __name__)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -149,4 +153,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "optim"})
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})

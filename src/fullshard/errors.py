@@ -5,6 +5,7 @@
       LayoutError          (ValueError)     shapes, dtypes and world size do not make a layout
       LifecycleError       (RuntimeError)   the right call at the wrong time
       CommunicationError   (RuntimeError)   a collective or a comm object broke its contract
+      CheckpointError      (RuntimeError)   a checkpoint is damaged, does not fit, or cannot be written
       UnsupportedError     (NotImplementedError)   torch offers it, this version does not yet
 
 Messages say the rule, then what was found with all offenders by full name, then the remedy. Checks
@@ -33,6 +34,10 @@ class LifecycleError(FullshardError, RuntimeError):
 
 class CommunicationError(FullshardError, RuntimeError):
     """A collective, or a comm object supplied by the user, broke its contract."""
+
+
+class CheckpointError(FullshardError, RuntimeError):
+    """A checkpoint is damaged or not one, does not fit what it is loaded into, or cannot be written."""
 
 
 class UnsupportedError(FullshardError, NotImplementedError):

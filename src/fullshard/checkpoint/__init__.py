@@ -1,0 +1,1 @@
+"""Checkpoints: safe, elastic, never half-written."""

@@ -1,0 +1,107 @@
+"""Parts of tensors: rectangular blocks, ranges of elements, and how one is found within another.
+
+A **block** is a rectangle of a tensor: where it starts and its shape, for each dimension. Everything a rank
+holds, everything a file has and everything a reader wants is a block, or a range of the elements in
+row-major order, which is at most ``2 * ndim - 1`` blocks:
+
+    shape (4, 3), elements 1 to 11        . x x      1 block: row 0, from column 1
+                                          x x x      1 block: rows 1 and 2
+                                          x x x
+                                          x x .      1 block: row 3, to column 2
+
+So one operation, the intersection of two blocks, is enough to read any division of a tensor into any other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A rectangle of a tensor."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in it."""
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """One past the last index, for each dimension."""
+        return tuple(s + n for s, n in zip(self.start, self.shape, strict=True))
+
+    def intersection(self, other: Block) -> Block | None:
+        """What both have, or None if that is nothing."""
+        start = tuple(map(max, self.start, other.start))
+        shape = tuple(min(a, b) - s for a, b, s in zip(self.stop, other.stop, start, strict=True))
+        return Block(start, shape) if all(n > 0 for n in shape) else None
+
+    def slices_in(self, outer: Block) -> tuple[slice, ...]:
+        """Where this block is in a tensor that has the block ``outer``."""
+        return tuple(
+            slice(s - o, s - o + n)
+            for s, o, n in zip(self.start, outer.start, self.shape, strict=True)
+        )
+
+    def runs_in(self, outer: Block) -> Iterator[tuple[int, int]]:
+        """Where its elements are in ``outer``'s, in row-major order: (first, how many), as long as they can be."""
+        if not self.numel:
+            return
+        # Trailing dimensions that are whole in both belong to one run, and so does the one before them.
+        split = len(self.shape)
+        while split and self.shape[split - 1] == outer.shape[split - 1]:
+            split -= 1
+        split = max(split - 1, 0)
+        length = math.prod(self.shape[split:])
+        strides = row_major_strides(outer.shape)
+        inner = [s - o for s, o in zip(self.start, outer.start, strict=True)]
+        first = sum(i * stride for i, stride in zip(inner, strides, strict=True))
+        for index in itertools.product(*map(range, self.shape[:split])):
+            yield first + sum(i * stride for i, stride in zip(index, strides, strict=False)), length
+
+
+def whole(shape: Sequence[int]) -> Block:
+    """All of a tensor."""
+    return Block((0,) * len(shape), tuple(shape))
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements between neighbours along each dimension."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def blocks_of_range(shape: Sequence[int], begin: int, end: int) -> list[Block]:
+    """Elements ``begin`` to ``end`` of a tensor, in row-major order, as blocks in that order.
+
+    >>> [(block.start, block.shape) for block in blocks_of_range((4, 3), 1, 11)]
+    [((0, 1), (1, 2)), ((1, 0), (2, 3)), ((3, 0), (1, 2))]
+    """
+    if begin >= end:
+        return []
+    if not shape:
+        return [Block((), ())]
+    row = math.prod(shape[1:])
+    first, first_rest = divmod(begin, row)
+    last, last_rest = divmod(end, row)
+
+    def in_row(index: int, begin: int, end: int) -> list[Block]:
+        return [
+            Block((index, *block.start), (1, *block.shape))
+            for block in blocks_of_range(shape[1:], begin, end)
+        ]
+
+    if first == last:
+        return in_row(first, first_rest, last_rest)
+    found = in_row(first, first_rest, row) if first_rest else []
+    first += bool(first_rest)
+    if first < last:
+        rest = tuple(shape[1:])
+        found.append(Block((first, *[0] * len(rest)), (last - first, *rest)))
+    return found + in_row(last, 0, last_rest)
