@@ -7,13 +7,30 @@ checksum of each header, and of itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
-from .spread import Spread
+from ..errors import CheckpointError
+from . import trees
+from .dtypes import DTYPE_CODES, DTYPES_BY_CODE
+from .source import MODEL, OPTIMIZER
+from .spread import Cuts, Spread
+
+MANIFEST = "manifest.json"
+FORMAT = "fullshard.checkpoint"
+VERSION = 1
+DATA_FOLDER = re.compile(r"data-[0-9a-f]{12}")
+MOST_BYTES = 1 << 30
+"""Of a manifest that is read: far above what any is, and no more than memory has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +85,233 @@ class Manifest:
 def file_name(rank: int) -> str:
     """Of the tensors that a rank wrote."""
     return f"rank-{rank:05d}.safetensors"
+
+
+# --- writing ---------------------------------------------------------------------------------------
+
+
+def text_of(manifest: Manifest) -> str:
+    """The manifest as JSON, a line for each tensor."""
+    lists: dict[tuple[int, ...], int] = {}
+    tensors = {}
+    for key, stored in manifest.tensors.items():
+        spread = stored.spread
+        (ranks,) = spread.holders
+        record: dict[str, Any] = {
+            "dtype": DTYPE_CODES[stored.dtype],
+            "shape": list(spread.shape),
+            "cuts": [_cuts_as_json(cuts) for cuts in spread.cuts],
+            "ranks": lists.setdefault(ranks, len(lists)),
+        }
+        if spread.order is not None:
+            record["order"] = list(spread.order)
+        if spread.flat:
+            record["flat"] = True
+        tensors[key] = record
+    faults: list[str] = []
+    parts: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "fullshard": manifest.fullshard,
+        "torch": manifest.torch,
+        "created": manifest.created,
+        "serial": manifest.serial,
+        "world": manifest.world,
+        "data": manifest.data,
+        "files": {
+            str(rank): {"bytes": file.nbytes, "header_crc32": f"{file.header_crc32:08x}"}
+            for rank, file in manifest.files.items()
+        },
+        "ranks": [list(ranks) for ranks in lists],
+        "tensors": tensors,
+        "tied": dict(manifest.tied),
+        "optimizer": trees.encode(manifest.optimizer, "optimizer", faults),
+        "extra": trees.encode(manifest.extra, "extra", faults),
+    }
+    assert not faults, f"checked when the save began: {faults}"
+    parts["crc32"] = _checksum(parts)
+    return "{" + ",".join(_lines(parts)) + "\n}\n"
+
+
+def _lines(parts: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in parts.items():
+        if name in ("files", "tensors") and value:
+            inner = ",".join(f"\n  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            yield f"\n{json.dumps(name)}: {{{inner}}}"
+        else:
+            yield f"\n{json.dumps(name)}: {json.dumps(value, allow_nan=False)}"
+
+
+def _cuts_as_json(cuts: Cuts) -> Any:
+    return [cuts.start, cuts.step] if isinstance(cuts, range) else {"at": list(cuts)}
+
+
+def _checksum(parts: Mapping[str, Any]) -> str:
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+# --- reading ---------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Manifest:
+    """The manifest of the checkpoint in folder ``path``."""
+    return parse(read_bytes(path), path)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The same, not yet understood: what ranks can be sent, so that all of them read one checkpoint."""
+    file = path / MANIFEST
+    try:
+        if file.stat().st_size > MOST_BYTES:
+            raise CheckpointError(f"{file} is larger than any manifest is ({MOST_BYTES} bytes).")
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"A checkpoint is a folder with a {MANIFEST}, which is there once the checkpoint is complete; {path} "
+            f"{'has none' if path.is_dir() else 'is no folder'}. fullshard.checkpoint.latest(folder) finds the "
+            "newest complete one in a folder."
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def parse(text: bytes, path: Path) -> Manifest:
+    """Understand a manifest, or say what is wrong with it. All that can be checked without the files is checked."""
+    file = path / MANIFEST
+    try:
+        parts = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse)
+        if not isinstance(parts, dict) or parts.get("format") != FORMAT:
+            raise ValueError(f"its format is not {FORMAT!r}")
+        if parts.get("version") != VERSION:
+            raise ValueError(
+                f"this fullshard reads version {VERSION}, not {parts.get('version')!r}"
+            )
+        if parts.pop("crc32", None) != _checksum(parts):
+            raise ValueError("its checksum is wrong: it was changed after it was written")
+        return _manifest(parts)
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RuntimeError,
+        OverflowError,
+    ) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(
+            f"{file} is no manifest that can be used: {reason}. Load another checkpoint, or write this one anew."
+        ) from error
+
+
+def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("it has a name twice")
+    return found
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _manifest(parts: dict[str, Any]) -> Manifest:
+    world = _count(parts["world"], "world")
+    if not DATA_FOLDER.fullmatch(parts["data"]):
+        raise ValueError(f"its data cannot be in {parts['data']!r}")
+    lists = [tuple(_rank(rank, world) for rank in ranks) for ranks in parts["ranks"]]
+    if any(len(set(ranks)) < len(ranks) for ranks in lists):
+        raise ValueError("a list of ranks has one twice")
+    manifest = Manifest(
+        data=parts["data"],
+        world=world,
+        tensors={key: _tensor(key, record, lists) for key, record in parts["tensors"].items()},
+        files={
+            _rank(int(rank), world): FileRecord(
+                _count(file["bytes"], "bytes"), int(file["header_crc32"], 16)
+            )
+            for rank, file in parts["files"].items()
+        },
+        tied={str(name): str(stored) for name, stored in parts["tied"].items()},
+        optimizer=trees.decode(parts["optimizer"]),
+        extra=trees.decode(parts["extra"]),
+        serial=_count(parts["serial"], "serial"),
+        created=str(parts["created"]),
+        fullshard=str(parts["fullshard"]),
+        torch=str(parts["torch"]),
+    )
+    _check_references(manifest)
+    return manifest
+
+
+def _tensor(key: str, record: Mapping[str, Any], lists: Sequence[tuple[int, ...]]) -> StoredTensor:
+    if not key.startswith((MODEL, OPTIMIZER)):
+        raise ValueError(f"tensor {key!r} belongs neither to the model nor to the optimizer")
+    if record["dtype"] not in DTYPES_BY_CODE:
+        raise ValueError(f"tensor {key!r} has dtype {record['dtype']!r}")
+    dtype = DTYPES_BY_CODE[record["dtype"]]
+    shape = tuple(_count(size, f"a size of {key!r}") for size in record["shape"])
+    numel = math.prod(shape)
+    if numel * dtype.itemsize >= 1 << 63:
+        raise ValueError(f"tensor {key!r} has {numel} elements")
+    order = tuple(record["order"]) if "order" in record else None
+    if order is not None and sorted(order) != list(range(len(shape))):
+        raise ValueError(f"tensor {key!r} has dimensions in the order {order}")
+    flat = record.get("flat", False) is True
+    sizes = (numel,) if flat else shape
+    if len(record["cuts"]) != len(sizes):
+        raise ValueError(f"tensor {key!r} has {len(record['cuts'])} cuts for {len(sizes)}")
+    ranks = lists[_count(record["ranks"], f"ranks of {key!r}")] if lists else ()
+    cuts = tuple(
+        _cuts(key, each, size, len(ranks)) for each, size in zip(record["cuts"], sizes, strict=True)
+    )
+    spread = Spread(shape=shape, order=order, flat=flat, cuts=cuts, holders=(ranks,))
+    if spread.cells > len(ranks):
+        raise ValueError(f"tensor {key!r} has {spread.cells} pieces in {len(ranks)} files")
+    return StoredTensor(dtype, spread)
+
+
+def _cuts(key: str, record: Any, size: int, most: int) -> Cuts:
+    """Cuts that leave nothing out: so pieces can neither overlap nor be missing."""
+    if isinstance(record, dict):
+        at = tuple(_integer(each, f"a cut of {key!r}") for each in record["at"])
+        if not at or at[0] != 0 or at[-1] > size or any(a > b for a, b in itertools.pairwise(at)):
+            raise ValueError(f"tensor {key!r} has cuts at {at[:10]}, not rising from 0 to {size}")
+        return at
+    first, every = (_integer(each, f"a cut of {key!r}") for each in record)
+    if first > 0 or every < 1 or (size - first) > every * max(most, 1):
+        raise ValueError(f"tensor {key!r} of size {size} has cuts {record} in {most} files")
+    return range(first, size, every)
+
+
+def _check_references(manifest: Manifest) -> None:
+    """What the manifest names is there, and nothing is there that it does not name."""
+    lost = [name for name in manifest.tied.values() if MODEL + name not in manifest.tensors]
+    refs = {ref.key for ref in trees.references(manifest.optimizer)}
+    lost += sorted(refs - set(manifest.tensors))
+    lost += [key for key in manifest.tensors if key.startswith(OPTIMIZER) and key not in refs]
+    if lost:
+        raise ValueError(f"these tensors are named or there, not both: {lost[:10]}")
+    optimizer = manifest.optimizer
+    if optimizer is not None and not (
+        isinstance(optimizer.get("state"), dict) and isinstance(optimizer.get("param_groups"), list)
+    ):
+        raise ValueError("its optimizer has no state and param_groups")
+
+
+def _integer(value: Any, what: str) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{what} is {value!r}, not an integer")
+    return value
+
+
+def _count(value: Any, what: str) -> int:
+    if _integer(value, what) < 0:
+        raise ValueError(f"{what} is {value}")
+    return int(value)
+
+
+def _rank(value: Any, world: int) -> int:
+    if not 0 <= _integer(value, "a rank") < world:
+        raise ValueError(f"rank {value} is not below {world}")
+    return int(value)

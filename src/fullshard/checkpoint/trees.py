@@ -1,0 +1,151 @@
+"""Nested values as JSON and back, exactly: what pickle is used for elsewhere, without running anything.
+
+JSON says None, bools, numbers, strings, lists and dicts with strings as keys. All else is an object tagged by
+the key "!":
+
+    tuple           {"!": "tuple", "items": [...]}
+    other dicts     {"!": "dict", "items": [[key, value], ...]}
+    nan, inf        {"!": "float", "value": "nan"}
+    0-d tensor      {"!": "scalar", "dtype": "F32", "value": 3.0}, with "on": "device" unless it was on the CPU
+    small tensor    {"!": "array", "dtype": "U8", "shape": [16], "base64": "..."}
+    TensorRef       {"!": "tensor", "key": "optimizer/..."}
+
+Subclasses of these types come back as the types themselves.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..errors import CheckpointError
+from .dtypes import DTYPE_CODES, DTYPES_BY_CODE
+from .source import TensorRef
+
+TAG = "!"
+MOST_ARRAY_BYTES = 1 << 20
+"""Tensors above this do not belong into a manifest."""
+MOST_DEPTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceScalar:
+    """A 0-d tensor that was on an accelerator, and is on the CPU now."""
+
+    value: Tensor
+
+
+def encode(value: Any, path: str, faults: list[str]) -> Any:
+    """A tree as JSON can say it; what cannot be said is added to ``faults``, with its path."""
+    if value is None or isinstance(value, bool | str):
+        return str(value) if isinstance(value, str) else value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {TAG: "float", "value": repr(float(value))}
+    if isinstance(value, Mapping):
+        return _encode_dict(value, path, faults)
+    if isinstance(value, list | tuple):
+        items = [encode(each, f"{path}[{i}]", faults) for i, each in enumerate(value)]
+        return items if isinstance(value, list) else {TAG: "tuple", "items": items}
+    if isinstance(value, TensorRef):
+        return {TAG: "tensor", "key": value.key}
+    if isinstance(value, DeviceScalar):
+        return {**_encode_tensor(value.value, path, faults), "on": "device"}
+    if isinstance(value, Tensor):
+        return _encode_tensor(value, path, faults)
+    faults.append(f"{path}: {type(value).__module__}.{type(value).__qualname__}")
+    return None
+
+
+def _encode_dict(value: Mapping[Any, Any], path: str, faults: list[str]) -> Any:
+    if TAG not in value and all(isinstance(key, str) for key in value):
+        return {str(key): encode(each, f"{path}.{key}", faults) for key, each in value.items()}
+    items = [
+        [encode(key, f"key of {path}", faults), encode(each, f"{path}[{key!r}]", faults)]
+        for key, each in value.items()
+    ]
+    return {TAG: "dict", "items": items}
+
+
+def _encode_tensor(value: Tensor, path: str, faults: list[str]) -> Any:
+    code = DTYPE_CODES.get(value.dtype)
+    if code is None or isinstance(value, DTensor) or value.is_complex():
+        faults.append(f"{path}: {type(value).__name__} of {value.dtype}")
+        return None
+    if not value.ndim:
+        number = encode(value.item(), path, faults)
+        found = {TAG: "scalar", "dtype": code, "value": number}
+        return found if value.device.type == "cpu" else {**found, "on": "device"}
+    if value.nbytes > MOST_ARRAY_BYTES:
+        faults.append(f"{path}: a tensor of {value.nbytes} bytes; at most {MOST_ARRAY_BYTES}")
+        return None
+    data = bytes(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
+    text = base64.b64encode(data).decode()
+    return {TAG: "array", "dtype": code, "shape": list(value.shape), "base64": text}
+
+
+def decode(value: Any, depth: int = 0) -> Any:
+    """The tree that `encode` was given, up to subclasses; anything else is an error."""
+    if depth > MOST_DEPTH:
+        raise CheckpointError(f"Values in a manifest may be {MOST_DEPTH} levels deep.")
+    if isinstance(value, list):
+        return [decode(each, depth + 1) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if TAG not in value:
+        return {key: decode(each, depth + 1) for key, each in value.items()}
+    try:
+        return _decode_tagged(value, depth)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"Not a value of a manifest: {str(value)[:200]}") from error
+
+
+def _decode_tagged(value: dict[str, Any], depth: int) -> Any:
+    kind = value[TAG]
+    if kind == "tuple":
+        return tuple(decode(each, depth + 1) for each in value["items"])
+    if kind == "dict":
+        return {decode(k, depth + 1): decode(v, depth + 1) for k, v in value["items"]}
+    if kind == "float":
+        return float(value["value"])
+    if kind == "tensor":
+        return TensorRef(str(value["key"]))
+    if kind == "scalar":
+        scalar = torch.tensor(decode(value["value"], depth + 1), dtype=_dtype(value))
+        if scalar.ndim:
+            raise ValueError("a scalar is one number")
+        return DeviceScalar(scalar) if value.get("on") == "device" else scalar
+    if kind == "array":
+        data = base64.b64decode(value["base64"], validate=True)
+        dtype, shape = _dtype(value), [int(size) for size in value["shape"]]
+        if len(data) != math.prod(shape) * dtype.itemsize or len(data) > MOST_ARRAY_BYTES:
+            raise ValueError("shape and data disagree")
+        flat = torch.tensor(list(data), dtype=torch.uint8).view(dtype)
+        return flat.reshape(shape)
+    raise ValueError(f"unknown tag {kind!r}")
+
+
+def references(tree: Any) -> Iterator[TensorRef]:
+    """All tensors that a tree refers to."""
+    if isinstance(tree, TensorRef):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for each in tree.values():
+            yield from references(each)
+    elif isinstance(tree, list | tuple):
+        for each in tree:
+            yield from references(each)
+
+
+def _dtype(value: dict[str, Any]) -> torch.dtype:
+    return DTYPES_BY_CODE[value["dtype"]]

@@ -1,0 +1,158 @@
+"""What is published is complete; what is not is never found, and is removed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fullshard import CheckpointError
+from fullshard.checkpoint import manifest as manifests, publishing
+from fullshard.checkpoint.manifest import FileRecord, Manifest, file_name
+
+
+def write(path: Path, content: bytes = b"data") -> Manifest:
+    """A checkpoint of one file."""
+    serial = publishing.next_serial(path)
+    folder = publishing.begin(path)
+    (folder / file_name(0)).write_bytes(content)
+    manifest = Manifest(
+        data=folder.name,
+        world=1,
+        tensors={},
+        files={0: FileRecord(len(content), 0)},
+        serial=serial,
+    )
+    publishing.publish(path, manifest)
+    return manifest
+
+
+def content(path: Path) -> bytes:
+    return (path / manifests.read(path).data / file_name(0)).read_bytes()
+
+
+def test_the_newest_is_what_was_written_last(tmp_path: Path) -> None:
+    assert publishing.latest(tmp_path) is None
+    assert publishing.latest(tmp_path / "nobody") is None
+    for name in ("step-9", "step-10", "step-2"):
+        write(tmp_path / name)
+        assert publishing.latest(tmp_path) == tmp_path / name
+    write(tmp_path / "step-9")
+    assert publishing.latest(tmp_path) == tmp_path / "step-9"
+
+
+def test_a_checkpoint_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last"
+    write(path, b"old")
+    seen = []
+    replace_file = Path.replace
+
+    def watch(self: Path, target: Any) -> Any:
+        seen.append(content(path))
+        found = replace_file(self, target)
+        seen.append(content(path))
+        return found
+
+    monkeypatch.setattr(Path, "replace", watch)
+    write(path, b"new!")
+    assert seen == [b"old", b"new!"]
+    assert len(list(path.iterdir())) == 2  # the old data are gone
+
+
+def test_files_are_flushed_before_they_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    flush, replace_file = os.fsync, Path.replace
+
+    def watch_flush(descriptor: int) -> None:
+        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        flush(descriptor)
+
+    def watch_replace(self: Path, target: Any) -> Any:
+        calls.append("rename")
+        return replace_file(self, target)
+
+    monkeypatch.setattr(os, "fsync", watch_flush)
+    monkeypatch.setattr(Path, "replace", watch_replace)
+    manifest = write(tmp_path / "step-1")
+    before, after = calls[: calls.index("rename")], calls[calls.index("rename") + 1 :]
+    assert before[0].startswith("manifest.json.")
+    assert before[1:] == [manifest.data, "step-1"]
+    assert after == ["step-1", tmp_path.name]
+
+
+def test_unfinished_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
+    good = tmp_path / "good"
+    write(good)
+    publishing.begin(tmp_path / "killed")
+    assert publishing.latest(tmp_path) == good
+    manifest = write(tmp_path / "short")
+    (tmp_path / "short" / manifest.data / file_name(0)).write_bytes(b"dat")
+    with pytest.warns(
+        UserWarning, match=r"short is passed over: missing or cut short: .*rank-00000"
+    ):
+        assert publishing.latest(tmp_path) == good
+    (tmp_path / "short" / "manifest.json").write_text("{}")
+    with pytest.warns(UserWarning, match="is no manifest"):
+        assert publishing.latest(tmp_path) == good
+    write(tmp_path / "next")
+    with pytest.warns(UserWarning, match="is no manifest"):
+        assert publishing.latest(tmp_path) == tmp_path / "next"
+
+
+def test_retention_keeps_the_newest_and_clears_what_was_killed(tmp_path: Path) -> None:
+    for step in range(5):
+        write(tmp_path / f"step-{step}")
+    publishing.begin(tmp_path / "killed")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("keep")
+    (tmp_path / "empty").mkdir()
+    publishing.retain(tmp_path, 2)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "empty",
+        "notes",
+        "step-3",
+        "step-4",
+    ]
+
+
+def test_removing_begins_with_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a")
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: pytest.fail("killed here"))
+    with pytest.raises(pytest.fail.Exception):
+        publishing.remove(tmp_path / "a")
+    assert publishing.latest(tmp_path) is None
+
+
+def test_other_folders_are_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"has other things in it: \['thesis.tex'\]"):
+        publishing.begin(tmp_path)
+    with pytest.raises(CheckpointError, match="No checkpoint can be written to"):
+        publishing.begin(tmp_path / "thesis.tex")
+    assert [each.name for each in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    publishing.abandon(publishing.begin(tmp_path / "new"))
+    assert list(tmp_path.iterdir()) == []
+    manifest = write(tmp_path / "old")
+    publishing.abandon(publishing.begin(tmp_path / "old"))
+    assert sorted(e.name for e in (tmp_path / "old").iterdir()) == [manifest.data, "manifest.json"]
+
+
+def test_a_manifest_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = write(tmp_path / "a")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"cannot be completed: .*No space left"):
+        publishing.publish(tmp_path / "a", replace(manifest, serial=9))
+    assert manifests.read(tmp_path / "a") == manifest
+    assert len(list((tmp_path / "a").iterdir())) == 2
