@@ -421,6 +421,13 @@ def values_of_all_ranks(value: T, group: ProcessGroup) -> list[T]:
     return values
 
 
+def value_of_first_rank(value: T, group: ProcessGroup) -> T:
+    """What the first rank of the group has, on all of them; the host waits for it."""
+    values: list[Any] = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return cast("T", values[0])
+
+
 def packed_all_gather(
     comm: AllGather, output: Tensor, own: Tensor, group: ProcessGroup, *, async_op: bool
 ) -> Work | None:

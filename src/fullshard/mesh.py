@@ -259,6 +259,14 @@ def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _companion(group, "twin", group.size())
 
 
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A process group of the same ranks over the network of their hosts, made once: for another thread.
+
+    Collective over the ranks of ``group``.
+    """
+    return _companion(group, "host", group.size())
+
+
 def default_group() -> dist.ProcessGroup:
     """The group of all ranks, made if need be."""
     if not dist.is_initialized():
@@ -300,7 +308,9 @@ def _companion(group: dist.ProcessGroup, role: str, size: int) -> dist.ProcessGr
             ranks = ranks[rank % size :: size]
         else:
             ranks = ranks[rank // size * size :][:size]
-        companion = dist.new_group(ranks, use_local_synchronization=True)
+        companion = dist.new_group(
+            ranks, backend="gloo" if role == "host" else None, use_local_synchronization=True
+        )
         assert companion is not None, "this rank is one of the group's"
         made[role, size] = companion
     return made[role, size]

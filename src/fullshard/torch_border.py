@@ -475,3 +475,16 @@ _profiler_enabled = torch.autograd._profiler_enabled
 def profiler_range(label: str) -> contextlib.AbstractContextManager[Any]:
     """A labelled range in the trace while a profiler runs, and next to nothing otherwise."""
     return torch.profiler.record_function(label) if _profiler_enabled() else _NO_RANGE
+
+
+def pin(memory: Tensor) -> None:
+    """Let CUDA write to host memory by itself, without a copy; no other device is known to need it."""
+    if memory.numel() and torch.cuda.is_available():
+        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        torch.cuda.check_error(int(error))
+
+
+def unpin(memory: Tensor) -> None:
+    """Undo `pin`, before the memory is given back."""
+    if memory.numel() and torch.cuda.is_available():
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))

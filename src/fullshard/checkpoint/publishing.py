@@ -86,7 +86,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 def next_serial(path: Path) -> int:
     """The number of a checkpoint that is written now: above those of all beside it, and of the one it replaces."""
-    beside = map(_manifest_or_none, _candidates(path.absolute().parent))
+    beside = map(manifest_or_none, _candidates(path.absolute().parent))
     serials = [manifest.serial for manifest in beside if manifest is not None]
     return max(serials, default=0) + 1
 
@@ -94,7 +94,10 @@ def next_serial(path: Path) -> int:
 def retain(folder: Path, keep: int) -> None:
     """Remove all but the newest ``keep`` checkpoints in a folder, and what is left of saves that never ended."""
     for _, old in complete_ones(folder)[:-keep]:
-        remove(old)
+        try:
+            remove(old)
+        except OSError as error:
+            warnings.warn(f"An old checkpoint cannot be removed: {error}", stacklevel=2)
     for each in folder.iterdir():
         if each.is_dir() and not (each / MANIFEST).exists() and _is_leftover(each):
             shutil.rmtree(each, ignore_errors=True)
@@ -135,7 +138,8 @@ def _candidates(folder: Path) -> list[Path]:
     return sorted(each for each in folder.iterdir() if (each / MANIFEST).is_file())
 
 
-def _manifest_or_none(path: Path) -> Manifest | None:
+def manifest_or_none(path: Path) -> Manifest | None:
+    """The manifest of a checkpoint, unless there is none that can be read."""
     try:
         return manifests.read(path)
     except CheckpointError:

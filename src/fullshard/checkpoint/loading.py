@@ -1,0 +1,223 @@
+"""Loading: every rank reads the blocks it holds, and nothing is changed before everything was checked.
+
+    compare   names, shapes, dtypes, groups of the optimizer: what is stored against what is there
+    verify    files, headers, and checksums of the data this rank will read
+    read      the optimizer's state into new tensors, then parameters into their memory; then the optimizer
+              gets its state, all at once
+
+Each of these ends with all ranks knowing how it went: an error on one is the same error on all.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from ..errors import CheckpointError
+from . import manifest as manifests
+from .blocks import Block
+from .source import Source
+from .stored import StoredCheckpoint
+from .targets import ModelTarget, OptimizerTarget, Want
+from .team import Team
+from .writing import OnProgress, log, speed
+
+STAGED_BYTES = 64 << 20
+"""What is on its way from a file to memory that files cannot be read into: of another device, or dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was loaded beside model and optimizer."""
+
+    path: Path
+    extra: Any
+    """As it was given to `save`."""
+    nbytes: int
+    """That this rank has read."""
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"loaded {speed(self.nbytes, self.seconds)} on this rank from {self.path}"
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    without_optimizer: bool = False,
+    cast: bool = False,
+    process_group: ProcessGroup | None = None,
+    on_progress: OnProgress | None = None,
+) -> Loaded:
+    """Load a checkpoint that any number of ranks has written, through either door. All ranks call it.
+
+    Everything that is stored must be wanted, and everything that is wanted must be stored, with the same shape and
+    dtype. If not, or if a file is damaged, the error says all of it, and model and optimizer are as they were.
+
+    Args:
+        path: The folder of a checkpoint; `latest` finds the newest one.
+        model: Gets the parameters and buffers.
+        optimizer: Gets the state and the options of its parameter groups.
+        without_optimizer: Leave a stored optimizer's state where it is; to evaluate, or to begin anew.
+        cast: Let tensors have another dtype than the stored ones.
+        process_group: The ranks that load together; all by default.
+        on_progress: Is called with the bytes this rank has read, and will read.
+    """
+    team = Team(process_group)
+    folder = Path(path)
+    # One rank reads the manifest: another save may replace it while the others would look.
+    text = team.first(lambda: manifests.read_bytes(folder))
+    source = team.each(lambda: StoredCheckpoint(folder, manifests.parse(text, folder)))
+    return load_source(
+        source,
+        model,
+        optimizer,
+        without_optimizer=without_optimizer,
+        cast=cast,
+        team=team,
+        on_progress=on_progress,
+    )
+
+
+def load_source(
+    source: Source,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    without_optimizer: bool = False,
+    cast: bool = False,
+    team: Team | None = None,
+    on_progress: OnProgress | None = None,
+) -> Loaded:
+    """The same from any source, which is closed afterwards."""
+    team = Team() if team is None else team
+    began = time.perf_counter()
+    try:
+        targets = team.each(
+            lambda: _compared(
+                source, model, optimizer, without_optimizer=without_optimizer, cast=cast
+            )
+        )
+        wants = team.each(lambda: [want for target in reversed(targets) for want in target.wants])
+        team.each(lambda: _verify(source, wants))
+        nbytes = team.each(lambda: _read(source, wants, on_progress))
+        for target in targets:
+            target.install()
+    finally:
+        source.close()
+    loaded = Loaded(source.path, source.extra, nbytes, time.perf_counter() - began)
+    if team.is_first:
+        log.info("%s", loaded)
+    return loaded
+
+
+def _compared(
+    source: Source,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    without_optimizer: bool,
+    cast: bool,
+) -> list[ModelTarget | OptimizerTarget]:
+    """The model, and the optimizer if it is wanted, as what they can take from the source; or an error."""
+    targets: list[ModelTarget | OptimizerTarget] = [ModelTarget(model, source, cast=cast)]
+    faults = list(targets[0].faults)
+    if optimizer is not None and without_optimizer:
+        faults.append("without_optimizer is set, and an optimizer was passed")
+    elif optimizer is not None and source.optimizer is None:
+        faults.append("the checkpoint has no optimizer, and one was passed; load the model only")
+    elif optimizer is not None:
+        targets.append(OptimizerTarget(optimizer, model, source, cast=cast))
+        faults += targets[1].faults
+    elif source.optimizer is not None and not without_optimizer:
+        faults.append(
+            "the checkpoint has an optimizer's state, and no optimizer was passed; pass it, or without_optimizer=True"
+        )
+    if faults:
+        raise CheckpointError(
+            "A checkpoint is loaded if it has what model and optimizer have, no less and no more. Nothing was loaded "
+            f"from {source.path}:\n  " + "\n  ".join(faults)
+        )
+    return targets
+
+
+def _verify(source: Source, wants: Sequence[Want]) -> None:
+    faults = source.verify([(want.key, want.block) for want in wants])
+    if faults:
+        raise CheckpointError(
+            f"{source.path} is damaged, and nothing was loaded from it:\n  "
+            + "\n  ".join(faults)
+            + "\nLoad another checkpoint."
+        )
+
+
+@torch.no_grad()
+def _read(source: Source, wants: Sequence[Want], on_progress: OnProgress | None) -> int:
+    total = sum(want.block.numel * source.tensors[want.key].dtype.itemsize for want in wants)
+    done = 0
+    staging = _Staging()
+    for want in wants:
+        try:
+            for nbytes in _read_one(source, want, staging):
+                done += nbytes
+                if on_progress is not None:
+                    on_progress(done, total)
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(
+                f"{want.key} could be read a moment ago, and cannot be read now: {error}. The model may have been loaded "
+                "in part: load another checkpoint before going on."
+            ) from error
+    return total
+
+
+def _read_one(source: Source, want: Want, staging: _Staging) -> Iterator[int]:
+    """Read one block, and say how many bytes that was, piece by piece."""
+    dtype = source.tensors[want.key].dtype
+    if want.out.device.type == "cpu" and want.out.dtype == dtype:
+        source.read(want.key, want.block, want.out)
+        yield want.out.nbytes
+        return
+    for block in _rows(want.block, STAGED_BYTES // dtype.itemsize):
+        staged = staging.of(block.shape, dtype)
+        source.read(want.key, block, staged)
+        want.out[block.slices_in(want.block)].copy_(staged)
+        yield staged.nbytes
+
+
+class _Staging:
+    """Memory that is used again and again."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nbytes = dtype.itemsize
+        for size in shape:
+            nbytes *= size
+        if self._memory.numel() < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        return self._memory[:nbytes].view(dtype).view(shape)
+
+
+def _rows(block: Block, numel: int) -> Iterator[Block]:
+    """A block in parts of about ``numel`` elements, cut along its first dimension."""
+    if not block.shape:
+        yield block
+        return
+    rows = max(1, numel // max(1, block.numel // max(block.shape[0], 1)))
+    for start in range(0, block.shape[0], rows):
+        yield Block(
+            (block.start[0] + start, *block.start[1:]),
+            (min(rows, block.shape[0] - start), *block.shape[1:]),
+        )

@@ -1,0 +1,115 @@
+"""What any ranks have written any others read, to the last bit; and training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard import checkpoint
+from tests.helpers.checkpointed import OPTIMIZERS, Setting, train, whole_state
+from tests.helpers.compare import assert_equal
+from tests.helpers.ranks import RankError
+
+DOORS = ("functional", "wrapper", "flat")
+
+LAYOUTS: dict[str, tuple[int, int]] = {
+    "1": (1, 1),
+    "2": (2, 1),
+    "3": (3, 1),
+    "4": (4, 1),
+    "2x2": (4, 2),
+}
+"""Ranks, and how many replicas they are."""
+
+
+def write_all(folder: Path, layout: str) -> None:
+    """Train a little through every door, save, and note what was saved."""
+    for door in DOORS:
+        setting = Setting(door=door, replicas=LAYOUTS[layout][1])
+        model, optimizer = setting.build()
+        train(model, optimizer, range(2))
+        checkpoint.save(folder / f"{layout}-{door}", model, optimizer, extra={"layout": layout})
+        state = whole_state(model, optimizer)
+        if dist.get_rank() == 0:
+            torch.save(state, folder / f"{layout}-{door}.pt")
+
+
+def read_all(folder: Path, layout: str) -> None:
+    """Load everything that was written, through every door, into a model that was initialized in another way."""
+    for door in DOORS:
+        setting = Setting(door=door, replicas=LAYOUTS[layout][1])
+        model, optimizer = setting.build(seed=5)
+        for written in LAYOUTS:
+            for other in DOORS:
+                name = f"{written}-{other}"
+                loaded = checkpoint.load(folder / name, model, optimizer)
+                assert loaded.extra == {"layout": written}
+                expected = torch.load(folder / f"{name}.pt")
+                assert_equal(whole_state(model, optimizer), expected)
+                poison(model, optimizer)
+
+
+def poison(model: Any, optimizer: Any) -> None:
+    """Forget what was loaded."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(7.0)
+    optimizer.state.clear()
+
+
+@pytest.fixture(scope="module")
+def written(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written")
+    for layout, (ranks, _) in LAYOUTS.items():
+        world(ranks).run(write_all, folder, layout)
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_and_door_reads_every_other(world: Any, written: Path, layout: str) -> None:
+    world(LAYOUTS[layout][0]).run(read_all, written, layout)
+
+
+def train_save_and_die(folder: Path, setting: Setting) -> None:
+    model, optimizer = setting.build()
+    losses = train(model, optimizer, range(3))
+    checkpoint.save(folder / "step-3", model, optimizer, extra={"step": 3, "losses": losses})
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume(folder: Path, setting: Setting) -> tuple[list[float], dict[str, Any]]:
+    model, optimizer = setting.build(seed=5)
+    newest = checkpoint.latest(folder)
+    assert newest is not None
+    loaded = checkpoint.load(newest, model, optimizer)
+    losses = train(model, optimizer, range(loaded.extra["step"], 6))
+    return losses, whole_state(model, optimizer)
+
+
+def train_through(setting: Setting) -> tuple[list[float], dict[str, Any]]:
+    model, optimizer = setting.build()
+    losses = train(model, optimizer, range(6))
+    return losses, whole_state(model, optimizer)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("door", ["functional", "wrapper"])
+def test_training_goes_on_after_every_process_was_killed(
+    world: Any, tmp_path: Path, door: str, optimizer: str, mixed: bool
+) -> None:
+    setting = Setting(door=door, optimizer=optimizer, mixed=mixed)
+    expected = world(2).run(train_through, setting)
+    with pytest.raises(RankError, match="SIGKILL"):
+        world(2).run(train_save_and_die, tmp_path, setting)
+    for (losses, state), (all_losses, all_state) in zip(
+        world(2).run(resume, tmp_path, setting), expected, strict=True
+    ):
+        assert losses == all_losses[3:]
+        assert_equal(state, all_state)

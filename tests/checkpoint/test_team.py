@@ -1,0 +1,76 @@
+"""What one rank cannot do, none does, and all say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from fullshard import CheckpointError, LifecycleError
+from fullshard.checkpoint.team import Team
+
+
+def fail(error: Exception) -> Any:
+    raise error
+
+
+def error_of(function: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        function()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def outcomes() -> list[Any]:
+    team, rank = Team(), dist.get_rank()
+    return [
+        team.each(lambda: rank),
+        team.first(lambda: ["first", rank]),
+        team.of_all(rank),
+        error_of(lambda: team.each(lambda: fail(CheckpointError("no")) if rank == 1 else rank)),
+        error_of(lambda: team.each(lambda: fail(LifecycleError("not now")))),
+        error_of(lambda: team.each(lambda: fail(KeyError(f"{rank > 0}")))),
+        error_of(lambda: team.first(lambda: fail(OSError("disk")))),
+        team.each(lambda: rank),  # still in step
+    ]
+
+
+def test_ranks_agree(world: Any) -> None:
+    results = world(3).run(outcomes)
+    for rank, (own, first, everybody, one, every, several, only_first, again) in enumerate(results):
+        assert own == again == rank
+        assert first == ["first", 0]
+        assert everybody == [0, 1, 2]
+        assert one == ("CheckpointError", "rank 1: no")
+        assert every == ("LifecycleError", "not now")
+        assert several == (
+            "CheckpointError",
+            "rank 0: KeyError: 'False'\nranks 1, 2: KeyError: 'True'",
+        )
+        assert only_first == ("CheckpointError", "OSError: disk")
+
+
+def part_of_the_ranks() -> Any:
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    mine = groups[0] if dist.get_rank() != 1 else groups[1]
+    team = Team(mine)
+    return team.ranks, team.is_first, team.first(dist.get_rank)
+
+
+def test_a_team_of_some_ranks(world: Any) -> None:
+    assert world(3).run(part_of_the_ranks) == [
+        ([0, 2], True, 0),
+        ([1], True, 1),
+        ([0, 2], False, 0),
+    ]
+
+
+def test_one_process_is_a_team() -> None:
+    team = Team()
+    assert (team.rank, team.ranks, team.each(lambda: 5), team.first(lambda: 6)) == (0, [0], 5, 6)
+    assert error_of(lambda: team.first(lambda: fail(CheckpointError("no")))) == (
+        "CheckpointError",
+        "no",
+    )
