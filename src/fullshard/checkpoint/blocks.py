@@ -50,19 +50,24 @@ class Block:
             for s, o, n in zip(self.start, outer.start, self.shape, strict=True)
         )
 
-    def runs_in(self, outer: Block) -> Iterator[tuple[int, int]]:
-        """Where its elements are in ``outer``'s, in row-major order: (first, how many), as long as they can be."""
+    def runs_in(self, outer: Block, *, largest_gap: int = 0) -> Iterator[tuple[int, int]]:
+        """Where its elements are in ``outer``'s, in row-major order: (first, how many), as long as they can be.
+
+        Args:
+            outer: A block around this one.
+            largest_gap: So many elements that are not this block's may be between two that are in one run.
+        """
         if not self.numel:
             return
-        # Trailing dimensions that are whole in both belong to one run, and so does the one before them.
-        split = len(self.shape)
-        while split and self.shape[split - 1] == outer.shape[split - 1]:
-            split -= 1
-        split = max(split - 1, 0)
-        length = math.prod(self.shape[split:])
         strides = row_major_strides(outer.shape)
         inner = [s - o for s, o in zip(self.start, outer.start, strict=True)]
         first = sum(i * stride for i, stride in zip(inner, strides, strict=True))
+        # From the last dimension to the first, runs get longer and the gaps between them larger.
+        length = 1
+        split = len(self.shape)
+        while split and strides[split - 1] - length <= largest_gap:
+            split -= 1
+            length += (self.shape[split] - 1) * strides[split]
         for index in itertools.product(*map(range, self.shape[:split])):
             yield first + sum(i * stride for i, stride in zip(index, strides, strict=False)), length
 

@@ -1,0 +1,147 @@
+"""A checkpoint of our own on disk, read in parts.
+
+The manifest's spreads say which ranks' files have parts of a block; only those files are opened, and only the
+parts are read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .blocks import Block
+from .manifest import Manifest, StoredTensor, file_name
+from .source import TensorInfo
+from .spread import CellPart
+from .tensor_files import CHUNK_BYTES, FileEntry, TensorFile
+
+MOST_OPEN_FILES = 64
+"""At once; what headers say is kept, so that opening a file again costs little."""
+
+
+class StoredCheckpoint:
+    """A `Source` over our own files. Several threads may read at once.
+
+    Args:
+        path: The checkpoint's folder.
+        manifest: What its manifest says.
+    """
+
+    format = "fullshard"
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.tensors: Mapping[str, TensorInfo] = {
+            key: TensorInfo(stored.dtype, stored.shape) for key, stored in manifest.tensors.items()
+        }
+        self.tied = manifest.tied
+        self.optimizer = manifest.optimizer
+        self.extra = manifest.extra
+        self._manifest = manifest
+        self._files: dict[int, TensorFile] = {}
+        """By the rank that wrote it; those whose headers have been read."""
+        self._open: OrderedDict[int, TensorFile] = OrderedDict()
+        """Of these, the ones that are open, the last used last."""
+        self._lock = threading.Lock()
+        """Of both."""
+
+    def read(self, key: str, wanted: Block, out: Tensor) -> None:
+        """Read a block into ``out``, a CPU tensor of the block's shape and the stored dtype, strided or not."""
+        stored = self._manifest.tensors[key]
+        if stored.spread.order is not None:
+            out = out.permute(stored.spread.order)
+        wanted = _as_stored(stored, wanted)
+        for part in stored.spread.overlapping(wanted):
+            file = self._file(stored.spread.holders[0][part.cell])
+            _checked_entry(file, key, stored, part.cell)
+            file.read_block(
+                key,
+                part.wanted,
+                out[part.wanted.slices_in(wanted)],
+                of=part.block,
+                first_element=part.offset,
+            )
+
+    def verify(self, wanted: Iterable[tuple[str, Block]]) -> list[str]:
+        """Check headers and data of all files with parts of these blocks: a line for each fault."""
+        parts: dict[int, list[tuple[str, CellPart]]] = defaultdict(list)
+        for key, block in wanted:
+            stored = self._manifest.tensors[key]
+            for part in stored.spread.overlapping(_as_stored(stored, block)):
+                parts[stored.spread.holders[0][part.cell]].append((key, part))
+        return [fault for rank in sorted(parts) for fault in self._faults(rank, parts[rank])]
+
+    def close(self) -> None:
+        """Let go of files."""
+        with self._lock:
+            self._files.clear()
+            self._open.clear()
+
+    def _faults(self, rank: int, parts: list[tuple[str, CellPart]]) -> list[str]:
+        try:
+            file = self._file(rank)
+        except CheckpointError as error:
+            return [str(error)]
+        faults = []
+        ranges = []
+        for key, part in parts:
+            try:
+                entry = _checked_entry(file, key, self._manifest.tensors[key], part.cell)
+            except CheckpointError as error:
+                faults.append(str(error))
+                continue
+            size = entry.dtype.itemsize
+            # A smaller gap than a chunk has no chunk to itself.
+            gap = CHUNK_BYTES // size - 1
+            for first, count in part.wanted.runs_in(part.block, largest_gap=gap):
+                begin = entry.begin + (part.offset + first) * size
+                ranges.append((begin, begin + count * size))
+        return list(dict.fromkeys(faults)) + file.verify(ranges)
+
+    def _file(self, rank: int) -> TensorFile:
+        """The file that a rank wrote."""
+        with self._lock:
+            file = self._files.get(rank)
+            if file is None:
+                record = self._manifest.files.get(rank)
+                if record is None:
+                    raise CheckpointError(
+                        f"The manifest of {self.path} has tensors that rank {rank} wrote, but no file of it."
+                    )
+                file = TensorFile(self.path / self._manifest.data / file_name(rank), record)
+                self._files[rank] = file
+            self._open[rank] = file
+            self._open.move_to_end(rank)
+            if len(self._open) > MOST_OPEN_FILES:
+                _, longest_unused = self._open.popitem(last=False)
+                longest_unused.close()
+            return file
+
+
+def _as_stored(stored: StoredTensor, block: Block) -> Block:
+    """A block of the model's tensor, with dimensions in the order of the file."""
+    order = stored.spread.order
+    if order is None:
+        return block
+    return Block(tuple(block.start[dim] for dim in order), tuple(block.shape[dim] for dim in order))
+
+
+def _checked_entry(file: TensorFile, key: str, stored: StoredTensor, cell: int) -> FileEntry:
+    """The entry of a cell, which must be what the manifest says."""
+    entry = file.entries.get(key)
+    shape = stored.spread.extent(cell).shape
+    if entry is None:
+        raise CheckpointError(
+            f"{file.path} does not have tensor {key!r}, but the manifest says so."
+        )
+    if (entry.dtype, entry.shape) != (stored.dtype, shape):
+        raise CheckpointError(
+            f"{file.path} has tensor {key!r} as {entry.dtype} {entry.shape}, but by the manifest it is "
+            f"{stored.dtype} {shape}."
+        )
+    return entry

@@ -1,0 +1,540 @@
+"""One file of tensors: safetensors, with a checksum of every part.
+
+    | 8 bytes: length | header: JSON, padded with spaces | data: one tensor after another |
+                      ^                                  ^ at a multiple of 64 bytes
+                      "__metadata__": {"chunk_bytes": "1048576", "crc32": 8 hex digits for each chunk of the data}
+
+Any reader of safetensors can read such a file. Whoever needs a part of it checks the chunks around that part
+and leaves the rest alone. The header is written last, so a file that was cut short has none.
+
+Files are read by an own parser of the header: the library maps whole files into memory, where a file that
+becomes shorter is a crash and not an error, does not say where a tensor is, and takes the last of two tensors
+of one name. Nothing in a file is ever executed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import json
+import math
+import os
+import stat
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .blocks import Block, row_major_strides
+from .manifest import FileRecord
+
+DTYPE_CODES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What safetensors calls torch's dtypes; others cannot be stored."""
+DTYPES: Mapping[str, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+CHUNK_BYTES = 1 << 20
+"""Data under one checksum."""
+ALIGNMENT = 64
+LARGEST_HEADER = 100_000_000
+"""The limit of the safetensors library, which would refuse to read a longer one."""
+LARGEST_WRITE = 16 << 20
+"""Bytes of one call, so that progress can be told."""
+MOST_DIMS = 64
+"""Of a tensor that torch can copy."""
+
+SCRATCH_BYTES = 8 << 20
+"""Memory for data that are not read straight into their place."""
+SMALLEST_DIRECT_READ = 1 << 20
+"""From here on, the time of a call does not matter, and a run is read straight into its place if it can be."""
+LARGEST_GAP = 64 << 10
+"""Unwanted bytes between two wanted runs that are read with them: that takes no longer than another call."""
+
+
+# --- writing ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NewEntry:
+    """A tensor that is to be written."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fetch: Callable[[], Tensor]
+    """Called when it is the tensor's turn: a contiguous CPU tensor, free to be reused at the next call of a `fetch`."""
+
+
+def write_file(
+    path: Path, entries: Sequence[NewEntry], *, on_bytes: Callable[[int], object] | None = None
+) -> FileRecord:
+    """Write a new file; it is on the disk when this returns.
+
+    Tensors are fetched and written one at a time, those with the largest elements first, which keeps all of
+    them aligned, and otherwise in the order given. What a failed call has written is removed.
+
+    Args:
+        path: Where nothing is yet.
+        entries: The tensors, with different keys.
+        on_bytes: Told how many more bytes of data have been written.
+    """
+    unknown = [
+        f"{entry.key} ({entry.dtype})" for entry in entries if entry.dtype not in DTYPE_CODES
+    ]
+    if unknown:
+        raise CheckpointError(
+            f"safetensors has no code for the dtypes of {', '.join(unknown)}. Save them as another dtype."
+        )
+    entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    ends = list(
+        itertools.accumulate(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
+    )
+    total = ends[-1] if ends else 0
+    head = _head(entries, ends, [0] * _chunks_in(total))
+    if len(head) - 8 > LARGEST_HEADER:
+        raise CheckpointError(
+            f"The header of a tensor file can have {LARGEST_HEADER} bytes at most, but that of {path}, with "
+            f"{len(entries)} tensors and {total} bytes of data, would have {len(head) - 8}. Use more ranks."
+        )
+    with _telling(f"Cannot create {path}"):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            checksums = _write_data(descriptor, path, entries, len(head), total, on_bytes)
+            head = _head(entries, ends, checksums)
+            with _telling(f"Cannot write the header of {path}"):
+                _write(descriptor, memoryview(head), 0)
+                os.fsync(descriptor)
+        finally:
+            with _telling(f"Cannot close {path}"):
+                os.close(descriptor)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(path)
+        raise
+    return FileRecord(nbytes=len(head) + total, header_crc32=zlib.crc32(head))
+
+
+def _head(entries: Sequence[NewEntry], ends: Sequence[int], checksums: Sequence[int]) -> bytes:
+    """Everything before the data; as long with these checksums as with any others."""
+    header: dict[str, object] = {
+        "__metadata__": {
+            "format": "pt",
+            "chunk_bytes": str(CHUNK_BYTES),
+            "crc32": "".join(f"{checksum:08x}" for checksum in checksums),
+        }
+    }
+    for entry, begin, end in zip(entries, [0, *ends], ends, strict=False):
+        assert entry.key not in header, f"{entry.key} is written twice"
+        header[entry.key] = {
+            "dtype": DTYPE_CODES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write_data(
+    descriptor: int,
+    path: Path,
+    entries: Sequence[NewEntry],
+    position: int,
+    total: int,
+    on_bytes: Callable[[int], object] | None,
+) -> list[int]:
+    """Write the tensors from ``position`` on; returns the checksums of the chunks."""
+    checksums = _ChunkChecksums()
+    written = 0
+    # zlib and write both let other threads run, and are about as fast as each other.
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        for entry in entries:
+            tensor = entry.fetch()
+            assert (tensor.dtype, tensor.shape) == (entry.dtype, entry.shape), (
+                f"{entry.key} was announced as {entry.dtype} {entry.shape} "
+                f"and is {tensor.dtype} {tuple(tensor.shape)}"
+            )
+            data = _memory(tensor)
+            if len(data) < CHUNK_BYTES:  # not worth a thread's time
+                checksums.add(data)
+                done = None
+            else:
+                done = beside.submit(checksums.add, data)
+            for first in range(0, len(data), LARGEST_WRITE):
+                piece = data[first : first + LARGEST_WRITE]
+                with _telling(
+                    f"Cannot write {path}, at tensor {entry.key!r}, after {written} of {total} bytes"
+                ):
+                    _write(descriptor, piece, position + written)
+                written += len(piece)
+                if on_bytes is not None:
+                    on_bytes(len(piece))
+            if done is not None:
+                done.result()  # before the next fetch, which may use the same memory
+    return checksums.of_chunks
+
+
+class _ChunkChecksums:
+    """CRC-32 of every chunk of data that come in pieces of any size."""
+
+    def __init__(self) -> None:
+        self.of_chunks: list[int] = []
+        self._room = 0
+
+    def add(self, data: memoryview) -> None:
+        while data:
+            if not self._room:
+                self.of_chunks.append(0)
+                self._room = CHUNK_BYTES
+            piece, data = data[: self._room], data[self._room :]
+            self.of_chunks[-1] = zlib.crc32(piece, self.of_chunks[-1])
+            self._room -= len(piece)
+
+
+def _write(descriptor: int, data: memoryview, position: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, position)
+        data = data[count:]
+        position += count
+
+
+# --- reading ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A tensor of a file, and where it is: bytes ``begin`` to ``end`` of the data."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class TensorFile:
+    """A file of tensors that is complete, and whose header is valid and the one that was written.
+
+    Keeps what the header says, and the file open. Reading after `close` opens the file again, if it is still
+    the same. Several threads may read at once.
+
+    Args:
+        path: A regular file. A file of ours is not a link to one; those of others may be, and are in the
+            caches of Hugging Face.
+        record: What the manifest has of it, or None for a file that others wrote: then nothing is known of its
+            checksums.
+    """
+
+    path: Path
+    entries: Mapping[str, FileEntry]
+    """By key, in the order of the data."""
+    metadata: Mapping[str, str]
+
+    def __init__(self, path: Path, record: FileRecord | None) -> None:
+        self.path = path
+        self._follows_links = record is None
+        self._descriptor: _Descriptor | None = self._open()
+        self._identity = self._descriptor.identity
+        nbytes = self._descriptor.status.st_size
+        if record is not None and nbytes != record.nbytes:
+            raise self._unusable(f"it has {nbytes} bytes, but {record.nbytes} were written")
+        if nbytes < 8:
+            raise self._unusable(f"it has {nbytes} bytes, too few for a header")
+        length = self._read_bytes(8, at=0)
+        (header_bytes,) = struct.unpack("<Q", length)
+        if header_bytes > min(nbytes - 8, LARGEST_HEADER):
+            raise self._unusable(
+                f"its header would have {header_bytes} bytes; the file has {nbytes}, and a header "
+                f"{LARGEST_HEADER} at most"
+            )
+        header = self._read_bytes(header_bytes, at=8)
+        if record is not None and zlib.crc32(length + header) != record.header_crc32:
+            raise self._unusable("the header is not the one that was written (CRC-32 differs)")
+        self._data_at = 8 + header_bytes
+        self._data_bytes = nbytes - self._data_at
+        try:
+            self.entries, self.metadata = _parse_header(header, self._data_bytes)
+            self._checksums = None if record is None else self._checksums_of_chunks()
+        except (ValueError, RecursionError) as error:
+            raise self._unusable(f"its header is not valid: {error}") from error
+
+    def close(self) -> None:
+        """Let go of the file, as soon as no thread reads it."""
+        self._descriptor = None
+
+    def read_into(self, key: str, first_element: int, out: Tensor) -> None:
+        """Read elements of a tensor, in row-major order from ``first_element`` on, to fill ``out``.
+
+        ``out`` is a contiguous CPU tensor of the stored dtype and of any shape.
+        """
+        entry = self.entries[key]
+        begin = entry.begin + first_element * entry.dtype.itemsize
+        assert out.dtype == entry.dtype, f"{key} is {entry.dtype}, not {out.dtype}"
+        assert entry.begin <= begin <= begin + out.nbytes <= entry.end, (
+            f"{key} has no such elements"
+        )
+        self._read(_memory(out), self._data_at + begin, f"tensor {key!r}")
+
+    def read_block(
+        self, key: str, wanted: Block, out: Tensor, *, of: Block, first_element: int = 0
+    ) -> None:
+        """Read a block, ``wanted``, of a block, ``of``, whose elements are stored from ``first_element`` on.
+
+        ``out`` is a CPU tensor of the wanted shape and the stored dtype, strided or not.
+        """
+        if not wanted.numel:
+            return
+        strides = row_major_strides(of.shape)
+        start = (s - o for s, o in zip(wanted.start, of.start, strict=True))
+        first_element += sum(i * stride for i, stride in zip(start, strides, strict=True))
+        self._read_strided(key, first_element, strides, out.detach())
+
+    def verify(self, ranges: Iterable[tuple[int, int]]) -> list[str]:
+        """Read the chunks around these ranges of bytes of the data, and say which are not what was written."""
+        if self._checksums is None:
+            return []
+        chunks = {
+            chunk
+            for begin, end in ranges
+            for chunk in range(begin // CHUNK_BYTES, _chunks_in(end))
+            if begin < end
+        }
+        faults = []
+        bad: list[tuple[int, int]] = []
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        for chunk in sorted(chunks):
+            begin = chunk * CHUNK_BYTES
+            end = min(begin + CHUNK_BYTES, self._data_bytes)
+            data = buffer[: end - begin]
+            try:
+                self._read(data, self._data_at + begin, "its data")
+            except CheckpointError as error:
+                faults.append(f"{error} That is in {self._tensors_in(begin, end)}.")
+                break
+            if zlib.crc32(data) != self._checksums[chunk]:
+                if bad and bad[-1][1] == begin:
+                    begin = bad.pop()[0]
+                bad.append((begin, end))
+        return [
+            f"{self.path} is damaged: bytes {begin} to {end} of its data are not those that were written "
+            f"(CRC-32 differs), in {self._tensors_in(begin, end)}."
+            for begin, end in bad
+        ] + faults
+
+    def _read_strided(self, key: str, first: int, strides: tuple[int, ...], out: Tensor) -> None:
+        """Fill ``out``, whose elements are stored ``strides`` apart, from element ``first`` on."""
+        if _extent(out.shape, strides) == out.numel() and out.is_contiguous():
+            self.read_into(key, first, out)
+            return
+        stride, *rest = strides
+        row = _extent(out.shape[1:], rest)
+        # Within a row, gaps are no larger than between rows.
+        gap = stride - row
+        size = out.element_size()
+        if len(out) == 1 or gap * size > LARGEST_GAP or row * size >= SMALLEST_DIRECT_READ:
+            for index in range(len(out)):
+                self._read_strided(key, first + index * stride, tuple(rest), out[index])
+            return
+        rows_at_once = SCRATCH_BYTES // (stride * size)
+        for index in range(0, len(out), rows_at_once):
+            rows = out[index : index + rows_at_once]
+            covering = torch.empty(_extent(rows.shape, strides), dtype=out.dtype)
+            self.read_into(key, first + index * stride, covering)
+            rows.copy_(covering.as_strided(rows.shape, strides))
+
+    def _checksums_of_chunks(self) -> tuple[int, ...]:
+        if self.metadata.get("chunk_bytes") != str(CHUNK_BYTES):
+            raise ValueError(f"checksums must be of chunks of {CHUNK_BYTES} bytes")
+        digits = bytes.fromhex(self.metadata.get("crc32", ""))
+        chunks = _chunks_in(self._data_bytes)
+        if len(digits) != 4 * chunks:
+            raise ValueError(f"there must be {chunks} checksums, one for each chunk of the data")
+        return struct.unpack(f">{chunks}I", digits)
+
+    def _open(self) -> _Descriptor:
+        # O_NONBLOCK: not to wait for the other end if this is a pipe.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            opened = _Descriptor(
+                os.open(self.path, flags if self._follows_links else flags | os.O_NOFOLLOW)
+            )
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise self._unusable("it is a link") from error
+            raise self._unusable(f"it cannot be opened: {error.strerror}") from error
+        if not stat.S_ISREG(opened.status.st_mode):
+            raise self._unusable("it is not a regular file")
+        return opened
+
+    def _reopened(self) -> _Descriptor:
+        opened = self._open()
+        if opened.identity != self._identity:
+            raise self._unusable("it has been changed or replaced since its header was read")
+        self._descriptor = opened
+        return opened
+
+    def _read_bytes(self, count: int, *, at: int) -> bytes:
+        data = bytearray(count)
+        self._read(memoryview(data), at, "its header")
+        return bytes(data)
+
+    def _read(self, into: memoryview, position: int, what: str) -> None:
+        descriptor = self._descriptor or self._reopened()  # held, so that `close` leaves it open
+        while into:
+            try:
+                count = os.preadv(descriptor.number, [into], position)
+            except OSError as error:
+                raise self._unusable(f"cannot read {what}: {error.strerror}") from error
+            if not count:
+                raise self._unusable(
+                    f"it ends after {position} bytes, {len(into)} before the end of {what}"
+                )
+            into = into[count:]
+            position += count
+
+    def _tensors_in(self, begin: int, end: int) -> str:
+        keys = (
+            repr(key)
+            for key, entry in self.entries.items()
+            if max(entry.begin, begin) < min(entry.end, end)
+        )
+        return f"tensors {', '.join(keys)}"
+
+    def _unusable(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} cannot be used: {why}.")
+
+
+class _Descriptor:
+    """An open file, closed when nobody refers to it any more."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.status = os.fstat(number)
+
+    @property
+    def identity(self) -> tuple[int, int, int]:
+        return self.status.st_ino, self.status.st_size, self.status.st_mtime_ns
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+def _parse_header(header: bytes, data_bytes: int) -> tuple[dict[str, FileEntry], dict[str, str]]:
+    """Tensors in the order of their data, and the metadata; ValueError if the header breaks a rule."""
+    fields = json.loads(header.decode(), object_pairs_hook=_without_repetition)
+    if not isinstance(fields, dict):
+        raise ValueError("it must be a JSON object")
+    metadata = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(
+        isinstance(text, str) for text in metadata.values()
+    ):
+        raise ValueError("__metadata__ must be an object of strings")
+    entries = {key: _parse_entry(key, field) for key, field in fields.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
+    end = 0
+    for key, entry in entries.items():
+        if entry.begin != end:
+            raise ValueError(
+                f"tensor {key!r} must begin where the one before it ends, at {end}, not at {entry.begin}"
+            )
+        end = entry.end
+    if end != data_bytes:
+        raise ValueError(f"its tensors have {end} bytes, but {data_bytes} follow it")
+    return entries, metadata
+
+
+def _parse_entry(key: str, field: Any) -> FileEntry:
+    if not isinstance(field, dict):
+        raise ValueError(f"tensor {key!r} must be an object")
+    code, shape, offsets = (field.get(name) for name in ("dtype", "shape", "data_offsets"))
+    dtype = DTYPES.get(code) if isinstance(code, str) else None
+    if dtype is None:
+        raise ValueError(
+            f"tensor {key!r} has the dtype {code!r:.100}; readable are {', '.join(DTYPES)}"
+        )
+    if not _are_sizes(shape) or len(shape) > MOST_DIMS:
+        raise ValueError(
+            f"tensor {key!r} must have {MOST_DIMS} sizes at most, none of them negative"
+        )
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"tensor {key!r} must have two data_offsets, none of them negative")
+    begin, end = offsets
+    nbytes = math.prod(shape) * dtype.itemsize
+    if end - begin != nbytes:
+        raise ValueError(
+            f"tensor {key!r}, {code} {shape}, needs {nbytes} bytes, not those from {begin} to {end}"
+        )
+    return FileEntry(dtype, tuple(shape), begin, end)
+
+
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
+    # JSON's true is an int in Python.
+    return isinstance(values, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in values)
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        twice = sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"names must not be repeated: {', '.join(map(repr, twice))}")
+    return fields
+
+
+# --- both ------------------------------------------------------------------------------------------------
+
+
+def _chunks_in(nbytes: int) -> int:
+    return -(-nbytes // CHUNK_BYTES)
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last of a strided tensor, which is not empty."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, to read and to write. Keep the tensor alive meanwhile."""
+    assert tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj(), (
+        "only such a tensor is a stretch of bytes"
+    )
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(memory).cast("B")
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{what}: {error.strerror}. Make room, or save to another folder."
+        ) from error
