@@ -36,14 +36,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fullshard.checkpoint.stored import StoredCheckpoint
-
 from benchmarks.contestants import join_fake_group
 from benchmarks.report import header, headline, markdown, write_json
 from fullshard import checkpoint, fully_shard
 from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.loading import _compared
 from fullshard.checkpoint.manifest import FileRecord, Manifest
+from fullshard.checkpoint.stored import StoredCheckpoint
 from fullshard.checkpoint.team import Team
 from fullshard.checkpoint.writing import make_plan
 from fullshard.train.processes import run_in_processes
@@ -85,7 +84,7 @@ def load(name: str, path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         checkpoint.load(path, model, optimizer)
         return
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    state = {"model": of_model, "optimizer": of_optimizer}
+    state: dict[str, Any] = {"model": of_model, "optimizer": of_optimizer}
     dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=state["optimizer"])
 
@@ -238,7 +237,8 @@ def plan_times(world: int, layers: int) -> dict[str, float]:
         targets = _compared(source, model, optimizer, without_optimizer=False, cast=False)
         for target in targets:
             for want in target.wants:
-                list(source.manifest.tensors[want.key].spread.overlapping(want.block))
+                for block, _ in want.parts:
+                    list(plan.tensors[want.key].spread.overlapping(block))
         found["read"] = time.perf_counter() - began
         found["tensors"] = len(plan.tensors)
     return found

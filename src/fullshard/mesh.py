@@ -144,6 +144,40 @@ class ShardPlacementResult:
     mesh_info: FSDPMeshInfo
 
 
+def global_rank() -> int:
+    """This process's place among all ranks; 0 where there are none."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def ranks_by_replica(axes: DataParallelAxes) -> tuple[tuple[int, ...], ...]:
+    """Which ranks of the world hold the shards, in order: a tuple for each replica, the same on all of them.
+
+    Raises:
+        ConfigurationError: axes that are process groups do not form a grid of evenly spaced ranks. Of any other,
+            a rank would have to ask.
+    """
+    if isinstance(axes, DataParallelMeshInfo):
+        rows = axes.mesh.mesh.reshape(-1, axes.shard_mesh_size)
+        return tuple(tuple(row) for row in rows.tolist())
+    own, shards, replicas = (
+        global_rank(),
+        _ranks_in(axes.shard_process_group),
+        _ranks_in(axes.replicate_process_group),
+    )
+    found = tuple(tuple(rank + replica - own for rank in shards) for replica in replicas)
+    listed = [rank for row in found for rank in row]
+    if len(set(listed)) < len(listed) or not set(listed) <= set(range(dist.get_world_size())):
+        raise ConfigurationError(
+            "Process groups to shard over and to replicate over must be rows and columns of a grid of evenly spaced "
+            f"ranks, got {shards} and {replicas} on rank {own}. Pass a 2-D device_mesh instead."
+        )
+    return found
+
+
+def _ranks_in(group: dist.ProcessGroup | None) -> list[int]:
+    return [global_rank()] if group is None else dist.get_process_group_ranks(group)
+
+
 def default_mesh(*, dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
     """A 1-D mesh over all ranks, on the accelerator if this machine has one, else on the CPU."""
     world = default_group().size()

@@ -137,7 +137,7 @@ class Run:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == self.tensor.shape:
                 parts: list[Any] = [
-                    _like_param(param, part)
+                    like_param(param, part)
                     for param, part in zip(self.params, self._split(value), strict=True)
                 ]
             elif isinstance(value, Tensor) and value.ndim:
@@ -272,7 +272,7 @@ def _local_part(param: nn.Parameter, value: Tensor) -> Tensor:
     return torch_border.redistributed_local(value, param.placements)
 
 
-def _like_param(param: nn.Parameter, local: Tensor) -> Tensor:
+def like_param(param: nn.Parameter, local: Tensor) -> Tensor:
     """A tensor of the parameter's own type over a local part."""
     if not isinstance(param, DTensor):
         return local

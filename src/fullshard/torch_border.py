@@ -234,8 +234,7 @@ def redistributed_local(
     ]
     if tuple(target) != found.placements:
         found = found.redistribute(placements=target)
-    local = found._local_tensor
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    return arrived(found._local_tensor)
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
@@ -246,6 +245,11 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 def sharded_dim(placement: Placement) -> int | None:
     """Which dimension a placement cuts, if any."""
     return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+
+
+def split_factor(placement: Placement) -> int:
+    """Into how many parts other axes have cut a dimension before this placement does."""
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
 def joined_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
@@ -296,6 +300,16 @@ def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own buffers that are saved."""
+    hidden = module._non_persistent_buffers_set
+    return {
+        name: buffer
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in hidden
+    }
+
+
 def without_activation_wrapper(module: nn.Module) -> nn.Module:
     """The module inside torch's wrapper for activation checkpointing, or the module itself."""
     return child_table(module).get("_checkpoint_wrapped_module") or module
@@ -315,6 +329,11 @@ def opaque_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """The tensor itself; one that a collective is still filling is waited for."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fullshard.checkpoint.stored import StoredCheckpoint
 from torch import nn, optim
 
 from fullshard import checkpoint, fully_shard
 from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.blocks import whole
+from fullshard.checkpoint.stored import StoredCheckpoint
 from tests.helpers.ranks import RankError
 
 KILLS = 50

@@ -25,7 +25,7 @@ from fullshard import (
 )
 from fullshard.optim import ShardedOptimizer
 from fullshard.wrap import ModuleWrapPolicy
-from tests.helpers.models import Block, ModelOptions, make_decoder
+from tests.helpers.models import Block, ModelOptions, make_decoder, tokens_for
 from tests.helpers.training import batch_of, mine, whole
 
 ODD = ModelOptions(depth=2, scalar=True, tied=True)
@@ -99,7 +99,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> list[fl
     """Losses of this rank's rows."""
     losses = []
     for step in steps:
-        batch = mine(batch_of(step)) if dist.is_initialized() else batch_of_one(step)
+        batch = mine(batch_of(step)) if dist.is_initialized() else tokens_for(step, 2)
         loss = model(batch)
         loss.backward()
         losses.append(float(loss.detach()))
@@ -108,17 +108,10 @@ def train(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> list[fl
     return losses
 
 
-def batch_of_one(step: int) -> torch.Tensor:
-    """Without ranks."""
-    from tests.helpers.models import tokens_for
-
-    return tokens_for(step, 2)
-
-
 def whole_state(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
     """Parameters and optimizer state by names, whole, on every rank."""
     if not isinstance(model, FullyShardedDataParallel):
-        names = {param: name for name, param in model.named_parameters()}
+        names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
         return {
             "model": {key: whole(value) for key, value in model.state_dict().items()},
             "optimizer": {

@@ -25,5 +25,6 @@ DTYPE_CODES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""Others cannot be stored."""
 
 DTYPES_BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}

@@ -25,9 +25,11 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError
 from . import manifest as manifests
 from .blocks import Block
+from .holdings import ModelHoldings
+from .optimizer_target import OptimizerTarget
 from .source import Source
 from .stored import StoredCheckpoint
-from .targets import ModelTarget, OptimizerTarget, Want
+from .targets import ModelTarget, Want
 from .team import Team
 from .writing import OnProgress, log, speed
 
@@ -112,8 +114,7 @@ def load_source(
         wants = team.each(lambda: [want for target in reversed(targets) for want in target.wants])
         team.each(lambda: _verify(source, wants))
         nbytes = team.each(lambda: _read(source, wants, on_progress))
-        for target in targets:
-            target.install()
+        team.each(lambda: [target.install() for target in targets])
     finally:
         source.close()
     loaded = Loaded(source.path, source.extra, nbytes, time.perf_counter() - began)
@@ -131,29 +132,30 @@ def _compared(
     cast: bool,
 ) -> list[ModelTarget | OptimizerTarget]:
     """The model, and the optimizer if it is wanted, as what they can take from the source; or an error."""
-    targets: list[ModelTarget | OptimizerTarget] = [ModelTarget(model, source, cast=cast)]
-    faults = list(targets[0].faults)
+    held = ModelHoldings(model, "fullshard.checkpoint.load")
+    targets: list[ModelTarget | OptimizerTarget] = [ModelTarget(held, source, cast=cast)]
+    faults = targets[0].faults.paragraphs()
     if optimizer is not None and without_optimizer:
-        faults.append("without_optimizer is set, and an optimizer was passed")
+        faults.append("An optimizer was passed, and without_optimizer was set.")
     elif optimizer is not None and source.optimizer is None:
-        faults.append("the checkpoint has no optimizer, and one was passed; load the model only")
+        faults.append("The checkpoint has no optimizer, and one was passed. Load the model only.")
     elif optimizer is not None:
-        targets.append(OptimizerTarget(optimizer, model, source, cast=cast))
-        faults += targets[1].faults
+        targets.append(OptimizerTarget(optimizer, held, source))
+        faults += targets[1].faults.paragraphs()
     elif source.optimizer is not None and not without_optimizer:
         faults.append(
-            "the checkpoint has an optimizer's state, and no optimizer was passed; pass it, or without_optimizer=True"
+            "The checkpoint has an optimizer's state, and no optimizer was passed. Pass it, or without_optimizer=True."
         )
     if faults:
         raise CheckpointError(
-            "A checkpoint is loaded if it has what model and optimizer have, no less and no more. Nothing was loaded "
-            f"from {source.path}:\n  " + "\n  ".join(faults)
+            "A checkpoint must have what model and optimizer have, no less and no more. Nothing was loaded from "
+            f"{source.path}.\n" + "\n".join(faults)
         )
     return targets
 
 
 def _verify(source: Source, wants: Sequence[Want]) -> None:
-    faults = source.verify([(want.key, want.block) for want in wants])
+    faults = source.verify([(want.key, block) for want in wants for block, _ in want.parts])
     if faults:
         raise CheckpointError(
             f"{source.path} is damaged, and nothing was loaded from it:\n  "
@@ -164,7 +166,12 @@ def _verify(source: Source, wants: Sequence[Want]) -> None:
 
 @torch.no_grad()
 def _read(source: Source, wants: Sequence[Want], on_progress: OnProgress | None) -> int:
-    total = sum(want.block.numel * source.tensors[want.key].dtype.itemsize for want in wants)
+    """Read everything, and return how many bytes that was."""
+    total = sum(
+        block.numel * source.tensors[want.key].dtype.itemsize
+        for want in wants
+        for block, _ in want.parts
+    )
     done = 0
     staging = _Staging()
     for want in wants:
@@ -175,24 +182,25 @@ def _read(source: Source, wants: Sequence[Want], on_progress: OnProgress | None)
                     on_progress(done, total)
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
-                f"{want.key} could be read a moment ago, and cannot be read now: {error}. The model may have been loaded "
+                f"{want.key} could be read a moment ago, and cannot be read now: {error} The model may have been loaded "
                 "in part: load another checkpoint before going on."
             ) from error
     return total
 
 
 def _read_one(source: Source, want: Want, staging: _Staging) -> Iterator[int]:
-    """Read one block, and say how many bytes that was, piece by piece."""
+    """Read one tensor's blocks, and say how many bytes that was, piece by piece."""
     dtype = source.tensors[want.key].dtype
-    if want.out.device.type == "cpu" and want.out.dtype == dtype:
-        source.read(want.key, want.block, want.out)
-        yield want.out.nbytes
-        return
-    for block in _rows(want.block, STAGED_BYTES // dtype.itemsize):
-        staged = staging.of(block.shape, dtype)
-        source.read(want.key, block, staged)
-        want.out[block.slices_in(want.block)].copy_(staged)
-        yield staged.nbytes
+    for block, out in want.parts:
+        if out.device.type == "cpu" and out.dtype == dtype:
+            source.read(want.key, block, out)
+            yield out.nbytes
+            continue
+        for rows in _rows(block, STAGED_BYTES // dtype.itemsize):
+            staged = staging.of(rows.shape, dtype)
+            source.read(want.key, rows, staged)
+            out[rows.slices_in(block)].copy_(staged)
+            yield staged.nbytes
 
 
 class _Staging:

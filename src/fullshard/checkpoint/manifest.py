@@ -74,7 +74,6 @@ class Manifest:
     tied: Mapping[str, str] = field(default_factory=dict)
     optimizer: Mapping[str, Any] | None = None
     """See `source.Source.optimizer`."""
-    module_states: Mapping[str, Any] = field(default_factory=dict)
     extra: Any = None
     serial: int = 0
     """One more than the highest among the checkpoints that were beside this one when it was written."""
@@ -127,7 +126,6 @@ def text_of(manifest: Manifest) -> str:
         "tensors": tensors,
         "tied": dict(manifest.tied),
         "optimizer": trees.encode(manifest.optimizer, "optimizer", faults),
-        "module_states": trees.encode(manifest.module_states, "module_states", faults),
         "extra": trees.encode(manifest.extra, "extra", faults),
     }
     assert not faults, f"checked when the save began: {faults}"
@@ -236,7 +234,6 @@ def _manifest(parts: dict[str, Any]) -> Manifest:
         },
         tied={str(name): str(stored) for name, stored in parts["tied"].items()},
         optimizer=trees.decode(parts["optimizer"]),
-        module_states=dict(trees.decode(parts["module_states"])),
         extra=trees.decode(parts["extra"]),
         serial=_count(parts["serial"], "serial"),
         created=str(parts["created"]),

@@ -57,9 +57,6 @@ class Source(Protocol):
 
     Values are trees of dicts, lists, tuples, numbers, strings, None, 0-d tensors and `TensorRef`s."""
 
-    module_states: Mapping[str, Any]
-    """What modules keep beside parameters and buffers (`get_extra_state`), by name of the module: trees."""
-
     extra: Any
     """What the user saved beside: anything that JSON can say."""
 

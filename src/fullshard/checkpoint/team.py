@@ -25,7 +25,9 @@ class Team:
         """Of ``group``; without it, of all ranks there are."""
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        if group is not None and group is dist.GroupMember.NON_GROUP_MEMBER:
+        if not isinstance(
+            group, ProcessGroup | None
+        ):  # what new_group returns to others is a number
             raise ConfigurationError(
                 f"Ranks that save or load are in process_group; rank {dist.get_rank()} is not."
             )

@@ -36,31 +36,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .blocks import Block, row_major_strides
+from .dtypes import DTYPE_CODES, DTYPES_BY_CODE
 from .manifest import FileRecord
-
-DTYPE_CODES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""What safetensors calls torch's dtypes; others cannot be stored."""
-DTYPES: Mapping[str, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 CHUNK_BYTES = 1 << 20
 """Data under one checksum."""
@@ -476,10 +453,10 @@ def _parse_entry(key: str, field: Any) -> FileEntry:
     if not isinstance(field, dict):
         raise ValueError(f"tensor {key!r} must be an object")
     code, shape, offsets = (field.get(name) for name in ("dtype", "shape", "data_offsets"))
-    dtype = DTYPES.get(code) if isinstance(code, str) else None
+    dtype = DTYPES_BY_CODE.get(code) if isinstance(code, str) else None
     if dtype is None:
         raise ValueError(
-            f"tensor {key!r} has the dtype {code!r:.100}; readable are {', '.join(DTYPES)}"
+            f"tensor {key!r} has the dtype {code!r:.100}; readable are {', '.join(DTYPES_BY_CODE)}"
         )
     if not _are_sizes(shape) or len(shape) > MOST_DIMS:
         raise ValueError(

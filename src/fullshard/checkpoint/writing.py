@@ -1,7 +1,7 @@
 """Writing a checkpoint: every rank writes the cells it was chosen for, and the first rank publishes.
 
-    plan      what is where: arithmetic on every rank alike; ranks compare digests, and exchange more only if
-              they differ (a wrapper's ranks have optimizer states of what they hold, pipeline stages have layers)
+    plan      what is where: arithmetic on every rank alike; ranks compare digests, and tell each other more only
+              if these differ (`agreement`)
     write     one file a rank, flushed
     publish   the manifest, by a rename
 
@@ -10,16 +10,14 @@ Each of these ends with all ranks knowing how it went. A save that fails anywher
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +26,13 @@ from torch.optim import Optimizer
 from .. import __version__
 from ..errors import CheckpointError, ConfigurationError
 from . import publishing, trees
-from .holdings import Held, hold_model, hold_optimizer, merged_trees
-from .manifest import Manifest, StoredTensor, file_name
+from .agreement import Outline, agreed, outline_of
+from .holdings import Held, ModelHoldings
+from .manifest import FileRecord, Manifest, StoredTensor, file_name
+from .optimizer_holdings import optimizer_tree
 from .spread import Spread
 from .team import Team
 from .tensor_files import NewEntry, write_file
-
-T = TypeVar("T")
 
 log = logging.getLogger("fullshard.checkpoint")
 
@@ -72,9 +70,8 @@ class Plan:
     """All of them, with the ranks that write them."""
     own: list[tuple[str, Tensor]]
     """What this rank writes."""
-    tied: dict[str, str]
-    optimizer: dict[str, Any] | None
-    module_states: dict[str, Any]
+    tied: Mapping[str, str]
+    optimizer: Mapping[str, Any] | None
     extra: Any
     began: float = field(default_factory=time.perf_counter)
 
@@ -87,21 +84,13 @@ class Plan:
 # --- planning --------------------------------------------------------------------------------------
 
 
-_Table = dict[str, tuple[torch.dtype, Spread]]
-
-
 @dataclass(slots=True)
-class _Holdings:
+class _Own:
     """What one rank has and knows, before ranks have compared."""
 
     tensors: list[Held]
-    values: dict[str, Any]
-    """All else, as JSON."""
-
-    @property
-    def table(self) -> _Table:
-        """Dtypes and spreads of the tensors."""
-        return {held.key: (held.dtype, held.spread) for held in self.tensors}
+    outline: Outline
+    extra: Any
 
 
 def make_plan(
@@ -114,60 +103,42 @@ def make_plan(
 ) -> Plan:
     """Find out what there is to write, and who writes it; the same on all ranks, or an error on all."""
     own = team.each(lambda: _hold(team, model, optimizer, extra, keep_last))
-    tables = _of_distinct_ranks(team, own.table, _text_of_table(own.table))
-    extra = own.values.pop("extra")
-    values = [
-        trees.decode(each) for each in _of_distinct_ranks(team, own.values, json.dumps(own.values))
-    ]
-    table = team.each(lambda: _merged_tables(tables))
-    tree = team.each(
-        lambda: None if optimizer is None else merged_trees([each["optimizer"] for each in values])
-    )
-    chosen = {
-        key: (dtype, _with_one_writer(spread, turn))
-        for turn, (key, (dtype, spread)) in enumerate(table.items())
+    outline = _agreed(team, own.outline)
+    turns = {key: turn for turn, key in enumerate(sorted(outline.tensors))}
+    tensors = {
+        key: replace(stored, spread=_with_one_writer(stored.spread, turns[key]))
+        for key, stored in outline.tensors.items()
     }
     return Plan(
         path=Path(path),
         keep_last=keep_last,
-        tensors={key: StoredTensor(dtype, spread) for key, (dtype, spread) in chosen.items()},
+        tensors=tensors,
         own=[
             (held.key, held.local)
             for held in own.tensors
             if held.local is not None
             and held.local.numel()
-            and chosen[held.key][1].cell_of(team.rank) is not None
+            and tensors[held.key].spread.cell_of(team.rank) is not None
         ],
-        tied=_united(each["tied"] for each in values),
-        optimizer=tree,
-        module_states=_united(each["module_states"] for each in values),
-        extra=trees.decode(extra),
+        tied=outline.tied,
+        optimizer=outline.optimizer,
+        extra=own.extra,
     )
 
 
 def _hold(
     team: Team, model: nn.Module, optimizer: Optimizer | None, extra: Any, keep_last: int | None
-) -> _Holdings:
+) -> _Own:
     if keep_last is not None and keep_last < 1:
         raise ConfigurationError(f"keep_last must be at least 1, got {keep_last}.")
-    held = hold_model(model)
-    tensors = list(held.tensors)
-    tree = None
+    held = ModelHoldings(model, "fullshard.checkpoint.save", first=team.ranks[0])
+    tensors, tree = held.tensors, None
     if optimizer is not None:
-        of_optimizer = hold_optimizer(optimizer, model)
-        tensors += of_optimizer.tensors
-        tree = of_optimizer.tree
+        tree, of_optimizer = optimizer_tree(optimizer, held)
+        tensors = [*tensors, *of_optimizer]
     faults: list[str] = []
-    # Numbers as they are now: training may go on before they are written.
-    values = {
-        name: trees.encode(value, name, faults)
-        for name, value in (
-            ("optimizer", tree),
-            ("tied", held.tied),
-            ("module_states", held.module_states),
-            ("extra", extra),
-        )
-    }
+    trees.encode(tree, "optimizer", faults)
+    encoded = trees.encode(extra, "extra", faults)
     if faults:
         raise CheckpointError(
             "A checkpoint runs no code when it is loaded, so beside tensors it has what JSON can say: numbers, strings, "
@@ -175,76 +146,34 @@ def _hold(
             + "\n  ".join(faults)
             + "\nSave what they are made of."
         )
-    strangers = sorted(
-        {rank for each in tensors for ranks in each.spread.holders for rank in ranks}
-        - set(team.ranks)
-    )
+    lists = {each.spread.holders for each in tensors}
+    strangers = {rank for holders in lists for ranks in holders for rank in ranks}
+    strangers -= set(team.ranks)
     if strangers:
         raise CheckpointError(
-            f"All ranks that hold parts of the model must save it; process_group has not: {strangers[:20]}. Leave "
-            "process_group out, or pass one that has them all."
+            f"All ranks that hold parts of the model must save it; process_group has not: {sorted(strangers)[:20]}. "
+            "Leave process_group out, or pass one that has them all."
         )
-    return _Holdings(tensors, values)
+    # A copy: it may be changed before it is written.
+    return _Own(tensors, outline_of(tensors, held.tied, tree), trees.decode(encoded))
 
 
-def _text_of_table(table: _Table) -> str:
-    """Short however many ranks there are: they are in few lists."""
-    lists: dict[tuple[tuple[int, ...], ...], int] = {}
-    lines = [
-        (key, dtype, s.shape, s.order, s.flat, s.cuts, lists.setdefault(s.holders, len(lists)))
-        for key, (dtype, s) in table.items()
-    ]
-    return repr((lines, list(lists)))
-
-
-def _united(tables: Iterable[dict[str, T]]) -> dict[str, T]:
-    return {name: value for table in tables for name, value in table.items()}
-
-
-def _of_distinct_ranks(team: Team, value: T, text: str) -> list[T]:
-    """The values of all ranks, in their order, equal ones once: mostly that is one, and only a digest is sent.
-
-    ``text`` says all there is to say of a value.
-    """
-    digest = hashlib.sha256(text.encode()).digest()
-    digests = team.of_all(digest)
-    if len(set(digests)) == 1:
-        return [value]
-    first = team.ranks[digests.index(digest)]
-    found = team.of_all(value if team.rank == first else None)
-    return [each for each in found if each is not None]
-
-
-def _merged_tables(tables: Sequence[_Table]) -> _Table:
-    merged: _Table = {}
-    faults = []
-    for table in tables:
-        for key, entry in table.items():
-            known = merged.setdefault(key, entry)
-            if known != entry:
-                faults.append(f"{key}: {_told(known)} and {_told(entry)}")
-    if faults:
-        raise CheckpointError(
-            "A tensor must be the same on all ranks that have it, but these have the same name, and differ:\n  "
-            + "\n  ".join(faults)
-        )
-    return merged
-
-
-def _told(entry: tuple[torch.dtype, Spread]) -> str:
-    dtype, spread = entry
-    return f"{dtype} of shape {spread.shape} in {spread.cells} parts"
+def _agreed(team: Team, own: Outline) -> Outline:
+    """What all ranks together have; mostly all have the same, and only a digest is sent."""
+    if len(set(team.of_all(own.digest()))) == 1:
+        return own
+    told = team.of_all(own.told_by(team.rank))
+    return team.each(lambda: agreed(own, told))
 
 
 def _with_one_writer(spread: Spread, turn: int) -> Spread:
-    """Replicas write in turn."""
-    return Spread(
-        shape=spread.shape,
-        order=spread.order,
-        flat=spread.flat,
-        cuts=spread.cuts,
-        holders=(spread.holders[turn % len(spread.holders)],),
-    )
+    """Replicas of what is divided write in turn; what every rank has whole is the first one's.
+
+    Replicas are equal, but for 0-d parameters that are divided by nobody: each rank sums their gradients in an order
+    of its own, and forward goes by the first rank's.
+    """
+    lists = spread.holders
+    return replace(spread, holders=(lists[turn % len(lists) if spread.cells > 1 else 0],))
 
 
 # --- writing ---------------------------------------------------------------------------------------
@@ -268,7 +197,9 @@ def write(team: Team, plan: Plan, on_progress: OnProgress | None = None) -> Save
     return saved
 
 
-def _write_own(folder: Path, rank: int, plan: Plan, on_progress: OnProgress | None) -> Any:
+def _write_own(
+    folder: Path, rank: int, plan: Plan, on_progress: OnProgress | None
+) -> FileRecord | None:
     if not plan.own:
         return None
     total, done = plan.nbytes, 0
@@ -289,7 +220,7 @@ def _fetching(local: Tensor) -> Callable[[], Tensor]:
     return lambda: local.detach().to("cpu").contiguous()
 
 
-def _publish(team: Team, plan: Plan, folder: Path, records: Sequence[Any]) -> None:
+def _publish(team: Team, plan: Plan, folder: Path, records: Sequence[FileRecord | None]) -> None:
     serial = publishing.next_serial(plan.path)
     manifest = Manifest(
         data=folder.name,
@@ -302,7 +233,6 @@ def _publish(team: Team, plan: Plan, folder: Path, records: Sequence[Any]) -> No
         },
         tied=plan.tied,
         optimizer=plan.optimizer,
-        module_states=plan.module_states,
         extra=plan.extra,
         serial=serial,
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),

@@ -1,0 +1,93 @@
+"""How sharded tensors are spread, in closed form: DTensors by mesh and placements, flat pieces by their layout."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from .. import torch_border
+from ..layout import Layout, chunk_size
+from .blocks import Block
+from .spread import Cuts, Spread
+
+
+def dtensor_spread(
+    shape: Sequence[int], placements: Sequence[Placement], mesh: DeviceMesh
+) -> Spread:
+    """The spread of a DTensor without partial placements.
+
+    Axes that cut the same dimension cut one after the other: in the order of the mesh, but those that torch
+    calls strided after the ones that have cut before them (see `placement`).
+    """
+    replicating = [
+        axis
+        for axis, placement in enumerate(placements)
+        if torch_border.sharded_dim(placement) is None
+    ]
+    cutting: list[list[int]] = [[] for _ in shape]
+    for axis, placement in enumerate(placements):
+        dim = torch_border.sharded_dim(placement)
+        if dim is not None:
+            cutting[dim].append(axis)
+    for axes in cutting:
+        axes.sort(key=lambda axis: torch_border.split_factor(placements[axis]))
+    parts = [[mesh.size(axis) for axis in axes] for axes in cutting]
+    cuts = tuple(_cuts(size, each) for size, each in zip(shape, parts, strict=True))
+    ranks = mesh.mesh.permute(*replicating, *itertools.chain(*cutting))
+    ranks = ranks.reshape(-1, *map(math.prod, parts))
+    for dim, each in enumerate(cuts):
+        ranks = ranks.narrow(dim + 1, 0, len(each))  # the others hold nothing
+    holders = ranks.reshape(len(ranks), math.prod(map(len, cuts))).tolist()
+    return Spread(shape=tuple(shape), cuts=cuts, holders=tuple(map(tuple, holders)))
+
+
+def _cuts(size: int, parts: Sequence[int]) -> Cuts:
+    """Where a dimension is cut that is divided into ``parts[0]``, each of them into ``parts[1]``, and so on."""
+    if not parts or not size:
+        return (0,)
+    if len(parts) == 1:
+        return range(0, size, chunk_size(size, parts[0]))
+    spans = [(0, size)]
+    for count in parts:
+        spans = [
+            (min(begin + place * chunk, end), min(begin + (place + 1) * chunk, end))
+            for begin, end in spans
+            for chunk in [chunk_size(end - begin, count)]
+            for place in range(count)
+        ]
+    starts = tuple(begin for begin, _ in spans)
+    regular = range(0, size, max(spans[0][1], 1))
+    return regular if tuple(regular) == starts else starts
+
+
+def flat_spread(layout: Layout, param: int, holders: tuple[tuple[int, ...], ...]) -> Spread:
+    """The spread of a parameter that is divided flat: rank r of ``layout`` holds cell r."""
+    slot = layout.slots[param]
+    piece_numel = layout.segments[slot.segment].piece_numel
+    order = tuple(sorted(range(len(slot.shape)), key=lambda dim: (-slot.strides[dim], dim)))
+    return Spread(
+        shape=tuple(slot.shape[dim] for dim in order),
+        order=None if order == tuple(range(len(order))) else order,
+        flat=True,
+        cuts=(range(-slot.start, slot.numel, piece_numel) if slot.numel else (0,),),
+        holders=holders,
+    )
+
+
+def in_model_order(spread: Spread, block: Block) -> Block:
+    """A block of the stored tensor as one of the model's."""
+    if spread.order is None:
+        return block
+    places = inverse(spread.order)
+    return Block(
+        tuple(block.start[place] for place in places), tuple(block.shape[place] for place in places)
+    )
+
+
+def inverse(order: Sequence[int]) -> tuple[int, ...]:
+    """Of the model's dimensions, at which place of ``order`` each is."""
+    return tuple(sorted(range(len(order)), key=lambda place: order[place]))

@@ -1,0 +1,159 @@
+"""What a model wants of a checkpoint: whether it fits, what to read into which memory, and what is left to do then.
+
+faults     by names, shapes and dtypes alone: the same on every rank, before anything is read
+wants      blocks of stored tensors, and views of the model's own memory to read them into
+install    after all was read: what is no memory of a parameter
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..wrapper.optimizer_params import listed
+from . import trees
+from .blocks import Block, whole
+from .holdings import Held, ModelHoldings
+from .source import MODEL, Source, TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What this rank reads of one stored tensor."""
+
+    key: str
+    parts: list[tuple[Block, Tensor]]
+    """Blocks of the tensor, as the model has it, and memory for each: of its shape, strided, on any device."""
+
+
+@dataclass(slots=True)
+class Faults:
+    """Why a checkpoint does not fit, by full names."""
+
+    missing: list[str] = field(default_factory=list)
+    """What the checkpoint should have."""
+    unexpected: list[str] = field(default_factory=list)
+    """What it has that nobody here takes."""
+    shapes: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    """Sentences about the optimizer."""
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, each.name) for each in fields(self))
+
+    def __add__(self, other: Faults) -> Faults:
+        pairs = {
+            each.name: [*getattr(self, each.name), *getattr(other, each.name)]
+            for each in fields(self)
+        }
+        return Faults(**pairs)
+
+    def paragraphs(self) -> list[str]:
+        """For an error that names all of them."""
+        return [
+            *listed(self.missing, "The checkpoint has nothing for these:", ""),
+            *listed(
+                self.unexpected, "The checkpoint has these, and there is nothing to take them:", ""
+            ),
+            *listed(self.shapes, "These have other shapes in the checkpoint:", ""),
+            *listed(self.dtypes, "These have other dtypes in the checkpoint:", ""),
+            *listed(self.others, "The optimizer is another one:", ""),
+        ]
+
+
+class ModelTarget:
+    """A model that is loaded into."""
+
+    def __init__(self, model: ModelHoldings, source: Source, *, cast: bool = False) -> None:
+        """Compare it with a source; with ``cast``, dtypes may differ."""
+        self.faults = Faults()
+        self.wants: list[Want] = []
+        self._model = model
+        self._cast = cast
+        self._read: dict[str, Tensor] = {}
+        """By key, what was read into memory that is not the model's."""
+        names = StoredNames(model, source.tied, _model_names(source.tensors))
+        for held in model.tensors:
+            name = held.key.removeprefix(MODEL)
+            stored = names.stored(name)
+            if stored is None:
+                self.faults.missing.append(name)
+            else:
+                self._want(name, held, MODEL + stored, source.tensors[MODEL + stored])
+        self.faults.unexpected += names.unknown
+
+    def _want(self, name: str, held: Held, stored: str, info: TensorInfo) -> None:
+        if held.key in self._model.extra_states:
+            # Whatever it was: its module knows.
+            self._read[held.key] = memory = torch.empty(info.shape, dtype=info.dtype)
+            self.wants.append(Want(stored, [(whole(info.shape), memory)]))
+            return
+        if info.shape != held.shape:
+            self.faults.shapes.append(f"{name}: {info.shape}, not {held.shape}")
+        elif info.dtype != held.dtype and not self._cast:
+            self.faults.dtypes.append(f"{name}: {info.dtype}, not {held.dtype}")
+        elif held.local is not None:
+            if held.key in self._model.cast_buffers:
+                self._read[held.key] = held.local
+            self.wants.append(Want(stored, list(held.parts())))
+
+    @torch.no_grad()
+    def install(self) -> None:
+        """Let the model have what was read beside its memory: buffers that it casts, states of modules' own kinds."""
+        for key, value in self._read.items():
+            if key in self._model.cast_buffers:
+                self._model.cast_buffers[key].copy_(value)
+            else:
+                module = self._model.extra_states[key]
+                kept: Any = module.get_extra_state()
+                state = value if isinstance(kept, Tensor) else _extra_state(key, value)
+                module.set_extra_state(state)
+
+
+def _extra_state(key: str, value: Tensor) -> Any:
+    try:
+        if value.dtype != torch.uint8 or value.ndim != 1:
+            raise ValueError(f"{value.dtype} of shape {tuple(value.shape)}")
+        return trees.decode(json.loads(bytes(value.tolist())))
+    except ValueError as error:
+        raise CheckpointError(
+            f"The state of a module is a tensor, or what JSON says of it; {key} is neither: {error}"
+        ) from error
+
+
+class StoredNames:
+    """Under which name the checkpoint has what the model calls otherwise: both may have names for the same."""
+
+    def __init__(
+        self, model: ModelHoldings, stored_tied: Mapping[str, str], stored: Iterable[str]
+    ) -> None:
+        self._stored = dict.fromkeys(stored)
+        self._stored_tied = stored_tied
+        self._own = {held.key.removeprefix(MODEL) for held in model.tensors}
+        self._aliases: dict[str, list[str]] = {}
+        for alias, name in model.tied.items():
+            self._aliases.setdefault(name, []).append(alias)
+        taken = {self.stored(name) for name in self._own}
+        self.unknown = [
+            name for name in self._stored if name not in taken and name not in model.tied
+        ]
+        """Names of the checkpoint that mean nothing here."""
+
+    def stored(self, name: str) -> str | None:
+        """The checkpoint's name of what the model holds under ``name``, or None."""
+        for known in (name, *self._aliases.get(name, ())):
+            for candidate in (known, self._stored_tied.get(known)):
+                if candidate in self._stored:
+                    return candidate
+        return None
+
+
+def _model_names(tensors: Iterable[str]) -> list[str]:
+    return [key.removeprefix(MODEL) for key in tensors if key.startswith(MODEL)]

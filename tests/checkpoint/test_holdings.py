@@ -1,0 +1,241 @@
+"""What ranks hold, put together by its spreads, is the model: behind both doors, over any ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from fullshard import (
+    CheckpointError,
+    ConfigurationError,
+    FullyShardedDataParallel,
+    LifecycleError,
+    MixedPrecision,
+    fully_shard,
+)
+from fullshard.checkpoint.agreement import Outline, outline_of
+from fullshard.checkpoint.holdings import Held, ModelHoldings
+from fullshard.checkpoint.param_spreads import dtensor_spread
+from fullshard.mesh import ProcessGroupAxes, ranks_by_replica
+from tests.helpers.checkpoints import agreed_outline, assembled
+from tests.helpers.compare import assert_equal
+from tests.helpers.fake import fake_world
+from tests.helpers.groups import alone
+from tests.helpers.odd_nets import (
+    DOORS,
+    DOORS_OF_FOUR,
+    make_odd_net,
+    odd_loss,
+    odd_net_behind,
+    wrapped_odd_net,
+)
+
+CASES = [
+    *((door, ranks) for door in DOORS for ranks in (1, 2, 3)),
+    *((door, 4) for door in ("fully_shard", "wrapper", "flat wrapper", *DOORS_OF_FOUR)),
+]
+
+
+def holdings(model: nn.Module) -> ModelHoldings:
+    return ModelHoldings(model, "save")
+
+
+def held_behind(door: str) -> tuple[Outline, list[Held]]:
+    found = holdings(odd_net_behind(door))
+    return outline_of(found.tensors, found.tied), found.tensors
+
+
+@pytest.mark.parametrize(("door", "ranks"), CASES)
+def test_what_ranks_hold_is_the_model(world, door: str, ranks: int) -> None:
+    outlines, of_ranks = zip(*world(ranks).run(held_behind, door), strict=True)
+    outline = agreed_outline(outlines)
+    assert outline.tied == {
+        "alias.weight": "norm.weight",
+        "alias.bias": "norm.bias",
+        "tail.weight": "head.weight",
+    }
+    found = assembled(outline, of_ranks)
+    expected = make_odd_net().state_dict()
+    extra = bytes(found.pop("model/middle._extra_state").tolist())
+    assert b'"seed": 0' in extra and expected.pop("middle._extra_state")
+    assert found.keys() == {f"model/{name}" for name in expected if name not in outline.tied}
+    assert_equal(found, {key: expected[key.removeprefix("model/")] for key in found})
+
+
+def test_what_is_held_is_the_memory_itself() -> None:
+    for door in DOORS:
+        with alone():
+            model = odd_net_behind(door)
+            before = {held.key: held.local for held in holdings(model).tensors}
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.add_(1.0)
+            weight = make_odd_net().pixels.weight + 1
+            assert torch.equal(before["model/pixels.weight"], weight), door
+
+
+def test_parts_are_blocks_of_the_model_s_tensor_and_views() -> None:
+    weight = make_odd_net().pixels.weight.data
+    for rank in range(3):
+        with fake_world(3, rank):
+            model = odd_net_behind("wrapper")
+            (held,) = (
+                each for each in holdings(model).tensors if each.key == "model/pixels.weight"
+            )
+            assert held.spread.order == (0, 2, 3, 1)
+            for block, view in held.parts():
+                place = tuple(slice(a, b) for a, b in zip(block.start, block.stop, strict=True))
+                assert torch.equal(view, weight[place])
+                assert held.local is not None
+                assert view.untyped_storage().data_ptr() == held.local.untyped_storage().data_ptr()
+
+
+# --- spreads -----------------------------------------------------------------------------------------
+
+
+def test_thousands_of_ranks_cost_no_more_than_their_number() -> None:
+    with fake_world(4096, 4095):
+        model = nn.Linear(8192, 4, bias=False)
+        fully_shard(model)
+        (held,) = holdings(model).tensors
+        assert held.spread.cuts == ((0,), (0,)) or isinstance(held.spread.cuts[0], range)
+        assert held.local is None  # 4 rows, 4096 ranks
+        wrapped = FullyShardedDataParallel(nn.Linear(8192, 4), device_id=torch.device("cpu"))
+        weight, bias = holdings(wrapped).tensors
+        assert weight.spread.cuts == (range(0, 32768, 9),)
+        assert bias.spread.cuts == (range(-32768, 4, 9),)
+        assert weight.spread.holders is bias.spread.holders
+
+
+def test_axes_that_cut_one_dimension_cut_one_after_the_other() -> None:
+    """The tensor-parallel axis first, and then what a rank has there is sharded."""
+    for rank in range(6):
+        with fake_world(6, rank):
+            mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+            for rows in (0, 1, 5, 7, 8, 12):
+                whole = torch.arange(float(rows))
+                model = nn.LayerNorm(1, bias=False)
+                model.weight = nn.Parameter(
+                    distribute_tensor(whole, mesh["tp"], [Shard(0)], src_data_rank=None)
+                )
+                fully_shard(model, mesh=mesh["dp"])
+                (held,) = holdings(model).tensors
+                mine = whole.tensor_split([-(-rows // 2)])[rank % 2]
+                size = -(-len(mine) // 3)
+                expected = mine[rank // 2 * size :][:size]
+                assert_equal(torch.cat([torch.zeros(0), *dict(held.parts()).values()]), expected)
+                for block, view in held.parts():
+                    assert_equal(view, whole[block.start[0] : block.stop[0]])
+
+
+def test_a_grid_is_numbered_by_its_cells() -> None:
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (2, 2, 2))
+        spread = dtensor_spread((5, 3), (Shard(1), Replicate(), Shard(0)), mesh)
+        assert spread.cuts == (range(0, 5, 3), range(0, 3, 2))
+        assert spread.holders == ((0, 4, 1, 5), (2, 6, 3, 7))
+
+
+def test_uneven_groups_are_refused(world) -> None:
+    assert all(world(4).run(uneven_groups))
+
+
+def uneven_groups() -> bool:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    axes = ProcessGroupAxes(shard=rows[rank // 2], replicate=columns[rank in (1, 2)])
+    try:
+        ranks_by_replica(axes)
+    except ConfigurationError as error:
+        return "evenly spaced" in str(error)
+    return rank in (1, 2)  # which cannot know
+
+
+# --- other tensors -----------------------------------------------------------------------------------
+
+
+def test_buffers_are_held_in_the_dtype_they_had() -> None:
+    with alone():
+        net = make_odd_net()
+        shift = net.middle.shift.clone()
+        model = wrapped_odd_net(net, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+        odd_loss(model, 0)
+        assert net.middle.shift.dtype == torch.bfloat16
+        found = holdings(model)
+        tensors = {held.key: held.local for held in found.tensors}
+        assert_equal(tensors["model/middle.shift"], shift)
+        assert found.cast_buffers["model/middle.shift"] is net.middle.shift
+
+
+def test_names_know_nothing_of_compilers() -> None:
+    compiled = nn.Module()
+    compiled.add_module("_orig_mod", nn.Linear(2, 2))  # as torch.compile does
+    keys = {held.key for held in holdings(nn.Sequential(compiled)).tensors}
+    assert keys == {"model/0.weight", "model/0.bias"}
+
+
+def test_dtensor_buffers_are_spread() -> None:
+    with fake_world(2, 1):
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Module()
+        local = torch.ones(2)
+        model.register_buffer("shared", DTensor.from_local(local, mesh, [Shard(0)]))
+        (held,) = holdings(model).tensors
+        assert held.spread.cuts == (range(0, 4, 2),)
+        assert torch.equal(held.local, local)
+
+
+# --- refusals ----------------------------------------------------------------------------------------
+
+
+class Strange(Tensor):
+    pass
+
+
+def test_what_cannot_be_saved_is_named() -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        model = make_odd_net()
+        model.pixels.to("meta")
+        model.head.weight = nn.Parameter(torch.ones(2).as_subclass(Strange))
+        summands = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+        model.register_buffer("summands", summands)
+        model.middle.seen = object()
+        with pytest.raises(CheckpointError) as error:
+            holdings(model)
+        for line in (
+            "pixels.bias\n  pixels.weight\nMaterialise",
+            "summands: (Partial(sum),)",
+            "head.weight: Strange",
+            "middle._extra_state: builtins.object",
+        ):
+            assert line in str(error.value)
+
+
+def test_models_must_rest() -> None:
+    with alone():
+        model: Any = odd_net_behind("fully_shard")
+        model.middle.register_forward_hook(lambda *_: holdings(model))
+        with pytest.raises(LifecycleError, match="save was called within forward"):
+            odd_loss(model, 0)
+        wrapped: Any = odd_net_behind("wrapper")
+        with FullyShardedDataParallel.summon_full_params(wrapped):
+            with pytest.raises(LifecycleError, match="within summon_full_params"):
+                holdings(wrapped)
+
+
+def test_gathered_models_come_to_rest() -> None:
+    with alone():
+        for door in ("fully_shard", "wrapper", "flat wrapper"):
+            model = odd_net_behind(door)
+            odd_loss(model, 0)  # the root stays gathered for a backward
+            tensors = {held.key: held.local for held in holdings(model).tensors}
+            assert_equal(tensors["model/head.weight"], make_odd_net().head.weight.data)

@@ -1,0 +1,102 @@
+"""Checkpoints in memory: what ranks hold put together, and a source that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard.checkpoint.agreement import Outline, agreed
+from fullshard.checkpoint.blocks import Block, whole
+from fullshard.checkpoint.holdings import Held
+from fullshard.checkpoint.manifest import StoredTensor
+from fullshard.checkpoint.param_spreads import inverse
+from fullshard.checkpoint.source import TensorInfo
+from fullshard.checkpoint.targets import Want
+
+
+class MemorySource:
+    """A `Source` over whole tensors."""
+
+    path = Path("memory")
+    format = "memory"
+
+    def __init__(
+        self,
+        whole: Mapping[str, Tensor],
+        tied: Mapping[str, str] | None = None,
+        optimizer: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.whole = whole
+        self.tensors = {
+            key: TensorInfo(tensor.dtype, tuple(tensor.shape)) for key, tensor in whole.items()
+        }
+        self.tied, self.optimizer, self.extra = tied or {}, optimizer, None
+
+    def read(self, key: str, wanted: Block, out: Tensor) -> None:
+        found = self.whole[key][wanted.slices_in(whole(self.tensors[key].shape))]
+        assert (found.dtype, found.shape, out.device.type) == (out.dtype, out.shape, "cpu")
+        out.copy_(found)
+
+    def verify(self, wanted: Iterable[tuple[str, Block]]) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def fill(source: MemorySource, wants: Iterable[Want]) -> None:
+    """Read what is wanted, as a loader does."""
+    for want in wants:
+        for block, out in want.parts:
+            assert tuple(out.shape) == block.shape
+            staged = torch.empty(block.shape, dtype=out.dtype)
+            source.read(want.key, block, staged)
+            out.copy_(staged)
+
+
+def agreed_outline(outlines: Sequence[Outline]) -> Outline:
+    """What all ranks say together, as each of them finds it."""
+    if len({outline.digest() for outline in outlines}) == 1:
+        return outlines[0]
+    told = [outline.told_by(rank) for rank, outline in enumerate(outlines)]
+    (digest,) = {agreed(outline, told).digest() for outline in outlines}
+    result = agreed(outlines[0], told)
+    assert result.digest() == digest
+    return result
+
+
+def assembled(outline: Outline, of_ranks: Sequence[Sequence[Held]]) -> dict[str, Tensor]:
+    """Whole tensors of what ranks hold: each element from every one of its holders, which have the same."""
+    held = [{each.key: each for each in tensors} for tensors in of_ranks]
+    return {
+        key: _assembled(key, stored, [tensors.get(key) for tensors in held])
+        for key, stored in outline.tensors.items()
+    }
+
+
+def _assembled(key: str, known: StoredTensor, of_ranks: Sequence[Held | None]) -> Tensor:
+    spread = known.spread
+    stored = torch.zeros(spread.shape, dtype=known.dtype)
+    times_written = torch.zeros(spread.shape, dtype=torch.int)
+    for rank, held in enumerate(of_ranks):
+        cell = spread.cell_of(rank)
+        if cell is None or not spread.extent(cell).numel:
+            continue
+        assert held is not None and held.local is not None, f"rank {rank} has nothing of {key}"
+        assert (held.dtype, held.local.dtype, held.shape) == (known.dtype, known.dtype, known.shape)
+        assert tuple(held.local.shape) == spread.extent(cell).shape
+        for block, offset in spread.blocks(cell):
+            part = held.local
+            if spread.flat:
+                part = part[offset : offset + block.numel].view(block.shape)
+            place = block.slices_in(whole(spread.shape))
+            written = times_written[place] > 0
+            assert torch.equal(stored[place][written], part[written]), f"replicas of {key} differ"
+            stored[place] = part
+            times_written[place] += 1
+    assert (times_written == len(spread.holders)).all(), key
+    return stored if spread.order is None else stored.permute(inverse(spread.order))
