@@ -118,7 +118,8 @@ def test_damage_is_named_and_nothing_is_loaded(world: Any, tmp_path: Path, door:
 def save_where_it_fails(folder: Path) -> list[str]:
     model, optimizer = Setting().build()
     train(model, optimizer, range(1))
-    checkpoint.save(folder / "ckpt", model, optimizer, extra="old")
+    # By a thread, which needs room in the store's file for a process group of its own.
+    checkpoint.async_save(folder / "ckpt", model, optimizer, extra="old").wait()
     (folder / "file").touch()
     errors = []
 
@@ -198,13 +199,8 @@ def test_what_does_not_fit_is_listed(world: Any, tmp_path: Path) -> None:
     first, second = world(2).run(load_what_does_not_fit, tmp_path)
     assert first == second
     shapes, forgotten, absent, dtypes = first
-    for name in (
-        "model/blocks.2.up.weight",
-        "model/blocks.0.up.weight",
-        "model/blocks.0.scale",
-        "head.weight",
-    ):
-        assert name.removeprefix("model/") in shapes
+    for name in ("blocks.2.up.weight", "blocks.0.up.weight", "blocks.0.scale"):
+        assert name in shapes
     assert "no optimizer was passed" in forgotten
     assert "has no optimizer" in absent
     assert "norm.weight" in dtypes and "bfloat16" in dtypes

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,7 @@ from fullshard.checkpoint.stored import StoredCheckpoint
 from tests.helpers.ranks import RankError
 
 KILLS = 50
-LIFE_S = 0.3
-"""Of the longest-lived ranks: a load, and some ten saves."""
+SAVES = 4
 
 
 def build() -> tuple[nn.Module, optim.Optimizer]:
@@ -31,29 +32,42 @@ def build() -> tuple[nn.Module, optim.Optimizer]:
     return model, optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def live_and_die(folder: Path, seed: int) -> None:
-    """Load, then save without end, until this rank, the other, or both are killed."""
+def live(folder: Path, lives: dict[str, float], seed: int | None) -> dict[str, float]:
+    """Load, then save a few times; return how long these took.
+
+    With a seed, this rank, the other, or both are killed at any moment of one of these, of the length that ``lives``
+    says.
+    """
     choice = random.Random(seed)
-    victim = choice.choice([0, 1, None])
-    moment = choice.uniform(0, LIFE_S)
+    victim, phase = choice.choice([0, 1, None]), choice.choice(["load", "save", "save"])
+    moment = choice.uniform(0, lives[phase])
     model, optimizer = build()
-    dist.barrier()
-    if victim in (None, dist.get_rank()):
-        killer = threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL))
-        killer.daemon = True
-        killer.start()
-    step = 0
+    began = {}
+
+    def begin(this: str) -> None:
+        dist.barrier()
+        began[this] = time.perf_counter()
+        if seed is not None and this == phase and victim in (None, dist.get_rank()):
+            killer = threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL))
+            killer.daemon = True
+            killer.start()
+
+    begin("load")
     newest = checkpoint.latest(folder)
-    if newest is not None:
-        step = checkpoint.load(newest, model, optimizer).extra["step"]
-    while True:
+    step = 0 if newest is None else checkpoint.load(newest, model, optimizer).extra["step"]
+    begin("save")
+    for turn in itertools.count() if seed is not None else range(SAVES):
         step += 1
         with torch.no_grad():
             for param in model.parameters():
-                param.fill_(step)
-                optimizer.state[param] = {"momentum_buffer": torch.full_like(param, step)}
-        kind = checkpoint.async_save if step % 2 else checkpoint.save
+                state = optimizer.state[param]
+                buffer = state.setdefault("momentum_buffer", param.detach().clone())
+                for tensor in (param, buffer):
+                    tensor.to_local().fill_(step)  # type: ignore[operator]
+        kind = checkpoint.async_save if turn % 2 else checkpoint.save
         kind(folder / f"step-{step % 5}", model, optimizer, extra={"step": step}, keep_last=3)
+    end = time.perf_counter()
+    return {"load": began["save"] - began["load"], "save": end - began["save"]}
 
 
 def newest_step(folder: Path) -> int:
@@ -75,13 +89,17 @@ def newest_step(folder: Path) -> int:
 
 @pytest.mark.timeout(180)
 def test_the_newest_complete_one_survives_every_kill(world: Any, tmp_path: Path) -> None:
-    steps = [0]
+    lives = {"load": 0.0, "save": 0.0}
+    for _ in range(2):  # the second one has something to load
+        lives, _ = world(2).run(live, tmp_path, lives, None)
+    steps = [newest_step(tmp_path)]
+    assert steps == [2 * SAVES]
     for seed in range(KILLS):
-        with pytest.raises(RankError):
-            world(2).run(live_and_die, tmp_path, seed)
+        with pytest.raises(RankError, match="SIGKILL"):
+            world(2).run(live, tmp_path, lives, seed)
         steps.append(newest_step(tmp_path))
     assert steps == sorted(steps)  # what was complete is never lost
-    assert steps[-1] > KILLS
+    assert steps[-1] > steps[0]  # some were completed between kills
     # What the killed ones left is gone after the next save.
     world(2).run(save_once, tmp_path)
     assert len(list(tmp_path.iterdir())) <= 3
