@@ -293,12 +293,13 @@ def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _companion(group, "twin", group.size())
 
 
-def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A process group of the same ranks over the network of their hosts, made once: for another thread.
+def host_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
+    """A process group of the same ranks over the network of their hosts, made once for each purpose.
 
-    Collective over the ranks of ``group``.
+    Its collectives wait for no device, and neither queue behind those of other purposes. Collective over the ranks of
+    ``group``.
     """
-    return _companion(group, "host", group.size())
+    return _companion(group, f"host, {purpose}", group.size())
 
 
 def default_group() -> dist.ProcessGroup:
@@ -343,7 +344,9 @@ def _companion(group: dist.ProcessGroup, role: str, size: int) -> dist.ProcessGr
         else:
             ranks = ranks[rank // size * size :][:size]
         companion = dist.new_group(
-            ranks, backend="gloo" if role == "host" else None, use_local_synchronization=True
+            ranks,
+            backend="gloo" if role.startswith("host") else None,
+            use_local_synchronization=True,
         )
         assert companion is not None, "this rank is one of the group's"
         made[role, size] = companion

@@ -28,11 +28,10 @@ from torch import Tensor
 
 from fullshard.checkpoint import tensor_files
 from fullshard.checkpoint.blocks import Block, whole
+from fullshard.checkpoint.dtypes import DTYPE_CODES, DTYPES_BY_CODE
 from fullshard.checkpoint.manifest import FileRecord
 from fullshard.checkpoint.tensor_files import (
     CHUNK_BYTES as CHUNK,
-    DTYPE_CODES,
-    DTYPES,
     FileEntry,
     NewEntry,
     TensorFile,
@@ -118,7 +117,7 @@ def test_the_library_reads_what_we_write_and_the_other_way_round(path: Path) -> 
     save_file(tensors, other := path.with_name("theirs.safetensors"), {"who": "they"})
     ours = TensorFile(other, None)
     assert ours.metadata == {"who": "they"}
-    assert {key: ours.entries[key].dtype for key in tensors} == DTYPES
+    assert {key: ours.entries[key].dtype for key in tensors} == DTYPES_BY_CODE
     assert all(same_bits(read(ours, key), tensors[key]) for key in tensors)
     assert ours.verify([(0, 100)]) == []
 

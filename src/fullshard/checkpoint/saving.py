@@ -182,4 +182,4 @@ def _team_of_threads(process_group: ProcessGroup | None) -> Team:
         return Team()
     group = dist.group.WORLD if process_group is None else process_group
     assert group is not None, "initialized"
-    return Team(mesh.host_group(group))
+    return Team(mesh.host_group(group, "checkpoints of threads"))

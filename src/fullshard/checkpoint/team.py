@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .. import comm
+from .. import comm, mesh
 from ..errors import CheckpointError, ConfigurationError, FullshardError
 
 T = TypeVar("T")
@@ -31,6 +32,9 @@ class Team:
             raise ConfigurationError(
                 f"Ranks that save or load are in process_group; rank {dist.get_rank()} is not."
             )
+        if group is not None and comm.backend_of(group, torch.device("cpu")) == "nothing":
+            # Through an accelerator, every exchange would wait for all that it computes.
+            group = mesh.host_group(group, "checkpoints")
         self._group = group
         self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
         """Of the whole world."""
