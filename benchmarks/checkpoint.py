@@ -40,7 +40,7 @@ from benchmarks.contestants import join_fake_group
 from benchmarks.report import header, headline, markdown, write_json
 from fullshard import checkpoint, fully_shard
 from fullshard.checkpoint import manifest as manifests
-from fullshard.checkpoint.loading import _compared
+from fullshard.checkpoint.loading import compare as compare_with_source
 from fullshard.checkpoint.manifest import FileRecord, Manifest
 from fullshard.checkpoint.stored import StoredCheckpoint
 from fullshard.checkpoint.team import Team
@@ -234,8 +234,7 @@ def plan_times(world: int, layers: int) -> dict[str, float]:
         found["manifest bytes"] = len(text)
         began = time.perf_counter()
         source = StoredCheckpoint(Path("unused"), manifests.parse(text.encode(), Path("unused")))
-        targets = _compared(source, model, optimizer, without_optimizer=False, cast=False)
-        for target in targets:
+        for target in compare_with_source(source, model, optimizer).targets:
             for want in target.wants:
                 for block, _ in want.parts:
                     list(plan.tensors[want.key].spread.overlapping(block))

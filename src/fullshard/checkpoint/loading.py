@@ -29,7 +29,7 @@ from .holdings import ModelHoldings
 from .optimizer_target import OptimizerTarget
 from .source import Source
 from .stored import StoredCheckpoint
-from .targets import ModelTarget, Want
+from .targets import Faults, ModelTarget, Want
 from .team import Team
 from .writing import OnProgress, log, speed
 
@@ -106,11 +106,12 @@ def load_source(
     team = Team() if team is None else team
     began = time.perf_counter()
     try:
-        targets = team.each(
-            lambda: _compared(
+        comparison = team.each(
+            lambda: compare(
                 source, model, optimizer, without_optimizer=without_optimizer, cast=cast
             )
         )
+        targets = _fitting(team, comparison)
         wants = team.each(lambda: [want for target in reversed(targets) for want in target.wants])
         team.each(lambda: _verify(source, wants))
         nbytes = team.each(lambda: _read(source, wants, on_progress))
@@ -123,35 +124,62 @@ def load_source(
     return loaded
 
 
-def _compared(
+@dataclass(slots=True)
+class Comparison:
+    """What model and optimizer can take from a source, and why they cannot."""
+
+    source: Source
+    targets: list[ModelTarget | OptimizerTarget]
+    faults: Faults
+    others: list[str]
+    """Sentences about whether there is an optimizer."""
+
+    def raise_faults(self) -> None:
+        """Refuse a checkpoint that does not fit."""
+        paragraphs = [*self.faults.paragraphs(), *self.others]
+        if paragraphs:
+            raise CheckpointError(
+                "A checkpoint must have what model and optimizer have, no less and no more. Nothing was loaded from "
+                f"{self.source.path}.\n" + "\n".join(paragraphs)
+            )
+
+
+def compare(
     source: Source,
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | None = None,
     *,
-    without_optimizer: bool,
-    cast: bool,
-) -> list[ModelTarget | OptimizerTarget]:
-    """The model, and the optimizer if it is wanted, as what they can take from the source; or an error."""
+    without_optimizer: bool = False,
+    cast: bool = False,
+) -> Comparison:
+    """Compare a source with what this rank has."""
     held = ModelHoldings(model, "fullshard.checkpoint.load")
     targets: list[ModelTarget | OptimizerTarget] = [ModelTarget(held, source, cast=cast)]
-    faults = targets[0].faults.paragraphs()
+    others = []
     if optimizer is not None and without_optimizer:
-        faults.append("An optimizer was passed, and without_optimizer was set.")
+        others.append("An optimizer was passed, and without_optimizer was set.")
     elif optimizer is not None and source.optimizer is None:
-        faults.append("The checkpoint has no optimizer, and one was passed. Load the model only.")
+        others.append("The checkpoint has no optimizer, and one was passed. Load the model only.")
     elif optimizer is not None:
         targets.append(OptimizerTarget(optimizer, held, source))
-        faults += targets[1].faults.paragraphs()
     elif source.optimizer is not None and not without_optimizer:
-        faults.append(
+        others.append(
             "The checkpoint has an optimizer's state, and no optimizer was passed. Pass it, or without_optimizer=True."
         )
-    if faults:
-        raise CheckpointError(
-            "A checkpoint must have what model and optimizer have, no less and no more. Nothing was loaded from "
-            f"{source.path}.\n" + "\n".join(faults)
-        )
-    return targets
+    faults = sum((target.faults for target in targets), Faults())
+    return Comparison(source, targets, faults, others)
+
+
+def _fitting(team: Team, comparison: Comparison) -> list[ModelTarget | OptimizerTarget]:
+    """The targets, if nothing is wrong with any rank's.
+
+    What one rank has nothing to take with, another may have: stages of a pipeline.
+    """
+    faults = comparison.faults
+    by_nobody = set[str].intersection(*map(set, team.of_all(faults.unexpected)))
+    faults.unexpected = [name for name in faults.unexpected if name in by_nobody]
+    team.each(comparison.raise_faults)
+    return comparison.targets
 
 
 def _verify(source: Source, wants: Sequence[Want]) -> None:

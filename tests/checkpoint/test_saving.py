@@ -1,0 +1,215 @@
+"""Saving now and by a thread, what is in a checkpoint beside tensors, and who may save what."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard import CheckpointError, ConfigurationError, checkpoint, fully_shard
+from fullshard.checkpoint import manifest as manifests, publishing
+from tests.helpers.checkpointed import Setting, train, whole_state
+from tests.helpers.compare import assert_equal
+
+
+def test_one_process_without_ranks(tmp_path: Path) -> None:
+    setting = Setting(door="plain")
+    model, optimizer = setting.build()
+    train(model, optimizer, range(2))
+    rng = torch.get_rng_state()
+    extra = {"step": 2, "rng": rng, "betas": (0.9, None)}
+    progress: list[tuple[int, int]] = []
+    saved = checkpoint.save(
+        tmp_path / "a",
+        model,
+        optimizer,
+        extra=extra,
+        on_progress=lambda done, total: progress.append((done, total)),
+    )
+    assert progress[-1][0] == progress[-1][1] <= saved.nbytes
+    assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+    assert "GB/s" in str(saved)
+    expected = whole_state(model, optimizer)
+    again, its_optimizer = setting.build(seed=5)
+    progress.clear()
+    loaded = checkpoint.load(
+        tmp_path / "a",
+        again,
+        its_optimizer,
+        on_progress=lambda done, total: progress.append((done, total)),
+    )
+    assert progress[-1] == (loaded.nbytes, loaded.nbytes)
+    assert loaded.extra["betas"] == (0.9, None) and torch.equal(loaded.extra["rng"], rng)
+    assert_equal(whole_state(again, its_optimizer), expected)
+
+
+def test_files_are_what_others_can_read(tmp_path: Path) -> None:
+    model, optimizer = Setting(door="plain").build()
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    (file,) = tmp_path.glob("a/data-*/*.safetensors")
+    with safe_open(file, "pt") as found:
+        for key, value in model.state_dict().items():
+            if key != "head.weight":  # tied
+                assert torch.equal(found.get_tensor(f"model/{key}"), value)
+
+
+def test_what_json_cannot_say_is_refused(tmp_path: Path) -> None:
+    model, _ = Setting(door="plain").build()
+    with pytest.raises(
+        CheckpointError, match=r"(?s)extra\.when: builtins\.set.*extra\.f: .*function"
+    ):
+        checkpoint.save(tmp_path / "a", model, extra={"when": {1}, "f": lambda: 1})
+    with pytest.raises(ConfigurationError, match="keep_last must be at least 1"):
+        checkpoint.save(tmp_path / "a", model, keep_last=0)
+    with pytest.raises(ConfigurationError, match="when_busy must be"):
+        checkpoint.async_save(tmp_path / "a", model, when_busy="never")  # type: ignore[arg-type]
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+    model, _ = Setting(door="plain").build()
+    for step in (8, 9, 10):
+        checkpoint.save(tmp_path / f"step-{step}", model, extra=step, keep_last=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-9"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-10"
+
+
+class Gate:
+    """Holds the writing thread back."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self._begin = publishing.begin
+
+    def __enter__(self) -> Gate:
+        publishing.begin = self._wait  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open.set()
+        publishing.begin = self._begin
+
+    def _wait(self, path: Path) -> Path:
+        assert self.open.wait(30)
+        return self._begin(path)
+
+
+def train_while_saving(folder: Path, door: str) -> None:
+    setting = Setting(door=door)
+    model, optimizer = setting.build()
+    train(model, optimizer, range(1))
+    expected = whole_state(model, optimizer)
+    extra = {"steps": [1]}
+    with Gate() as gate:
+        pending = checkpoint.async_save(folder / "a", model, optimizer, extra=extra)
+        extra["steps"].append(2)
+        train(model, optimizer, range(1, 3))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5
+        assert not pending.done() and checkpoint.latest(folder) is None
+        with pytest.raises(TimeoutError):
+            pending.wait(timeout=0.01)
+        with pytest.raises(CheckpointError, match="Another save is on its way"):
+            checkpoint.async_save(folder / "b", model, optimizer, when_busy="refuse")
+        gate.open.set()
+        second = checkpoint.async_save(folder / "b", model, optimizer, extra=2)
+    assert pending.done()
+    assert pending.wait().path == folder / "a"
+    assert second.wait().nbytes == pending.wait().nbytes
+    later = whole_state(model, optimizer)
+    loaded = checkpoint.load(folder / "a", model, optimizer)
+    assert loaded.extra == {"steps": [1]}
+    assert_equal(whole_state(model, optimizer), expected)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    checkpoint.load(folder / "b", model, optimizer)
+    assert_equal(whole_state(model, optimizer), later)
+
+
+@pytest.mark.parametrize("door", ["functional", "wrapper"])
+def test_training_goes_on_while_a_thread_saves(world: Any, tmp_path: Path, door: str) -> None:
+    world(2).run(train_while_saving, tmp_path, door)
+
+
+def save_stages(folder: Path) -> None:
+    """Each rank has a layer of its own, as in a pipeline; and they share one."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    stage = nn.ModuleDict({f"layer{rank}": nn.Linear(3, 5)})
+    torch.manual_seed(9)
+    stage["shared"] = nn.Linear(4, 3)
+    fully_shard(stage["shared"])
+    if rank:
+        with pytest.raises(
+            CheckpointError, match=r"(?s)rank 1: .*first rank.* has not got these.*layer1.weight"
+        ):
+            checkpoint.save(folder / "a", stage)
+    else:
+        with pytest.raises(CheckpointError, match="layer1"):
+            checkpoint.save(folder / "a", stage)
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    fully_shard(stage[f"layer{rank}"], mesh=DeviceMesh.from_group(groups[rank], "cpu"))
+    optimizer = optim.Adam(stage.parameters())
+    for param in stage.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = whole_state(stage, optimizer)
+    checkpoint.save(folder / "a", stage, optimizer)
+    with torch.no_grad():
+        for param in stage.parameters():
+            param.zero_()
+    optimizer.state.clear()
+    checkpoint.load(folder / "a", stage, optimizer)
+    assert_equal(whole_state(stage, optimizer), before)
+    # Here what nobody takes is an error on both.
+    del stage[f"layer{rank}"]
+    with pytest.raises(CheckpointError, match=r"(?s)nothing to take them:.*layer0.*layer1"):
+        checkpoint.load(folder / "a", stage, without_optimizer=True)
+
+
+def test_stages_of_a_pipeline_have_one_checkpoint(world: Any, tmp_path: Path) -> None:
+    world(2).run(save_stages, tmp_path)
+
+
+def save_on_some(folder: Path) -> None:
+    half = dist.new_group([0])
+    model, _ = Setting().build()
+    if dist.get_rank() == 0:
+        with pytest.raises(CheckpointError, match=r"process_group has not: \[1\]"):
+            checkpoint.save(folder / "a", model, process_group=half)
+    else:
+        with pytest.raises(ConfigurationError, match="rank 1 is not"):
+            checkpoint.save(folder / "a", model, process_group=half)
+
+
+def test_all_holders_must_save(world: Any, tmp_path: Path) -> None:
+    world(2).run(save_on_some, tmp_path)
+
+
+def replicas_write_once(folder: Path) -> None:
+    model, optimizer = Setting(replicas=2).build()
+    train(model, optimizer, range(1))
+    checkpoint.save(folder / "a", model, optimizer)
+
+
+def test_replicas_write_in_turn_and_once(world: Any, tmp_path: Path) -> None:
+    world(4).run(replicas_write_once, tmp_path)
+    manifest = manifests.read(tmp_path / "a")
+    writers = {
+        stored.spread.holders[0] for stored in manifest.tensors.values() if stored.spread.cells > 1
+    }
+    assert writers == {(0, 1), (2, 3)}
+    sizes = [record.nbytes for record in manifest.files.values()]
+    assert len(sizes) == 4 and max(sizes) < 1.5 * min(sizes)
+    data = sum(
+        torch.Size(stored.shape).numel() * stored.dtype.itemsize
+        for stored in manifest.tensors.values()
+    )
+    headers = 4 * 20_000
+    assert data <= sum(sizes) < data + headers
