@@ -1,58 +1,60 @@
-"""What ranks hold of an optimizer, put together, is its whole state by names, for every optimizer that runs."""
+"""What ranks hold of an optimizer, put together, is its whole state by names: of every optimizer, behind every door.
+
+And what is loaded from it is the same again, whatever door and ranks load it.
+"""
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from fullshard import FullyShardedDataParallel
-from fullshard.checkpoint.agreement import Outline, outline_of
-from fullshard.checkpoint.holdings import Held, ModelHoldings
+from fullshard import CheckpointError, FullyShardedDataParallel, fully_shard
+from fullshard.checkpoint.holdings import ModelHoldings
 from fullshard.checkpoint.optimizer_holdings import optimizer_tree
+from fullshard.checkpoint.optimizer_target import OptimizerTarget
 from fullshard.checkpoint.source import TensorRef
 from fullshard.optim import ShardedOptimizer
-from tests.helpers.checkpoints import agreed_outline, assembled
+from tests.helpers.checkpoints import MemorySource, Snapshot, load_into, snapshot, source_of
 from tests.helpers.compare import assert_equal
-from tests.helpers.odd_nets import odd_loss, odd_net_behind
+from tests.helpers.fake import fake_world
+from tests.helpers.groups import alone
+from tests.helpers.odd_nets import odd_net_behind, train_odd_net
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 Make = Callable[..., optim.Optimizer]
 
 OPTIMIZERS: dict[str, Make] = {
+    "Adam": partial(optim.Adam, amsgrad=True),
     "Adadelta": optim.Adadelta,
     "Adagrad": optim.Adagrad,
-    "Adam amsgrad": partial(optim.Adam, amsgrad=True),
-    "AdamW fused": partial(optim.AdamW, fused=True),
+    "AdamW": partial(optim.AdamW, fused=True),
     "Adamax": optim.Adamax,
     "ASGD": optim.ASGD,
     "NAdam": optim.NAdam,
     "RAdam": optim.RAdam,
     "RMSprop": partial(optim.RMSprop, momentum=0.9, centered=True),
-    "SGD": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "SGD": partial(optim.SGD, lr=torch.tensor(0.1), momentum=0.9, nesterov=True),
     "ours": partial(ShardedOptimizer, optim.AdamW),
     "Rprop": partial(ShardedOptimizer, optim.Rprop),
 }
 
 
-def train(model: nn.Module, optimizer: optim.Optimizer, steps: int = 2) -> None:
-    for step in range(steps):
-        odd_loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups with options of their own, one of which is a tensor."""
-    params = list(model.parameters())
-    return [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.25}]
+def optimizer_of(kind: str, model: nn.Module, lr: float = 0.01) -> optim.Optimizer:
+    """With two groups that every door can have: a FlatParameter is in one of them."""
+    params = dict(model.named_parameters())
+    middle = [param for name, param in params.items() if "middle" in name]
+    others = [param for name, param in params.items() if "middle" not in name]
+    return OPTIMIZERS[kind]([{"params": others, "lr": lr}, {"params": middle}])
 
 
 def whole_state(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
@@ -60,68 +62,192 @@ def whole_state(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if isinstance(model, FullyShardedDataParallel):
-            result = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-        else:
-            options = StateDictOptions(full_state_dict=True)
-            result = get_optimizer_state_dict(model, optimizer, options=options)
+            return FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+        options = StateDictOptions(full_state_dict=True)
+        result = get_optimizer_state_dict(model, optimizer, options=options)["state"]
     return {
-        name: {
-            key: value.full_tensor() if isinstance(value, DTensor) else value
-            for key, value in own.items()
-        }
-        for name, own in result["state"].items()
+        name: {key: v.full_tensor() if isinstance(v, DTensor) else v for key, v in own.items()}
+        for name, own in result.items()
     }
 
 
-def trained(door: str, kind: str) -> tuple[Outline, list[Held], dict[str, Any]]:
-    model = odd_net_behind(door)
-    optimizer = OPTIMIZERS[kind](groups_of(model))
-    train(model, optimizer)
-    holdings = ModelHoldings(model, "save")
-    tree, tensors = optimizer_tree(optimizer, holdings)
-    outline = outline_of([*holdings.tensors, *tensors], holdings.tied, tree)
-    copies = [
-        Held(
-            each.key,
-            each.dtype,
-            each.shape,
-            each.spread,
-            None if each.local is None else each.local.clone(),
+def train_each(
+    door: str, kinds: Sequence[str], frozen: bool
+) -> list[tuple[Snapshot, dict[str, Any]]]:
+    results = []
+    for kind in kinds:
+        model = odd_net_behind(door, frozen=frozen)
+        optimizer = optimizer_of(kind, model)
+        train_odd_net(model, optimizer)
+        results.append((snapshot(model, optimizer), whole_state(model, optimizer)))
+    return results
+
+
+def load_each(
+    door: str, kinds: Sequence[str], frozen: bool, sources: Sequence[MemorySource]
+) -> list[Snapshot]:
+    results = []
+    for kind, source in zip(kinds, sources, strict=True):
+        model = odd_net_behind(door, seed=1, frozen=frozen)
+        optimizer = optimizer_of(kind, model, lr=0.5)
+        train_odd_net(model, optimizer, 1)
+        load_into(model, optimizer, source)
+        results.append(snapshot(model, optimizer))
+        train_odd_net(model, optimizer, 1)  # it goes on
+    return results
+
+
+def sources_of(results: Sequence[Any]) -> list[MemorySource]:
+    """Of each optimizer, from the ranks' results; each is compared with the doors' own state dicts."""
+    sources = []
+    for of_ranks in zip(*results, strict=True):
+        source = source_of([taken for taken, _ in of_ranks])
+        assert source.optimizer is not None
+        expected = of_ranks[0][1]
+        found = {
+            name: {
+                key: source.whole[value.key] if isinstance(value, TensorRef) else value
+                for key, value in state.items()
+            }
+            for name, state in source.optimizer["state"].items()
+        }
+        # Not every optimizer has a state of what has no elements.
+        assert expected.keys() - {"middle.nothing"} <= found.keys() <= expected.keys()
+        assert_equal(found, {name: expected[name] for name in found})
+        sources.append(source)
+    return sources
+
+
+def assert_same(again: MemorySource, source: MemorySource) -> None:
+    def of(each: MemorySource) -> Any:
+        assert each.optimizer is not None
+        whole = {key: t for key, t in each.whole.items() if "optimizer/middle.nothing" not in key}
+        state = copy.deepcopy(dict(each.optimizer["state"]))
+        state.pop("middle.nothing", None)
+        values = {
+            name: {key: v for key, v in own.items() if isinstance(v, Tensor)}
+            for name, own in state.items()
+        }
+        options = [
+            {key: float(v) for key, v in group.items() if isinstance(v, float | Tensor)}
+            for group in each.optimizer["param_groups"]
+        ]
+        return whole, values, options
+
+    assert_equal(of(again), of(source))
+
+
+ALL = tuple(OPTIMIZERS)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "kinds"),
+    [
+        (("fully_shard", 2), ("flat wrapper", 3), ALL),
+        (("flat wrapper", 2), ("wrapper", 3), ("ASGD", "NAdam", "SGD", "ours")),
+        (("wrapper", 3), ("fully_shard", 2), ("Adam", "NAdam", "Rprop", "ours")),
+        (("none", 1), ("hsdp", 4), ("AdamW", "NAdam")),
+        (("tensor parallel", 4), ("no_shard", 2), ("AdamW",)),
+        (("hybrid", 4), ("tensor parallel", 4), ("AdamW",)),
+        (("flat no_shard", 2), ("last dim", 3), ("AdamW",)),
+        (("replicate", 2), ("flat hybrid", 4), ("AdamW",)),
+        (("hybrid of groups", 4), ("none", 1), ("AdamW",)),
+        (("flat wrapper", 1), ("flat no_shard", 1), ("AdamW",)),
+    ],
+)
+def test_what_is_held_is_what_is_loaded(world, there: Any, here: Any, kinds: Any) -> None:
+    frozen = "flat" not in there[0] + here[0]  # a FlatParameter is frozen as a whole, or not at all
+    sources = sources_of(world(there[1]).run(train_each, there[0], kinds, frozen))
+    again = world(here[1]).run(load_each, here[0], kinds, frozen, sources)
+    for of_ranks, source in zip(zip(*again, strict=True), sources, strict=True):
+        assert_same(source_of(of_ranks), source)
+
+
+# --- one process -------------------------------------------------------------------------------------
+
+
+def matrices() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4, bias=False), nn.Linear(4, 3, bias=False))
+
+
+def make_steps(model: nn.Module, optimizer: optim.Optimizer, count: int) -> None:
+    for step in range(count):
+
+        def loss(size: int = step + 1) -> Any:
+            optimizer.zero_grad()
+            value: Tensor = (model(torch.ones(2, 5) * size) - 1).square().sum()
+            value.backward()
+            return value
+
+        if isinstance(optimizer, optim.LBFGS):
+            optimizer.step(loss)
+        else:
+            loss()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "sharded"),
+    [
+        (optim.Adafactor, False),
+        (optim.Rprop, False),
+        (partial(optim.LBFGS, max_iter=3, lr=0.1), False),
+        (partial(optim.LBFGS, max_iter=3, lr=0.1), True),
+        (optim.Muon, False),
+        (optim.Muon, True),
+        (partial(optim.SGD, lr=0.1), True),
+    ],
+)
+def test_training_goes_on_as_if_it_had_not_stopped(make: Any, sharded: bool) -> None:
+    """With optimizers whose state is of other shapes, in lists, or not there at all."""
+
+    def made() -> tuple[nn.Module, optim.Optimizer]:
+        model = matrices()
+        if sharded:
+            fully_shard(model)
+        return model, make(model.parameters())
+
+    with alone():
+        model, optimizer = made()
+        make_steps(model, optimizer, 2)
+        source = source_of([snapshot(model, optimizer)])
+        make_steps(model, optimizer, 2)
+        again, other = made()
+        make_steps(again, other, 1)
+        load_into(again, other, source)
+        make_steps(again, other, 2)
+        found, expected = (
+            source_of([snapshot(*each)]) for each in ((again, other), (model, optimizer))
         )
-        for each in (*holdings.tensors, *tensors)
-    ]
-    return outline, copies, whole_state(model, optimizer)
+        assert_equal(found.whole, expected.whole)
 
 
-def with_tensors(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(tree, TensorRef):
-        return tensors[tree.key]
-    if isinstance(tree, dict):
-        return {key: with_tensors(value, tensors) for key, value in tree.items()}
-    return tree
+# --- refusals ----------------------------------------------------------------------------------------
 
 
-CASES = [
-    *((door, "ours", ranks) for door in ("fully_shard", "wrapper") for ranks in (1, 2)),
-    *((door, "Adam amsgrad", 3) for door in ("fully_shard", "wrapper", "flat wrapper")),
-    *((door, "AdamW fused", 2) for door in ("no_shard", "flat no_shard", "replicate", "last dim")),
-    *((door, "SGD", 4) for door in ("hsdp", "hybrid", "flat hybrid", "tensor parallel")),
-    *(
-        (door, kind, 2)
-        for kind in OPTIMIZERS
-        for door in ("wrapper", "flat wrapper")
-        if kind != "ours"
-    ),
-    *(("fully_shard", kind, 2) for kind in OPTIMIZERS),
-]
+def test_state_of_unknown_division_is_named() -> None:
+    with fake_world(2):
+        model = odd_net_behind("wrapper")
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        for param in model.parameters():
+            optimizer.state[param]["rows"] = [torch.ones(2, 2)]
+        optimizer.state["of nobody"] = {}  # type: ignore[index]
+        with pytest.raises(CheckpointError) as error:
+            optimizer_tree(optimizer, ModelHoldings(model, "save"))
+        assert "optimizer/middle.up.weight/rows/0: Tensor of shape (2, 2)" in str(error.value)
+        assert "optimizer/head.weight/rows/0" in str(error.value)
+        assert "optimizer/pixels.bias" not in str(error.value)  # is whole on every rank
+        assert "'of nobody'" in str(error.value)
 
 
-@pytest.mark.parametrize(("door", "kind", "ranks"), CASES)
-def test_what_ranks_hold_is_the_whole_state(world, door: str, kind: str, ranks: int) -> None:
-    outlines, tensors, expected = zip(*world(ranks).run(trained, door, kind), strict=True)
-    outline = agreed_outline(outlines)
-    assert outline.optimizer is not None
-    found = with_tensors(outline.optimizer["state"], assembled(outline, tensors))
-    assert found.keys() == expected[0].keys() - {"middle.nothing"} | found.keys()
-    assert len(found) >= 7
-    assert_equal(found, {name: expected[0][name] for name in found})
+def test_parameters_that_the_model_has_not_are_named() -> None:
+    with fake_world(2):
+        model = matrices()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        fully_shard(model)  # has other parameters now
+        source = MemorySource({}, optimizer={"state": {}, "param_groups": []})
+        with pytest.raises(CheckpointError, match=r"group 0, parameter 1: shape \(3, 4\)"):
+            optimizer_tree(optimizer, ModelHoldings(model, "save"))
+        with pytest.raises(CheckpointError, match=r"group 0, parameter 1: shape \(3, 4\)"):
+            OptimizerTarget(optimizer, ModelHoldings(model, "load"), source)

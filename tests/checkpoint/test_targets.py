@@ -1,123 +1,225 @@
-"""A checkpoint that any ranks have made behind any door is loaded by any others, to the last bit."""
+"""Whether a checkpoint fits is known, with all names, before anything is read; what is no memory is put in place last."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
-from fullshard.checkpoint.agreement import Outline, outline_of
-from fullshard.checkpoint.holdings import Held, ModelHoldings
-from fullshard.checkpoint.optimizer_holdings import optimizer_tree
+from fullshard import FullyShardedDataParallel, MixedPrecision, fully_shard
+from fullshard.checkpoint.holdings import ModelHoldings
 from fullshard.checkpoint.optimizer_target import OptimizerTarget
-from fullshard.checkpoint.targets import ModelTarget
-from tests.helpers.checkpoints import MemorySource, agreed_outline, assembled, fill
+from fullshard.checkpoint.source import TensorRef
+from fullshard.checkpoint.targets import Faults, ModelTarget
+from tests.helpers.checkpoints import MemorySource, load_into, snapshot, source_of
 from tests.helpers.compare import assert_equal
-from tests.helpers.odd_nets import odd_loss, odd_net_behind
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-
-Saved = tuple[Outline, list[Held]]
+from tests.helpers.fake import fake_world
+from tests.helpers.groups import alone
+from tests.helpers.odd_nets import make_odd_net, odd_loss, odd_net_behind, wrapped_odd_net
 
 
-def train(model: nn.Module, optimizer: optim.Optimizer, steps: int, first: int = 0) -> None:
-    for step in range(first, first + steps):
-        odd_loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def saved(model: nn.Module, optimizer: optim.Optimizer | None = None) -> MemorySource:
+    return source_of([snapshot(model, optimizer)])
 
 
-def adam(model: nn.Module, **options: Any) -> optim.Optimizer:
-    """Two groups that every door can have: a FlatParameter is in one of them."""
-    middle = [p for name, p in model.named_parameters() if "middle" in name]
-    others = [p for name, p in model.named_parameters() if "middle" not in name]
-    return optim.AdamW([{"params": others, "lr": 0.01}, {"params": middle}], **options)
+def faults_of(model: nn.Module, source: MemorySource, *, cast: bool = False) -> Faults:
+    return ModelTarget(ModelHoldings(model, "load"), source, cast=cast).faults
 
 
-def saved(model: nn.Module, optimizer: optim.Optimizer) -> Saved:
-    holdings = ModelHoldings(model, "save")
-    tree, tensors = optimizer_tree(optimizer, holdings)
-    copies = [
-        Held(
-            each.key,
-            each.dtype,
-            each.shape,
-            each.spread,
-            None if each.local is None else each.local.clone(),
-        )
-        for each in (*holdings.tensors, *tensors)
+def stepped(params: Any, cls: Any = optim.Adam, **options: Any) -> Any:
+    optimizer = cls(params, **options)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+# --- models ------------------------------------------------------------------------------------------
+
+
+def test_all_that_does_not_fit_is_named_alike_on_all_ranks() -> None:
+    source = saved(make_odd_net())
+    whole = {**source.whole, "model/new": torch.ones(1)}
+    del whole["model/middle.count"]
+    whole["model/pixels.weight"] = torch.ones(5, 3, 2, 1)
+    whole["model/middle.up.bias"] = torch.ones(7, dtype=torch.float64)
+    for rank in range(3):
+        with fake_world(3, rank):
+            for door in ("fully_shard", "wrapper", "flat wrapper"):
+                faults = faults_of(odd_net_behind(door), MemorySource(whole, source.tied))
+                assert faults == Faults(
+                    missing=["middle.count"],
+                    unexpected=["new"],
+                    shapes=["pixels.weight: (5, 3, 2, 1), not (5, 3, 2, 2)"],
+                    dtypes=["middle.up.bias: torch.float64, not torch.float32"],
+                )
+                assert all(name in "\n".join(faults.paragraphs()) for name in ("new", "count"))
+
+
+def test_dtypes_may_differ_if_they_are_cast() -> None:
+    net = nn.Linear(2, 2)
+    source = saved(nn.Linear(2, 2).double())
+    assert faults_of(net, source).dtypes and not faults_of(net, source, cast=True)
+
+
+def test_tied_parameters_are_found_by_any_of_their_names() -> None:
+    source = saved(make_odd_net())
+    (tied,) = (name for name, stored in source.tied.items() if stored == "head.weight")
+    renamed = {**source.whole, f"model/{tied}": source.whole["model/head.weight"] + 1}
+    del renamed["model/head.weight"]
+    net = make_odd_net(1)
+    norms = {"alias.weight": "norm.weight", "alias.bias": "norm.bias"}
+    load_into(net, None, MemorySource(renamed, norms))  # under the other name only
+    assert_equal(net.head.weight.data, renamed[f"model/{tied}"])
+    untied = make_odd_net(1)
+    untied.tail.weight = nn.Parameter(torch.zeros(5, 5))
+    load_into(untied, None, source)  # tied there, and not here
+    assert_equal(untied.tail.weight.data, source.whole["model/head.weight"])
+    both = {**source.whole, "model/tail.weight": torch.zeros(5, 5)}
+    load_into(net, None, MemorySource(both, norms))  # not tied there, and here
+    assert_equal(net.head.weight.data, both["model/head.weight"])
+
+
+def test_states_of_modules_come_back() -> None:
+    source = saved(make_odd_net(3))
+    net = make_odd_net()
+    load_into(net, None, source)
+    assert net.middle.seen == {"words": ["a", (1, 2.5)], "seed": 3}
+    net.middle.seen = torch.arange(4)
+    other = make_odd_net()
+    other.middle.seen = torch.zeros(1)  # of another shape: only the module knows what it means
+    load_into(other, None, saved(net))
+    assert_equal(other.middle.seen, torch.arange(4))
+
+
+def test_buffers_that_are_cast_for_compute_are_loaded() -> None:
+    with alone():
+        net = make_odd_net()
+        precision = MixedPrecision(buffer_dtype=torch.bfloat16)
+        model = wrapped_odd_net(net, mixed_precision=precision)
+        odd_loss(model, 0)
+        before = net.middle.shift
+        load_into(model, None, saved(make_odd_net(2)))
+        assert net.middle.shift is before and before.dtype == torch.bfloat16
+        assert_equal(before.float(), make_odd_net(2).middle.shift)
+
+
+# --- optimizers --------------------------------------------------------------------------------------
+
+
+def two_groups(net: nn.Module, first: int) -> list[dict[str, Any]]:
+    params = list(net.parameters())
+    return [{"params": params[:first]}, {"params": params[first:], "lr": 0.5}]
+
+
+def target_of(net: nn.Module, optimizer: optim.Optimizer, source: MemorySource) -> OptimizerTarget:
+    return OptimizerTarget(optimizer, ModelHoldings(net, "load"), source)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+
+def test_groups_are_those_of_the_same_parameters() -> None:
+    net = layers()
+    source = saved(net, stepped(two_groups(net, 2)))
+    other = optim.Adam(two_groups(net, 2)[::-1])
+    load_into(net, other, source)  # in another order
+    assert [group["lr"] for group in other.param_groups] == [0.5, 0.001]
+    assert target_of(net, optim.Adam(two_groups(net, 3)), source).faults.others == [
+        "group 0 has parameters of the checkpoint's groups [0, 1]"
     ]
-    return outline_of(copies, holdings.tied, tree), copies
+    faults = target_of(net, optim.Adam(net[0].parameters()), source).faults
+    assert faults.unexpected == ["1.weight, in the optimizer", "1.bias, in the optimizer"]
+    small = saved(net, stepped(net[0].parameters()))
+    faults = target_of(net, optim.Adam(net.parameters()), small).faults
+    assert faults.missing == ["1.weight, in the optimizer", "1.bias, in the optimizer"]
+    whole = saved(net, stepped(net.parameters()))
+    assert target_of(net, optim.Adam(two_groups(net, 2)), whole).faults.others == [
+        "it has 2 groups of parameters, and the checkpoint has 1"
+    ]
+    assert target_of(net, optim.Adam(net.parameters()), saved(net)).faults.missing
 
 
-def save(door: str, frozen: bool) -> Saved:
-    model = odd_net_behind(door, seed=1, frozen=frozen)
-    optimizer = adam(model)
-    train(model, optimizer, 2)
-    return saved(model, optimizer)
+def test_options_are_the_saved_ones_and_how_to_compute_is_one_s_own() -> None:
+    net = layers()
+    options = {"betas": (0.5, 0.25), "foreach": False, "lr": torch.tensor(0.125)}
+    source = saved(net, stepped(net.parameters(), **options))
+    assert source.optimizer is not None
+    del source.optimizer["param_groups"][0]["eps"]
+    mine = optim.Adam(net.parameters(), fused=True, lr=torch.tensor(1.0), eps=0.25)
+    load_into(net, mine, source)
+    (group,) = mine.param_groups
+    assert (group["betas"], group["fused"], group["foreach"]) == ((0.5, 0.25), True, None)
+    assert_equal(group["lr"], torch.tensor(0.125))
+    assert group["eps"] == 0.25  # the checkpoint has none
+    load_into(net, plain := optim.Adam(net.parameters()), source)
+    assert isinstance(plain.param_groups[0]["lr"], Tensor)
 
 
-def source_of(of_ranks: list[Saved]) -> MemorySource:
-    outlines, tensors = zip(*of_ranks, strict=True)
-    outline = agreed_outline(outlines)
-    return MemorySource(assembled(outline, tensors), outline.tied, outline.optimizer)
+def test_old_state_stays_until_all_was_read() -> None:
+    net = layers()
+    source = saved(net, stepped(net.parameters()))
+    optimizer = stepped(net.parameters(), lr=0.5)
+    before = {param: dict(state) for param, state in optimizer.state.items()}
+    target = target_of(net, optimizer, source)
+    assert target._new is None  # nothing is allocated yet
+    assert len(target.wants) == 8
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    for param, state in before.items():
+        assert all(optimizer.state[param][key] is value for key, value in state.items())
 
 
-def load(door: str, source: MemorySource, trained_before: bool) -> Saved:
-    model = odd_net_behind(door, seed=2)
-    optimizer = adam(model, lr=torch.tensor(0.5) if trained_before else 0.5)
-    if trained_before:
-        train(model, optimizer, 1)
-    load_into(model, optimizer, source)
-    result = saved(model, optimizer)
-    train(model, optimizer, 1)
-    return result
+def test_state_that_the_checkpoint_has_not_is_gone() -> None:
+    net = layers()
+    source = saved(net, optim.Adam(net.parameters()))  # before its first step
+    optimizer = stepped(net.parameters())
+    load_into(net, optimizer, source)
+    assert not optimizer.state
 
 
-def load_into(model: nn.Module, optimizer: optim.Optimizer, source: MemorySource) -> None:
-    holdings = ModelHoldings(model, "load")
-    targets = [ModelTarget(holdings, source), OptimizerTarget(optimizer, holdings, source)]
-    for target in targets:
-        assert not target.faults, target.faults
-        fill(source, target.wants)
-    for target in targets:
-        target.install()
+def test_a_flat_parameter_needs_the_same_state_of_all_it_stands_for() -> None:
+    net = layers()
+    optimizer = stepped(net.parameters())
+    optimizer.state[net[0].bias]["step"] += 1
+    del optimizer.state[net[1].bias]["exp_avg"]
+    source = saved(net, optimizer)
+    with fake_world(2):
+        model = FullyShardedDataParallel(layers(), device_id=torch.device("cpu"))
+        faults = target_of(model, optim.Adam(model.parameters()), source).faults
+        assert [line.split("'")[1] for line in faults.others] == ["step", "exp_avg"]
+        assert "0.weight, 0.bias, 1.weight, 1.bias" in faults.others[0]
 
 
-WAYS = [
-    (("none", 1), ("fully_shard", 2)),
-    (("fully_shard", 3), ("wrapper", 2)),
-    (("fully_shard", 2), ("flat wrapper", 3)),
-    (("flat wrapper", 2), ("flat wrapper", 3)),
-    (("flat wrapper", 3), ("fully_shard", 4)),
-    (("flat wrapper", 1), ("none", 1)),
-    (("wrapper", 2), ("wrapper", 3)),
-    (("wrapper", 4), ("hsdp", 4)),
-    (("hybrid", 4), ("last dim", 3)),
-    (("no_shard", 2), ("flat hybrid", 4)),
-    (("flat no_shard", 2), ("replicate", 2)),
-    (("last dim", 2), ("flat no_shard", 1)),
-]
+def test_a_flat_parameter_of_one() -> None:
+    net = nn.Linear(3, 3, bias=False)
+    source = saved(net, stepped(net.parameters()))
+    with alone():
+        model = FullyShardedDataParallel(nn.Linear(3, 3, bias=False), device_id=torch.device("cpu"))
+        optimizer = optim.Adam(model.parameters())
+        load_into(model, optimizer, source)
+        again = saved(model, optimizer)
+        assert_equal(again.whole, source.whole)
 
 
-@pytest.mark.parametrize(("there", "here"), WAYS)
-def test_what_was_saved_is_what_is_loaded(world, there: Any, here: Any) -> None:
-    source = source_of(world(there[1]).run(save, there[0], "flat" not in here[0]))
-    again = source_of(world(here[1]).run(load, here[0], source, here[1] > 2))
-    assert again.tied == source.tied
-    # Not every optimizer has a state of what has no elements.
-    of_nothing = {key for key in (*again.whole, *source.whole) if "optimizer/middle.nothing" in key}
-    assert again.whole.keys() - of_nothing == source.whole.keys() - of_nothing
-    common = again.whole.keys() & source.whole.keys()
-    assert_equal({k: again.whole[k] for k in common}, {k: source.whole[k] for k in common})
-    assert again.optimizer is not None and source.optimizer is not None
-    for name, state in again.optimizer["state"].items():
-        if name == "middle.nothing":
-            continue
-        assert_equal(state["step"], source.optimizer["state"][name]["step"])
-    groups = again.optimizer["param_groups"], source.optimizer["param_groups"]
-    for group, expected in zip(*groups, strict=True):
-        assert sorted(group["params"]) == sorted(expected["params"])
-        assert float(group["lr"]) == pytest.approx(expected["lr"])
+def test_counts_that_are_stored_as_tensors_are_counts() -> None:
+    """As in other formats."""
+    net = layers()
+    source = saved(net, stepped(net.parameters()))
+    assert source.optimizer is not None
+    whole = dict(source.whole)
+    for name, state in source.optimizer["state"].items():
+        whole[f"optimizer/{name}/step"] = state["step"]
+        state["step"] = TensorRef(f"optimizer/{name}/step")
+    other = MemorySource(whole, source.tied, source.optimizer)
+    with alone():
+        cpu = torch.device("cpu")
+        wrapped = FullyShardedDataParallel(layers(), use_orig_params=True, device_id=cpu)
+        for model in (fully_shard(layers()), wrapped):
+            optimizer = optim.Adam(model.parameters())
+            load_into(model, optimizer, other)
+            for state in optimizer.state.values():
+                assert type(state["step"]) is Tensor and state["step"].item() == 1

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from fullshard.checkpoint.agreement import Outline, agreed
+from fullshard.checkpoint.agreement import Outline, agreed, outline_of
 from fullshard.checkpoint.blocks import Block, whole
-from fullshard.checkpoint.holdings import Held
+from fullshard.checkpoint.holdings import Held, ModelHoldings
 from fullshard.checkpoint.manifest import StoredTensor
+from fullshard.checkpoint.optimizer_holdings import optimizer_tree
+from fullshard.checkpoint.optimizer_target import OptimizerTarget
 from fullshard.checkpoint.param_spreads import inverse
 from fullshard.checkpoint.source import TensorInfo
-from fullshard.checkpoint.targets import Want
+from fullshard.checkpoint.targets import ModelTarget, Want
 
 
 class MemorySource:
@@ -48,7 +52,42 @@ class MemorySource:
         pass
 
 
-def fill(source: MemorySource, wants: Iterable[Want]) -> None:
+Snapshot = tuple[Outline, list[Held]]
+"""What one rank holds, in memory of its own."""
+
+
+def snapshot(model: nn.Module, optimizer: Optimizer | None = None) -> Snapshot:
+    holdings = ModelHoldings(model, "save")
+    tree, tensors = None, holdings.tensors
+    if optimizer is not None:
+        tree, of_optimizer = optimizer_tree(optimizer, holdings)
+        tensors = [*tensors, *of_optimizer]
+    copies = [
+        replace(held, local=None if held.local is None else held.local.clone()) for held in tensors
+    ]
+    return outline_of(copies, holdings.tied, tree), copies
+
+
+def source_of(of_ranks: Sequence[Snapshot]) -> MemorySource:
+    """What all ranks hold, as a source."""
+    outline = agreed_outline([outline for outline, _ in of_ranks])
+    whole = assembled(outline, [tensors for _, tensors in of_ranks])
+    return MemorySource(whole, outline.tied, outline.optimizer)
+
+
+def load_into(model: nn.Module, optimizer: Optimizer | None, source: MemorySource) -> None:
+    holdings = ModelHoldings(model, "load")
+    targets: list[Any] = [ModelTarget(holdings, source)]
+    if optimizer is not None:
+        targets.append(OptimizerTarget(optimizer, holdings, source))
+    for target in targets:
+        assert not target.faults, target.faults
+        _fill(source, target.wants)
+    for target in targets:
+        target.install()
+
+
+def _fill(source: MemorySource, wants: Iterable[Want]) -> None:
     """Read what is wanted, as a loader does."""
     for want in wants:
         for block, out in want.parts:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
 
 import fullshard
 from fullshard import FullyShardedDataParallel, ShardingStrategy, fully_shard, replicate
@@ -76,6 +77,17 @@ def odd_loss(net: nn.Module, step: int) -> Tensor:
     images = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(step))
     result: Tensor = net(images).square().mean()
     return result
+
+
+def train_odd_net(net: nn.Module, optimizer: Optimizer, steps: int = 2, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        if any(isinstance(p, DTensor) and p.device_mesh.ndim > 1 for p in net.parameters()):
+            for param in net.parameters():  # other parallelism needs another forward
+                param.grad = param.detach() * (step + 1)
+        else:
+            odd_loss(net, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _fully_sharded(net: OddNet, **options: Any) -> nn.Module:

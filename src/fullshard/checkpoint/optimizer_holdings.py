@@ -48,7 +48,7 @@ def optimizer_tree(optimizer: Optimizer, model: ModelHoldings) -> tuple[Tree, li
             for key, value in known[param].items()
         }
         for param in params
-        if param in known
+        if known.get(param)
         for held in model.params[param]
     }
     collected.raise_faults(
@@ -116,7 +116,9 @@ class _Collected:
             spread = self._model.spread_of(value)
             return self._add(key, tuple(value.shape), spread, local_of(value))
         local = value.detach()
-        if not value.ndim and (param.ndim or isinstance(param, DTensor) or _is_number(key)):
+        if not value.ndim and (
+            param.ndim or isinstance(param, DTensor) or is_number_of_state(key.rpartition("/")[2])
+        ):
             return local
         if isinstance(param, DTensor):
             return self._refuse(key, value)
@@ -164,9 +166,9 @@ class _Collected:
             raise CheckpointError("\n".join(paragraphs))
 
 
-def _is_number(key: str) -> bool:
-    """Whether a state of a parameter without dimensions is a number all the same."""
-    return key.rpartition("/")[2] in ("step", "eta", "mu", "mu_product")
+def is_number_of_state(key: str) -> bool:
+    """Whether a state is a number even if the parameter has no dimensions either; of torch's optimizers."""
+    return key in ("step", "eta", "mu", "mu_product")
 
 
 def _with_scalars_on_cpu(tree: Any) -> Any:

@@ -7,6 +7,7 @@ names. Options of the checkpoint replace those of the optimizer, but not how it 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..shard_runs import like_param
 from . import trees
 from .blocks import whole
 from .holdings import Held, HeldParam, ModelHoldings, local_of
-from .optimizer_holdings import NOT_OPTIONS, named_groups
+from .optimizer_holdings import NOT_OPTIONS, is_number_of_state, named_groups
 from .source import Source, TensorRef
 from .targets import Faults, StoredNames, Want
 from .trees import DeviceScalar
@@ -34,30 +35,45 @@ class OptimizerTarget:
     """An optimizer that is loaded into."""
 
     def __init__(self, optimizer: Optimizer, model: ModelHoldings, source: Source) -> None:
+        """Compare it with a source; nothing is allocated."""
         self.faults = Faults()
-        self.wants: list[Want] = []
         self._optimizer = optimizer
         self._source = source
         self._groups: list[State] = []
         """Parallel to the optimizer's: options as they were saved."""
-        self._state: dict[nn.Parameter, dict[str, Any]] = {}
+        self._saved: list[tuple[_Param, list[State]]] = []
+        """Parameters, and the saved states of what they stand for."""
+        self._new: _NewStates | None = None
         if source.optimizer is None:
             self.faults.missing.append("the optimizer")
             return
         saved_groups, saved_state = source.optimizer["param_groups"], source.optimizer["state"]
-        own_groups = named_groups(optimizer, model)
         saved_names = [name for group in saved_groups for name in group["params"]]
         names = StoredNames(model, source.tied, [*saved_names, *saved_state])
-        self._match_groups(own_groups, saved_groups, names)
-        if self.faults:
+        self._match_groups(named_groups(optimizer, model), saved_groups, names)
+        if self.faults.missing or self.faults.others:
             return
-        for group in optimizer.param_groups:
-            on_device = bool(group.get("capturable") or group.get("fused"))
+        for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
+            counts = _counts_on_device(group), _counts_on_device(saved)
             for param in group["params"]:
                 members = model.params[param]
-                states = [saved_state.get(names.stored(held.name)) for held in members]
-                if any(state is not None for state in states):
-                    self._build(_Param(param, members, on_device), states)
+                states = [saved_state.get(names.stored(held.name), {}) for held in members]
+                if any(states):
+                    self._saved.append((_Param(param, members, local_of(param), *counts), states))
+        self.faults += self._build(allocate=False).faults
+
+    @property
+    def wants(self) -> list[Want]:
+        """What to read into which memory, which is allocated when this is first asked for."""
+        if self._new is None:
+            self._new = self._build(allocate=True)
+        return self._new.wants
+
+    def _build(self, *, allocate: bool) -> _NewStates:
+        new = _NewStates(self._source)
+        for param, states in self._saved:
+            new.build(param if allocate else replace(param, local=param.local.to("meta")), states)
+        return new
 
     # --- groups -----------------------------------------------------------------------------------
 
@@ -90,23 +106,61 @@ class OptimizerTarget:
                 f"it has {len(own)} groups of parameters, and the checkpoint has {len(saved)}"
             )
 
-    # --- state ------------------------------------------------------------------------------------
+    # --- afterwards -------------------------------------------------------------------------------
 
-    def _build(self, param: _Param, states: Sequence[State | None]) -> None:
-        """Make the new state of a parameter, or say why it cannot be."""
-        if len(states) == 1 and states[0] is not None:
-            held = param.members[0]
-            built = {key: self._value(param, held, key, value) for key, value in states[0].items()}
-        else:
-            built = self._joined(param, states)
-        if param.has_state:
-            self._state[param.param] = built
+    def install(self) -> None:
+        """Let the optimizer have the state and the options; all wants have been read."""
+        assert self._new is not None, "wants were read"
+        state: Any = self._optimizer.state
+        for param in [param for group in self._optimizer.param_groups for param in group["params"]]:
+            state.pop(param, None)
+        state.update(self._new.states)
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+            devices = [local_of(param).device for param in group["params"]]
+            device = devices[0] if devices else torch.device("cpu")
+            for option, value in saved.items():
+                if option not in _OWN_OPTIONS:
+                    group[option] = _option(group.get(option), value, device)
 
-    def _joined(self, param: _Param, states: Sequence[State | None]) -> dict[str, Any]:
+
+@dataclass(frozen=True, slots=True)
+class _Param:
+    """A parameter of the optimizer."""
+
+    param: nn.Parameter
+    members: Sequence[HeldParam]
+    local: Tensor
+    """What this rank has of it; or, to see what would happen, the same without memory."""
+    counts_on_device: bool
+    """Whether its optimizer was told to count steps where the parameter is."""
+    counted_on_device: bool
+    """The same of the one that was saved."""
+
+
+class _NewStates:
+    """New states of parameters, and what to read into them; or why that cannot be."""
+
+    def __init__(self, source: Source) -> None:
+        self.states: dict[nn.Parameter, dict[str, Any]] = {}
+        self.wants: list[Want] = []
+        self.faults = Faults()
+        self._source = source
+
+    def build(self, param: _Param, saved: Sequence[State]) -> None:
+        """Make the new state of a parameter, from the saved ones of what it stands for."""
+        held = param.members[0]
+        if held.window is not None:
+            self.states[param.param] = self._joined(param, saved)
+            return
+        built = {key: self._value(param, held, key, each) for key, each in saved[0].items()}
+        if param.local.numel() or not held.spread.flat:  # an optimizer makes none of an empty piece
+            self.states[param.param] = built
+
+    def _joined(self, param: _Param, saved: Sequence[State]) -> dict[str, Any]:
         """The state of a `FlatParameter`, of which the checkpoint has its members'."""
         present = [
-            (held, state or {})
-            for held, state in zip(param.members, states, strict=True)
+            (held, state)
+            for held, state in zip(param.members, saved, strict=True)
             if 0 not in held.shape
         ]
         built: dict[str, Any] = {}
@@ -145,13 +199,14 @@ class OptimizerTarget:
     def _value(self, param: _Param, held: HeldParam, key: str, value: Any) -> Any:
         """A value of a tree, as this optimizer has it; ``key`` is the state's."""
         if isinstance(value, TensorRef):
-            return self._tensor(param, held, value)
+            return self._tensor(param, held, key, value)
         if key == "step" and isinstance(value, DeviceScalar | Tensor):
-            # torch's rule, whatever wrote it: kernels read it where the parameter is, all else on the host.
+            # torch's rule: kernels read it where the parameter is, all else where the optimizer wants it.
             count = value.value if isinstance(value, DeviceScalar) else value
-            if param.on_device:
+            if param.counts_on_device:
                 return count.to(param.local.device, torch.float32, copy=True)
-            return count.clone()
+            if param.counted_on_device:
+                return count.clone()
         if isinstance(value, DeviceScalar | Tensor):
             return _placed(value, param.local.device)
         if isinstance(value, Mapping):
@@ -161,62 +216,40 @@ class OptimizerTarget:
             return items if isinstance(value, list) else tuple(items)
         return value
 
-    def _tensor(self, param: _Param, held: HeldParam, value: TensorRef) -> Tensor | None:
-        info = self._source.tensors[value.key]
-        if info.shape == held.shape and held.window is None:
+    def _tensor(self, param: _Param, held: HeldParam, key: str, value: TensorRef) -> Tensor | None:
+        info, device = self._source.tensors[value.key], param.local.device
+        of_dtensor = isinstance(param.param, DTensor)
+        is_number = not info.shape and (is_number_of_state(key) or (held.shape and not of_dtensor))
+        if info.shape == held.shape and not is_number and held.window is None:
             local = torch.empty_like(param.local, dtype=info.dtype)
             self._want_parts(held, value, local)
             return like_param(param.param, local)
-        if not held.is_whole and not isinstance(param.param, DTensor):
+        if not held.is_whole and not of_dtensor and not is_number:
             self.faults.shapes.append(f"{value.key}: {info.shape}, not {held.shape}")
             return None
-        memory = torch.empty(info.shape, dtype=info.dtype, device=param.local.device)
+        if key == "step" and not param.counts_on_device:
+            device = torch.device("cpu")
+        memory = torch.empty(info.shape, dtype=info.dtype, device=device)
         if memory.numel():
             self.wants.append(Want(value.key, [(whole(info.shape), memory)]))
-        if not isinstance(param.param, DTensor):
-            return memory
-        # How it was spread is not known; what optimizers keep beside the elements is small.
-        mesh = param.param.device_mesh
-        placements = (Replicate(),) * mesh.ndim
-        spec = torch_border.dtensor_spec(mesh, placements, info.shape, info.dtype)
-        return torch_border.dtensor(memory, spec)
+        return _replicated(param.param, memory) if of_dtensor and not is_number else memory
 
     def _want_parts(self, held: HeldParam, value: TensorRef, local: Tensor) -> None:
         parts = list(Held(value.key, local.dtype, held.shape, held.spread, local).parts())
         if parts:
             self.wants.append(Want(value.key, parts))
 
-    # --- afterwards -------------------------------------------------------------------------------
 
-    def install(self) -> None:
-        """Let the optimizer have the state and the options; all wants have been read."""
-        state: Any = self._optimizer.state
-        for param in [param for group in self._optimizer.param_groups for param in group["params"]]:
-            state.pop(param, None)
-        state.update(self._state)
-        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
-            devices = [local_of(param).device for param in group["params"]]
-            device = devices[0] if devices else torch.device("cpu")
-            for option, value in saved.items():
-                if option not in _OWN_OPTIONS:
-                    group[option] = _option(group.get(option), value, device)
+def _replicated(param: Tensor, whole: Tensor) -> Tensor:
+    """A whole state of a DTensor: how it was spread is not known, and what is not like the parameter is small."""
+    mesh = torch_border.spec_of(param).mesh
+    placements = (Replicate(),) * mesh.ndim
+    spec = torch_border.dtensor_spec(mesh, placements, whole.shape, whole.dtype)
+    return torch_border.dtensor(whole, spec)
 
 
-class _Param:
-    """A parameter of the optimizer."""
-
-    def __init__(self, param: nn.Parameter, members: Sequence[HeldParam], on_device: bool) -> None:
-        self.param = param
-        self.members = members
-        self.on_device = on_device
-        """Whether counts are kept on the parameter's device."""
-        self.local = local_of(param)
-
-    @property
-    def has_state(self) -> bool:
-        """Whether an optimizer would have made any: of a flat piece without elements it has not."""
-        flat = self.members[0].spread.flat and self.members[0].window is None
-        return not flat or bool(self.local.numel())
+def _counts_on_device(group: State) -> bool:
+    return bool(group.get("capturable") or group.get("fused"))
 
 
 def _placed(saved: Any, device: torch.device) -> Any:
