@@ -201,7 +201,7 @@ def _read(source: Source, wants: Sequence[Want], on_progress: OnProgress | None)
         for block, _ in want.parts
     )
     done = 0
-    staging = _Staging()
+    staging = Staging()
     for want in wants:
         try:
             for nbytes in _read_one(source, want, staging):
@@ -216,7 +216,7 @@ def _read(source: Source, wants: Sequence[Want], on_progress: OnProgress | None)
     return total
 
 
-def _read_one(source: Source, want: Want, staging: _Staging) -> Iterator[int]:
+def _read_one(source: Source, want: Want, staging: Staging) -> Iterator[int]:
     """Read one tensor's blocks, and say how many bytes that was, piece by piece."""
     dtype = source.tensors[want.key].dtype
     for block, out in want.parts:
@@ -224,20 +224,21 @@ def _read_one(source: Source, want: Want, staging: _Staging) -> Iterator[int]:
             source.read(want.key, block, out)
             yield out.nbytes
             continue
-        for rows in _rows(block, STAGED_BYTES // dtype.itemsize):
+        for rows in rows_of(block, STAGED_BYTES // dtype.itemsize):
             staged = staging.of(rows.shape, dtype)
             source.read(want.key, rows, staged)
             out[rows.slices_in(block)].copy_(staged)
             yield staged.nbytes
 
 
-class _Staging:
+class Staging:
     """Memory that is used again and again."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def of(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor, until the next one is asked for."""
         nbytes = dtype.itemsize
         for size in shape:
             nbytes *= size
@@ -246,7 +247,7 @@ class _Staging:
         return self._memory[:nbytes].view(dtype).view(shape)
 
 
-def _rows(block: Block, numel: int) -> Iterator[Block]:
+def rows_of(block: Block, numel: int) -> Iterator[Block]:
     """A block in parts of about ``numel`` elements, cut along its first dimension."""
     if not block.shape:
         yield block

@@ -55,10 +55,10 @@ def publish(path: Path, manifest: Manifest) -> None:
             os.fsync(file.fileno())
         # Names are flushed before they are referred to: files, their folder, its name, then the manifest's.
         for folder in (path / manifest.data, path):
-            _flush_folder(folder)
+            flush(folder)
         unfinished.replace(path / MANIFEST)
         for folder in (path, path.absolute().parent):
-            _flush_folder(folder)
+            flush(folder)
     except OSError as error:
         with contextlib.suppress(OSError):
             unfinished.unlink()
@@ -106,7 +106,7 @@ def retain(folder: Path, keep: int) -> None:
 def remove(path: Path) -> None:
     """Remove a checkpoint."""
     (path / MANIFEST).unlink()
-    _flush_folder(path)
+    flush(path)
     _remove_leftovers(path, keep=None)
     with contextlib.suppress(OSError):
         path.rmdir()
@@ -173,8 +173,9 @@ def _remove_leftovers(path: Path, *, keep: str | None) -> None:
             entry.unlink(missing_ok=True)
 
 
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Let a file, or the names in a folder, be on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,0 +1,518 @@
+"""Folders of Hugging Face models: read straight into shards, and written from them.
+
+    folder/model.safetensors                         all weights, or
+    folder/model.safetensors.index.json              {"weight_map": {name: file}}
+    folder/model-00001-of-00003.safetensors          ... and the files it names
+    folder/config.json, tokenizer.json, ...          not ours: copied, or written by what wrote them
+
+Every rank reads the parts it needs of the files, and no rank ever has more than its shard and one tensor. To
+write, shards go into a checkpoint of our own first, from which every rank writes its share of the files; no
+tensor is sent between ranks. All is written beside the folder, which then takes its place.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ..errors import CheckpointError, ConfigurationError
+from . import manifest as manifests
+from .blocks import Block, whole
+from .holdings import ModelHoldings
+from .loading import Loaded, Staging, load_source, rows_of
+from .replacement import NEW, replacing
+from .saving import save
+from .source import MODEL, Source, TensorInfo
+from .stored import StoredCheckpoint
+from .team import Team
+from .tensor_files import NewEntry, TensorFile, write_file
+from .writing import OnProgress
+
+T = TypeVar("T")
+
+Rename = Callable[[str], str | None]
+"""From the name a weight has to the one it gets, or None to leave it out."""
+
+MAX_FILE_BYTES = 5_000_000_000
+PIECE_BYTES = 4 << 20
+"""Of a tensor that is read to be compared or cast."""
+
+_ONE_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = (
+    "model*.safetensors",
+    "model*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model*.bin.index.json",
+)
+"""Names that a new set of weights replaces, all others being kept."""
+_COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
+"""Names of files that belong to a model beside its weights: configuration, tokenizer, code."""
+_CONFIG = "config.json"
+
+
+class HuggingFaceFolder:
+    """A `Source` over a model's folder."""
+
+    format = "Hugging Face"
+
+    def __init__(self, path: str | os.PathLike[str], rename: Rename | None = None) -> None:
+        """Open a folder and read the headers of its files.
+
+        Args:
+            path: It has ``model.safetensors``, or else an index.
+            rename: From names in the files to those of the model.
+
+        Raises:
+            CheckpointError: there are no safetensors, the index and the files disagree, or a file is damaged.
+        """
+        self.path = Path(path)
+        self.tied: Mapping[str, str] = {}
+        self.optimizer: Mapping[str, Any] | None = None
+        self.extra: Any = None
+        self._places: dict[str, tuple[TensorFile, str]] = {}
+        """The file of each tensor, and its name there, by key."""
+        files = {name: file for file in _files(self.path) for name in file.entries}
+        for name, renamed in _renamed({name: name for name in files}, rename, self.path).items():
+            self._places[f"{MODEL}{renamed}"] = files[name], name
+        self.tensors: Mapping[str, TensorInfo] = {
+            key: TensorInfo(file.entries[name].dtype, file.entries[name].shape)
+            for key, (file, name) in self._places.items()
+        }
+
+    def read(self, key: str, wanted: Block, out: Tensor) -> None:
+        """Read a block of a weight."""
+        file, name = self._places[key]
+        file.read_block(name, wanted, out, of=whole(self.tensors[key].shape))
+
+    def verify(self, wanted: Iterable[tuple[str, Block]]) -> list[str]:
+        """Nothing: the format has no checksums."""
+        return []
+
+    def close(self) -> None:
+        """Close the files."""
+        for file, _ in self._places.values():
+            file.close()
+
+
+def _files(folder: Path) -> list[TensorFile]:
+    """The files with the weights of a folder, opened; no two have a weight of the same name."""
+    if (folder / _ONE_FILE).exists():  # also if there is an index: as transformers does
+        return [TensorFile(folder / _ONE_FILE, None)]
+    if (folder / _INDEX).exists():
+        return _indexed_files(folder)
+    others = sorted(each.name for each in folder.glob("*.bin")) if folder.is_dir() else []
+    remedy = (
+        f"It has {', '.join(others)}, pickles that are not read here: load them with transformers and save them again "
+        "with save_pretrained, or read one that has a whole state dict as a torch file"
+        if others
+        else "Give the folder that save_pretrained wrote, or that a model was downloaded to"
+    )
+    raise CheckpointError(
+        f"A Hugging Face folder must have {_ONE_FILE} or {_INDEX}; {folder} has neither. {remedy}."
+    )
+
+
+def _indexed_files(folder: Path) -> list[TensorFile]:
+    where = _weight_map(folder / _INDEX)
+    files = {}
+    faults = []
+    for file_name in sorted(set(where.values())):
+        # Links are followed, as in the caches of Hugging Face; what the index says must stay in the folder.
+        if Path(file_name).name != file_name or file_name in ("", "..") or "\0" in file_name:
+            faults.append(f"{file_name!r} is not the name of a file in the folder")
+            continue
+        try:
+            files[file_name] = TensorFile(folder / file_name, None)
+        except CheckpointError as error:
+            faults.append(str(error))
+    for name, file_name in where.items():
+        if file_name in files and name not in files[file_name].entries:
+            faults.append(f"{name} is not in {file_name}")
+    for file_name, file in files.items():
+        for name in file.entries:
+            if where.get(name) != file_name:
+                said = f"the index says {where[name]}" if name in where else "not in the index"
+                faults.append(f"{name} is in {file_name}, but {said}")
+    if faults:
+        raise CheckpointError(
+            f"The index of a Hugging Face folder must name every weight of its files once; in {folder}\n  "
+            + "\n  ".join(faults)
+            + "\nDownload or save the folder again."
+        )
+    return list(files.values())
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of every weight. Sizes that an index may say are not used: many do not hold."""
+    try:
+        content = json.loads(index.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index} cannot be read: {error}") from error
+    where = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        raise CheckpointError(
+            f'An index must have a "weight_map" with the file of every weight; {index} has none.'
+        )
+    return where
+
+
+def load_huggingface(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    rename: Rename | None = None,
+    cast: bool = True,
+    process_group: ProcessGroup | None = None,
+    on_progress: OnProgress | None = None,
+) -> Loaded:
+    """Load the weights of a Hugging Face folder into a model of either door. All ranks call it.
+
+    Each rank reads what it holds. The weights must be those of the model's state dict, tied ones under one of
+    their names or all; if any is missing, too many or of another shape, the error names all, and nothing is loaded.
+
+    Args:
+        folder: It has ``model.safetensors``, or an index and the files it names.
+        model: Gets the weights; materialised, and not necessarily initialised.
+        rename: From names in the files to those of the model, or None for a weight that is left out.
+        cast: Let weights have another dtype than the model, which keeps its own.
+        process_group: The ranks that load together; all by default.
+        on_progress: Is called with the bytes this rank has read, and will read.
+    """
+    team = Team(process_group)
+    source = team.each(lambda: HuggingFaceFolder(folder, rename))
+    tied = team.each(lambda: ModelHoldings(model, "load_huggingface").tied)
+    team.first(lambda: _check_copies(source, tied))
+    return load_source(source, model, cast=cast, team=team, on_progress=on_progress)
+
+
+def _check_copies(source: Source, tied: Mapping[str, str]) -> None:
+    """Raise unless weights that the model has once, and the files under several names, are the same there."""
+    different = [
+        f"{name} and {first}"
+        for name, first in tied.items()
+        if {f"{MODEL}{name}", f"{MODEL}{first}"} <= source.tensors.keys()
+        and not _are_equal(source, f"{MODEL}{name}", f"{MODEL}{first}")
+    ]
+    if different:
+        raise CheckpointError(
+            f"Weights that the model ties must be the same in the files, if they have both; in {source.path} these are "
+            f"not: {', '.join(different)}. Load into a model that does not tie them, or leave one out with rename."
+        )
+
+
+def _are_equal(source: Source, one: str, other: str) -> bool:
+    """Whether two tensors have the same bytes."""
+    info = source.tensors[one]
+    if info != source.tensors[other]:
+        return False
+    staging = Staging()
+    for block in rows_of(whole(info.shape), PIECE_BYTES // info.dtype.itemsize):
+        both = staging.of((2, *block.shape), info.dtype)
+        source.read(one, block, both[0])
+        source.read(other, block, both[1])
+        if not torch.equal(*both.view(2, -1).view(torch.uint8)):
+            return False
+    return True
+
+
+# --- writing ---------------------------------------------------------------------------------------------
+
+
+def write_huggingface(
+    source: Source,
+    folder: str | os.PathLike[str],
+    *,
+    config_from: Any = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    dtype: torch.dtype | None = None,
+    rename: Rename | None = None,
+    overwrite: bool = False,
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Write the model of a checkpoint as a folder that transformers can load. All ranks call it, and share the work.
+
+    A rank needs memory for one tensor at a time. Tied weights are written once. The folder appears when it is complete.
+
+    Args:
+        source: An open checkpoint; its optimizer and what else it has are left out.
+        folder: New or empty, unless ``overwrite`` is set.
+        config_from: A folder whose configuration, tokenizer and code are copied, or an object with ``save_pretrained``
+            (a configuration, a tokenizer), or a list of such. The dtype that config.json names is set right.
+        max_file_bytes: Larger models are written as several files with an index. A larger tensor is a file by itself.
+        dtype: In which floating-point numbers are written; None for those of the checkpoint.
+        rename: From names in the checkpoint to those in the folder.
+        overwrite: Whether the folder may have weights, which are replaced; its other files stay.
+        process_group: The ranks that write together, on one file system; all by default.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the folder cannot be written; it is as it was.
+    """
+    team = Team(process_group)
+    options = _Options(_companions(config_from, folder, team), max_file_bytes, dtype, rename)
+    with replacing(Path(folder), team, keep=_is_kept if overwrite else None) as workshop:
+        _write(source, workshop / NEW, options, team)
+
+
+def save_huggingface(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    config_from: Any = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    dtype: torch.dtype | None = None,
+    rename: Rename | None = None,
+    overwrite: bool = False,
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Write a model of either door as a folder that transformers can load. All ranks call it, and share the work.
+
+    First every rank writes its shards to a checkpoint beside the folder, which needs as much room on the disk again
+    until the folder is complete; then it writes some of the files from there. So no rank needs memory for more than
+    one tensor beside its shards, and nothing is gathered.
+
+    Args:
+        folder: New or empty, unless ``overwrite`` is set.
+        model: Its parameters and persistent buffers are written, in the dtypes they are sharded in; tied ones once,
+            under the first of their names.
+        config_from: See `write_huggingface`, as all below. For a model of transformers, ``model.config``.
+        max_file_bytes: See there.
+        dtype: See there.
+        rename: From names in the model to those in the folder, or None for a weight that is left out.
+        overwrite: See there.
+        process_group: The ranks that hold the model; all by default.
+
+    Raises:
+        CheckpointError: the folder cannot be written; it is as it was.
+    """
+    team = Team(process_group)
+    options = _Options(_companions(config_from, folder, team), max_file_bytes, dtype, rename)
+    with replacing(Path(folder), team, keep=_is_kept if overwrite else None) as workshop:
+        shards = workshop / "shards"
+        save(shards, model, process_group=process_group)
+        source = team.each(lambda: StoredCheckpoint(shards, manifests.read(shards)))
+        try:
+            _write(source, workshop / NEW, options, team)
+        finally:
+            source.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """How a folder is to be written: see `write_huggingface`."""
+
+    companions: Sequence[Any]
+    max_file_bytes: int
+    dtype: torch.dtype | None
+    rename: Rename | None
+
+    def __post_init__(self) -> None:
+        if self.max_file_bytes < 1:
+            raise ConfigurationError(f"max_file_bytes must be positive, got {self.max_file_bytes}.")
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ConfigurationError(
+                f"dtype must be one for floating-point numbers, since only those are cast; got {self.dtype}."
+            )
+
+    def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In which a tensor is written."""
+        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A tensor that is to be written."""
+
+    name: str
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _write(source: Source, folder: Path, options: _Options, team: Team) -> None:
+    """Fill a new folder: every rank writes its share of the files, the first one also all else."""
+    files = team.each(lambda: _planned_files(source, options))
+
+    def write_share() -> None:
+        for name in list(files)[team.ranks.index(team.rank) :: len(team.ranks)]:
+            _write_weights(source, folder / name, files[name])
+        if team.is_first:
+            _write_companions(options.companions, folder)
+            if len(files) > 1:
+                (folder / _INDEX).write_text(_index_text(files))
+
+    team.each(write_share)
+    team.first(lambda: _name_dtype(folder / _CONFIG, files))
+
+
+def _planned_files(source: Source, options: _Options) -> dict[str, list[_Weight]]:
+    """The weights of every file, by its name. Files are filled in order, as transformers does."""
+    files: list[list[_Weight]] = []
+    open_file: list[_Weight] = []
+    room = options.max_file_bytes
+    for weight in _weights(source, options):
+        if weight.nbytes > options.max_file_bytes:
+            files.append([weight])
+            continue
+        if weight.nbytes > room:
+            files.append(open_file)
+            open_file, room = [], options.max_file_bytes
+        open_file.append(weight)
+        room -= weight.nbytes
+    files += [open_file] if open_file else []
+    if len(files) == 1:
+        return {_ONE_FILE: files[0]}
+    return {
+        f"model-{number:05d}-of-{len(files):05d}.safetensors": weights
+        for number, weights in enumerate(files, start=1)
+    }
+
+
+def _weights(source: Source, options: _Options) -> Iterable[_Weight]:
+    names = {key: key.removeprefix(MODEL) for key in source.tensors if key.startswith(MODEL)}
+    renamed = _renamed(names, options.rename, source.path)
+    if not renamed:
+        raise CheckpointError(
+            f"There is nothing to write: {source.path} has no tensors of a model, or rename leaves all of them out."
+        )
+    for key, name in renamed.items():
+        info = source.tensors[key]
+        yield _Weight(name, key, options.stored_dtype(info.dtype), info.shape)
+
+
+def _renamed(names: Mapping[T, str], rename: Rename | None, path: Path) -> dict[T, str]:
+    """What things are called after renaming, those that are left out missing."""
+    if rename is None:
+        return dict(names)
+    renamed = {thing: new for thing, name in names.items() if (new := rename(name)) is not None}
+    first: dict[str, T] = {}
+    faults = [
+        f"{names[first[new]]} and {names[thing]} become {new}"
+        for thing, new in renamed.items()
+        if first.setdefault(new, thing) != thing
+    ]
+    if faults:
+        raise ConfigurationError(
+            f"rename must give every weight a name of its own; of those in {path}, {', '.join(faults)}."
+        )
+    return renamed
+
+
+def _write_weights(source: Source, path: Path, weights: Sequence[_Weight]) -> None:
+    faults = source.verify((weight.key, whole(weight.shape)) for weight in weights)
+    if faults:
+        raise CheckpointError("\n  ".join([f"{source.path} is damaged:", *faults]))
+
+    # Used for all, and large enough from the start: what was written last is still referred to when the next is fetched.
+    memory, staging = Staging(), Staging()
+    memory.of([max(weight.nbytes for weight in weights)], torch.uint8)
+
+    def fetch(weight: _Weight) -> Tensor:
+        out = memory.of(weight.shape, weight.dtype)
+        dtype, all_of_it = source.tensors[weight.key].dtype, whole(weight.shape)
+        if dtype == weight.dtype:
+            source.read(weight.key, all_of_it, out)
+            return out
+        for rows in rows_of(all_of_it, PIECE_BYTES // dtype.itemsize):
+            staged = staging.of(rows.shape, dtype)
+            source.read(weight.key, rows, staged)
+            out[rows.slices_in(all_of_it)].copy_(staged)
+        return out
+
+    entries = [
+        NewEntry(weight.name, weight.dtype, weight.shape, partial(fetch, weight))
+        for weight in weights
+    ]
+    write_file(path, entries)
+
+
+def _index_text(files: Mapping[str, Sequence[_Weight]]) -> str:
+    index = {
+        "metadata": {
+            "total_size": sum(weight.nbytes for weights in files.values() for weight in weights)
+        },
+        "weight_map": {weight.name: name for name, weights in files.items() for weight in weights},
+    }
+    return json.dumps(index, indent=2) + "\n"
+
+
+def _companions(config_from: Any, folder: str | os.PathLike[str], team: Team) -> list[Any]:
+    """Where the files beside the weights come from; later ones have the last word."""
+    given = config_from if isinstance(config_from, list | tuple) else [config_from]
+    found = [each for each in given if each is not None]
+
+    def check() -> None:
+        wrong = [
+            type(each).__name__ if isinstance(each, nn.Module) else each
+            for each in found
+            if isinstance(each, nn.Module)  # would save its weights
+            or (not hasattr(each, "save_pretrained") and not _is_folder(each))
+        ]
+        if wrong:
+            raise ConfigurationError(
+                "config_from must be a folder, or have save_pretrained and be no model, or be a list of such; it has "
+                f"{wrong}. Pass a model's config."
+            )
+
+    team.first(check)
+    # A folder that is overwritten keeps its files in any case, but config.json names a dtype, which may change.
+    return [folder, *found] if _is_folder(folder) else found
+
+
+def _is_folder(path: Any) -> bool:
+    return isinstance(path, str | os.PathLike) and Path(path).is_dir()
+
+
+def _write_companions(companions: Sequence[Any], folder: Path) -> None:
+    for each in companions:
+        if hasattr(each, "save_pretrained"):
+            each.save_pretrained(folder)
+            continue
+        for file in Path(each).iterdir():
+            if file.is_file() and _matches(file, _COMPANIONS) and _is_kept(file):
+                shutil.copyfile(file, folder / file.name)
+
+
+def _name_dtype(config: Path, files: Mapping[str, Sequence[_Weight]]) -> None:
+    """Let a configuration name the dtype that most of the numbers have: transformers loads in the one it names."""
+    if not config.is_file():
+        return
+    nbytes: Counter[torch.dtype] = Counter()
+    for weights in files.values():
+        for weight in weights:
+            if weight.dtype.is_floating_point:
+                nbytes[weight.dtype] += weight.nbytes
+    content = json.loads(config.read_bytes())
+    named = [key for key in ("dtype", "torch_dtype") if content.get(key) is not None]
+    if not named or not nbytes:
+        return
+    ((dtype, _),) = nbytes.most_common(1)
+    content.update({key: str(dtype).removeprefix("torch.") for key in named})
+    config.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _is_kept(path: Path) -> bool:
+    """Whether something in a folder stays when its weights are replaced."""
+    return not _matches(path, _WEIGHTS)
+
+
+def _matches(path: Path, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(path.name, pattern) for pattern in patterns)

@@ -1,0 +1,337 @@
+"""Full state dicts in one file of ``torch.save``: read in parts, without running what is in them, and written whole.
+
+Files come in many layouts; these are understood:
+
+    a model's state dict, bare
+    {"model": ..., "optimizer": ..., anything else}       also under "state_dict", "model_state_dict" and
+                                                          "optimizer_state_dict", "optim"
+
+An optimizer's state may go by names, as ``FSDP.optim_state_dict`` and ``get_optimizer_state_dict`` write it, or
+by numbers, as optimizers do themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from . import trees
+from .blocks import Block, whole
+from .publishing import flush
+from .source import MODEL, OPTIMIZER, Source, TensorInfo, TensorRef
+
+_MODEL_NAMES = ("model", "state_dict", "model_state_dict")
+_OPTIMIZER_NAMES = ("optimizer", "optimizer_state_dict", "optim")
+_EXTRA = "extra"
+
+
+class TorchFile:
+    """A `Source` over one file; its data are mapped, not read, until they are asked for."""
+
+    format = "torch"
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open a file.
+
+        What is beside model and optimizer becomes `extra`; what a checkpoint cannot hold is left out, with a warning.
+
+        Raises:
+            CheckpointError: it is damaged, needs code to be run, or has a layout that is not understood.
+        """
+        self.path = Path(path)
+        content = _content(self.path)
+        model, optimizer, beside = _sections(content, self.path)
+        self._data, tied = _tensors_and_ties(model, self.path)
+        self.tied: Mapping[str, str] = tied
+        self.optimizer: Mapping[str, Any] | None = None
+        if optimizer is not None:
+            shapes = {key.removeprefix(MODEL): each.shape for key, each in self._data.items()}
+            named = _by_names(optimizer, shapes, self.path)
+            self.optimizer = {**named, "state": self._referring(named["state"])}
+        self.tensors: Mapping[str, TensorInfo] = {
+            key: TensorInfo(tensor.dtype, tuple(tensor.shape)) for key, tensor in self._data.items()
+        }
+        self.extra: Any = _storable(beside, self.path)
+
+    def read(self, key: str, wanted: Block, out: Tensor) -> None:
+        """Copy a block out of the file."""
+        data = self._data[key]
+        out.copy_(data[wanted.slices_in(whole(data.shape))])
+
+    def verify(self, wanted: Iterable[tuple[str, Block]]) -> list[str]:
+        """Nothing: torch may be told to write no checksums, and the file does not say whether it was."""
+        return []
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._data = {}
+
+    def _referring(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """An optimizer's state with references where tensors are; numbers stay."""
+
+        def without_tensors(value: Any, key: str) -> Any:
+            if isinstance(value, Mapping):
+                return {
+                    name: without_tensors(each, f"{key}/{name}") for name, each in value.items()
+                }
+            if isinstance(value, list | tuple):
+                items = [without_tensors(each, f"{key}/{i}") for i, each in enumerate(value)]
+                return items if isinstance(value, list) else tuple(items)
+            if not isinstance(value, Tensor):
+                return value
+            if fault := _fault_of(value):
+                raise CheckpointError(f"{key} in {self.path} {fault}.")
+            if not value.ndim:
+                return value.detach().clone()
+            if key in self._data:
+                raise CheckpointError(f"{self.path} has two states that come to the name {key}.")
+            self._data[key] = value.detach()
+            return TensorRef(key)
+
+        return {name: without_tensors(each, f"{OPTIMIZER}{name}") for name, each in state.items()}
+
+
+def write_torch_file(source: Source, path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint as a full state dict: ``{"model": ..., "optimizer": ..., "extra": ...}``, without what is not there.
+
+    The optimizer's state goes by names. Tied tensors are under all their names and stored once. The
+    whole checkpoint must fit into memory. The file is there when it is complete, not before.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the file cannot be written.
+    """
+    path = Path(path)
+    faults = source.verify((key, whole(info.shape)) for key, info in source.tensors.items())
+    if faults:
+        raise CheckpointError("\n".join([f"{source.path} is damaged:", *faults]))
+    content: dict[str, Any] = {"model": _whole_model(source)}
+    if source.optimizer is not None:
+        content["optimizer"] = _with_tensors(source.optimizer, source)
+    if source.extra is not None:
+        content[_EXTRA] = _with_tensors(source.extra, source)
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("xb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        flush(path.absolute().parent)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+
+
+def _whole_model(source: Source) -> dict[str, Tensor]:
+    names = [key.removeprefix(MODEL) for key in source.tensors if key.startswith(MODEL)]
+    model = {name: _whole(source, f"{MODEL}{name}") for name in names}
+    return model | {name: model[stored] for name, stored in source.tied.items()}
+
+
+def _whole(source: Source, key: str) -> Tensor:
+    info = source.tensors[key]
+    tensor = torch.empty(info.shape, dtype=info.dtype)
+    source.read(key, whole(info.shape), tensor)
+    return tensor
+
+
+def _with_tensors(value: Any, source: Source) -> Any:
+    """A tree with what its references refer to."""
+    if isinstance(value, TensorRef):
+        return _whole(source, value.key)
+    if isinstance(value, trees.DeviceScalar):
+        return value.value
+    if isinstance(value, Mapping):
+        return {key: _with_tensors(each, source) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_with_tensors(each, source) for each in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+# --- what a file has -------------------------------------------------------------------------------------
+
+
+def _content(path: Path) -> Any:
+    try:
+        return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    except Exception as error:  # a damaged file can raise anything
+        # What torch found, without its advice to load the file in a way that runs what is in it.
+        reason = error.__context__ or error
+        raise CheckpointError(
+            f"A file of torch.save is read only if that takes no more than tensors, numbers, strings and containers "
+            f"of them; {path} was refused: {reason} Nothing in it was run. Save state dicts alone, with "
+            "torch.save of torch 1.6 or later."
+        ) from error
+
+
+def _sections(content: Any, path: Path) -> tuple[Mapping[str, Any], Any, dict[str, Any]]:
+    """The model's state dict, the optimizer's or None, and all else."""
+    if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
+        raise CheckpointError(
+            f"A file of torch.save must have a state dict, or a dict of them by name; {path} has "
+            f"{type(content).__name__}."
+        )
+    if content and all(isinstance(value, Tensor) for value in content.values()):
+        return content, None, {}
+    models = [name for name in _MODEL_NAMES if isinstance(content.get(name), Mapping)]
+    optimizers = [name for name in _OPTIMIZER_NAMES if content.get(name) is not None]
+    if len(models) != 1 or len(optimizers) > 1:
+        raise CheckpointError(
+            f"A file of torch.save must have tensors by name, or a dict of them under one of {', '.join(_MODEL_NAMES)}, and "
+            f"at most one optimizer under one of {', '.join(_OPTIMIZER_NAMES)}; {path} has {', '.join(content) or 'nothing'}. "
+            'Save {"model": model_state_dict, "optimizer": optimizer_state_dict}.'
+        )
+    beside = {
+        name: value for name, value in content.items() if name not in (*models, *_OPTIMIZER_NAMES)
+    }
+    optimizer = content[optimizers[0]] if optimizers else None
+    return content[models[0]], optimizer, beside
+
+
+def _tensors_and_ties(
+    model: Mapping[str, Any], path: Path
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors by key, and further names of the same memory with the first one."""
+    faults = [
+        f"{name} {fault}"
+        for name, value in model.items()
+        if (fault := _fault_of(value)) is not None
+    ]
+    if faults:
+        raise CheckpointError(
+            f"A full state dict must have whole, dense tensors by name; in {path}\n  "
+            + "\n  ".join(faults)
+            + "\nSave what a full state dict has, and convert what torch.distributed.checkpoint wrote from its folder."
+        )
+    data: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    first_at: dict[Any, str] = {}
+    for name, tensor in model.items():
+        place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        first = first_at.setdefault(place, name) if tensor.numel() else name
+        if first != name:
+            tied[name] = first
+        else:
+            data[f"{MODEL}{name}"] = tensor.detach()
+    return data, tied
+
+
+def _fault_of(value: Any) -> str | None:
+    """Why a value cannot be taken for a whole tensor, or None."""
+    if not isinstance(value, Tensor):
+        return f"is no tensor but {type(value).__name__}"
+    if type(value) not in (Tensor, nn.Parameter):
+        return f"is a {type(value).__name__}"
+    if value.is_meta:
+        return "is a tensor on the meta device, without data"
+    if value.layout != torch.strided or value.is_quantized:
+        return f"is a tensor of layout {value.layout} and dtype {value.dtype}"
+    return None
+
+
+def _by_names(saved: Any, shapes: Mapping[str, torch.Size], path: Path) -> dict[str, Any]:
+    """An optimizer's state dict by names of parameters, its tensors as they are; ``shapes`` are the model's."""
+    state = saved.get("state") if isinstance(saved, Mapping) else None
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    if (
+        not isinstance(state, Mapping)
+        or not isinstance(groups, list)
+        or not all(isinstance(each, Mapping) for each in (*groups, *state.values()))
+        or not all(isinstance(group.get("params"), list | tuple) for group in groups)
+        or not all(isinstance(each, int | str) for group in groups for each in group["params"])
+    ):
+        raise CheckpointError(
+            f"An optimizer's state dict must have 'state' and 'param_groups'; that in {path} has not, or they are "
+            "flattened. Save optimizer.state_dict(), or get_optimizer_state_dict without flattening."
+        )
+    params = [param for group in groups for param in group["params"]]
+    different = set(params)
+    strange = [key for key in state if key not in different]
+    if strange or len(different) != len(params):
+        raise CheckpointError(
+            f"An optimizer's state must be that of the parameters in its groups, each in one; in {path} there is state "
+            f"of {strange[:10]}, and the groups have {len(params)} parameters, {len(different)} different ones."
+        )
+    names = _names_of(params, groups, state, shapes, path)
+    return {
+        "state": {names[param]: dict(each) for param, each in state.items()},
+        "param_groups": [
+            {
+                **{key: value for key, value in group.items() if key != "param_names"},
+                "params": [names[param] for param in group["params"]],
+            }
+            for group in groups
+        ],
+    }
+
+
+def _names_of(
+    params: Sequence[Any],
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Any, Mapping[str, Any]],
+    shapes: Mapping[str, torch.Size],
+    path: Path,
+) -> dict[Any, str]:
+    """What the parameters of an optimizer are called, by how its state dict refers to them."""
+    if all(isinstance(param, str) for param in params):
+        return {param: param for param in params}
+    # An optimizer that was given named parameters says their names.
+    said = [name for group in groups for name in group.get("param_names") or ()]
+    if len(said) == len(set(said)) == len(params) and all(isinstance(name, str) for name in said):
+        return dict(zip(params, said, strict=True))
+    if len(shapes) != len(params):
+        fault = (
+            f"it has {len(params)} parameters and the model's state dict has {len(shapes)} tensors"
+        )
+    else:
+        names = dict(zip(params, shapes, strict=True))
+        misfits = [
+            f"{key} of parameter {param} has shape {list(value.shape)} and {name} {list(shapes[name])}"
+            for param, name in names.items()
+            for key, value in state.get(param, {}).items()
+            if isinstance(value, Tensor) and value.ndim and not _fits(value.shape, shapes[name])
+        ]
+        if not misfits:
+            return names
+        fault = ", ".join(misfits)
+    raise CheckpointError(
+        f"The optimizer in {path} numbers its parameters, and which is which can only be told if they are the tensors of "
+        f"the model's state dict, in its order; but {fault}. Make the optimizer of model.named_parameters(), so "
+        "that it saves their names, or save what get_optimizer_state_dict returns."
+    )
+
+
+def _fits(state: torch.Size, param: torch.Size) -> bool:
+    """Whether a state can be a parameter's, or one of its rows or columns as Adafactor has them."""
+    return len(state) == len(param) and all(a in (1, b) for a, b in zip(state, param, strict=True))
+
+
+def _storable(beside: Mapping[str, Any], path: Path) -> Any:
+    """What is kept of the things beside model and optimizer: None if there is nothing, the extra itself if that is all."""
+    kept = {}
+    lost = []
+    for name, value in beside.items():
+        faults: list[str] = []
+        trees.encode(value, name, faults)
+        lost += faults
+        if not faults:
+            kept[name] = value
+    if lost:
+        warnings.warn(
+            f"Left out of {path}, since a checkpoint cannot hold it: {', '.join(lost)}.",
+            stacklevel=3,
+        )
+    return kept[_EXTRA] if kept.keys() == {_EXTRA} else kept or None
