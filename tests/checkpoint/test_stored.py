@@ -20,11 +20,12 @@ from torch import Tensor
 
 from fullshard.checkpoint import stored as stored_module, tensor_files
 from fullshard.checkpoint.blocks import Block, whole
+from fullshard.checkpoint.dtypes import DTYPE_CODES
 from fullshard.checkpoint.manifest import Manifest, StoredTensor, file_name
 from fullshard.checkpoint.source import Source, TensorInfo
 from fullshard.checkpoint.spread import Spread, undivided
 from fullshard.checkpoint.stored import StoredCheckpoint
-from fullshard.checkpoint.tensor_files import DTYPE_CODES, NewEntry, write_file
+from fullshard.checkpoint.tensor_files import NewEntry, write_file
 from fullshard.errors import CheckpointError
 from tests.helpers.spreads import blocks_in, spreads
 
@@ -202,6 +203,29 @@ def test_only_files_with_wanted_parts_are_opened_and_few_stay_open(
     checkpoint.close()
     checkpoint.read("model/x", Block((0,), (1,)), out[:1])
     assert out[0] == 0
+
+
+def test_the_files_used_last_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_module, "MOST_OPEN_FILES", 2)
+    x = torch.arange(3)
+    checkpoint = StoredCheckpoint(tmp_path, store(tmp_path, {"model/x": (x, rows(3, 3))}))
+    with mock.patch("os.open", wraps=os.open) as opened:
+        for rank in (0, 1, 0, 2, 0, 1):
+            checkpoint.read("model/x", Block((rank,), (1,)), torch.empty(1, dtype=x.dtype))
+    names = [call.args[0].name for call in opened.call_args_list]
+    assert names == [file_name(rank) for rank in (0, 1, 2, 1)]
+
+
+def test_a_chunk_between_two_wanted_rows_is_not_read(tmp_path: Path) -> None:
+    chunk = tensor_files.CHUNK_BYTES
+    x = torch.zeros(2, 2 * chunk, dtype=torch.uint8)
+    manifest = store(tmp_path, {"model/x": (x, undivided(x.shape, [0]))})
+    checkpoint = StoredCheckpoint(tmp_path, manifest)
+    with (tmp_path / "data-0" / file_name(0)).open("r+b") as file:
+        file.seek(-2 * chunk - 1, os.SEEK_END)
+        file.write(b"x")
+    assert checkpoint.verify([("model/x", Block((0, 0), (2, chunk)))]) == []
+    assert len(checkpoint.verify([("model/x", Block((0, 0), (2, chunk + 1)))])) == 1
 
 
 def test_threads_can_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,8 +53,8 @@ SCRATCH_BYTES = 8 << 20
 """Memory for data that are not read straight into their place."""
 SMALLEST_DIRECT_READ = 1 << 20
 """From here on, the time of a call does not matter, and a run is read straight into its place if it can be."""
-LARGEST_GAP = 64 << 10
-"""Unwanted bytes between two wanted runs that are read with them: that takes no longer than another call."""
+LARGEST_GAP = 32 << 10
+"""Unwanted bytes between two wanted runs that are read with them: in the time of another call."""
 
 
 # --- writing ---------------------------------------------------------------------------------------------
