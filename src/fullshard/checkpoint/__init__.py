@@ -10,9 +10,20 @@
 All ranks call these. On disk are safetensors files and a JSON manifest: see docs/checkpoints.md.
 """
 
+from .huggingface import load_huggingface, save_huggingface
 from .loading import Loaded, load
 from .publishing import latest
 from .saving import PendingSave, async_save, save
 from .writing import Saved
 
-__all__ = ["Loaded", "PendingSave", "Saved", "async_save", "latest", "load", "save"]
+__all__ = [
+    "Loaded",
+    "PendingSave",
+    "Saved",
+    "async_save",
+    "latest",
+    "load",
+    "load_huggingface",
+    "save",
+    "save_huggingface",
+]

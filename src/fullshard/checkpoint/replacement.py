@@ -47,7 +47,8 @@ def replacing(folder: Path, team: Team, *, keep: Keep | None) -> Iterator[Path]:
         yield workshop
         team.first(lambda: _put_in_place(workshop, folder, keep))
     finally:
-        if team.is_first:
+        # If the old one could not be put back, it is in there.
+        if team.is_first and (folder.exists() or not (workshop / _OLD).exists()):
             shutil.rmtree(workshop, ignore_errors=True)
 
 
