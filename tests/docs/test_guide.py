@@ -209,7 +209,7 @@ def test_training_goes_on_from_the_checkpoints_of_the_guide(outcome_of, tmp_path
     assert loaded.output.split()[-1] == f"{saved.losses[5]:.3f}"
     alone = execute(PROGRAMS["common"].code, "from common import *", str(tmp_path))
     model = alone["Model"]()
-    model.load_state_dict(torch.load(tmp_path / "checkpoint" / "whole.pt"))
+    model.load_state_dict(torch.load(tmp_path / "whole.pt"))
     with torch.no_grad():
         loss = alone["loss_of"](model, *alone["batch"](5, "cpu"))
     assert loss.item() == pytest.approx(saved.losses[5], rel=1e-5)

@@ -180,7 +180,7 @@ def parse(text: bytes, path: Path) -> Manifest:
     """Understand a manifest, or say what is wrong with it. All that can be checked without the files is checked."""
     file = path / MANIFEST
     try:
-        parts = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse)
+        parts = json.loads(text, object_pairs_hook=trees.without_repetition, parse_constant=_refuse)
         if not isinstance(parts, dict) or parts.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
         if parts.get("version") != VERSION:
@@ -202,13 +202,6 @@ def parse(text: bytes, path: Path) -> Manifest:
         raise CheckpointError(
             f"{file} is no manifest that can be used: {reason}. Load another checkpoint, or write this one anew."
         ) from error
-
-
-def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("it has a name twice")
-    return found
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -23,7 +23,6 @@ import os
 import stat
 import struct
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -38,6 +37,7 @@ from ..errors import CheckpointError
 from .blocks import Block, row_major_strides
 from .dtypes import DTYPE_CODES, DTYPES_BY_CODE
 from .manifest import FileRecord
+from .trees import without_repetition
 
 CHUNK_BYTES = 1 << 20
 """Data under one checksum."""
@@ -427,7 +427,7 @@ class _Descriptor:
 
 def _parse_header(header: bytes, data_bytes: int) -> tuple[dict[str, FileEntry], dict[str, str]]:
     """Tensors in the order of their data, and the metadata; ValueError if the header breaks a rule."""
-    fields = json.loads(header.decode(), object_pairs_hook=_without_repetition)
+    fields = json.loads(header.decode(), object_pairs_hook=without_repetition)
     if not isinstance(fields, dict):
         raise ValueError("it must be a JSON object")
     metadata = fields.pop("__metadata__", {})
@@ -476,14 +476,6 @@ def _parse_entry(key: str, field: Any) -> FileEntry:
 def _are_sizes(values: Any) -> TypeGuard[list[int]]:
     # JSON's true is an int in Python.
     return isinstance(values, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in values)
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        twice = sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"names must not be repeated: {', '.join(map(repr, twice))}")
-    return fields
 
 
 # --- both ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -149,3 +150,12 @@ def references(tree: Any) -> Iterator[TensorRef]:
 
 def _dtype(value: dict[str, Any]) -> torch.dtype:
     return DTYPES_BY_CODE[value["dtype"]]
+
+
+def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`: an object that has no name twice."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        twice = sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"names must not be repeated: {', '.join(map(repr, twice))}")
+    return fields

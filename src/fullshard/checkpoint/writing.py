@@ -217,7 +217,7 @@ def _write_own(
 
 
 def _fetching(local: Tensor) -> Callable[[], Tensor]:
-    return lambda: local.detach().to("cpu").contiguous()
+    return lambda: local.detach().to("cpu").resolve_conj().contiguous()
 
 
 def _publish(team: Team, plan: Plan, folder: Path, records: Sequence[FileRecord | None]) -> None:
