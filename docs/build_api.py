@@ -67,6 +67,9 @@ CHAPTERS = {
 }
 """The names of `fullshard`, in the order of the page."""
 
+PACKAGES = ["checkpoint"]
+"""Folders that show names of their files to users."""
+
 MODULES = ["optim", "wrap", "sharded_grad_scaler", "mesh", "comm"]
 """Modules whose public classes are for users, too."""
 
@@ -77,6 +80,9 @@ GIVEN_TO_USERS = {
     "FlatParameter",
     "GroupPlan",
     "PlannedGroup",
+    "Loaded",
+    "PendingSave",
+    "Saved",
 }
 """Classes that users do not make instances of."""
 
@@ -361,6 +367,17 @@ def chapters() -> dict[str, tuple[str, list[Entry]]]:
     found: dict[str, tuple[str, list[Entry]]] = {}
     for title, names in CHAPTERS.items():
         found[title] = "", [entry_of(name, places[name]) for name in names]
+    for package in PACKAGES:
+        tree = parse(f"{package}.__init__")
+        names_by_file = {
+            f"{package}.{node.module}": [alias.name for alias in node.names]
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom) and node.level == 1
+        }
+        found[f"fullshard.{package}"] = (
+            doc_of(tree),
+            [entry_of(name, file) for file, names in names_by_file.items() for name in names],
+        )
     for module in MODULES:
         tree = parse(module)
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]

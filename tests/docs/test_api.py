@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 import fullshard
-from fullshard import comm, mesh
+from fullshard import checkpoint, comm, mesh
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -46,7 +46,12 @@ def test_every_public_name_has_its_place() -> None:
         for name, value in inspect.getmembers(module, inspect.isclass)
         if value.__module__ == module.__name__ and not name.startswith("_")
     ]
-    names = {*fullshard.__all__, *classes, *(f"FSDPModule.{name}" for name in methods)}
+    names = {
+        *fullshard.__all__,
+        *checkpoint.__all__,
+        *classes,
+        *(f"FSDPModule.{name}" for name in methods),
+    }
     headings = set(re.findall(r"^#+ `(.*)`$", PAGE, re.MULTILINE))
     assert names <= headings
     assert all(f"](#{BUILDER.anchor(name)})" in PAGE for name in names), "the index has all"
