@@ -67,8 +67,20 @@ CHAPTERS = {
 }
 """The names of `fullshard`, in the order of the page."""
 
-PACKAGES = ["checkpoint"]
-"""Folders that show names of their files to users."""
+PACKAGES = {
+    "checkpoint": [
+        "save",
+        "async_save",
+        "PendingSave",
+        "load",
+        "latest",
+        "load_huggingface",
+        "save_huggingface",
+        "Saved",
+        "Loaded",
+    ]
+}
+"""Folders that show names of their files to users, in the order of the page."""
 
 MODULES = ["optim", "wrap", "sharded_grad_scaler", "mesh", "comm"]
 """Modules whose public classes are for users, too."""
@@ -367,16 +379,19 @@ def chapters() -> dict[str, tuple[str, list[Entry]]]:
     found: dict[str, tuple[str, list[Entry]]] = {}
     for title, names in CHAPTERS.items():
         found[title] = "", [entry_of(name, places[name]) for name in names]
-    for package in PACKAGES:
+    for package, names in PACKAGES.items():
         tree = parse(f"{package}.__init__")
-        names_by_file = {
-            f"{package}.{node.module}": [alias.name for alias in node.names]
+        files = {
+            alias.name: f"{package}.{node.module}"
             for node in tree.body
             if isinstance(node, ast.ImportFrom) and node.level == 1
+            for alias in node.names
         }
+        if missing := files.keys() ^ set(names):
+            raise SystemExit(f"PACKAGES and fullshard.{package} differ in {missing}.")
         found[f"fullshard.{package}"] = (
             doc_of(tree),
-            [entry_of(name, file) for file, names in names_by_file.items() for name in names],
+            [entry_of(name, files[name]) for name in names],
         )
     for module in MODULES:
         tree = parse(module)

@@ -4,7 +4,7 @@
 
     checkpoint.save("runs/a/step-100", model, optimizer, extra={"step": 100})
     newest = checkpoint.latest("runs/a")
-    loaded = checkpoint.load(newest, model, optimizer)      # any number of ranks, either door
+    loaded = checkpoint.load(newest, model, optimizer)  # any number of ranks, either door
     step = loaded.extra["step"]
 
 All ranks call these. On disk are safetensors files and a JSON manifest: see docs/checkpoints.md.

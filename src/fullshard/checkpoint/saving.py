@@ -145,7 +145,7 @@ class PendingSave:
         assert self._saved is not None, "there is a result or an error"
         return self._saved
 
-    def finish_before_next(self) -> None:
+    def _finish_before_next(self) -> None:
         """Wait; raise an error only if nobody has seen it."""
         self._thread.join()
         if not self._error_was_raised:
@@ -166,7 +166,7 @@ def _finish_previous(team: Team, when_busy: str) -> None:
     if when_busy == "refuse":
         team.each(lambda: _refuse_if_busy(pending))
     _InFlight.save = None
-    team.each(lambda: None if pending is None else pending.finish_before_next())
+    team.each(lambda: None if pending is None else pending._finish_before_next())
 
 
 def _refuse_if_busy(pending: PendingSave | None) -> None:
