@@ -158,6 +158,8 @@ def test_options_are_the_saved_ones_and_how_to_compute_is_one_s_own() -> None:
     assert group["eps"] == 0.25  # the checkpoint has none
     load_into(net, plain := optim.Adam(net.parameters()), source)
     assert isinstance(plain.param_groups[0]["lr"], Tensor)
+    load_into(net, mine, saved(net, stepped(net.parameters(), lr=0.75)))
+    assert_equal(group["lr"], torch.tensor(0.75))  # which a compiled step may have as a tensor only
 
 
 def test_old_state_stays_until_all_was_read() -> None:

@@ -63,7 +63,8 @@ def snapshot(model: nn.Module, optimizer: Optimizer | None = None) -> Snapshot:
         tree, of_optimizer = optimizer_tree(optimizer, holdings)
         tensors = [*tensors, *of_optimizer]
     copies = [
-        replace(held, local=None if held.local is None else held.local.clone()) for held in tensors
+        replace(held, local=None if held.local is None else held.local.to("cpu", copy=True))
+        for held in tensors
     ]
     return outline_of(copies, holdings.tied, tree), copies
 

@@ -166,11 +166,13 @@ class ModelHoldings:
                 yield name, param
 
     def _is_new(self, name: str, tensor: Hashable) -> bool:
-        stored = self._names.setdefault(tensor, name)
-        if stored != name:
-            self.tied[name] = stored
-            return False
-        return name not in self.tied
+        """Whether a tensor is met for the first time; otherwise remember its other name."""
+        if tensor not in self._names:
+            self._names[tensor] = name
+            return True
+        if self._names[tensor] != name:
+            self.tied[name] = self._names[tensor]
+        return False
 
     def _add_member(self, name: str, group: FSDPParamGroup, index: int) -> None:
         """A parameter of a wrapper."""
@@ -255,6 +257,7 @@ class ModelHoldings:
         cell = spread.cell_of(self.rank) if cell is None else cell
         expected = None if cell is None else spread.extent(cell).shape
         local = local.detach()
+        self._faults.check_name(name)
         self._faults.check_local(name, local, expected)
         own = None if cell is None else local
         self.tensors.append(Held(MODEL + name, local.dtype, tuple(shape), spread, own))
@@ -325,8 +328,15 @@ class _Faults:
         self._partial: list[str] = []
         self._subclasses: list[str] = []
         self._misshapen: list[str] = []
+        self._names: set[str] = set()
+        self._taken: list[str] = []
         self.foreign: list[str] = []
         """Values that `get_extra_state` has returned."""
+
+    def check_name(self, name: str) -> None:
+        if name in self._names:
+            self._taken.append(name)
+        self._names.add(name)
 
     def check_placements(self, name: str, tensor: DTensor) -> None:
         if any(placement.is_partial() for placement in tensor.placements):
@@ -342,6 +352,11 @@ class _Faults:
 
     def raise_for(self, method: str) -> None:
         paragraphs = [
+            *listed(
+                self._taken,
+                f"{method} knows tensors by their names without wrappers; several tensors have each of these:",
+                "Rename one of the modules.",
+            ),
             *listed(
                 self._meta,
                 f"{method} needs tensors that have data; these are on the meta device:",

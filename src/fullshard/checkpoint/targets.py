@@ -58,13 +58,31 @@ class Faults:
     def paragraphs(self) -> list[str]:
         """For an error that names all of them."""
         return [
-            *listed(self.missing, "The checkpoint has nothing for these:", ""),
             *listed(
-                self.unexpected, "The checkpoint has these, and there is nothing to take them:", ""
+                self.missing,
+                "The checkpoint has nothing for these:",
+                "Build the model, and the optimizer, that were saved.",
             ),
-            *listed(self.shapes, "These have other shapes in the checkpoint:", ""),
-            *listed(self.dtypes, "These have other dtypes in the checkpoint:", ""),
-            *listed(self.others, "The optimizer is another one:", ""),
+            *listed(
+                self.unexpected,
+                "The checkpoint has these, and there is nothing to take them:",
+                "Build the model, and the optimizer, that were saved.",
+            ),
+            *listed(
+                self.shapes,
+                "These have other shapes in the checkpoint:",
+                "Build the model with the sizes it was saved with.",
+            ),
+            *listed(
+                self.dtypes,
+                "These have other dtypes in the checkpoint:",
+                "Convert the model before, or pass cast=True.",
+            ),
+            *listed(
+                self.others,
+                "The optimizer's groups, or its state, are others than in the checkpoint:",
+                "Make the optimizer as it was when it was saved, and change its options afterwards.",
+            ),
         ]
 
 
