@@ -20,7 +20,7 @@ import fullshard
 FOLDER = Path(fullshard.__file__).parent
 
 LAYERS = [
-    ["errors", "policies", "names"],
+    ["version", "errors", "policies", "names"],
     ["torch_border", "wrapper_options"],
     ["mesh", "layout", "tree", "schedule", "wrap"],
     ["streams", "buffers", "reduce_buffer", "placement", "faces", "param", "forms"],
@@ -37,7 +37,7 @@ LAYERS = [
         "checkpoint",
     ],
     ["__init__"],  # `from fullshard import ...`: what users see, and the programs below are users
-    ["train", "cli", "__main__"],
+    ["progress_line", "train", "checkpoint_tool", "cli", "__main__"],
 ]
 """Files and folders of the package from first to last: each imports from its left and from lines above."""
 

@@ -13,6 +13,8 @@ without copies.
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from .version import __version__ as __version__
+
 if _TYPE_CHECKING:
     from . import checkpoint as checkpoint, optim as optim
     from .errors import (
@@ -58,8 +60,6 @@ if _TYPE_CHECKING:
         StateDictSettings,
         StateDictType,
     )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BackwardPrefetch",

@@ -1,7 +1,8 @@
 """The `fullshard` command: what must be true before torch is imported, and the list of verbs.
 
 Nothing here imports torch, so `fullshard --help` and a mistyped option answer at once. Each program
-brings its own verb (`fullshard.train.command`); this file only puts them side by side.
+brings its own verbs (`fullshard.train.command`, `fullshard.checkpoint_tool.command`); this file only
+puts them side by side.
 """
 
 from __future__ import annotations
@@ -45,14 +46,15 @@ def build_app() -> typer.Typer:
     """Return the command with all its verbs."""
     import typer
 
+    from fullshard.checkpoint_tool.command import app as checkpoint
     from fullshard.train.command import train
 
     app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
-    # A callback keeps `train` a verb: with a single command and none, typer drops the verb's name.
     @app.callback()
     def fullshard() -> None:
         """Fully sharded data parallel training for PyTorch."""
 
     app.command()(train)
+    app.add_typer(checkpoint, name="checkpoint")
     return app

@@ -496,6 +496,13 @@ def profiler_range(label: str) -> contextlib.AbstractContextManager[Any]:
     return torch.profiler.record_function(label) if _profiler_enabled() else _NO_RANGE
 
 
+def dcp_item_place(file: str, offset: int, nbytes: int) -> Any:
+    """Where an item of a torch distributed checkpoint is, as its metadata says it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, nbytes)
+
+
 def pin(memory: Tensor) -> None:
     """Let CUDA write to host memory by itself, without a copy; no other device is known to need it."""
     if memory.numel() and torch.cuda.is_available():

@@ -18,7 +18,7 @@ from fullshard.checkpoint.manifest import StoredTensor
 from fullshard.checkpoint.optimizer_holdings import optimizer_tree
 from fullshard.checkpoint.optimizer_target import OptimizerTarget
 from fullshard.checkpoint.param_spreads import inverse
-from fullshard.checkpoint.source import TensorInfo
+from fullshard.checkpoint.source import Source, TensorInfo
 from fullshard.checkpoint.targets import ModelTarget, Want
 
 
@@ -33,20 +33,23 @@ class MemorySource:
         whole: Mapping[str, Tensor],
         tied: Mapping[str, str] | None = None,
         optimizer: Mapping[str, Any] | None = None,
+        extra: Any = None,
     ) -> None:
-        self.whole = whole
+        self.whole = dict(whole)
+        self.largest_read = 0
         self.tensors = {
             key: TensorInfo(tensor.dtype, tuple(tensor.shape)) for key, tensor in whole.items()
         }
-        self.tied, self.optimizer, self.extra = tied or {}, optimizer, None
+        self.tied, self.optimizer, self.extra = tied or {}, optimizer, extra
 
     def read(self, key: str, wanted: Block, out: Tensor) -> None:
         found = self.whole[key][wanted.slices_in(whole(self.tensors[key].shape))]
         assert (found.dtype, found.shape, out.device.type) == (out.dtype, out.shape, "cpu")
+        self.largest_read = max(self.largest_read, wanted.numel)
         out.copy_(found)
 
     def verify(self, wanted: Iterable[tuple[str, Block]]) -> list[str]:
-        return []
+        return [f"{key}: is not there" for key, _ in wanted if key not in self.whole]
 
     def close(self) -> None:
         pass
@@ -140,3 +143,20 @@ def _assembled(key: str, known: StoredTensor, of_ranks: Sequence[Held | None]) -
             times_written[place] += 1
     assert (times_written == len(spread.holders)).all(), key
     return stored if spread.order is None else stored.permute(inverse(spread.order))
+
+
+def plain_source(
+    model: nn.Module, optimizer: Optimizer | None = None, extra: Any = None
+) -> MemorySource:
+    """The checkpoint of a model in one process."""
+    source = source_of([snapshot(model, optimizer)])
+    source.extra = extra
+    return source
+
+
+def value_of(source: Source, key: str) -> Tensor:
+    """A whole tensor of any source."""
+    info = source.tensors[key]
+    out = torch.empty(info.shape, dtype=info.dtype)
+    source.read(key, whole(info.shape), out)
+    return out

@@ -110,3 +110,14 @@ def blocks_of_range(shape: Sequence[int], begin: int, end: int) -> list[Block]:
         rest = tuple(shape[1:])
         found.append(Block((first, *[0] * len(rest)), (last - first, *rest)))
     return found + in_row(last, 0, last_rest)
+
+
+def slabs(shape: Sequence[int], limit: int) -> Iterator[Block]:
+    """All of a tensor as blocks of at most ``limit`` elements, in row-major order: whole rows, where one is not too large."""
+    numel = math.prod(shape)
+    if not numel:
+        return
+    row = math.prod(shape[1:])
+    step = limit // row * row or limit
+    for begin in range(0, numel, step):
+        yield from blocks_of_range(shape, begin, min(begin + step, numel))

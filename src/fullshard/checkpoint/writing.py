@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import __version__
 from ..errors import CheckpointError, ConfigurationError
+from ..version import __version__
 from . import publishing, trees
 from .agreement import Outline, agreed, outline_of
 from .holdings import Held, ModelHoldings

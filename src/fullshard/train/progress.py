@@ -1,7 +1,6 @@
-"""What the user sees of a run: one live line while it trains, and a summary at its end.
+"""What the user sees of a run: one line while it trains (`progress_line`), and a summary at its end.
 
-On a terminal the line renews itself; elsewhere (a pipe, a log file) a plain line appears about ten
-times in the whole run. Rank 0 watches with `showing_progress`, the others with `Silence`.
+Rank 0 watches with `showing_progress`, the others with `Silence`.
 """
 
 from __future__ import annotations
@@ -10,15 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fullshard.progress_line import ProgressLine, showing_line
 from fullshard.train.result import RunFacts, StepReport, TrainResult, Watcher, bits_per_byte
 
 SMOOTHING = 0.9
 """How much of the shown loss is carried over from step to step."""
-
-PLAIN_LINES = 10
 
 
 class Silence:
@@ -48,89 +45,37 @@ class SmoothLoss:
         return self._sum / self._weight
 
 
-class LiveProgress:
-    """One line on a terminal that renews itself."""
+class RunProgress:
+    """Shows a run: a line while it trains, a summary at its end."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, line: ProgressLine) -> None:
         self._console = console
+        self._line = line
         self._loss = SmoothLoss()
         self._steps = 0
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[status]}"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
-        self._task = self._bar.add_task("", total=None, visible=False, status="")
 
     def begin(self, facts: RunFacts) -> None:
         """Say what is trained, and open the line."""
         print_facts(self._console, facts)
         self._steps = facts.steps
-        self._bar.update(
-            self._task,
-            description=step_of(0, facts.steps),
-            total=facts.steps,
-            visible=True,
-            status="evaluating",
-        )
-        self._bar.start()
+        self._line.begin(facts.steps, step_of(0, facts.steps), "evaluating")
 
     def step(self, report: StepReport) -> None:
         """Renew the line."""
         status = status_of(report, self._loss.add(report.loss))
-        description = step_of(report.step, self._steps)
-        self._bar.update(self._task, description=description, completed=report.step, status=status)
+        self._line.show(report.step, step_of(report.step, self._steps), status)
 
     def end(self, result: TrainResult) -> None:
         """Put the summary in the place of the line."""
-        self.close()
-        print_summary(self._console, result)
-
-    def close(self) -> None:
-        """Take the line away and give the cursor back; harmless when done already."""
-        self._bar.stop()
-
-
-class PlainProgress:
-    """A line now and then, for a pipe or a log file."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._loss = SmoothLoss()
-        self._steps = 0
-
-    def begin(self, facts: RunFacts) -> None:
-        """Say what is trained."""
-        self._steps = facts.steps
-        print_facts(self._console, facts)
-
-    def step(self, report: StepReport) -> None:
-        """Write a line when another tenth of the run is done."""
-        loss = self._loss.add(report.loss)
-        every = max(1, self._steps // PLAIN_LINES)
-        if report.step % every == 0 or report.step in (1, self._steps):
-            line = f"{step_of(report.step, self._steps)}  {status_of(report, loss)}"
-            self._console.print(line, soft_wrap=True)
-
-    def end(self, result: TrainResult) -> None:
-        """Write the summary."""
+        self._line.close()
         print_summary(self._console, result)
 
 
 @contextmanager
 def showing_progress(console: Console) -> Iterator[Watcher]:
     """Give the watcher that suits where the console writes to, and leave the terminal as it was."""
-    if not console.is_terminal:
-        yield PlainProgress(console)
-        return
-    live = LiveProgress(console)
-    try:
-        yield live
-    finally:
-        live.close()
+    with showing_line(console) as line:
+        yield RunProgress(console, line)
 
 
 def step_of(step: int, steps: int) -> str:

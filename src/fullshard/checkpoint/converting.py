@@ -1,0 +1,207 @@
+"""From any format of checkpoints into any other, in one process and a piece at a time.
+
+fullshard      a folder with a manifest.json
+dcp            a folder with a .metadata, of torch.distributed.checkpoint
+huggingface    a folder with model.safetensors or its index: the model only
+torch          a file of torch.save with state dicts; writing one needs memory for all of it
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, ConfigurationError
+from ..version import __version__
+from . import manifest as manifests, publishing, trees
+from .blocks import Block
+from .dcp import DcpCheckpoint, write_dcp
+from .dcp_metadata import METADATA
+from .huggingface import HuggingFaceFolder, write_huggingface
+from .manifest import MANIFEST, Manifest, StoredTensor, file_name
+from .reading import read_verified
+from .source import MODEL, OPTIMIZER, Source
+from .spread import Cuts, Spread
+from .stored import StoredCheckpoint
+from .tensor_files import NewEntry, write_file
+from .torch_files import TorchFile, write_torch_file
+
+FORMATS = ("fullshard", "huggingface", "dcp", "torch")
+
+
+def open_source(path: str | os.PathLike[str]) -> Source:
+    """Open a checkpoint of any format; which one it is shows in what is there."""
+    path = Path(path)
+    if path.is_file():
+        return TorchFile(path)
+    if (path / MANIFEST).is_file():
+        return StoredCheckpoint(path, manifests.read(path))
+    if (path / METADATA).is_file():
+        return DcpCheckpoint(path)
+    if any(path.glob("*.safetensors*")):
+        return HuggingFaceFolder(path)
+    raise CheckpointError(
+        f"A checkpoint is a file of torch.save, or a folder with a {MANIFEST} (fullshard), a {METADATA} "
+        f"(torch.distributed.checkpoint) or a model.safetensors (Hugging Face); {path} "
+        f"{'has none of them' if path.is_dir() else 'is not there'}."
+    )
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: str,
+    files: int = 1,
+) -> None:
+    """Write the checkpoint at ``source`` to ``target`` in another format, or the same.
+
+    Args:
+        source: A checkpoint of any format.
+        target: Where nothing is yet.
+        to: One of `FORMATS`.
+        files: Over how many files a checkpoint of our own is divided: so many can be read at once.
+    """
+    opened = open_source(source)
+    try:
+        write(opened, target, to=to, files=files)
+    finally:
+        opened.close()
+
+
+def write(
+    source: Source,
+    target: str | os.PathLike[str],
+    *,
+    to: str,
+    files: int = 1,
+    on_bytes: Callable[[int], None] | None = None,
+) -> None:
+    """Write what an open source has; ``on_bytes`` is told how many more bytes were read of it. See `convert`."""
+    if to not in FORMATS:
+        raise ConfigurationError(
+            f"A checkpoint is written as one of {', '.join(FORMATS)}; not as {to!r}."
+        )
+    if files < 1 or (files > 1 and to != "fullshard"):
+        raise ConfigurationError(
+            f"files is 1 or, for a checkpoint of fullshard's own, more; got {files} for {to}."
+        )
+    target = Path(target)
+    if target.is_file() or (target.is_dir() and any(target.iterdir())):
+        raise CheckpointError(f"A checkpoint is written where nothing is yet; {target} is there.")
+    counted = source if on_bytes is None else _Counted(source, on_bytes)
+    if to == "fullshard":
+        write_checkpoint(counted, target, files=files)
+    elif to == "dcp":
+        write_dcp(counted, target)
+    elif to == "huggingface":
+        write_huggingface(counted, target)
+    else:
+        write_torch_file(counted, target)
+
+
+class _Counted:
+    """A source that tells how many bytes are read of it."""
+
+    def __init__(self, source: Source, on_bytes: Callable[[int], None]) -> None:
+        self._source = source
+        self._on_bytes = on_bytes
+        self.path = source.path
+        self.format = source.format
+        self.tensors = source.tensors
+        self.tied = source.tied
+        self.optimizer = source.optimizer
+        self.extra = source.extra
+
+    def read(self, key: str, wanted: Block, out: Tensor) -> None:
+        self._source.read(key, wanted, out)
+        self._on_bytes(out.nbytes)
+
+    def verify(self, wanted: Iterable[tuple[str, Block]]) -> list[str]:
+        return self._source.verify(wanted)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+# --- our own -----------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(source: Source, path: str | os.PathLike[str], *, files: int = 1) -> None:
+    """Write a checkpoint of our own, as ``files`` ranks would that have the rows of each tensor.
+
+    The memory that is needed is for the largest tensor's part of one file.
+    """
+    path = Path(path)
+    _refuse_what_cannot_be_written(source)
+    tensors = {
+        key: StoredTensor(info.dtype, _in_rows(info.shape, files))
+        for key, info in source.tensors.items()
+    }
+    serial = publishing.next_serial(path)
+    folder = publishing.begin(path)
+    try:
+        records = {}
+        for rank in range(files):
+            entries = _entries(source, tensors, rank)
+            if entries:
+                records[rank] = write_file(folder / file_name(rank), entries)
+        manifest = Manifest(
+            data=folder.name,
+            world=files,
+            tensors=tensors,
+            files=records,
+            tied=source.tied,
+            optimizer=source.optimizer,
+            extra=source.extra,
+            serial=serial,
+            created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            fullshard=__version__,
+            torch=torch.__version__,
+        )
+        publishing.publish(path, manifest)
+    except BaseException:
+        published = publishing.manifest_or_none(path)
+        if published is None or published.data != folder.name:
+            publishing.abandon(folder)
+        raise
+
+
+def _refuse_what_cannot_be_written(source: Source) -> None:
+    faults = [
+        f"{key}: a tensor of {info.dtype} and shape {info.shape} beside model and optimizer"
+        for key, info in source.tensors.items()
+        if not key.startswith((MODEL, OPTIMIZER))
+    ]
+    for name in ("optimizer", "extra"):
+        trees.encode(getattr(source, name), name, faults)
+    if faults:
+        raise CheckpointError(
+            "A checkpoint of fullshard's own has tensors of a model and an optimizer, and values that JSON can say, with "
+            f"tensors of up to {trees.MOST_ARRAY_BYTES} bytes; {source.path} has\n  "
+            + "\n  ".join(faults)
+        )
+
+
+def _in_rows(shape: tuple[int, ...], files: int) -> Spread:
+    cuts: list[Cuts] = [(0,)] * len(shape)
+    if shape and shape[0]:
+        cuts[0] = range(0, shape[0], -(-shape[0] // files))
+    return Spread(shape=shape, cuts=tuple(cuts), holders=(tuple(range(files)),))
+
+
+def _entries(source: Source, tensors: dict[str, StoredTensor], rank: int) -> list[NewEntry]:
+    entries = []
+    for key, stored in tensors.items():
+        cell = stored.spread.cell_of(rank)
+        extent = None if cell is None else stored.spread.extent(cell)
+        if extent is not None and extent.numel:
+            fetch = partial(read_verified, source, key, extent)
+            entries.append(NewEntry(key, stored.dtype, extent.shape, fetch))
+    return entries

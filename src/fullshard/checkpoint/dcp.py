@@ -1,0 +1,463 @@
+"""Torch distributed checkpoints (DCP), read and written in one process.
+
+    path/.metadata        which entries there are, and where: see `dcp_metadata`
+    path/__0_0.distcp     items, each written by one `torch.save`: a chunk of a tensor, or another value
+
+What an entry is follows from where it was in the state dict that was saved:
+
+    {"model": state dict, "optimizer": state dict, ...}    as torch's `get_state_dict` has them; also "optim"
+    {name: tensor, ...}                                    a bare state dict of the model
+
+Optimizer states may be nested or flattened (``flatten_optimizer_state_dict``). All other entries are `extra`.
+Values are read by ``torch.load(weights_only=True)``, which runs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ..errors import CheckpointError
+from ..torch_border import dcp_item_place
+from . import trees
+from .blocks import Block, slabs, whole
+from .dcp_metadata import METADATA, Chunk, DcpTensor, Item, read_metadata
+from .reading import read_verified, with_tensors
+from .source import MODEL, OPTIMIZER, Source, TensorInfo, TensorRef
+
+EXTRA = "extra/"
+"""Begins the keys of tensors in `extra` that are too large to be read when the checkpoint is opened."""
+
+DATA = "__0_0.distcp"
+CHUNK_BYTES = 256 << 20
+"""Of tensors that are written; those who read them load a chunk at a time."""
+
+MODEL_ROOT = "model"
+MODULE_STATE = "_extra_state"
+"""Ends the names under which state dicts have what a module's `get_extra_state` returned."""
+OPTIMIZER_ROOTS = ("optimizer", "optim")
+EXTRA_ROOT = "extra"
+
+StatePath = tuple[str | int, ...]
+"""Where a value is in a state dict: keys of dicts, positions in lists."""
+
+
+# --- reading -----------------------------------------------------------------------------------------------
+
+
+class DcpCheckpoint:
+    """A `Source`. It holds the chunk that was read last, so blocks are best read in the order of their chunks."""
+
+    format = "DCP"
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._metadata = read_metadata(self.path)
+        self._files: dict[str, int] = {}
+        self._last: tuple[Item, Tensor] | None = None
+        self._stored: dict[str, DcpTensor] = {}
+        self._made: dict[str, Tensor] = {}
+        """Tensors that are not in the files as such, by key."""
+        self.tied: Mapping[str, str] = {}
+        try:
+            self._arrange()
+        except BaseException:
+            self.close()
+            raise
+        everything: dict[str, DcpTensor | Tensor] = {**self._stored, **self._made}
+        self.tensors: Mapping[str, TensorInfo] = {
+            key: TensorInfo(each.dtype, tuple(each.shape)) for key, each in everything.items()
+        }
+
+    def read(self, key: str, wanted: Block, out: Tensor) -> None:
+        """Read a block into ``out``, a CPU tensor of the block's shape and the stored dtype."""
+        if key in self._made:
+            out.copy_(self._made[key][wanted.slices_in(whole(self._made[key].shape))])
+            return
+        for chunk, common in _overlapping(self._stored[key], wanted):
+            found = self._chunk(key, chunk)
+            out[common.slices_in(wanted)].copy_(found[common.slices_in(chunk.block)])
+
+    def verify(self, wanted: Iterable[tuple[str, Block]]) -> list[str]:
+        """Check the CRC-32 of every chunk that has a part of what is wanted: items are zip files."""
+        items = {
+            chunk.item: key
+            for key, block in wanted
+            if key in self._stored
+            for chunk, _ in _overlapping(self._stored[key], block)
+        }
+        return [fault for item, key in items.items() for fault in self._faults(item, key)]
+
+    def pieces(self, key: str) -> Iterator[tuple[str, int, int, Block]]:
+        """Where a tensor is: file, first byte, number of bytes, and which block is there."""
+        for chunk in self._stored[key].chunks if key in self._stored else ():
+            yield chunk.item.file, chunk.item.offset, chunk.item.nbytes, chunk.block
+
+    def close(self) -> None:
+        """Let go of files."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+        self._last = None
+
+    def _arrange(self) -> None:
+        """Find out which entry is what, and read all but large tensors."""
+        root = _nested(self._metadata.paths)
+        inner = root.pop(MODEL_ROOT) if isinstance(root.get(MODEL_ROOT), dict) else root
+        self._add_module_states(inner)
+        if inner is root:
+            tensors = [path for path, name in _leaves(root) if name in self._metadata.tensors]
+            model = {str(path[0]): root.pop(str(path[0])) for path in tensors if len(path) == 1}
+        else:
+            model = {".".join(map(str, path)): name for path, name in _leaves(inner)}
+        values = sorted(name for name in model if model[name] not in self._metadata.tensors)
+        if values:
+            raise CheckpointError(
+                f"A model's entries are read if they are tensors; in {self.path} these are not: {values}. Save it "
+                "without them, or beside the model."
+            )
+        self._stored |= {MODEL + name: self._metadata.tensors[model[name]] for name in model}
+        found = [name for name in OPTIMIZER_ROOTS if isinstance(root.get(name), dict)]
+        self.optimizer = self._optimizer_of(root.pop(found[0]), model) if found else None
+        extra = root.get(EXTRA_ROOT) if set(root) == {EXTRA_ROOT} else root or None
+        self.extra = self._values(extra, EXTRA[:-1], most_bytes=trees.MOST_ARRAY_BYTES)
+
+    def _add_module_states(self, model: dict[str, Any]) -> None:
+        """Take states of modules that are no tensors out of ``model``: here they are tensors with what JSON says of them."""
+        for name in list(filter(_is_module_state, model)):
+            if isinstance(model[name], str) and model[name] in self._metadata.tensors:
+                continue
+            state = self._values(model.pop(name), name, most_bytes=trees.MOST_ARRAY_BYTES)
+            faults: list[str] = []
+            text = json.dumps(trees.encode(state, name, faults))
+            if faults:
+                raise CheckpointError(
+                    f"The state of a module can be what JSON can say; in {self.path} it is not: {faults}."
+                )
+            self._made[MODEL + name] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+    def _optimizer_of(self, tree: dict[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+        if "param_groups" not in tree:
+            return self._flattened_optimizer_of(tree, names)
+        groups = self._values(tree["param_groups"], "param_groups")
+        state = self._values(tree.get("state", {}), OPTIMIZER[:-1])
+        if not (
+            isinstance(groups, list)
+            and all(isinstance(group, dict) and "params" in group for group in groups)
+            and isinstance(state, dict)
+            and all(isinstance(each, dict) for each in state.values())
+        ):
+            raise self._strange_optimizer("others")
+        named = [{**group, "params": list(map(str, group["params"]))} for group in groups]
+        return {"state": state, "param_groups": named}
+
+    def _strange_optimizer(self, found: str) -> CheckpointError:
+        return CheckpointError(
+            "The optimizer of a torch distributed checkpoint has a state for each parameter and a list of "
+            f"param_groups; {self.path} has {found}. Save what torch's get_state_dict gives."
+        )
+
+    def _flattened_optimizer_of(
+        self, tree: Mapping[str, Any], names: Mapping[str, str]
+    ) -> Mapping[str, Any]:
+        """Options are there for each parameter: those with the same are one group."""
+        parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+        for flat, entry in tree.items():
+            part, _, rest = flat.partition(".")
+            if part not in parts:
+                raise self._strange_optimizer(repr(flat))
+            ends = [end for end, letter in enumerate(rest) if letter == "."]
+            end = next((end for end in reversed(ends) if rest[:end] in names), rest.rfind("."))
+            parts[part].setdefault(rest[:end], {})[rest[end + 1 :]] = entry
+        groups: dict[str, dict[str, Any]] = {}
+        for name, options in self._values(parts["param_groups"], "param_groups").items():
+            same = json.dumps(trees.encode(options, name, []), sort_keys=True)
+            groups.setdefault(same, {"params": [], **options})["params"].append(name)
+        state = self._values(parts["state"], OPTIMIZER[:-1])
+        return {"state": state, "param_groups": list(groups.values())}
+
+    def _values(self, tree: Any, key: str, *, most_bytes: int = 0) -> Any:
+        """A tree of entries as a tree of what they are; tensors of more than ``most_bytes`` and a dimension stay."""
+        if tree is None:
+            return None
+        if isinstance(tree, dict):
+            return {
+                each: self._values(tree[each], f"{key}/{each}", most_bytes=most_bytes)
+                for each in tree
+            }
+        if isinstance(tree, list):
+            return [
+                self._values(each, f"{key}/{i}", most_bytes=most_bytes)
+                for i, each in enumerate(tree)
+            ]
+        if tree in self._metadata.values:
+            item = self._metadata.values[tree]
+            self._refuse(self._faults(item, tree))
+            return self._load(item, tree)
+        self._stored[key] = tensor = self._metadata.tensors[tree]
+        block = whole(tensor.shape)
+        if tensor.shape and block.numel * tensor.dtype.itemsize > most_bytes:
+            return TensorRef(key)
+        self._refuse(self.verify([(key, block)]))
+        value = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self.read(key, block, value)
+        del self._stored[key]
+        return value
+
+    def _refuse(self, faults: list[str]) -> None:
+        if faults:
+            raise CheckpointError("\n".join([f"The checkpoint {self.path} is damaged:", *faults]))
+
+    def _chunk(self, key: str, chunk: Chunk) -> Tensor:
+        if self._last is not None and self._last[0] == chunk.item:
+            return self._last[1]
+        self._last = None  # room for the next one
+        found = self._load(chunk.item, key)
+        dtype, shape = self._stored[key].dtype, chunk.block.shape
+        if not isinstance(found, Tensor) or (found.dtype, tuple(found.shape)) != (dtype, shape):
+            kind = (
+                f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found)
+            )
+            raise CheckpointError(
+                f"{self._place(chunk.item, key)} should be {dtype} {shape} and is {kind}. The checkpoint is damaged."
+            )
+        self._last = chunk.item, found.detach()
+        return found.detach()
+
+    def _load(self, item: Item, key: str) -> Any:
+        try:
+            stream = cast(IO[bytes], self._open(item))
+            return torch.load(stream, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
+            raise CheckpointError(
+                f"{self._place(item, key)} cannot be read by torch.load(weights_only=True): "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+    def _faults(self, item: Item, key: str) -> list[str]:
+        try:
+            with zipfile.ZipFile(cast(IO[bytes], self._open(item))) as archive:
+                # After torch.serialization.set_crc32_options(False) there are none.
+                has_checksums = any(record.CRC for record in archive.infolist())
+                damaged = archive.testzip() if has_checksums else None
+        except (zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
+            return [f"{self._place(item, key)}: {error}"]
+        if damaged is None:
+            return []
+        return [f"{self._place(item, key)}: the checksum of {damaged} is wrong"]
+
+    def _place(self, item: Item, key: str) -> str:
+        span = f"bytes {item.offset} to {item.offset + item.nbytes}"
+        return f"{self.path / item.file}, {key} ({span})"
+
+    def _open(self, item: Item) -> io.RawIOBase:
+        if item.file not in self._files:
+            self._files[item.file] = os.open(self.path / item.file, os.O_RDONLY | os.O_CLOEXEC)
+        return _ItemFile(self._files[item.file], item)
+
+
+class _ItemFile(io.RawIOBase):
+    """An item as a file of its own."""
+
+    def __init__(self, descriptor: int, item: Item) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._item = item
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._item.nbytes}
+        self._position = max(base[whence] + offset, 0)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer, as far as the item goes: a single read stops at 2 GiB."""
+        view = memoryview(buffer).cast("B")[: max(self._item.nbytes - self._position, 0)]
+        done = 0
+        while done < len(view):
+            start = self._item.offset + self._position
+            count = os.preadv(self._descriptor, [view[done:]], start)
+            if not count:
+                break
+            done += count
+            self._position += count
+        return done
+
+
+def _overlapping(tensor: DcpTensor, wanted: Block) -> Iterator[tuple[Chunk, Block]]:
+    for chunk in tensor.chunks:
+        common = chunk.block.intersection(wanted)
+        if common is not None:
+            yield chunk, common
+
+
+def _nested(paths: Mapping[str, StatePath]) -> dict[str, Any]:
+    """The state dict that was saved, with the names of entries in the place of values."""
+    root: dict[Any, Any] = {}
+    for name, path in paths.items():
+        inner = root
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise CheckpointError(f"The entry {name} is within another one: {path}.")
+        inner[path[-1]] = name
+    return {str(key): _with_lists(value) for key, value in root.items()}
+
+
+def _with_lists(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    inner = {key: _with_lists(value) for key, value in tree.items()}
+    if all(isinstance(key, int) for key in inner):
+        return [inner[key] for key in sorted(inner)]
+    return {str(key): value for key, value in inner.items()}
+
+
+def _leaves(tree: Any, path: StatePath = ()) -> Iterator[tuple[StatePath, Any]]:
+    """What is in a tree at which path. Lists and tuples are leaves, unless a list has dicts or tensors in it."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _leaves(value, (*path, str(key)))
+    elif isinstance(tree, list) and not all(map(_is_leaf, tree)):
+        for i, value in enumerate(tree):
+            yield from _leaves(value, (*path, i))
+    else:
+        yield path, tree
+
+
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_leaf, value))
+    return not isinstance(value, Mapping | Tensor | TensorRef | trees.DeviceScalar)
+
+
+# --- writing -----------------------------------------------------------------------------------------------
+
+
+def write_dcp(source: Source, path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint as a torch distributed checkpoint: ``{"model": ..., "optimizer": ..., **extra}``.
+
+    ``torch.distributed.checkpoint.load`` and ``set_state_dict`` read it into any model of torch's. An
+    ``extra`` that is no dict, or has a key of these, is the entry "extra". Tensors are copied in chunks. The folder must
+    be new or empty; it is a checkpoint once its metadata are there, which are written last.
+    """
+    folder = Path(path)
+    unfinished = folder / f"{METADATA}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise CheckpointError(
+                f"A torch distributed checkpoint is written to a new or an empty folder; {folder} is not."
+            )
+        try:
+            _write_files(source, folder / DATA, unfinished)
+        except BaseException:
+            for file in (folder / DATA, unfinished):
+                file.unlink(missing_ok=True)
+            raise
+        unfinished.replace(folder / METADATA)
+    except OSError as error:
+        raise CheckpointError(f"No checkpoint can be written to {folder}: {error}") from error
+
+
+def _write_files(source: Source, data: Path, description: Path) -> None:
+    metadata = Metadata({}, planner_data={}, storage_data={})
+    with data.open("xb") as file:
+        for where, value in _leaves(_state_dict(source)):
+            _write_entry(file, metadata, where, value, source)
+        file.flush()
+        os.fsync(file.fileno())
+    with description.open("xb") as file:
+        pickle.dump(metadata, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _state_dict(source: Source) -> dict[str, Any]:
+    names = [key.removeprefix(MODEL) for key in source.tensors if key.startswith(MODEL)]
+    model: dict[str, Any] = {name: TensorRef(MODEL + name) for name in names}
+    model |= {name: TensorRef(MODEL + stored) for name, stored in source.tied.items()}
+    model |= {name: _module_state(source, name) for name in names if _is_module_state(name)}
+    found: dict[str, Any] = {MODEL_ROOT: model}
+    if source.optimizer is not None:
+        found[OPTIMIZER_ROOTS[0]] = source.optimizer
+    if source.extra is None:
+        return found
+    ours = {MODEL_ROOT, EXTRA_ROOT, *OPTIMIZER_ROOTS}
+    if isinstance(source.extra, Mapping) and not ours.intersection(map(str, source.extra)):
+        return {**found, **source.extra}
+    return {**found, EXTRA_ROOT: source.extra}
+
+
+def _is_module_state(name: str) -> bool:
+    return name.rpartition(".")[2] == MODULE_STATE
+
+
+def _module_state(source: Source, name: str) -> Any:
+    """The state of a module as torch has it: if a tensor is what JSON says of a value, that value."""
+    info = source.tensors[MODEL + name]
+    if info.dtype == torch.uint8 and len(info.shape) == 1:
+        text = bytes(read_verified(source, MODEL + name).tolist())
+        with contextlib.suppress(ValueError, CheckpointError):
+            return trees.decode(json.loads(text))
+    return TensorRef(MODEL + name)
+
+
+def _write_entry(
+    file: IO[bytes], metadata: Metadata, where: StatePath, value: Any, source: Source
+) -> None:
+    name = ".".join(map(str, where))
+    if name in metadata.planner_data:
+        raise CheckpointError(
+            f"Names in a torch distributed checkpoint are joined by dots; two are {name!r} then: {where} and "
+            f"{metadata.planner_data[name]}."
+        )
+    metadata.planner_data[name] = where
+
+    def write(item: Any, index: MetadataIndex) -> None:
+        offset = file.tell()
+        torch.save(item, file)
+        metadata.storage_data[index] = dcp_item_place(DATA, offset, file.tell() - offset)
+
+    if isinstance(value, trees.DeviceScalar):
+        value = value.value
+    if not isinstance(value, Tensor | TensorRef):
+        write(with_tensors(value, source), MetadataIndex(name))
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        return
+    info = source.tensors[value.key] if isinstance(value, TensorRef) else value
+    chunks: list[ChunkStorageMetadata] = []
+    for block in list(slabs(info.shape, CHUNK_BYTES // info.dtype.itemsize)) or [whole(info.shape)]:
+        if isinstance(value, TensorRef):
+            part = read_verified(source, value.key, block)
+        else:
+            part = value[block.slices_in(whole(info.shape))].clone()
+        write(part, MetadataIndex(name, block.start, len(chunks)))
+        chunks.append(ChunkStorageMetadata(torch.Size(block.start), torch.Size(block.shape)))
+    properties = TensorProperties(dtype=info.dtype)
+    metadata.state_dict_metadata[name] = TensorStorageMetadata(
+        properties, torch.Size(info.shape), chunks
+    )
