@@ -15,12 +15,11 @@ from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.converting import (
     FORMATS,
     convert,
-    open_source,
     write,
     write_checkpoint,
 )
 from fullshard.checkpoint.differences import differences
-from fullshard.checkpoint.loading import load
+from fullshard.checkpoint.formats import load, open_source
 from tests.helpers.checkpoints import MemorySource, plain_source, value_of
 from tests.helpers.models import ModelOptions, make_decoder, tokens_for
 

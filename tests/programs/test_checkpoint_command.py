@@ -16,7 +16,8 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from fullshard import cli
-from fullshard.checkpoint.converting import FORMATS, open_source, write
+from fullshard.checkpoint.converting import FORMATS, write
+from fullshard.checkpoint.formats import open_source
 from fullshard.checkpoint_tool import contents, showing
 from tests.helpers.checkpoints import plain_source
 

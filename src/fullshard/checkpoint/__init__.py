@@ -10,8 +10,9 @@
 All ranks call these. On disk are safetensors files and a JSON manifest: see docs/checkpoints.md.
 """
 
+from .formats import load
 from .huggingface import load_huggingface, save_huggingface
-from .loading import Loaded, load
+from .loading import Loaded
 from .publishing import latest
 from .saving import PendingSave, async_save, save
 from .writing import Saved

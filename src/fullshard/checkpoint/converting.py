@@ -1,9 +1,6 @@
 """From any format of checkpoints into any other, in one process and a piece at a time.
 
-fullshard      a folder with a manifest.json
-dcp            a folder with a .metadata, of torch.distributed.checkpoint
-huggingface    a folder with model.safetensors or its index: the model only
-torch          a file of torch.save with state dicts; writing one needs memory for all of it
+Folders of Hugging Face have the model only. To write a file of torch.save takes memory for all of it.
 """
 
 from __future__ import annotations
@@ -19,38 +16,19 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ConfigurationError
 from ..version import __version__
-from . import manifest as manifests, publishing, trees
+from . import publishing, trees
 from .blocks import Block
-from .dcp import DcpCheckpoint, write_dcp
-from .dcp_metadata import METADATA
-from .huggingface import HuggingFaceFolder, write_huggingface
-from .manifest import MANIFEST, Manifest, StoredTensor, file_name
+from .dcp import write_dcp
+from .formats import open_source
+from .huggingface import write_huggingface
+from .manifest import Manifest, StoredTensor, file_name
 from .reading import read_verified
 from .source import MODEL, OPTIMIZER, Source
 from .spread import Cuts, Spread
-from .stored import StoredCheckpoint
 from .tensor_files import NewEntry, write_file
-from .torch_files import TorchFile, write_torch_file
+from .torch_files import write_torch_file
 
 FORMATS = ("fullshard", "huggingface", "dcp", "torch")
-
-
-def open_source(path: str | os.PathLike[str]) -> Source:
-    """Open a checkpoint of any format; which one it is shows in what is there."""
-    path = Path(path)
-    if path.is_file():
-        return TorchFile(path)
-    if (path / MANIFEST).is_file():
-        return StoredCheckpoint(path, manifests.read(path))
-    if (path / METADATA).is_file():
-        return DcpCheckpoint(path)
-    if any(path.glob("*.safetensors*")):
-        return HuggingFaceFolder(path)
-    raise CheckpointError(
-        f"A checkpoint is a file of torch.save, or a folder with a {MANIFEST} (fullshard), a {METADATA} "
-        f"(torch.distributed.checkpoint) or a model.safetensors (Hugging Face); {path} "
-        f"{'has none of them' if path.is_dir() else 'is not there'}."
-    )
 
 
 def convert(

@@ -31,7 +31,6 @@ from torch.distributed import ProcessGroup
 from ..errors import CheckpointError, ConfigurationError
 from . import manifest as manifests
 from .blocks import Block, whole
-from .holdings import ModelHoldings
 from .loading import Loaded, Staging, load_source, rows_of
 from .replacement import NEW, replacing
 from .saving import save
@@ -48,7 +47,7 @@ Rename = Callable[[str], str | None]
 
 MAX_FILE_BYTES = 5_000_000_000
 PIECE_BYTES = 4 << 20
-"""Of a tensor that is read to be compared or cast."""
+"""Of a tensor that is read to be cast."""
 
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -194,39 +193,7 @@ def load_huggingface(
     """
     team = Team(process_group)
     source = team.each(lambda: HuggingFaceFolder(folder, rename))
-    tied = team.each(lambda: ModelHoldings(model, "load_huggingface").tied)
-    team.first(lambda: _check_copies(source, tied))
     return load_source(source, model, cast=cast, team=team, on_progress=on_progress)
-
-
-def _check_copies(source: Source, tied: Mapping[str, str]) -> None:
-    """Raise unless weights that the model has once, and the files under several names, are the same there."""
-    different = [
-        f"{name} and {first}"
-        for name, first in tied.items()
-        if {f"{MODEL}{name}", f"{MODEL}{first}"} <= source.tensors.keys()
-        and not _are_equal(source, f"{MODEL}{name}", f"{MODEL}{first}")
-    ]
-    if different:
-        raise CheckpointError(
-            f"Weights that the model ties must be the same in the files, if they have both; in {source.path} these are "
-            f"not: {', '.join(different)}. Load into a model that does not tie them, or leave one out with rename."
-        )
-
-
-def _are_equal(source: Source, one: str, other: str) -> bool:
-    """Whether two tensors have the same bytes."""
-    info = source.tensors[one]
-    if info != source.tensors[other]:
-        return False
-    staging = Staging()
-    for block in rows_of(whole(info.shape), PIECE_BYTES // info.dtype.itemsize):
-        both = staging.of((2, *block.shape), info.dtype)
-        source.read(one, block, both[0])
-        source.read(other, block, both[1])
-        if not torch.equal(*both.view(2, -1).view(torch.uint8)):
-            return False
-    return True
 
 
 # --- writing ---------------------------------------------------------------------------------------------

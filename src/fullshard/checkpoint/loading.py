@@ -10,29 +10,27 @@ Each of these ends with all ranks knowing how it went: an error on one is the sa
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from . import manifest as manifests
-from .blocks import Block
+from .blocks import Block, whole
 from .holdings import ModelHoldings
 from .optimizer_target import OptimizerTarget
-from .source import Source
-from .stored import StoredCheckpoint
+from .source import MODEL, Source
 from .targets import Faults, ModelTarget, Want
 from .team import Team
 from .writing import OnProgress, log, speed
 
+COMPARED_BYTES = 4 << 20
+"""Of each of two tensors, at once."""
 STAGED_BYTES = 64 << 20
 """What is on its way from a file to memory that files cannot be read into: of another device, or dtype."""
 
@@ -52,46 +50,6 @@ class Loaded:
         return f"loaded {speed(self.nbytes, self.seconds)} on this rank from {self.path}"
 
 
-def load(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    without_optimizer: bool = False,
-    cast: bool = False,
-    process_group: ProcessGroup | None = None,
-    on_progress: OnProgress | None = None,
-) -> Loaded:
-    """Load a checkpoint that any number of ranks has written, through either door. All ranks call it.
-
-    Everything that is stored must be wanted, and everything that is wanted must be stored, with the same shape and
-    dtype. If not, or if a file is damaged, the error says all of it, and model and optimizer are as they were.
-
-    Args:
-        path: The folder of a checkpoint; `latest` finds the newest one.
-        model: Gets the parameters and buffers.
-        optimizer: Gets the state and the options of its parameter groups.
-        without_optimizer: Leave a stored optimizer's state where it is; to evaluate, or to begin anew.
-        cast: Let tensors have another dtype than the stored ones.
-        process_group: The ranks that load together; all by default.
-        on_progress: Is called with the bytes this rank has read, and will read.
-    """
-    team = Team(process_group)
-    folder = Path(path)
-    # One rank reads the manifest: another save may replace it while the others would look.
-    text = team.first(lambda: manifests.read_bytes(folder))
-    source = team.each(lambda: StoredCheckpoint(folder, manifests.parse(text, folder)))
-    return load_source(
-        source,
-        model,
-        optimizer,
-        without_optimizer=without_optimizer,
-        cast=cast,
-        team=team,
-        on_progress=on_progress,
-    )
-
-
 def load_source(
     source: Source,
     model: nn.Module,
@@ -102,7 +60,7 @@ def load_source(
     team: Team | None = None,
     on_progress: OnProgress | None = None,
 ) -> Loaded:
-    """The same from any source, which is closed afterwards."""
+    """Load from a source, which is closed afterwards; see `formats.load`. Collective over the team."""
     team = Team() if team is None else team
     began = time.perf_counter()
     try:
@@ -114,6 +72,7 @@ def load_source(
         targets = _fitting(team, comparison)
         wants = team.each(lambda: [want for target in reversed(targets) for want in target.wants])
         team.each(lambda: _verify(source, wants))
+        team.first(lambda: _check_copies(source, comparison.tied))
         nbytes = team.each(lambda: _read(source, wants, on_progress))
         team.each(lambda: [target.install() for target in targets])
     finally:
@@ -133,6 +92,8 @@ class Comparison:
     faults: Faults
     others: list[str]
     """Sentences about whether there is an optimizer."""
+    tied: Mapping[str, str]
+    """Of the model: names that mean the same tensor as others."""
 
     def raise_faults(self) -> None:
         """Refuse a checkpoint that does not fit."""
@@ -167,7 +128,7 @@ def compare(
             "The checkpoint has an optimizer's state, and no optimizer was passed. Pass it, or without_optimizer=True."
         )
     faults = sum((target.faults for target in targets), Faults())
-    return Comparison(source, targets, faults, others)
+    return Comparison(source, targets, faults, others, held.tied)
 
 
 def _fitting(team: Team, comparison: Comparison) -> list[ModelTarget | OptimizerTarget]:
@@ -258,3 +219,33 @@ def rows_of(block: Block, numel: int) -> Iterator[Block]:
             (block.start[0] + start, *block.start[1:]),
             (min(rows, block.shape[0] - start), *block.shape[1:]),
         )
+
+
+def _check_copies(source: Source, tied: Mapping[str, str]) -> None:
+    """Raise unless tensors that the model has once, and the source under several names, are the same there."""
+    different = [
+        f"{name} and {first}"
+        for name, first in tied.items()
+        if {f"{MODEL}{name}", f"{MODEL}{first}"} <= source.tensors.keys()
+        and not _are_equal(source, f"{MODEL}{name}", f"{MODEL}{first}")
+    ]
+    if different:
+        raise CheckpointError(
+            f"Tensors that the model ties must be the same in the checkpoint, if it has both; in {source.path} these are "
+            f"not: {', '.join(different)}. Nothing was loaded. Load into a model that does not tie them."
+        )
+
+
+def _are_equal(source: Source, one: str, other: str) -> bool:
+    """Whether two tensors have the same bytes."""
+    info = source.tensors[one]
+    if info != source.tensors[other]:
+        return False
+    staging = Staging()
+    for block in rows_of(whole(info.shape), COMPARED_BYTES // info.dtype.itemsize):
+        both = staging.of((2, *block.shape), info.dtype)
+        source.read(one, block, both[0])
+        source.read(other, block, both[1])
+        if not torch.equal(*both.view(2, -1).view(torch.uint8)):
+            return False
+    return True

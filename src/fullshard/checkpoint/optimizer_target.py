@@ -166,10 +166,10 @@ class _NewStates:
         built: dict[str, Any] = {}
         for key in dict.fromkeys(key for _, state in present for key in state):
             values = [(held, state[key]) for held, state in present if key in state]
-            refs = [(held, value) for held, value in values if self._is_like(held, value)]
+            like = [(held, value) for held, value in values if self._is_like(held, key, value)]
             first = values[0][1]
-            if len(refs) == len(present):
-                built[key] = self._flat(param, refs)
+            if len(like) == len(present):
+                built[key] = self._flat(param, key, like)
             elif len(values) == len(present) and all(_same(first, each) for _, each in values):
                 built[key] = self._value(param, param.members[0], key, first)
             else:
@@ -180,29 +180,50 @@ class _NewStates:
                 )
         return built
 
-    def _is_like(self, held: HeldParam, value: Any) -> bool:
-        """Whether a value is stored with an element for each of a parameter's."""
-        if not isinstance(value, TensorRef):
-            return False
-        return self._source.tensors[value.key].shape == held.shape
+    def _is_like(self, held: HeldParam, key: str, value: Any) -> bool:
+        """Whether a value has an element for each of a parameter's.
 
-    def _flat(self, param: _Param, refs: Sequence[tuple[HeldParam, TensorRef]]) -> Tensor:
-        dtypes = {self._source.tensors[ref.key].dtype for _, ref in refs}
+        For one without dimensions, formats that keep numbers with the values have no tensor.
+        """
+        if isinstance(value, TensorRef):
+            fits = self._source.tensors[value.key].shape == held.shape
+        else:
+            fits = isinstance(value, DeviceScalar | Tensor) and not held.shape
+        return fits and not (is_number_of_state(key) and not held.shape)
+
+    def _flat(self, param: _Param, key: str, values: Sequence[tuple[HeldParam, Any]]) -> Tensor:
+        dtypes = {self._dtype(value) for _, value in values}
         if len(dtypes) > 1:
-            keys = ", ".join(ref.key for _, ref in refs)
-            self.faults.dtypes.append(f"{keys}: {dtypes}, and a FlatParameter has one")
+            names = ", ".join(held.name for held, _ in values)
+            self.faults.dtypes.append(f"{key} of {names}: {dtypes}, and a FlatParameter has one")
         memory = torch.zeros_like(param.local, dtype=dtypes.pop())  # there is padding
-        for held, ref in refs:
-            self._want_parts(held, ref, held.part_of(memory))
+        for held, value in values:
+            self._fill(held, value, held.part_of(memory))
         return memory
+
+    def _dtype(self, value: Any) -> torch.dtype:
+        if isinstance(value, TensorRef):
+            return self._source.tensors[value.key].dtype
+        return _number(value).dtype
+
+    def _fill(self, held: HeldParam, value: Any, local: Tensor) -> None:
+        """Let this rank's part of a state like the parameter have its value, or want to read it."""
+        if isinstance(value, TensorRef):
+            self._want_parts(held, value, local)
+        else:
+            local.copy_(_number(value).expand(local.shape))
 
     def _value(self, param: _Param, held: HeldParam, key: str, value: Any) -> Any:
         """A value of a tree, as this optimizer has it; ``key`` is the state's."""
+        if held.window is None and self._is_like(held, key, value):
+            local = torch.empty_like(param.local, dtype=self._dtype(value))
+            self._fill(held, value, local)
+            return like_param(param.param, local)
         if isinstance(value, TensorRef):
             return self._tensor(param, held, key, value)
         if key == "step" and isinstance(value, DeviceScalar | Tensor):
             # torch's rule: kernels read it where the parameter is, all else where the optimizer wants it.
-            count = value.value if isinstance(value, DeviceScalar) else value
+            count = _number(value)
             if param.counts_on_device:
                 return count.to(param.local.device, torch.float32, copy=True)
             if param.counted_on_device:
@@ -217,13 +238,10 @@ class _NewStates:
         return value
 
     def _tensor(self, param: _Param, held: HeldParam, key: str, value: TensorRef) -> Tensor | None:
+        """A tensor that is not like the parameter."""
         info, device = self._source.tensors[value.key], param.local.device
         of_dtensor = isinstance(param.param, DTensor)
         is_number = not info.shape and (is_number_of_state(key) or (held.shape and not of_dtensor))
-        if info.shape == held.shape and not is_number and held.window is None:
-            local = torch.empty_like(param.local, dtype=info.dtype)
-            self._want_parts(held, value, local)
-            return like_param(param.param, local)
         if not held.is_whole and not of_dtensor and not is_number:
             self.faults.shapes.append(f"{value.key}: {info.shape}, not {held.shape}")
             return None
@@ -246,6 +264,10 @@ def _replicated(param: Tensor, whole: Tensor) -> Tensor:
     placements = (Replicate(),) * mesh.ndim
     spec = torch_border.dtensor_spec(mesh, placements, whole.shape, whole.dtype)
     return torch_border.dtensor(whole, spec)
+
+
+def _number(value: DeviceScalar | Tensor) -> Tensor:
+    return value.value if isinstance(value, DeviceScalar) else value
 
 
 def _counts_on_device(group: State) -> bool:

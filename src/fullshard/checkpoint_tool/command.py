@@ -131,7 +131,7 @@ def errors() -> Console:
 @contextmanager
 def opened(path: Path) -> Iterator[Source]:
     """The checkpoint at ``path``, whatever its format."""
-    from fullshard.checkpoint.converting import open_source
+    from fullshard.checkpoint.formats import open_source
 
     with closing(open_source(path)) as source:
         yield source
