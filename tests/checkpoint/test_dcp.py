@@ -180,6 +180,18 @@ def test_names_of_parameters_are_known_from_the_model(tmp_path: Path) -> None:
     }
 
 
+def test_lists_of_tensors_are_found_everywhere(tmp_path: Path) -> None:
+    pair = [torch.zeros(1), torch.ones(1)]
+    save(tmp_path / "bare", {"w": torch.ones(2), "pair": pair})
+    bare = DcpCheckpoint(tmp_path / "bare")
+    assert list(bare.tensors) == ["model/w"]
+    assert torch.equal(bare.extra["pair"][1], torch.ones(1))
+    save(tmp_path / "nested", {"model": {"w": torch.ones(2), "pair": pair}})
+    nested = DcpCheckpoint(tmp_path / "nested")
+    assert sorted(nested.tensors) == ["model/pair.0", "model/pair.1", "model/w"]
+    assert torch.equal(value_of(nested, "model/pair.1"), torch.ones(1))
+
+
 def test_large_tensors_of_extra_are_read_when_they_are_wanted(tmp_path: Path) -> None:
     large = torch.arange(1 << 18, dtype=torch.float64)
     save(tmp_path, {"model": {"w": torch.ones(2)}, "mean": {"w": large}})
@@ -346,6 +358,9 @@ def places(**changes: Any) -> Callable[[Any], None]:
         (lambda m: m.state_dict_metadata["model.w"].chunks.append("x"), "ChunkStorageMetadata"),
         (lambda m: m.storage_data.clear(), "model.w is in no file"),
         (lambda m: m.planner_data.update({"n": ("model", "w", "n")}), "within another"),
+        (lambda m: m.planner_data.update({"n": ()}), r"'n' cannot be at \(\)"),
+        (lambda m: m.planner_data.update({"n": (None,)}), "cannot be at"),
+        (lambda m: m.planner_data.update({"n": 5}), "TypeError"),
         (places(relative_path="../x"), "'../x', which is not in the folder"),
         (places(relative_path="lost"), "lost: No such file"),
         (places(offset=10**9), "entries up to"),

@@ -123,10 +123,14 @@ class DcpCheckpoint:
         inner = root.pop(MODEL_ROOT) if isinstance(root.get(MODEL_ROOT), dict) else root
         self._add_module_states(inner)
         if inner is root:
-            tensors = [path for path, name in _leaves(root) if name in self._metadata.tensors]
-            model = {str(path[0]): root.pop(str(path[0])) for path in tensors if len(path) == 1}
+            tensors = [
+                key
+                for key, entry in root.items()
+                if isinstance(entry, str) and entry in self._metadata.tensors
+            ]
+            model = {key: root.pop(key) for key in tensors}
         else:
-            model = {".".join(map(str, path)): name for path, name in _leaves(inner)}
+            model = {".".join(map(str, path)): name for path, name in _entries(inner)}
         values = sorted(name for name in model if model[name] not in self._metadata.tensors)
         if values:
             raise CheckpointError(
@@ -334,6 +338,15 @@ def _with_lists(tree: Any) -> Any:
     if all(isinstance(key, int) for key in inner):
         return [inner[key] for key in sorted(inner)]
     return {str(key): value for key, value in inner.items()}
+
+
+def _entries(tree: Any, path: StatePath = ()) -> Iterator[tuple[StatePath, str]]:
+    """The names of entries in a tree of `_nested`, and where they are."""
+    if isinstance(tree, str):
+        yield path, tree
+        return
+    for key, inner in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield from _entries(inner, (*path, key))
 
 
 def _leaves(tree: Any, path: StatePath = ()) -> Iterator[tuple[StatePath, Any]]:

@@ -167,9 +167,11 @@ def _understood(metadata: Any) -> DcpMetadata:
         else:
             tensors[name] = _tensor(name, _fields(entry, "TensorStorageMetadata"), items)
     paths = fields.get("planner_data") or {}
-    return DcpMetadata(
-        tensors, values, {name: tuple(paths.get(name, (name,))) for name in (*tensors, *values)}
-    )
+    found = {name: tuple(paths.get(name, (name,))) for name in (*tensors, *values)}
+    for name, path in found.items():
+        if not path or not all(isinstance(key, str | int) for key in (name, *path)):
+            raise ValueError(f"{name!r} cannot be at {path!r}")
+    return DcpMetadata(tensors, values, found)
 
 
 def _tensor(
