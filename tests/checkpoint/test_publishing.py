@@ -108,6 +108,8 @@ def test_retention_keeps_the_newest_and_clears_what_was_killed(tmp_path: Path) -
     for step in range(5):
         write(tmp_path / f"step-{step}")
     publishing.begin(tmp_path / "killed")
+    publishing.begin(tmp_path / "step-3")  # killed while it was replaced
+    (tmp_path / "step-3" / "manifest.json.0123456789ab.tmp").touch()
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("keep")
     (tmp_path / "empty").mkdir()
@@ -118,6 +120,8 @@ def test_retention_keeps_the_newest_and_clears_what_was_killed(tmp_path: Path) -
         "step-3",
         "step-4",
     ]
+    assert len(list((tmp_path / "step-3").iterdir())) == 2
+    assert content(tmp_path / "step-3") == b"data"
 
 
 def test_removing_begins_with_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

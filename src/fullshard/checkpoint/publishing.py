@@ -93,7 +93,12 @@ def next_serial(path: Path) -> int:
 
 def retain(folder: Path, keep: int) -> None:
     """Remove all but the newest ``keep`` checkpoints in a folder, and what is left of saves that never ended."""
-    for _, old in complete_ones(folder)[:-keep]:
+    found = complete_ones(folder)
+    for _, kept in found[-keep:]:
+        manifest = manifest_or_none(kept)
+        if manifest is not None:
+            _remove_leftovers(kept, keep=manifest.data)
+    for _, old in found[:-keep]:
         try:
             remove(old)
         except OSError as error:

@@ -27,6 +27,7 @@ from ..errors import CheckpointError
 from . import trees
 from .blocks import Block, whole
 from .publishing import flush
+from .reading import with_tensors
 from .source import MODEL, OPTIMIZER, Source, TensorInfo, TensorRef
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict")
@@ -115,9 +116,9 @@ def write_torch_file(source: Source, path: str | os.PathLike[str]) -> None:
         raise CheckpointError("\n".join([f"{source.path} is damaged:", *faults]))
     content: dict[str, Any] = {"model": _whole_model(source)}
     if source.optimizer is not None:
-        content["optimizer"] = _with_tensors(source.optimizer, source)
+        content["optimizer"] = with_tensors(source.optimizer, source)
     if source.extra is not None:
-        content[_EXTRA] = _with_tensors(source.extra, source)
+        content[_EXTRA] = with_tensors(source.extra, source)
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,20 +146,6 @@ def _whole(source: Source, key: str) -> Tensor:
     tensor = torch.empty(info.shape, dtype=info.dtype)
     source.read(key, whole(info.shape), tensor)
     return tensor
-
-
-def _with_tensors(value: Any, source: Source) -> Any:
-    """A tree with what its references refer to."""
-    if isinstance(value, TensorRef):
-        return _whole(source, value.key)
-    if isinstance(value, trees.DeviceScalar):
-        return value.value
-    if isinstance(value, Mapping):
-        return {key: _with_tensors(each, source) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_with_tensors(each, source) for each in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
 
 
 # --- what a file has -------------------------------------------------------------------------------------
