@@ -8,6 +8,7 @@ The script starts its own processes, which share one sharded model and take turn
 save, load   model and AdamW's state, from a barrier until the slowest rank is done; both flush to the disk. Ours
              also has checksums: written by save, verified by load. Files were just written, so reading
              them is reading memory
+resume       the same load into an optimizer that has no state yet, as after a restart
 reshard      the same load of what four ranks have written
 planning     what a rank computes before it writes, and before it reads, as one of so many ranks of the fake
              group; no file is touched, and no other rank is asked
@@ -79,7 +80,7 @@ def save(name: str, path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def load(name: str, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read one into a model and an optimizer that have state already."""
+    """Read one into a model and an optimizer."""
     if name == "fullshard":
         checkpoint.load(path, model, optimizer)
         return
@@ -130,8 +131,11 @@ def compare(
             for what, call in (
                 ("save", lambda name=name, path=path: save(name, path, model, optimizer)),
                 ("load", lambda name=name, path=path: load(name, path, model, optimizer)),
+                ("resume", lambda name=name, path=path: load(name, path, model, optimizer)),
                 ("reshard", lambda name=name, other=other: load(name, other, model, optimizer)),
             ):
+                if what == "resume":
+                    optimizer.state.clear()
                 seconds = timed(call)
                 if turn:
                     samples.setdefault(what, {}).setdefault(name, []).append(seconds)

@@ -2,8 +2,8 @@
 
     compare   names, shapes, dtypes, groups of the optimizer: what is stored against what is there
     verify    files, headers, and checksums of the data this rank will read
-    read      the optimizer's state into new tensors, then parameters into their memory; then the optimizer
-              gets its state, all at once
+    read      into the memory of optimizer and model, or into new tensors where an optimizer has none; then it gets
+              these, and the options
 
 Each of these ends with all ranks knowing how it went: an error on one is the same error on all.
 """
@@ -171,8 +171,8 @@ def _read(source: Source, wants: Sequence[Want], on_progress: OnProgress | None)
                     on_progress(done, total)
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
-                f"{want.key} could be read a moment ago, and cannot be read now: {error} The model may have been loaded "
-                "in part: load another checkpoint before going on."
+                f"{want.key} could be read a moment ago, and cannot be read now: {error} Model and optimizer may have been "
+                "loaded in part: load another checkpoint before going on."
             ) from error
     return total
 

@@ -1,6 +1,7 @@
 """What an optimizer wants of a checkpoint, whatever kind of optimizer of the same parameters has written it.
 
-State is built anew beside the old one, and replaces it when all of it was read. Parameters and groups are found by
+State is read into the memory of the old one where that is of the same kind, or else built anew, and is the
+optimizer's when all of it was read. Parameters and groups are found by
 names. Options of the checkpoint replace those of the optimizer, but not how it computes (`_OWN_OPTIONS`).
 """
 
@@ -70,7 +71,7 @@ class OptimizerTarget:
         return self._new.wants
 
     def _build(self, *, allocate: bool) -> _NewStates:
-        new = _NewStates(self._source)
+        new = _NewStates(self._source, self._optimizer.state if allocate else {})
         for param, states in self._saved:
             new.build(param if allocate else replace(param, local=param.local.to("meta")), states)
         return new
@@ -140,7 +141,9 @@ class _Param:
 class _NewStates:
     """New states of parameters, and what to read into them; or why that cannot be."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, old: Mapping[Any, State]) -> None:
+        """For what ``source`` has; in the memory of ``old`` states, where they are of the same kind."""
+        self._old = old
         self.states: dict[nn.Parameter, dict[str, Any]] = {}
         self.wants: list[Want] = []
         self.faults = Faults()
@@ -196,10 +199,23 @@ class _NewStates:
         if len(dtypes) > 1:
             names = ", ".join(held.name for held, _ in values)
             self.faults.dtypes.append(f"{key} of {names}: {dtypes}, and a FlatParameter has one")
-        memory = torch.zeros_like(param.local, dtype=dtypes.pop())  # there is padding
+        dtype = dtypes.pop()
+        memory = self._old_like(param, key, dtype)
+        if memory is None:
+            memory = torch.zeros_like(param.local, dtype=dtype)  # there is padding
         for held, value in values:
             self._fill(held, value, held.part_of(memory))
         return memory
+
+    def _old_like(self, param: _Param, key: str, dtype: torch.dtype) -> Tensor | None:
+        """The state that the parameter has already, if it can be written to: no second one has to fit into memory."""
+        state = self._old[param.param] if param.param in self._old else {}
+        old = state.get(key)
+        if type(old) is not type(like_param(param.param, param.local)):
+            return None
+        local = local_of(old)
+        kinds = [(each.shape, each.stride(), each.device) for each in (local, param.local)]
+        return old if kinds[0] == kinds[1] and local.dtype == dtype else None
 
     def _dtype(self, value: Any) -> torch.dtype:
         if isinstance(value, TensorRef):
@@ -216,7 +232,12 @@ class _NewStates:
     def _value(self, param: _Param, held: HeldParam, key: str, value: Any) -> Any:
         """A value of a tree, as this optimizer has it; ``key`` is the state's."""
         if held.window is None and self._is_like(held, key, value):
-            local = torch.empty_like(param.local, dtype=self._dtype(value))
+            dtype = self._dtype(value)
+            old = self._old_like(param, key, dtype)
+            if old is not None:
+                self._fill(held, value, local_of(old))
+                return old
+            local = torch.empty_like(param.local, dtype=dtype)
             self._fill(held, value, local)
             return like_param(param.param, local)
         if isinstance(value, TensorRef):
