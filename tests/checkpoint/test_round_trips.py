@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from fullshard import checkpoint
-from tests.helpers.checkpointed import OPTIMIZERS, Setting, train, whole_state
+from tests.helpers.checkpointed import ODD, OPTIMIZERS, Setting, train, whole_state
 from tests.helpers.compare import assert_equal
 from tests.helpers.ranks import RankError
+
+SMALL = replace(ODD, depth=1)
 
 DOORS = ("functional", "wrapper", "flat")
 
@@ -31,7 +34,7 @@ LAYOUTS: dict[str, tuple[int, int]] = {
 def write_all(folder: Path, layout: str) -> None:
     """Train a little through every door, save, and note what was saved."""
     for door in DOORS:
-        setting = Setting(door=door, replicas=LAYOUTS[layout][1])
+        setting = Setting(door=door, replicas=LAYOUTS[layout][1], model=SMALL)
         model, optimizer = setting.build()
         train(model, optimizer, range(2))
         checkpoint.save(folder / f"{layout}-{door}", model, optimizer, extra={"layout": layout})
@@ -46,7 +49,7 @@ def read_all(folder: Path, layout: str) -> None:
     Every layout's, through every door; and among them every door's through every door.
     """
     for number, door in enumerate(DOORS):
-        setting = Setting(door=door, replicas=LAYOUTS[layout][1])
+        setting = Setting(door=door, replicas=LAYOUTS[layout][1], model=SMALL)
         model, optimizer = setting.build(seed=5)
         for shift, written in enumerate(LAYOUTS):
             name = f"{written}-{DOORS[(number + shift) % 3]}"
@@ -77,40 +80,54 @@ def test_every_layout_and_door_reads_every_other(world: Any, written: Path, layo
     world(LAYOUTS[layout][0]).run(read_all, written, layout)
 
 
-def train_save_and_die(folder: Path, setting: Setting) -> None:
-    model, optimizer = setting.build()
-    losses = train(model, optimizer, range(3))
-    checkpoint.save(folder / "step-3", model, optimizer, extra={"step": 3, "losses": losses})
+RESUMED = {
+    f"{door} {optimizer} {'mixed' if mixed else 'fp32'}": Setting(
+        door=door, optimizer=optimizer, mixed=mixed
+    )
+    for door in ("functional", "wrapper")
+    for optimizer in OPTIMIZERS
+    for mixed in (False, True)
+}
+
+Run = tuple[list[float], dict[str, Any]]
+"""Losses, and the state at the end."""
+
+
+def train_save_and_die(folder: Path) -> None:
+    for name, setting in RESUMED.items():
+        model, optimizer = setting.build()
+        train(model, optimizer, range(3))
+        checkpoint.save(folder / name / "step-3", model, optimizer, extra={"step": 3})
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def resume(folder: Path, setting: Setting) -> tuple[list[float], dict[str, Any]]:
-    model, optimizer = setting.build(seed=5)
-    newest = checkpoint.latest(folder)
-    assert newest is not None
-    loaded = checkpoint.load(newest, model, optimizer)
-    losses = train(model, optimizer, range(loaded.extra["step"], 6))
-    return losses, whole_state(model, optimizer)
+def resume(folder: Path) -> dict[str, Run]:
+    runs = {}
+    for name, setting in RESUMED.items():
+        model, optimizer = setting.build(seed=5)
+        newest = checkpoint.latest(folder / name)
+        assert newest is not None
+        step = checkpoint.load(newest, model, optimizer).extra["step"]
+        runs[name] = train(model, optimizer, range(step, 6)), whole_state(model, optimizer)
+    return runs
 
 
-def train_through(setting: Setting) -> tuple[list[float], dict[str, Any]]:
-    model, optimizer = setting.build()
-    losses = train(model, optimizer, range(6))
-    return losses, whole_state(model, optimizer)
+def train_through() -> dict[str, Run]:
+    runs = {}
+    for name, setting in RESUMED.items():
+        model, optimizer = setting.build()
+        runs[name] = train(model, optimizer, range(6)), whole_state(model, optimizer)
+    return runs
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("door", ["functional", "wrapper"])
-def test_training_goes_on_after_every_process_was_killed(
-    world: Any, tmp_path: Path, door: str, optimizer: str, mixed: bool
-) -> None:
-    setting = Setting(door=door, optimizer=optimizer, mixed=mixed)
-    expected = world(2).run(train_through, setting)
+def test_training_goes_on_after_every_process_was_killed(world: Any, tmp_path: Path) -> None:
+    undisturbed = world(2).run(train_through)
     with pytest.raises(RankError, match="SIGKILL"):
-        world(2).run(train_save_and_die, tmp_path, setting)
-    for (losses, state), (all_losses, all_state) in zip(
-        world(2).run(resume, tmp_path, setting), expected, strict=True
-    ):
-        assert losses == all_losses[3:]
-        assert_equal(state, all_state)
+        world(2).run(train_save_and_die, tmp_path)
+    resumed = world(2).run(resume, tmp_path)
+    for name in RESUMED:
+        for of_rank, expected_of_rank in zip(resumed, undisturbed, strict=True):
+            losses, state = of_rank[name]
+            all_losses, expected = expected_of_rank[name]
+            assert losses == all_losses[3:], name
+            assert_equal(state, expected)

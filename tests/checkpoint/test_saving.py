@@ -177,6 +177,23 @@ def test_stages_of_a_pipeline_have_one_checkpoint(world: Any, tmp_path: Path) ->
     world(2).run(save_stages, tmp_path)
 
 
+def test_state_is_read_into_the_memory_it_has(tmp_path: Path) -> None:
+    model, optimizer = Setting(door="plain").build()
+    train(model, optimizer, range(1))
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    expected = whole_state(model, optimizer)
+    train(model, optimizer, range(1, 2))
+
+    def places() -> list[int]:
+        states = [optimizer.state[param] for param in model.parameters()]
+        return [state[key].data_ptr() for state in states for key in ("exp_avg", "exp_avg_sq")]
+
+    before = places()
+    checkpoint.load(tmp_path / "a", model, optimizer)
+    assert places() == before
+    assert_equal(whole_state(model, optimizer), expected)
+
+
 def save_on_some(folder: Path) -> None:
     half = dist.new_group([0])
     model, _ = Setting().build()
