@@ -5,6 +5,8 @@ The script starts its own processes, which share one sharded model and take turn
     python benchmarks/checkpoint.py                        # a model of 1.07 GB, and AdamW's state, on 2 ranks
     python benchmarks/checkpoint.py --megabytes 64 --rounds 2
 
+On a GPU it measures, with one rank, how long steps take while `async_save` copies and writes, and nothing else.
+
 save, load   model and AdamW's state, from a barrier until the slowest rank is done; both flush to the disk. Ours
              also has checksums: written by save, verified by load. Files were just written, so reading
              them is reading memory
@@ -53,18 +55,26 @@ NAMES = ("fullshard", "dcp")
 WRITERS_BEFORE_RESHARD = 4
 
 
-def build(megabytes: int, layers: int = 16) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(
+    megabytes: int, device: str = "cpu", layers: int = 16
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A sharded stack of linear layers with so many bytes of parameters, and AdamW after one step."""
     width = max(8, int((megabytes * 1e6 / 4 / layers) ** 0.5))
-    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+    model = nn.Sequential(*[nn.Linear(width, width, device=device) for _ in range(layers)])
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-    model(torch.rand(1, width)).sum().backward()
+    train(model, optimizer, rows=1)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int) -> None:
+    """A step."""
+    first = next(iter(model.parameters()))
+    model(torch.rand(rows, first.shape[1], device=first.device)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    return model, optimizer
 
 
 # --- contestants -----------------------------------------------------------------------------------
@@ -176,6 +186,40 @@ def measure(
     return found
 
 
+# --- saving while training goes on ------------------------------------------------------------------
+
+
+def saving_beside(folder: Path, megabytes: int, steps: int = 6) -> dict[str, Any]:
+    """Seconds of steps on a GPU before and after `async_save` was called, of the call, and of a save that waits."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    model, optimizer = build(megabytes, "cuda")
+
+    def seconds_of(call: Callable[[], object]) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def step() -> float:
+        return seconds_of(lambda: train(model, optimizer, rows=2048))
+
+    checkpoint.async_save(
+        folder / "a", model, optimizer
+    ).wait()  # pins memory, makes a process group
+    step()
+    found: dict[str, Any] = {"before": [step() for _ in range(steps)]}
+    began = time.perf_counter()
+    pending = checkpoint.async_save(folder / "a", model, optimizer)
+    found["call"] = time.perf_counter() - began
+    found["after"] = [step() for _ in range(steps)]
+    found["bytes"] = pending.wait().nbytes
+    found["until complete"] = time.perf_counter() - began
+    found["save"] = seconds_of(lambda: checkpoint.save(folder / "a", model, optimizer))
+    dist.destroy_process_group()
+    return found
+
+
 # --- planning --------------------------------------------------------------------------------------
 
 
@@ -267,10 +311,32 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def beside_table(found: dict[str, Any]) -> str:
+    """What was measured on a GPU."""
+    rows = [
+        ("step, median before", f"{median(found['before']) * 1e3:.1f} ms"),
+        ("the call of async_save", f"{found['call'] * 1e3:.1f} ms"),
+        *[
+            (f"step {number} after it", f"{seconds * 1e3:.1f} ms")
+            for number, seconds in enumerate(found["after"], start=1)
+        ],
+        (f"until {found['bytes'] / 1e9:.2f} GB were complete", f"{found['until complete']:.2f} s"),
+        ("a save that waits", f"{found['save']:.2f} s"),
+    ]
+    return markdown(("what", "time"), rows)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, then print the tables."""
     options = parse_arguments(arguments)
     torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        head = header("checkpoint.py", torch.device("cuda"), options.commit, arguments)
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            found = saving_beside(Path(folder), options.megabytes)
+        write_json(options.json, head, found)
+        print(f"\n{headline(head)}\n\n{beside_table(found)}")
+        return
     head = header("checkpoint.py", torch.device("cpu"), options.commit, arguments)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         samples = measure(Path(folder), options.megabytes, options.ranks, options.rounds)

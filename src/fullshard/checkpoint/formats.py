@@ -74,10 +74,9 @@ def load(
         on_progress: Is called with the bytes this rank has read, and will read.
     """
     team = Team(process_group)
-    path = Path(path)
-    # One rank reads the manifest: another save may replace it while the others would look.
-    text = team.first(lambda: _manifest_bytes(path))
-    source = team.each(lambda: _opened(path, text))
+    # One rank says which it is, and reads the manifest: another save may replace it while the others would look.
+    folder, text = team.first(lambda: (str(path), _manifest_bytes(Path(path))))
+    source = team.each(lambda: _opened(Path(folder), text))
     return load_source(
         source,
         model,
