@@ -1,5 +1,5 @@
 # make train    fullshard train
-# make test     format, lint, types, then all tests
+# make test     format and lint, then types and all tests
 # make check    format, lint and types only
 # make clean    remove .venv and everything the tools left behind
 #
@@ -26,27 +26,33 @@ READY := .venv/.ready
 TOGETHER := -n 2 --dist worksteal
 endif
 
-.PHONY: train test check clean
+.PHONY: train test check format clean
 
 train: $(READY)
 	$(RUN) -m fullshard train $(ARGS)
 
-test: check
-	$(RUN) -m pytest $(TOGETHER) $(ARGS)
+# Types are checked beside the tests, of which many wait.
+test: $(READY) format
+	@$(RUN) -m mypy > .mypy_output 2>&1 & types=$$!; \
+	$(RUN) -m pytest $(TOGETHER) $(ARGS); tests=$$?; \
+	wait $$types; types=$$?; cat .mypy_output; rm -f .mypy_output; exit $$((tests ? tests : types))
 
-check: $(READY)
+check: $(READY) format
+	$(RUN) -m mypy
+
+format: $(READY)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
-	$(RUN) -m mypy
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-# torch comes first and alone, because TORCH_PIP_ARGS are for it only.
+# torch comes first and alone, because TORCH_PIP_ARGS are for it only. Most files of what is installed are never imported,
+# so they are compiled when they are.
 .venv/.ready: pyproject.toml constraints.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install -c constraints.txt $(TORCH_PIP_ARGS) torch
-	.venv/bin/python -m pip install -c constraints.txt -e '.[dev]'
+	.venv/bin/python -m pip install --no-compile -c constraints.txt $(TORCH_PIP_ARGS) torch
+	.venv/bin/python -m pip install --no-compile -c constraints.txt -e '.[dev]'
 	@nvidia-smi >/dev/null 2>&1 || .venv/bin/python -c 'import torch; torch.version.cuda is None or print("There is no GPU here, but this torch is a CUDA build. It works; for the smaller CPU build: make clean, then TORCH_PIP_ARGS (see Makefile).")'
 	touch $@
