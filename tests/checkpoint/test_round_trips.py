@@ -80,6 +80,25 @@ def test_every_layout_and_door_reads_every_other(world: Any, written: Path, layo
     world(LAYOUTS[layout][0]).run(read_all, written, layout)
 
 
+def write_mixed(folder: Path) -> dict[str, Any]:
+    model, optimizer = Setting(mixed=True).build()
+    train(model, optimizer, range(2))
+    checkpoint.save(folder / "mixed", model, optimizer)
+    return whole_state(model, optimizer)
+
+
+def read_full(folder: Path, expected: dict[str, Any]) -> None:
+    for door in DOORS:
+        model, optimizer = Setting(door=door).build(seed=5)
+        checkpoint.load(folder / "mixed", model, optimizer)
+        assert_equal(whole_state(model, optimizer), expected)
+
+
+def test_mixed_precision_is_loaded_into_full(world: Any, tmp_path: Path) -> None:
+    expected = world(2).run(write_mixed, tmp_path)[0]
+    world(3).run(read_full, tmp_path, expected)
+
+
 RESUMED = {
     f"{door} {optimizer} {'mixed' if mixed else 'fp32'}": Setting(
         door=door, optimizer=optimizer, mixed=mixed

@@ -81,6 +81,22 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) == tmp_path / "step-10"
 
 
+def test_an_error_of_the_thread_is_logged_and_raised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, _ = Setting(door="plain").build()
+    (tmp_path / "file").touch()
+    pending = checkpoint.async_save(tmp_path / "file", model)
+    with pytest.raises(CheckpointError, match="file"):
+        pending.wait()
+    assert "A checkpoint was not saved" in caplog.text
+    checkpoint.save(tmp_path / "a", model)  # the error was seen, and is not raised again
+    checkpoint.async_save(tmp_path / "file", model)
+    with pytest.raises(CheckpointError, match="file"):
+        checkpoint.save(tmp_path / "a", model)
+    checkpoint.save(tmp_path / "a", model)
+
+
 class Gate:
     """Holds the writing thread back."""
 

@@ -23,7 +23,7 @@ from .. import mesh
 from ..errors import CheckpointError, ConfigurationError
 from .staging import HostMemory, Snapshot
 from .team import Team
-from .writing import OnProgress, Saved, make_plan, write
+from .writing import OnProgress, Saved, log, make_plan, write
 
 
 def save(
@@ -121,8 +121,9 @@ class PendingSave:
     def _run(self) -> None:
         try:
             self._saved = self._finish()
-        except Exception as error:  # raised where somebody waits
+        except Exception as error:  # raised where somebody waits, if anybody does
             self._error = error
+            log.error("A checkpoint was not saved: %s", error)
         finally:
             del self._finish  # and with it the copies
 
