@@ -48,11 +48,10 @@ clean:
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-# torch comes first and alone, because TORCH_PIP_ARGS are for it only. Most files of what is installed are never imported,
-# so they are compiled when they are.
+# torch comes first and alone, because TORCH_PIP_ARGS are for it only.
 .venv/.ready: pyproject.toml constraints.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --no-compile -c constraints.txt $(TORCH_PIP_ARGS) torch
-	.venv/bin/python -m pip install --no-compile -c constraints.txt -e '.[dev]'
+	.venv/bin/python -m pip install -c constraints.txt $(TORCH_PIP_ARGS) torch
+	.venv/bin/python -m pip install -c constraints.txt -e '.[dev]'
 	@nvidia-smi >/dev/null 2>&1 || .venv/bin/python -c 'import torch; torch.version.cuda is None or print("There is no GPU here, but this torch is a CUDA build. It works; for the smaller CPU build: make clean, then TORCH_PIP_ARGS (see Makefile).")'
 	touch $@

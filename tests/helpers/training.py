@@ -31,7 +31,7 @@ class Run:
     """What to train and how; a value, so that it travels to the ranks."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
-    steps: int = 3
+    steps: int = 2
     microbatches: int = 1
     """Backwards per optimizer step; gradients are reduced in the last one only."""
     sync_every_microbatch: bool = False

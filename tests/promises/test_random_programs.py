@@ -36,7 +36,7 @@ from tests.helpers.random_models import (
     tensor_in,
 )
 
-NUM_PROGRAMS = 60
+NUM_PROGRAMS = 40
 NUM_STEPS = 4
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 """Sums over several calls or backwards may be added in another order, and Adam magnifies that."""
