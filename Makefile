@@ -26,21 +26,21 @@ READY := .venv/.ready
 TOGETHER := -n 2 --dist worksteal
 endif
 
-.PHONY: train test check format clean
+.PHONY: train test check lint clean
 
 train: $(READY)
 	$(RUN) -m fullshard train $(ARGS)
 
 # Types are checked beside the tests, of which many wait.
-test: $(READY) format
+test: $(READY) lint
 	@$(RUN) -m mypy > .mypy_output 2>&1 & types=$$!; \
 	$(RUN) -m pytest $(TOGETHER) $(ARGS); tests=$$?; \
 	wait $$types; types=$$?; cat .mypy_output; rm -f .mypy_output; exit $$((tests ? tests : types))
 
-check: $(READY) format
+check: $(READY) lint
 	$(RUN) -m mypy
 
-format: $(READY)
+lint: $(READY)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from fullshard.checkpoint.blocks import Block, whole
-from fullshard.checkpoint.spread import Spread, undivided, whole_block
+from fullshard.checkpoint.spread import Spread, undivided
 from tests.helpers.spreads import blocks_in, spreads
 
 quickly = settings(deadline=None, max_examples=150)
@@ -26,7 +26,7 @@ def elements_of_cell(spread: Spread, cell: int) -> list[int]:
 
 def elements(spread: Spread, block: Block) -> list[int]:
     numbers = torch.arange(math.prod(spread.shape)).reshape(spread.shape)
-    return numbers[block.slices_in(whole_block(spread))].flatten().tolist()
+    return numbers[block.slices_in(whole(spread.shape))].flatten().tolist()
 
 
 @quickly

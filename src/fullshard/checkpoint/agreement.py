@@ -21,10 +21,11 @@ from typing import Any
 from ..errors import CheckpointError
 from ..wrapper.optimizer_params import listed
 from . import trees
+from .blocks import whole
 from .holdings import Held
 from .manifest import StoredTensor
 from .source import MODEL
-from .spread import Spread, whole_block
+from .spread import Spread
 
 Tree = Mapping[str, Any]
 
@@ -161,7 +162,7 @@ def _joined(
 
 def _first_holder(spread: Spread) -> int | None:
     """The rank that has the first elements; of a tensor without any, that has its first cell."""
-    parts = spread.overlapping(whole_block(spread))
+    parts = spread.overlapping(whole(spread.shape))
     cell = next((part.cell for part in parts), 0)
     ranks = spread.holders[0] if spread.holders else ()
     return ranks[cell] if cell < len(ranks) else None

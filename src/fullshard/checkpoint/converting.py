@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigurationError
-from ..version import __version__
 from . import publishing, trees
 from .blocks import Block
 from .dcp import write_dcp
@@ -122,7 +119,6 @@ def write_checkpoint(source: Source, path: str | os.PathLike[str], *, files: int
         key: StoredTensor(info.dtype, _in_rows(info.shape, files))
         for key, info in source.tensors.items()
     }
-    serial = publishing.next_serial(path)
     folder = publishing.begin(path)
     try:
         records = {}
@@ -138,16 +134,10 @@ def write_checkpoint(source: Source, path: str | os.PathLike[str], *, files: int
             tied=source.tied,
             optimizer=source.optimizer,
             extra=source.extra,
-            serial=serial,
-            created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            fullshard=__version__,
-            torch=torch.__version__,
         )
-        publishing.publish(path, manifest)
+        publishing.publish(path, publishing.stamped(path, manifest))
     except BaseException:
-        published = publishing.manifest_or_none(path)
-        if published is None or published.data != folder.name:
-            publishing.abandon(folder)
+        publishing.abandon(folder)
         raise
 
 

@@ -19,9 +19,14 @@ import re
 import secrets
 import shutil
 import warnings
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
+
 from ..errors import CheckpointError
+from ..version import __version__
 from . import manifest as manifests
 from .manifest import DATA_FOLDER, MANIFEST, Manifest, file_name
 
@@ -66,8 +71,25 @@ def publish(path: Path, manifest: Manifest) -> None:
     _remove_leftovers(path, keep=manifest.data)
 
 
+def stamped(path: Path, manifest: Manifest) -> Manifest:
+    """A manifest that says when and by what it was written, and comes after all that are beside ``path`` now."""
+    return replace(
+        manifest,
+        serial=next_serial(path),
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        fullshard=__version__,
+        torch=torch.__version__,
+    )
+
+
 def abandon(folder: Path) -> None:
-    """Remove the data of a checkpoint that will not be completed, and its folder if that was made for it."""
+    """Remove the data of a checkpoint that will not be completed, and its folder if that was made for it.
+
+    What has been published already stays.
+    """
+    published = manifest_or_none(folder.parent)
+    if published is not None and published.data == folder.name:
+        return
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         folder.parent.rmdir()  # if it is empty

@@ -91,10 +91,11 @@ def async_save(
     team = Team(process_group)
     _finish_previous(team, when_busy)
     plan = make_plan(team, path, model, optimizer, extra, keep_last)
+    others = _team_of_threads(process_group)
+    # Last of what can fail: from here on copies are on their way, and the thread is to hold them.
     snapshot = team.each(lambda: Snapshot([local for _, local in plan.own], _host_memory))
     snapshot.hold_back(optimizer)
     plan.own = [(key, copy) for (key, _), copy in zip(plan.own, snapshot.copies, strict=True)]
-    others = _team_of_threads(process_group)
 
     def finish() -> Saved:
         others.each(snapshot.wait)

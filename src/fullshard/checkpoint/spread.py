@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .blocks import Block, blocks_of_range, row_major_strides, whole
+from .blocks import Block, blocks_of_range, row_major_strides
 
 Cuts = range | tuple[int, ...]
 """Where cells begin along one dimension; they end where the next begins. What is before 0 is cut off: cells may be empty."""
@@ -133,11 +133,6 @@ def undivided(shape: Sequence[int], ranks: Sequence[int]) -> Spread:
     return Spread(
         shape=tuple(shape), cuts=((0,),) * len(shape), holders=tuple((rank,) for rank in ranks)
     )
-
-
-def whole_block(spread: Spread) -> Block:
-    """All of a spread's tensor, as it is stored."""
-    return whole(spread.shape)
 
 
 def _span(cuts: Cuts, place: int, size: int) -> tuple[int, int]:

@@ -15,16 +15,13 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, ConfigurationError
-from ..version import __version__
 from . import publishing, trees
 from .agreement import Outline, agreed, outline_of
 from .holdings import Held, ModelHoldings
@@ -187,8 +184,7 @@ def write(team: Team, plan: Plan, on_progress: OnProgress | None = None) -> Save
         records = team.of_all(record)
         team.first(lambda: _publish(team, plan, folder, records))
     except Exception:
-        # On all ranks alike; what was published already does not need the folder's name.
-        team.first(lambda: _abandon(plan.path, folder))
+        team.first(lambda: publishing.abandon(folder))  # the error is on all ranks alike
         raise
     nbytes = sum(record.nbytes for record in records if record is not None)
     saved = Saved(plan.path, nbytes, time.perf_counter() - plan.began)
@@ -221,7 +217,6 @@ def _fetching(local: Tensor) -> Callable[[], Tensor]:
 
 
 def _publish(team: Team, plan: Plan, folder: Path, records: Sequence[FileRecord | None]) -> None:
-    serial = publishing.next_serial(plan.path)
     manifest = Manifest(
         data=folder.name,
         world=max(team.ranks) + 1,
@@ -234,17 +229,7 @@ def _publish(team: Team, plan: Plan, folder: Path, records: Sequence[FileRecord 
         tied=plan.tied,
         optimizer=plan.optimizer,
         extra=plan.extra,
-        serial=serial,
-        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        fullshard=__version__,
-        torch=torch.__version__,
     )
-    publishing.publish(plan.path, manifest)
+    publishing.publish(plan.path, publishing.stamped(plan.path, manifest))
     if plan.keep_last is not None:
         publishing.retain(plan.path.absolute().parent, plan.keep_last)
-
-
-def _abandon(path: Path, folder: Path) -> None:
-    published = publishing.manifest_or_none(path)
-    if published is None or published.data != folder.name:
-        publishing.abandon(folder)
