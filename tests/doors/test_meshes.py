@@ -517,17 +517,17 @@ def on_one_mesh(
         name for role in dims.values() for name in ([role] if isinstance(role, str) else role)
     ]
     # Few operators: DTensor takes long to plan each of them for three axes.
-    model: Any = layers()[1:]
-    for layer in model:
-        for name, param in list(layer.named_parameters()):
-            cut = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}.get(name)
-            placements = [cut if cut and axis == "tp" else Replicate() for axis in names]
-            owner, _, own_name = name.rpartition(".")
-            setattr(
-                layer.get_submodule(owner),
-                own_name,
-                nn.Parameter(distribute_tensor(param.detach(), axes, placements)),
-            )
+    torch.manual_seed(5)
+    model: Any = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6))
+    for name, param in list(model.named_parameters()):
+        cut = {"0.weight": Shard(0), "0.bias": Shard(0), "1.weight": Shard(1)}.get(name)
+        placements = [cut if cut and axis == "tp" else Replicate() for axis in names]
+        owner, _, own_name = name.rpartition(".")
+        setattr(
+            model.get_submodule(owner),
+            own_name,
+            nn.Parameter(distribute_tensor(param.detach(), axes, placements)),
+        )
     named = library.DataParallelMeshDims(**dims)
     for module in (model[0], model):
         getattr(doors, door)(module, mesh=axes, dp_mesh_dims=named)
