@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from fullshard import FullyShardedDataParallel, checkpoint, fully_shard
-from fullshard.checkpoint.staging import Snapshot
+from fullshard.checkpoint.staging import HostMemory, Snapshot
 from fullshard.optim import ShardedOptimizer
 from tests.gpu.test_optim import plain
 
@@ -138,3 +138,17 @@ def test_the_host_goes_on_while_the_device_computes(tmp_path: Path) -> None:
     assert not busy.query(), "the host has waited for the device"
     pending.wait()
     assert busy.query()
+
+
+def test_a_snapshot_that_nobody_waits_for_does_not_end_up_in_the_next() -> None:
+    memory = HostMemory()
+    old, new = (torch.full((2**24,), value, device="cuda") for value in (1.0, 2.0))
+    Snapshot([new], memory).wait()  # the memory is pinned, which would wait for the device
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)
+    Snapshot([old], memory)  # dropped, with its copies behind the sleep
+    with torch.cuda.stream(torch.cuda.Stream()):
+        snapshot = Snapshot([new], memory)
+    snapshot.wait()
+    torch.cuda.synchronize()
+    assert torch.equal(snapshot.copies[0], new.cpu())

@@ -23,6 +23,8 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._pinned = torch.empty(0, dtype=torch.uint8)
+        self._writes: list[torch.Event] = []
+        """Ends of the copies into pinned memory, whoever waits for them or does not."""
 
     def views(self, tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
         """A place for each tensor; those handed out before are taken back."""
@@ -37,13 +39,22 @@ class HostMemory:
         ]
 
     def _at_least(self, nbytes: int) -> Tensor:
-        """Pinned memory of just this size, or what there is; torch's own would be of the next power of two."""
+        """Pinned memory of just this size, or what there is; torch's own would be of the next power of two.
+
+        A snapshot that was dropped (another rank could not take its own) may still be copied into it: that ends first.
+        """
+        while self._writes:
+            self._writes.pop().synchronize()
         if self._pinned.numel() < nbytes:
             torch_border.unpin(self._pinned)
             self._pinned = torch.empty(0, dtype=torch.uint8)  # give back before taking more
             self._pinned = torch.empty(nbytes, dtype=torch.uint8)
             torch_border.pin(self._pinned)
         return self._pinned
+
+    def note_write(self, event: torch.Event) -> None:
+        """Copies are on their way into pinned memory until ``event``."""
+        self._writes.append(event)
 
 
 class Snapshot:
@@ -57,13 +68,13 @@ class Snapshot:
         self._sources = list(tensors)
         self._events: dict[torch.device, torch.Event] = {}
         for device in devices:
-            self._copy_from(device)
+            self._copy_from(device, memory)
         with torch.no_grad():
             for tensor, copy in zip(tensors, self.copies, strict=True):
                 if tensor.device.type == "cpu":
                     copy.copy_(tensor)
 
-    def _copy_from(self, device: torch.device) -> None:
+    def _copy_from(self, device: torch.device, memory: HostMemory) -> None:
         stream = torch.Stream(device=device)
         # What was computed so far is what is copied.
         stream.wait_stream(torch.accelerator.current_stream(device))
@@ -72,6 +83,7 @@ class Snapshot:
                 if tensor.device == device:
                     copy.copy_(tensor, non_blocking=True)
             self._events[device] = stream.record_event()
+        memory.note_write(self._events[device])
 
     def hold_back(self, optimizer: Optimizer | None) -> None:
         """Let nothing change the tensors before they are copied.
