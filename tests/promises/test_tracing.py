@@ -441,6 +441,17 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
         assert model(torch.ones(1, 4)).shape == (1, 4)
 
 
+def test_a_part_of_a_model_that_has_not_run_cannot_be_recorded(tmp_path: Path) -> None:
+    with fake_world(2):
+        model: Any = shard(make_decoder(), FULLSHARD, Run())
+        recording = fullshard.trace(model.blocks[0], tmp_path)
+        with pytest.raises(LifecycleError, match="Pass the outermost module"), recording:
+            model(tokens_for(0, 2)).backward()
+        with fullshard.trace(model.blocks[0], tmp_path):  # now its streams are known
+            model(tokens_for(0, 2)).backward()
+    assert Trace(recording.path).count("reduce").total() == 4
+
+
 def record_on_a_thread(folder: Path) -> Path:
     model: Any = shard(make_decoder(), FULLSHARD, Run())
     with fullshard.trace(model, folder) as recording:
