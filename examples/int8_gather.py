@@ -26,8 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from fullshard import fully_shard
 from fullshard.comm import DefaultAllGather
 from fullshard.train.batches import Batches, BatchPlan
+from fullshard.train.decoder_shape import DecoderShape
 from fullshard.train.loop import held_out_loss
-from fullshard.train.model import Decoder, DecoderShape, next_byte_losses
+from fullshard.train.model import Decoder, next_byte_losses
 from fullshard.train.text import read_text
 
 _aten = torch.ops.aten

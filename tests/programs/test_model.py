@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fullshard.train.built_in import starting_weights
-from fullshard.train.model import Decoder, DecoderShape, next_byte_losses, rotate
+from fullshard.train.decoder_shape import DecoderShape
+from fullshard.train.model import Decoder, next_byte_losses, rotate
 from fullshard.train.weights import fill
 
 SHAPE = DecoderShape(layers=2, width=32, heads=4)

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.train import built_in
+from fullshard.train.decoder_shape import DecoderShape
 from fullshard.train.loop import build_model, learning_rate, train
-from fullshard.train.model import Decoder, DecoderShape
+from fullshard.train.model import Decoder
 from fullshard.train.options import TrainOptions
 from fullshard.train.progress import Silence
 from fullshard.train.result import TrainResult

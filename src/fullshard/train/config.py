@@ -100,7 +100,7 @@ class ModelSection:
     heads: PositiveCount | None = field(default=None, metadata=FIXED)
     """Its attention heads, if not those of the size; width / heads is even."""
 
-    vocabulary: int | None = field(default=None, metadata=FIXED)
+    vocabulary: PositiveCount | None = field(default=None, metadata=FIXED)
     """Tokens it knows, if not those of the tokenizer; to be given for arrays without one."""
 
     huggingface: Path | None = field(default=None, metadata=FIXED)
@@ -117,7 +117,11 @@ class ModelSection:
                 "model.pretrained needs a folder with weights to start from. Set model.huggingface, or leave "
                 "model.pretrained out.",
             )
-        own = [name for name in ("layers", "width", "heads") if getattr(self, name) is not None]
+        own = [
+            name
+            for name in ("layers", "width", "heads", "vocabulary")
+            if getattr(self, name) is not None
+        ]
         if self.huggingface is not None and own:
             yield Problem(
                 ("model.huggingface", *(f"model.{name}" for name in own)),

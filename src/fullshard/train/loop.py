@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.train.batches import Batches, BatchPlan
 from fullshard.train.built_in import starting_weights
+from fullshard.train.decoder_shape import DecoderShape
 from fullshard.train.memory import memory_bytes
-from fullshard.train.model import Decoder, DecoderShape, next_byte_losses
+from fullshard.train.model import Decoder, next_byte_losses
 from fullshard.train.options import TrainOptions
 from fullshard.train.result import RunFacts, StepReport, TrainResult, Watcher
 from fullshard.train.text import Text
