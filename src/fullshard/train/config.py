@@ -100,6 +100,9 @@ class ModelSection:
     heads: PositiveCount | None = field(default=None, metadata=FIXED)
     """Its attention heads, if not those of the size; width / heads is even."""
 
+    vocabulary: int | None = field(default=None, metadata=FIXED)
+    """Tokens it knows, if not those of the tokenizer; to be given for arrays without one."""
+
     huggingface: Path | None = field(default=None, metadata=FIXED)
     """Folder with the `config.json` of a causal language model of transformers, instead of the built-in decoder."""
 

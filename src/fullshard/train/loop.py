@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.train.batches import Batches, BatchPlan
+from fullshard.train.built_in import starting_weights
 from fullshard.train.memory import memory_bytes
 from fullshard.train.model import Decoder, DecoderShape, next_byte_losses
 from fullshard.train.options import TrainOptions
 from fullshard.train.result import RunFacts, StepReport, TrainResult, Watcher
 from fullshard.train.text import Text
-from fullshard.train.weights import fill_weights
+from fullshard.train.weights import fill
 
 MAX_GRADIENT_NORM = 1.0
 
@@ -83,7 +84,7 @@ def build_model(options: TrainOptions, mesh: DeviceMesh) -> Decoder:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.to_empty(device=mesh.device_type)
-    fill_weights(model, seed=options.seed)
+    fill(model, starting_weights(shape, seed=options.seed))
     return model
 
 
