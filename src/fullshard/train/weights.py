@@ -79,7 +79,9 @@ def fill(model: nn.Module, weights: DrawnWeights) -> None:
 
 
 def materialise(module: nn.Module, device: torch.device, *, recurse: bool = True) -> None:
-    """Give parameters on the meta device memory, without values, and move buffers, with theirs.
+    """Give parameters on the meta device memory, without values; buffers stay as and where they are.
+
+    Both doors move buffers to where the model computes, which is not where offloaded parameters rest.
 
     With `fully_shard`, it is called for the sharded model; the wrapper calls it for each module:
     ``param_init_fn=partial(materialise, device=device, recurse=False)``.
@@ -93,7 +95,7 @@ def materialise(module: nn.Module, device: torch.device, *, recurse: bool = True
     ]
     module.to_empty(device=device, recurse=recurse)
     for owner, name, buffer in buffers:
-        owner.get_buffer(name).copy_(buffer)
+        setattr(owner, name, buffer)
 
 
 def seed_of(label: str) -> int:
