@@ -131,11 +131,3 @@ def rotate(x: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
     return turned.type_as(x)
-
-
-def next_byte_losses(model: nn.Module, windows: Tensor) -> Tensor:
-    """Return the mean loss of each window (rows of context + 1 bytes), in nats per byte."""
-    inputs, targets = windows[:, :-1], windows[:, 1:]
-    scores = model(inputs).float()
-    losses = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.view(targets.shape).mean(dim=1)

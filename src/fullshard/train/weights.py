@@ -79,7 +79,9 @@ def fill(model: nn.Module, weights: DrawnWeights) -> None:
 
 
 def materialise(module: nn.Module, device: torch.device, *, recurse: bool = True) -> None:
-    """Give parameters on the meta device memory, without values, and move buffers, with theirs; what is tied stays so.
+    """Give parameters on the meta device memory, without values; what is tied stays so, and buffers as and where they are.
+
+    Both doors move buffers to where the model computes, which is not where offloaded parameters rest.
 
     With `fully_shard`, it is called for the sharded model; the wrapper calls it for each module:
     ``param_init_fn=partial(materialise, device=device, recurse=False)``.
@@ -99,7 +101,7 @@ def materialise(module: nn.Module, device: torch.device, *, recurse: bool = True
             places.setdefault(parameter, []).append((owner, name))
     module.to_empty(device=device, recurse=recurse)
     for owner, name, buffer in buffers:
-        owner.get_buffer(name).copy_(buffer)
+        setattr(owner, name, buffer)
     for (first, first_name), *others in places.values():
         for owner, name in others:
             owner.register_parameter(name, first.get_parameter(first_name))
