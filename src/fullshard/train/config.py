@@ -117,7 +117,11 @@ class ModelSection:
                 "model.pretrained needs a folder with weights to start from. Set model.huggingface, or leave "
                 "model.pretrained out.",
             )
-        own = [name for name in ("layers", "width", "heads") if getattr(self, name) is not None]
+        own = [
+            name
+            for name in ("layers", "width", "heads", "vocabulary")
+            if getattr(self, name) is not None
+        ]
         if self.huggingface is not None and own:
             yield Problem(
                 ("model.huggingface", *(f"model.{name}" for name in own)),
