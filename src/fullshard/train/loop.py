@@ -54,6 +54,7 @@ from fullshard.train.sampler import Sampler
 from fullshard.train.samples import write_samples
 from fullshard.train.sharding import build_model
 from fullshard.train.stopping import BadStepError, StoppedBySignalError, StopRequest
+from fullshard.train.traced_steps import TracedSteps
 from fullshard.version import __version__
 
 
@@ -124,11 +125,16 @@ class Training:
         self.watch(self._start())
         if self.state.step == 0:
             self._evaluate()
-        while self.state.step < config.train.steps:
-            is_asked_to_stop = self._take_step()
-            if is_asked_to_stop and self.state.step < config.train.steps:
-                self._stop()
-            self._between_steps()
+        with TracedSteps(
+            config.trace, self.model.module, self.job.folder.trace, rank=self.rank
+        ) as traced:
+            while self.state.step < config.train.steps:
+                traced.begin(self.state.step + 1)
+                is_asked_to_stop = self._take_step()
+                traced.end(self.state.step)
+                if is_asked_to_stop and self.state.step < config.train.steps:
+                    self._stop()
+                self._between_steps()
         # First of all, so that a run that is ended from here on has nothing to compute again.
         self.checkpoints.save(self.state)
         self._evaluate()
