@@ -25,11 +25,18 @@ def count(number: float) -> str:
     return f"{number:.0f}" if abs(number) < 1000 else _scaled(number, COUNTS, "")
 
 
+def exact(number: float) -> str:
+    """How many, to the last one."""
+    return f"{number:,.0f}"
+
+
 def share(part: float) -> str:
     """A part of one, as a percentage."""
     percent = 100 * part
     if 0 < percent < 0.05:
         return "< 0.1 %"
+    if percent == 0:
+        return "0 %"
     return f"{percent:.1f} %" if abs(percent) < 10 else f"{percent:.0f} %"
 
 
