@@ -25,10 +25,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import fully_shard
 from fullshard.comm import DefaultAllGather
-from fullshard.train.batches import Batches, BatchPlan
-from fullshard.train.loop import held_out_loss
-from fullshard.train.model import Decoder, DecoderShape, next_byte_losses
-from fullshard.train.text import read_text
+from fullshard.train.config import RunConfig
+from fullshard.train.data import open_data
+from fullshard.train.evaluating import held_out_loss, window_losses
+from fullshard.train.model import Decoder, DecoderShape
+from fullshard.train.models import open_model
+from fullshard.train.sampler import Sampler
+
+ROWS = 8
+"""Windows of text per rank and step."""
 
 _aten = torch.ops.aten
 _SAME_KIND = {
@@ -146,17 +151,20 @@ def train(*, int8: bool, steps: int, seed: int = 0) -> Outcome:
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh).set_custom_all_gather(counter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
-    plan = BatchPlan(
-        context=128, batch=8, seed=seed, rank=dist.get_rank(), world=dist.get_world_size()
-    )
-    batches = Batches(plan, read_text(None, context=plan.context), torch.device("cpu"))
+    source = open_model(RunConfig())
+    data = open_data(RunConfig(), source)
+    sampler, rank, world = Sampler(len(data.training), seed), dist.get_rank(), dist.get_world_size()
     for step in range(steps):
-        next_byte_losses(model, batches.training(step)).mean().backward()
+        drawn = sampler.windows(step * ROWS * world, ROWS * world)
+        windows = data.training.rows(drawn[rank * ROWS : (rank + 1) * ROWS])
+        window_losses(source, model, windows).mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     sent = counter.nbytes / steps
-    return Outcome(held_out_loss(model, batches), sent)
+    device = torch.device("cpu")
+    held_out = held_out_loss(source, model, data.held_out, limit=64, rows=ROWS, device=device)
+    return Outcome(held_out, sent)
 
 
 def main() -> None:

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from fullshard.train.built_in import starting_weights
 from fullshard.train.model import Decoder, DecoderShape, next_byte_losses, rotate
-from fullshard.train.weights import fill_weights
+from fullshard.train.weights import fill
 
 SHAPE = DecoderShape(layers=2, width=32, heads=4)
 
@@ -14,7 +15,7 @@ SHAPE = DecoderShape(layers=2, width=32, heads=4)
 @pytest.fixture
 def model() -> Decoder:
     model = Decoder(SHAPE)
-    fill_weights(model, seed=0)
+    fill(model, starting_weights(SHAPE, seed=0))
     return model
 
 
@@ -74,8 +75,8 @@ def test_the_loss_starts_at_that_of_guessing(model: Decoder, tokens: torch.Tenso
 
 def test_starting_weights_depend_on_the_seed_and_differ_between_layers(model: Decoder) -> None:
     other = Decoder(SHAPE)
-    fill_weights(other, seed=1)
-    first, second = (block.get_parameter("attention.qkv.weight") for block in model.blocks)
+    fill(other, starting_weights(SHAPE, seed=1))
+    first, second = (block.get_parameter("attention.query.weight") for block in model.blocks)
     assert not torch.equal(first, second)
-    assert not torch.equal(first, other.get_parameter("blocks.0.attention.qkv.weight"))
+    assert not torch.equal(first, other.get_parameter("blocks.0.attention.query.weight"))
     assert torch.equal(model.norm.weight, torch.ones(32))

@@ -2,59 +2,78 @@
 
 import io
 import math
+from dataclasses import replace
 
 from rich.console import Console
 
-from fullshard.train.progress import showing_progress
-from fullshard.train.result import RunFacts, StepReport, TrainResult, Watcher
-
-FACTS = RunFacts(
-    parameters=250,
-    ranks=2,
-    device="cpu",
-    source="the folder [here]",
-    training_bytes=7_600_000,
-    held_out_bytes=400_000,
-    steps=40,
-    tokens_per_step=64,
+from fullshard.train.events import (
+    Checkpoint,
+    End,
+    Evaluation,
+    Samples,
+    Start,
+    Step,
+    Stopped,
+    Trouble,
+    Watcher,
 )
-RESULT = TrainResult(
-    facts=FACTS,
-    losses=(8 * math.log(2), *[3.0] * 38, 2 * math.log(2)),
-    held_out_before=5.5,
-    held_out_after=1.5,
-    tokens=2560,
-    seconds=12.34,
+from fullshard.train.progress import showing_progress
+
+START = Start(
+    world=2,
+    device="cpu",
+    parameters=250,
     unsharded_bytes=1000,
     rank_bytes=(502, 498),
+    tokens_per_step=64,
+    steps=40,
+    model="a decoder of [2] layers",
+    data="the folder [here]",
+    training_tokens=7_600_000,
+    held_out_tokens=400_000,
+    versions={},
+    resumed_from=None,
 )
 
 
-def follow_a_run(watcher: Watcher) -> None:
-    watcher.begin(FACTS)
-    for step in range(1, FACTS.steps + 1):
-        watcher.step(
-            StepReport(
-                step=step, loss=5.0, tokens=64 * step, seconds=0.5 * step, memory_bytes=123_456_789
-            )
-        )
-    watcher.end(RESULT)
+def step(number: int, loss: float = 5.0) -> Step:
+    return Step(
+        step=number,
+        loss=loss,
+        grad_norm=0.7512,
+        lr=3e-3,
+        tokens=64 * number,
+        step_s=0.5,
+        memory_bytes=123_456_789,
+    )
+
+
+def follow_a_run(watch: Watcher) -> None:
+    watch(START)
+    watch(Evaluation(step=0, loss=5.5))
+    for number in range(1, START.steps + 1):
+        watch(step(number, {1: 8 * math.log(2), 40: 2 * math.log(2)}.get(number, 5.0)))
+    watch(Checkpoint(step=40, path="checkpoints/step_00000040", blocked_s=0.1))
+    watch(Evaluation(step=40, loss=1.5))
+    watch(Samples(step=40, texts=("def [f]():",)))
+    watch(End(step=40, seconds=12.34))
 
 
 def seen(*, terminal: bool) -> str:
     file = io.StringIO()
-    with showing_progress(Console(file=file, force_terminal=terminal, width=100)) as watcher:
-        follow_a_run(watcher)
+    with showing_progress(Console(file=file, force_terminal=terminal, width=120)) as progress:
+        follow_a_run(progress)
+        progress.say_last("Report  runs/[a]/report.html")
     return file.getvalue()
 
 
 def test_a_pipe_gets_a_plain_line_for_each_tenth_of_the_run() -> None:
     output = seen(terminal=False)
     assert "\x1b" not in output and "\r" not in output
-    lines = [line for line in output.splitlines() if line.startswith("step ")]
+    lines = [line for line in output.splitlines() if line.startswith("step ") and "/40" in line]
     assert len(lines) == 11  # the first step, then every tenth
-    assert lines[0] == "step  1/40  loss 5.000  128 tokens/s  123.5 MB"
-    assert lines[-1] == "step 40/40  loss 5.000  128 tokens/s  123.5 MB"
+    assert lines[0] == "step  1/40  loss 5.545  lr 3.0e-03  norm 0.75  128 tokens/s  123.5 MB"
+    assert lines[-1].startswith("step 40/40  loss 4.634")
 
 
 def test_a_terminal_gets_one_line_that_renews_itself() -> None:
@@ -63,24 +82,54 @@ def test_a_terminal_gets_one_line_that_renews_itself() -> None:
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l"), "the cursor comes back"
 
 
+def test_what_happens_besides_steps_gets_a_line_of_its_own() -> None:
+    file = io.StringIO()
+    with showing_progress(Console(file=file, width=120)) as progress:
+        progress(START)
+        progress(Trouble(step=9, what="loss is nan", action="skip"))
+        progress(step(9, math.nan))
+        progress(Stopped(step=9, why="SIGTERM"))
+    assert file.getvalue().splitlines()[-3:] == [
+        "step 9: loss is nan; its update is skipped",
+        "step  9/40  loss nan  lr 3.0e-03  norm 0.75  128 tokens/s  123.5 MB",
+        "step 9: stopped by SIGTERM",
+    ]
+    output = seen(terminal=False)
+    assert "step 0: held-out loss 5.5000\n" in output
+    assert "step 40: saved in checkpoints/step_00000040\n" in output
+
+
 def test_the_summary_says_what_was_trained_and_what_each_rank_held() -> None:
     output = seen(terminal=False)
-    assert "the folder [here]" in output
+    assert "the folder [here]" in output and "a decoder of [2] layers" in output
+    assert "def [f]():" in output
     assert "Trained 250 parameters on 2,560 tokens in 12.3 s, sharded over 2 cpu ranks." in output
     rows = [line.replace("|", " ").split() for line in output.translate({0x2502: "|"}).splitlines()]
-    assert ["first", "step", "5.5452", "8.0000"] in rows
-    assert ["last", "step", "1.3863", "2.0000"] in rows
-    assert ["held", "out,", "after", "1.5000", "2.1640"] in rows
+    assert ["step", "1", "5.5452", "8.0000"] in rows
+    assert ["step", "40", "1.3863", "2.0000"] in rows
+    assert ["held", "out,", "after", "step", "40", "1.5000", "2.1640"] in rows
     assert ["rank", "0", "502", "50.2%"] in rows
     assert ["rank", "1", "498", "49.8%"] in rows
     assert ["unsharded", "model", "1,000", "100.0%"] in rows
+    assert output.splitlines()[-1] == "Report  runs/[a]/report.html"
+
+
+def test_a_run_that_goes_on_says_from_where_and_counts_its_own_tokens() -> None:
+    file = io.StringIO()
+    with showing_progress(Console(file=file, width=120)) as progress:
+        progress(replace(START, resumed_from=38))
+        progress(step(39))
+        progress(step(40))
+        progress(End(step=40, seconds=1.0))
+    assert "goes on after step 38" in file.getvalue()
+    assert "on 128 tokens in 1.0 s" in file.getvalue()
 
 
 def test_an_error_gives_the_cursor_back() -> None:
     file = io.StringIO()
     try:
-        with showing_progress(Console(file=file, force_terminal=True)) as watcher:
-            watcher.begin(FACTS)
+        with showing_progress(Console(file=file, force_terminal=True)) as progress:
+            progress(START)
             raise ValueError
     except ValueError:
         pass

@@ -1,101 +1,219 @@
-"""The training loop on real ranks: the same run, whatever the number of ranks."""
+"""The training loop on real ranks: the same run, however it is spread."""
 
-import dataclasses
 import itertools
-import random
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.train.loop import build_model, learning_rate, train
-from fullshard.train.model import Decoder, DecoderShape
-from fullshard.train.options import TrainOptions
-from fullshard.train.progress import Silence
+from fullshard.errors import ConfigurationError
+from fullshard.train.config import RunConfig, ScheduleSection
+from fullshard.train.optimizing import learning_rate
 from fullshard.train.result import TrainResult
-from fullshard.train.text import Text
-from fullshard.train.weights import fill_weights
-from tests.helpers.compare import assert_equal
 from tests.helpers.ranks import World
+from tests.helpers.runs import records, run, tiny
 
 MakeWorld = Callable[[int], World]
 
-# The width makes uneven shapes: SwiGLU is 53 wide, which neither 2 nor 3 ranks can share evenly.
-OPTIONS = TrainOptions(steps=8, batch=6, context=16, layers=2, width=20, heads=2, lr=1e-2)
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
 
 
-def some_text() -> Text:
-    draw = random.Random(0)
-    words = [b"for ", b"in ", b"range(", b"x", b"):\n", b"    ", b"return ", b"if "]
-    content = b"".join(draw.choices(words, k=2000))
-    return Text(source="a test", training=content[:-500], held_out=content[-500:])
+@pytest.fixture(scope="module")
+def one_rank(world: MakeWorld, folder: Path) -> TrainResult:
+    """The run that all others are compared with."""
+    [result] = world(1).run(run, tiny(folder / "one"))
+    return result
 
 
-def starting_weights(options: TrainOptions, world: int) -> dict[str, torch.Tensor]:
-    model = build_model(options, init_device_mesh("cpu", (world,)))
-    weights = {}
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor)
-        weights[name] = parameter.full_tensor().detach()
-    return weights
+SPREADS = [
+    (2, ()),
+    (4, ()),
+    (1, ("train.accumulate=4",)),
+    (2, ("train.accumulate=2", "sharding.door=wrapper")),
+    (2, ("train.accumulate=2", "optimizer.flat=false")),
+    (2, ("sharding.door=wrapper", "sharding.reshard_after_forward=false")),
+    (2, ("sharding.groups=plan", "sharding.prefetch=2", "sharding.reshard_after_forward=false")),
+    (2, ("sharding.prefetch=3",)),
+    (2, ("sharding.groups=plan", "sharding.door=wrapper", "optimizer.flat=false")),
+    (2, ("compute.checkpoint_activations=blocks",)),
+    (2, ("compute.checkpoint_activations=blocks", "sharding.door=wrapper")),
+    (2, ("compute.compile=blocks", "compute.checkpoint_activations=blocks")),
+    (2, ("sharding.replicas=2",)),
+    (4, ("sharding.replicas=2", "train.accumulate=2")),
+    (4, ("sharding.replicas=2", "sharding.door=wrapper")),
+]
 
 
-def run(options: TrainOptions) -> TrainResult:
-    return train(options, some_text(), device=torch.device("cpu"), watcher=Silence())
+@pytest.mark.parametrize(("size", "settings"), SPREADS, ids=str)
+def test_losses_do_not_depend_on_how_a_run_is_spread(
+    world: MakeWorld, tmp_path: Path, one_rank: TrainResult, size: int, settings: tuple[str, ...]
+) -> None:
+    for result in world(size).run(run, tiny(tmp_path, *settings)):
+        assert result.losses == pytest.approx(one_rank.losses, rel=1e-4)
+        assert result.evaluations == pytest.approx(one_rank.evaluations, rel=1e-4)
+        assert result.tokens == one_rank.tokens == 6 * 8 * 16
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_starting_weights_do_not_depend_on_the_number_of_ranks(world: MakeWorld, size: int) -> None:
-    model = Decoder(DecoderShape(layers=OPTIONS.layers, width=OPTIONS.width, heads=OPTIONS.heads))
-    fill_weights(model, seed=OPTIONS.seed)
-    expected = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for weights in world(size).run(starting_weights, OPTIONS, size):
-        assert_equal(weights, expected)
+def test_training_lowers_the_loss_and_writes_down_what_it_did(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    config = tiny(
+        tmp_path, "evaluation.every=4", "checkpoint.every=4", "samples.count=2", "samples.tokens=5"
+    )
+    first, second = world(2).run(run, config)
+    assert first.losses == second.losses
+    assert first.losses[6] < first.losses[1] - 0.5
+    assert first.evaluations[6] < first.evaluations[0] - 0.5
+    assert list(first.evaluations) == [0, 4, 6]
+    [start] = records(config, "start")
+    assert sum(start["rank_bytes"]) == start["unsharded_bytes"] == 4 * start["parameters"]
+    assert start["rank_bytes"][0] < 0.6 * start["unsharded_bytes"]
+    assert (start["world"], start["steps"], start["resumed_from"]) == (2, 6, None)
+    assert start["tokens_per_step"] == 8 * 16
+    steps = records(config, "step")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert [step["loss"] for step in steps] == list(first.losses.values())
+    assert [step["tokens"] for step in steps] == [128 * n for n in range(1, 7)]
+    assert all(step["grad_norm"] > 0 and step["step_s"] > 0 for step in steps)
+    assert [(r["step"], r["loss"]) for r in records(config, "evaluation")] == list(
+        first.evaluations.items()
+    )
+    saved = {record["step"]: record["path"] for record in records(config, "checkpoint")}
+    assert saved == {4: "checkpoints/step_00000004", 6: "checkpoints/step_00000006"}
+    assert all((config.run.folder / path / "manifest.json").exists() for path in saved.values())
+    [samples] = records(config, "samples")
+    assert samples["texts"] == list(first.samples) == list(second.samples)
+    assert len(first.samples) == 2
+    [end] = records(config, "end")
+    assert end["step"] == 6 and end["seconds"] > 0
 
 
-def test_losses_do_not_depend_on_the_number_of_ranks(world: MakeWorld) -> None:
-    [one] = world(1).run(run, OPTIONS)
-    for size in (2, 3):
-        share = dataclasses.replace(OPTIONS, batch=OPTIONS.batch // size)
-        for result in world(size).run(run, share):
-            assert result.losses == pytest.approx(one.losses, rel=1e-4)
-            assert result.held_out_before == pytest.approx(one.held_out_before, rel=1e-4)
-            assert result.held_out_after == pytest.approx(one.held_out_after, rel=1e-4)
+def test_the_wanted_steps_are_traced_on_the_wanted_ranks(
+    world: MakeWorld, tmp_path: Path, one_rank: TrainResult
+) -> None:
+    for door in ("fully_shard", "wrapper"):
+        config = tiny(
+            tmp_path / door,
+            *(f"sharding.door={door}", "trace.start=3", "trace.steps=2", "trace.ranks=1"),
+        )
+        result, _ = world(2).run(run, config)
+        assert result.losses == pytest.approx(one_rank.losses, rel=1e-4)
+        [file] = (config.run.folder / "trace").iterdir()
+        spans = json.loads(file.read_text())["traceEvents"]
+        assert file.name == "rank_00000.json"
+        assert [each["name"] for each in spans if each.get("cat") == "step"] == ["step 3", "step 4"]
 
 
-def test_training_lowers_the_loss_and_counts_what_it_did(world: MakeWorld) -> None:
-    for result in world(2).run(run, OPTIONS):
-        assert len(result.losses) == 8
-        assert result.losses[-1] < result.losses[0] - 1
-        assert result.held_out_after < result.held_out_before - 1
-        assert result.tokens == 8 * 2 * 6 * 16
-        assert result.facts.ranks == 2
+def test_other_dtypes_stay_close_to_float32(
+    world: MakeWorld, tmp_path: Path, one_rank: TrainResult
+) -> None:
+    for number, (door, setting) in enumerate(
+        itertools.product(("fully_shard", "wrapper"), ("compute.precision", "compute.wire"))
+    ):
+        config = tiny(tmp_path / str(number), f"sharding.door={door}", f"{setting}=bf16")
+        result, _ = world(2).run(run, config)
+        assert result.losses != one_rank.losses
+        assert result.losses == pytest.approx(one_rank.losses, rel=0.05)
 
 
-def test_ranks_hold_all_parameters_between_them_and_none_twice(world: MakeWorld) -> None:
-    for result in world(3).run(run, OPTIONS):
-        assert sum(result.rank_bytes) == result.unsharded_bytes == 4 * result.facts.parameters
-        assert result.rank_bytes[0] < 0.4 * result.unsharded_bytes
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adagrad"])
+def test_optimizers_update_the_same_through_both_doors(
+    world: MakeWorld, tmp_path: Path, one_rank: TrainResult, optimizer: str
+) -> None:
+    results = []
+    for door, flat in (("fully_shard", "true"), ("fully_shard", "false"), ("wrapper", "true")):
+        settings = (
+            f"sharding.door={door}",
+            f"optimizer.flat={flat}",
+            f"optimizer.name={optimizer}",
+        )
+        [result, _] = world(2).run(run, tiny(tmp_path / (door + flat), *settings))
+        results.append(result.losses)
+    assert results[1] == pytest.approx(results[0], rel=1e-4)
+    assert results[2] == pytest.approx(results[0], rel=1e-4)
+    assert results[0] != one_rank.losses
+    assert results[0][6] < results[0][1]
 
 
-def test_bf16_stays_close_to_fp32(world: MakeWorld) -> None:
-    [exact, _] = world(2).run(run, OPTIONS)
-    [rounded, _] = world(2).run(run, dataclasses.replace(OPTIONS, precision="bf16"))
-    assert rounded.losses != exact.losses
-    assert rounded.losses == pytest.approx(exact.losses, rel=0.05)
-    assert rounded.rank_bytes == exact.rank_bytes, "parameters at rest stay in float32"
+def test_clipping_bounds_the_update_and_not_the_norm_that_is_told(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    norms = {}
+    for clip in ("0", "1e-3"):
+        config = tiny(tmp_path / clip, f"train.clip={clip}", "train.steps=2", "optimizer.name=sgd")
+        world(2).run(run, config)
+        norms[clip] = [record["grad_norm"] for record in records(config, "step")]
+    assert norms["0"][0] == norms["1e-3"][0] > 0.1
+    assert norms["0"][1] != norms["1e-3"][1]
 
 
-def test_the_learning_rate_warms_up_then_falls_to_a_tenth() -> None:
-    options = TrainOptions(steps=100, lr=1.0)
-    rates = [learning_rate(step, options) for step in range(100)]
-    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
-    assert rates[10] == 1.0
-    assert all(later < earlier for earlier, later in itertools.pairwise(rates[10:]))
-    assert 0.1 < rates[-1] < 0.11
+def test_a_batch_that_ranks_cannot_share_is_refused_on_all(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    outcomes = world(3).outcomes(run, tiny(tmp_path))
+    assert all(isinstance(each, ConfigurationError) for each in outcomes)
+    assert len({str(each) for each in outcomes}) == 1
+    assert "ranks * train.accumulate = 3 * 1 = 3, got 8" in str(outcomes[0])
 
 
-def test_a_single_step_has_a_learning_rate() -> None:
-    assert learning_rate(0, TrainOptions(steps=1, lr=1.0)) == 1.0
+def test_another_run_in_the_same_folder_is_refused_on_all_ranks(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    world(2).run(run, tiny(tmp_path, "train.steps=2"))
+    outcomes = world(2).outcomes(run, tiny(tmp_path, "train.steps=2", "optimizer.lr=0.02"))
+    assert all(isinstance(each, ConfigurationError) for each in outcomes)
+    assert all("optimizer.lr was 0.01, and is 0.02 now" in str(each) for each in outcomes)
+
+
+def test_only_matrices_are_decayed(world: MakeWorld, tmp_path: Path) -> None:
+    for door in ("fully_shard", "wrapper"):
+        for decayed, plain in world(2).run(decayed_names, tiny(tmp_path, f"sharding.door={door}")):
+            assert {name.rpartition(".")[0].split(".")[-1] for name in plain} == {
+                "norm",
+                "attention_norm",
+                "feed_forward_norm",
+            }
+            assert "embed.weight" in decayed and len(decayed) == 2 + 2 * 7
+
+
+def decayed_names(config: RunConfig) -> tuple[list[str], list[str]]:
+    from fullshard.names import clean_name
+    from fullshard.train.models import open_model
+    from fullshard.train.sharding import build_model
+
+    model = build_model(config, open_model(config), torch.device("cpu"))
+    names = {parameter: clean_name(name) for name, parameter in model.module.named_parameters()}
+    matrices, others = model.parameters()
+    is_functional = config.sharding.door == "fully_shard"
+    assert all(isinstance(each, DTensor) is is_functional for each in matrices)
+    return [names[each] for each in matrices], [names[each] for each in others]
+
+
+def rates(steps: int, **schedule: object) -> list[float]:
+    section = ScheduleSection(**schedule)
+    return [learning_rate(step, highest=1.0, steps=steps, section=section) for step in range(steps)]
+
+
+def test_the_learning_rate_warms_up_then_falls() -> None:
+    cosine = rates(100)
+    assert cosine[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert cosine[10] == 1.0
+    assert all(later < earlier for earlier, later in itertools.pairwise(cosine[10:]))
+    assert 0.1 < cosine[-1] < 0.11
+    linear = rates(100, kind="linear", warmup=20.0, last=0.5)
+    assert linear[19] == linear[20] == 1.0
+    assert linear[60] == pytest.approx(0.75)
+    assert rates(5, kind="constant", warmup=0.0) == [1.0] * 5
+
+
+def test_any_step_has_a_learning_rate() -> None:
+    assert rates(1) == [1.0]
+    assert rates(3, warmup=10.0) == pytest.approx([0.1, 0.2, 0.3])
+    beyond = learning_rate(50, highest=1.0, steps=10, section=ScheduleSection())
+    assert beyond == pytest.approx(0.1)

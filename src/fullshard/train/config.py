@@ -9,15 +9,22 @@
 A file names what differs from the defaults here; `--set train.steps=10` differs from the file. This
 module imports no torch: a wrong configuration is answered at once.
 
+The text under a field is all there is about it: `config_fields` takes it from here for the file of
+a run, the command's answers and the documentation. A field's type says which values it may have;
+what concerns several fields is said by the `problems` of their section, or of `RunConfig`.
+
 Fields marked `FIXED` decide the trajectory of a run; a run that is resumed must have them as they
 were.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from fullshard.train.limits import Limits
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 Size = Literal["tiny", "small", "medium", "large"]
@@ -31,11 +38,30 @@ Precision = Literal["fp32", "bf16"]
 Blocks = Literal["none", "blocks"]
 BadStep = Literal["stop", "skip", "ignore"]
 
+Count = Annotated[int, Limits(0)]
+PositiveCount = Annotated[int, Limits(1)]
+NotNegative = Annotated[float, Limits(0)]
+Positive = Annotated[float, Limits(0, open_low=True)]
+Part = Annotated[float, Limits(0, 1)]
+PartBelowOne = Annotated[float, Limits(0, 1, open_high=True)]
+ProperPart = Annotated[float, Limits(0, 1, open_low=True, open_high=True)]
 
 DEFAULT_FOLDER = Path("runs/default")
 
 FIXED = {"fixed": True}
 """Marks a field that a resumed run must have as it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong with a configuration that concerns more than the value of one field."""
+
+    about: tuple[str, ...]
+    """The fields it follows from (`train.batch`), or whole sections (`model`). If one of them was refused for itself,
+    this problem may not be there at all."""
+
+    text: str
+    """The rule, what was found, the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,13 +71,16 @@ class RunSection:
     folder: Path = DEFAULT_FOLDER
     """Folder of the run: configuration, metrics, checkpoints, traces, report. If a run is in it, it goes on."""
 
-    ranks: int | None = None
+    ranks: PositiveCount | None = None
     """Ranks to start here; none given takes those of a launcher, else 2 on CPU and one per GPU."""
 
     device: DeviceChoice = "auto"
     """Where to train; auto takes CUDA when there is a GPU."""
 
-    seed: int = field(default=0, metadata=FIXED)
+    timeout: Positive = 600.0
+    """Seconds a rank waits for the others before it gives up: what is left of a run ends so long after a host is lost."""
+
+    seed: Count = field(default=0, metadata=FIXED)
     """Decides starting weights, the order of the data, and samples."""
 
 
@@ -62,20 +91,39 @@ class ModelSection:
     size: Size = field(default="tiny", metadata=FIXED)
     """Size of the built-in decoder."""
 
-    layers: int | None = field(default=None, metadata=FIXED)
+    layers: PositiveCount | None = field(default=None, metadata=FIXED)
     """Its blocks, if not those of the size."""
 
-    width: int | None = field(default=None, metadata=FIXED)
+    width: PositiveCount | None = field(default=None, metadata=FIXED)
     """Width of its residual stream, if not that of the size."""
 
-    heads: int | None = field(default=None, metadata=FIXED)
+    heads: PositiveCount | None = field(default=None, metadata=FIXED)
     """Its attention heads, if not those of the size; width / heads is even."""
+
+    vocabulary: int | None = field(default=None, metadata=FIXED)
+    """Tokens it knows, if not those of the tokenizer; to be given for arrays without one."""
 
     huggingface: Path | None = field(default=None, metadata=FIXED)
     """Folder with the `config.json` of a causal language model of transformers, instead of the built-in decoder."""
 
     pretrained: bool = field(default=False, metadata=FIXED)
     """Start from the weights in the Hugging Face folder, not from drawn ones."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Find what does not go together."""
+        if self.pretrained and self.huggingface is None:
+            yield Problem(
+                ("model.pretrained", "model.huggingface"),
+                "model.pretrained needs a folder with weights to start from. Set model.huggingface, or leave "
+                "model.pretrained out.",
+            )
+        own = [name for name in ("layers", "width", "heads") if getattr(self, name) is not None]
+        if self.huggingface is not None and own:
+            yield Problem(
+                ("model.huggingface", *(f"model.{name}" for name in own)),
+                f"{', '.join(f'model.{name}' for name in own)} shape the built-in decoder; the model of "
+                f"{self.huggingface} is shaped by its config.json. Leave them out, or model.huggingface.",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,40 +144,49 @@ class DataSection:
     """Folder or file of a Hugging Face tokenizer for text; none given takes that of the model's folder if there is
     one, else bytes."""
 
-    context: int = field(default=128, metadata=FIXED)
+    context: PositiveCount = field(default=128, metadata=FIXED)
     """Tokens the model sees at once."""
 
-    held_out: float = field(default=0.05, metadata=FIXED)
+    held_out: ProperPart = field(default=0.05, metadata=FIXED)
     """Part of the tokens kept back for evaluation, from the end."""
 
-    max_bytes: int = field(default=8_000_000, metadata=FIXED)
+    max_bytes: PositiveCount = field(default=8_000_000, metadata=FIXED)
     """Read no more text than this."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Find what does not go together."""
+        if self.kind == "array" and self.path is None:
+            yield Problem(
+                ("data.kind", "data.path"),
+                'data.kind = "array" needs an array to read. Set data.path to a .npy or .bin file, or leave '
+                "data.kind out.",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSection:
     """The steps."""
 
-    steps: int = 240
+    steps: PositiveCount = 240
     """Optimizer steps of the whole run."""
 
-    batch: int = field(default=16, metadata=FIXED)
+    batch: PositiveCount = field(default=16, metadata=FIXED)
     """Windows per step, of all ranks together; any number of ranks that divides it sees the same batches."""
 
-    accumulate: int = 1
+    accumulate: PositiveCount = 1
     """Parts a rank's share of the batch is computed in, one after the other."""
 
-    clip: float = field(default=1.0, metadata=FIXED)
+    clip: NotNegative = field(default=1.0, metadata=FIXED)
     """Largest norm of the gradients; larger ones are scaled down to it. 0 does not clip."""
 
     on_bad_step: BadStep = field(default="stop", metadata=FIXED)
     """What to do when loss or gradient norm are not finite, or the norm exceeds `max_norm`: stop the run, skip the
     update, or ignore it."""
 
-    max_norm: float = field(default=0.0, metadata=FIXED)
+    max_norm: NotNegative = field(default=0.0, metadata=FIXED)
     """Norm of the gradients above which a step is bad; 0 for none."""
 
-    max_bad_steps: int = 10
+    max_bad_steps: PositiveCount = 10
     """With skip: so many bad steps in a row stop the run."""
 
 
@@ -140,19 +197,19 @@ class OptimizerSection:
     name: OptimizerName = field(default="adamw", metadata=FIXED)
     """Which optimizer of torch.optim."""
 
-    lr: float = field(default=3e-3, metadata=FIXED)
+    lr: Positive = field(default=3e-3, metadata=FIXED)
     """Highest learning rate."""
 
-    weight_decay: float = field(default=0.1, metadata=FIXED)
+    weight_decay: NotNegative = field(default=0.1, metadata=FIXED)
     """Of matrices; vectors (norms, biases) are not decayed."""
 
-    betas: tuple[float, float] = field(default=(0.9, 0.95), metadata=FIXED)
+    betas: tuple[PartBelowOne, PartBelowOne] = field(default=(0.9, 0.95), metadata=FIXED)
     """Of adam and adamw."""
 
-    eps: float = field(default=1e-8, metadata=FIXED)
+    eps: Positive = field(default=1e-8, metadata=FIXED)
     """Of adam, adamw and adagrad."""
 
-    momentum: float = field(default=0.9, metadata=FIXED)
+    momentum: PartBelowOne = field(default=0.9, metadata=FIXED)
     """Of sgd."""
 
     flat: bool = True
@@ -166,10 +223,10 @@ class ScheduleSection:
     kind: Schedule = field(default="cosine", metadata=FIXED)
     """Its way down after the warm-up."""
 
-    warmup: float = field(default=0.1, metadata=FIXED)
+    warmup: NotNegative = field(default=0.1, metadata=FIXED)
     """Part of the steps in which it rises from 0, if below 1; else so many steps."""
 
-    last: float = field(default=0.1, metadata=FIXED)
+    last: Part = field(default=0.1, metadata=FIXED)
     """Part of the highest rate that it ends at."""
 
 
@@ -183,13 +240,13 @@ class ShardingSection:
     groups: Grouping = "blocks"
     """One group per block, or those of `plan_groups`, which merges small ones."""
 
-    replicas: int = 1
+    replicas: PositiveCount = 1
     """Copies of the sharded model (HSDP); ranks / replicas ranks share one."""
 
     reshard_after_forward: bool = True
     """Give gathered parameters back between forward and backward."""
 
-    prefetch: int = 1
+    prefetch: Count = 1
     """Groups that are gathered ahead of the one that computes."""
 
     offload: bool = False
@@ -217,10 +274,10 @@ class ComputeSection:
 class EvaluationSection:
     """The loss on held-out data; always taken at the start and the end."""
 
-    every: int = 0
+    every: Count = 0
     """Steps between evaluations; 0 for none in between."""
 
-    windows: int = 64
+    windows: PositiveCount = 64
     """At most so many windows, spread evenly."""
 
 
@@ -228,10 +285,10 @@ class EvaluationSection:
 class CheckpointSection:
     """What is kept, so that a run can go on."""
 
-    every: int = 100
+    every: Count = 100
     """Steps between checkpoints, written while training goes on; 0 for none but the last."""
 
-    keep: int = 2
+    keep: PositiveCount = 2
     """So many of the newest stay."""
 
     export: bool = False
@@ -242,13 +299,13 @@ class CheckpointSection:
 class TraceSection:
     """A few steps are recorded for the report's timeline."""
 
-    start: int = 20
+    start: PositiveCount = 20
     """The first of them, counted from 1."""
 
-    steps: int = 3
+    steps: Count = 3
     """How many; 0 for none."""
 
-    ranks: int = 8
+    ranks: Count = 8
     """So many of the first ranks record."""
 
 
@@ -256,7 +313,7 @@ class TraceSection:
 class LogSection:
     """What is written down and shown."""
 
-    every: int = 1
+    every: PositiveCount = 1
     """Steps between lines of `metrics.jsonl`."""
 
     tensorboard: bool = False
@@ -270,16 +327,16 @@ class LogSection:
 class SamplesSection:
     """Text the model writes at the end."""
 
-    count: int = 1
+    count: Count = 1
     """How many samples; 0 for none."""
 
     prompt: str = "def "
     """How each begins."""
 
-    tokens: int = 120
+    tokens: PositiveCount = 120
     """How many tokens each gets."""
 
-    temperature: float = 0.8
+    temperature: NotNegative = 0.8
     """0 always takes the likeliest token."""
 
 
@@ -300,3 +357,58 @@ class RunConfig:
     trace: TraceSection = field(default_factory=TraceSection)
     log: LogSection = field(default_factory=LogSection)
     samples: SamplesSection = field(default_factory=SamplesSection)
+
+    def problems(self) -> Iterator[Problem]:
+        """Find what does not go together, whatever the machine and the number of ranks."""
+        yield from self.model.problems()
+        yield from self.data.problems()
+        if self.sharding.offload and self.sharding.door == "wrapper":
+            yield Problem(
+                ("sharding.offload", "sharding.door"),
+                "sharding.offload is there for fully_shard only, and sharding.door is wrapper. Leave one of them out.",
+            )
+        if self.sharding.offload and self.run.device == "cpu":
+            yield Problem(("sharding.offload", "run.device"), OFFLOAD_ON_CPU)
+
+    def world_problems(self, world: int) -> Iterator[Problem]:
+        """Find what does not go with this number of ranks."""
+        train = self.train
+        parts = world * train.accumulate
+        if train.batch % parts:
+            below = train.batch // parts * parts
+            yield Problem(
+                ("run.ranks", "train.batch", "train.accumulate"),
+                "train.batch must be divisible by ranks * train.accumulate: "
+                f"{train.batch} / ({world} * {train.accumulate}) leaves {train.batch % parts}. "
+                f"{_either(*([below] if below else []), below + parts)} would do as train.batch"
+                f"{self._ranks_that_would_do(world)}.",
+            )
+        if world % self.sharding.replicas:
+            yield Problem(
+                ("run.ranks", "sharding.replicas"),
+                f"The number of ranks must be divisible by sharding.replicas: {world} / "
+                f"{self.sharding.replicas} leaves {world % self.sharding.replicas}. "
+                f"{_either(*_divisors(world, world))} would do as sharding.replicas.",
+            )
+
+    def _ranks_that_would_do(self, world: int) -> str:
+        shares, rest = divmod(self.train.batch, self.train.accumulate)
+        return (
+            "" if rest else f", or {_either(*_divisors(shares, 2 * world))} as the number of ranks"
+        )
+
+
+OFFLOAD_ON_CPU = (
+    "sharding.offload needs CUDA: on the CPU shards are in host memory in any case. Leave it out."
+)
+
+
+def _divisors(number: int, highest: int) -> list[int]:
+    """Return the divisors up to `highest`; of large ones the search is given up."""
+    return [n for n in range(1, min(highest, 10_000) + 1) if number % n == 0]
+
+
+def _either(*numbers: int) -> str:
+    """Return numbers as a choice in words."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,185 +1,352 @@
-"""The training loop of one rank, and an example of `fully_shard` in use.
+"""The steps of a run on one rank.
 
-The model is built without memory (meta), cut (`fully_shard`: one group per block and one for the
-rest), given memory for this rank's pieces only (`to_empty`), and filled. From there on it is an
-ordinary loop.
+A step, and where its ranks meet:
+
+    gradients    of this rank's windows, in parts; the last part's backward reduces them      collectives
+    norm         of all gradients, scaled down if it is too large                             one number
+    agreement    loss; whether the step is bad; whether any rank was asked to stop            one small message
+    update       or none, if the step was bad and is to be skipped
+
+The host waits for the device once, to read what was agreed. That comes before the update because it decides whether
+there is one; what it costs is the time in which the host issues the update.
+
+A step depends on its number, the configuration, weights and optimizer state, and on nothing that was computed
+before: windows, learning rate and random numbers are made from the number. So a run that goes on from a checkpoint
+takes the same steps, to the last bit if it has the same ranks.
 """
 
 from __future__ import annotations
 
 import math
+import platform
+import random
 import time
-from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.train.batches import Batches, BatchPlan
+from fullshard.checkpoint.team import Team
+from fullshard.errors import ConfigurationError
+from fullshard.train.config import RunConfig
+from fullshard.train.data import Data
+from fullshard.train.evaluating import held_out_loss, window_losses
+from fullshard.train.events import (
+    Action,
+    End,
+    Evaluation,
+    Samples,
+    Start,
+    Step,
+    Stopped,
+    Trouble,
+    Watcher,
+)
 from fullshard.train.memory import memory_bytes
-from fullshard.train.model import Decoder, DecoderShape, next_byte_losses
-from fullshard.train.options import TrainOptions
-from fullshard.train.result import RunFacts, StepReport, TrainResult, Watcher
-from fullshard.train.text import Text
-from fullshard.train.weights import fill_weights
-
-MAX_GRADIENT_NORM = 1.0
-
-WARM_UP_FRACTION = 0.1
-"""Part of the steps that the warm-up takes."""
-
-LAST_RATE_FRACTION = 0.1
-"""Part of the highest learning rate that the cosine ends at."""
+from fullshard.train.models import ModelSource
+from fullshard.train.optimizing import build_optimizer, learning_rate, set_learning_rate
+from fullshard.train.result import TrainResult
+from fullshard.train.resuming import Checkpoints
+from fullshard.train.run_folder import RunFolder
+from fullshard.train.sampler import Sampler
+from fullshard.train.samples import write_samples
+from fullshard.train.sharding import build_model
+from fullshard.train.stopping import BadStepError, StoppedBySignalError, StopRequest
+from fullshard.train.traced_steps import TracedSteps
+from fullshard.version import __version__
 
 
-def train(
-    options: TrainOptions, text: Text, *, device: torch.device, watcher: Watcher
-) -> TrainResult:
-    """Train over all ranks of the default process group.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What one rank is to train, and where."""
 
-    Every rank calls this with the same options and text, and all get the same losses.
-    """
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    model = build_model(options, mesh)
-    # Made while the parameters show their sharded face: those are the ones to update.
-    optimizer = build_optimizer(options, model)
-    batches = Batches(_batch_plan(options), text, device)
-    facts = _facts(options, text, model, device)
-    watcher.begin(facts)
+    config: RunConfig
+    source: ModelSource
+    data: Data
+    device: torch.device
+    stop: StopRequest
 
-    held_out_before = held_out_loss(model, batches)
-    reports = []
-    for report in train_steps(options, model, optimizer, batches):
-        reports.append(report)
-        watcher.step(report)
-    rank_bytes = _bytes_at_rest(model, device)
-
-    result = TrainResult(
-        facts=facts,
-        losses=tuple(report.loss for report in reports),
-        held_out_before=held_out_before,
-        held_out_after=held_out_loss(model, batches),
-        tokens=reports[-1].tokens,
-        seconds=reports[-1].seconds,
-        unsharded_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
-        rank_bytes=rank_bytes,
-    )
-    watcher.end(result)
-    return result
+    @property
+    def folder(self) -> RunFolder:
+        """Where the run leaves what it makes."""
+        return RunFolder(self.config.run.folder)
 
 
-def build_model(options: TrainOptions, mesh: DeviceMesh) -> Decoder:
-    """Return a sharded decoder with its starting weights; no rank ever holds all of it."""
-    shape = DecoderShape(layers=options.layers, width=options.width, heads=options.heads)
-    with torch.device("meta"):
-        model = Decoder(shape)
-    policy = MixedPrecisionPolicy()
-    if options.precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    model.to_empty(device=mesh.device_type)
-    fill_weights(model, seed=options.seed)
-    return model
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """What all ranks know of a step before its update."""
+
+    loss: float
+    grad_norm: float
+    norm_is_bad: bool
+    """Some rank says so."""
+    is_asked_to_stop: bool
+    """Some rank was."""
+
+    def trouble(self, max_norm: float) -> str | None:
+        """Say what is wrong with the step, if anything is."""
+        if not math.isfinite(self.loss):
+            return f"loss is {self.loss}"
+        if not math.isfinite(self.grad_norm):
+            return f"norm of the gradients is {self.grad_norm}"
+        if self.norm_is_bad:
+            return f"norm of the gradients is {self.grad_norm:g}, above train.max_norm {max_norm:g}"
+        return None
 
 
-def build_optimizer(options: TrainOptions, model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer over this rank's pieces of the parameters."""
-    return torch.optim.AdamW(
-        model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
+class Training:
+    """One rank's part of a run, from where it stands to its end."""
 
+    def __init__(self, job: Job, watch: Watcher) -> None:
+        """Build the model, and go on from the newest checkpoint if there is one. All ranks call it."""
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.job, self.config, self.watch = job, job.config, watch
+        check_batch(job.config, self.world)
+        self.model = build_model(job.config, job.source, job.device)
+        self.optimizer = build_optimizer(job.config.optimizer, *self.model.parameters())
+        self.sampler = Sampler(len(job.data.training), job.config.run.seed)
+        self.checkpoints = Checkpoints(
+            job.folder, job.config.checkpoint, self.model.module, self.optimizer, watch
+        )
+        self.state = self.checkpoints.resume()
+        self.result = TrainResult(tokens=self.state.tokens)
+        self.peak_bytes = 0
 
-def train_steps(
-    options: TrainOptions,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Batches,
-) -> Iterator[StepReport]:
-    """Take the steps of a run, and report each when it is done."""
-    tokens = 0
-    started = time.perf_counter()
-    for step in range(options.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, options)
-        windows = batches.training(step)
-        loss = next_byte_losses(model, windows).mean()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        tokens += options.batch * options.context * dist.get_world_size()
-        yield StepReport(
-            step=step + 1,
-            loss=_mean_over_ranks(loss.detach()),
-            tokens=tokens,
-            seconds=time.perf_counter() - started,
-            memory_bytes=memory_bytes(windows.device),
+    def run(self) -> TrainResult:
+        """Take the steps that are left, and do what comes after the last.
+
+        Raises:
+            StoppedBySignalError: a rank was asked to stop; there is a checkpoint of the last step.
+            BadStepError: a step was bad, and the configuration says to stop then.
+        """
+        config, began = self.config, time.perf_counter()
+        self.watch(self._start())
+        if self.state.step == 0:
+            self._evaluate()
+        with TracedSteps(
+            config.trace, self.model.module, self.job.folder.trace, rank=self.rank
+        ) as traced:
+            while self.state.step < config.train.steps:
+                traced.begin(self.state.step + 1)
+                is_asked_to_stop = self._take_step()
+                traced.end(self.state.step)
+                if is_asked_to_stop and self.state.step < config.train.steps:
+                    self._stop()
+                self._between_steps()
+        # First of all, so that a run that is ended from here on has nothing to compute again.
+        self.checkpoints.save(self.state)
+        self._evaluate()
+        self.checkpoints.finish()
+        if config.samples.count:
+            self._write_samples()
+        if config.checkpoint.export:
+            self.job.source.export(self.model.module, self.job.folder.exported_model)
+        self.result.seconds = time.perf_counter() - began
+        self.watch(End(step=self.state.step, seconds=self.result.seconds))
+        return self.result
+
+    # --- one step -------------------------------------------------------------------------------------
+
+    def _take_step(self) -> bool:
+        """Take a step, or skip it; say whether a rank was asked to stop."""
+        began, train, number = time.perf_counter(), self.config.train, self.state.step + 1
+        rate = learning_rate(
+            self.state.step,
+            highest=self.config.optimizer.lr,
+            steps=train.steps,
+            section=self.config.schedule,
+        )
+        set_learning_rate(self.optimizer, rate)
+        agreed = self._agree(self._compute_gradients())
+        trouble = agreed.trouble(train.max_norm)
+        action = self._action(trouble)
+        if action in (None, "ignore"):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._count_step(is_bad=trouble is not None)
+        self.result.losses[number] = agreed.loss
+        self.peak_bytes = max(self.peak_bytes, memory_bytes(self.job.device))
+        self.watch(
+            Step(
+                step=number,
+                loss=agreed.loss,
+                grad_norm=agreed.grad_norm,
+                lr=rate,
+                tokens=self.state.tokens,
+                step_s=time.perf_counter() - began,
+                memory_bytes=self.peak_bytes,
+            )
+        )
+        if trouble is not None and action is not None:
+            self.watch(Trouble(step=number, what=trouble, action=action))
+            if action == "stop":
+                self._give_up(number, trouble)
+        return agreed.is_asked_to_stop
+
+    def _compute_gradients(self) -> Tensor:
+        """Leave the gradients of the global batch's mean loss, and return that of this rank's windows.
+
+        Each rank has as many windows, and gradients are averaged over ranks: so the mean of all windows is the mean
+        of the ranks' means, and each part weighs as many windows as it has.
+        """
+        train = self.config.train
+        drawn = self.sampler.windows(self.state.position, train.batch)
+        num_rows = train.batch // self.world
+        mine = drawn[self.rank * num_rows : (self.rank + 1) * num_rows]
+        part_rows = num_rows // train.accumulate
+        # Dropout, say: other numbers on each rank and at each step, and the same after a resume.
+        torch.manual_seed(seed_of_step(self.config.run.seed, self.state.step, self.rank))
+        total = torch.zeros((), device=self.job.device)
+        for first in range(0, num_rows, part_rows):
+            windows = self._windows(mine[first : first + part_rows])
+            is_last = first + part_rows == num_rows
+            with nullcontext() if is_last else self.model.accumulating():
+                losses = window_losses(self.job.source, self.model.module, windows)
+                loss = losses.sum() / num_rows
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _windows(self, indices: tuple[int, ...]) -> Tensor:
+        windows = self.job.data.training.rows(indices)
+        if self.job.device.type == "cuda":
+            windows = windows.pin_memory()  # else the host would wait for the copy
+        return windows.to(self.job.device, non_blocking=True)
+
+    def _agree(self, loss: Tensor) -> Agreement:
+        """Clip the gradients, and let all ranks know the same of the step."""
+        train, device = self.config.train, self.job.device
+        norm = self.model.clip_gradients(train.clip or math.inf).to(device)
+        is_bad = ~(norm.isfinite() & (norm <= (train.max_norm or math.inf)))
+        # Made on the device: what is copied there would be waited for.
+        is_asked = torch.full((), float(self.job.stop.is_made), device=device)
+        facts = torch.stack((loss / self.world, is_bad.float(), is_asked, norm.float()))
+        dist.all_reduce(facts[:3])  # all ranks have the norm already
+        mean, num_bad, num_asked, grad_norm = facts.tolist()
+        return Agreement(
+            loss=mean,
+            grad_norm=grad_norm,
+            norm_is_bad=num_bad > 0,
+            is_asked_to_stop=num_asked > 0,
+        )
+
+    def _action(self, trouble: str | None) -> Action | None:
+        """What a bad step calls for: the same on all ranks, who agree about the trouble."""
+        train = self.config.train
+        if trouble is None:
+            return None
+        if train.on_bad_step == "skip" and self.state.bad_steps + 1 >= train.max_bad_steps:
+            return "stop"
+        return train.on_bad_step
+
+    def _count_step(self, *, is_bad: bool) -> None:
+        self.state.step += 1
+        self.state.position += self.config.train.batch
+        self.state.tokens += self.config.train.batch * self.config.data.context
+        self.state.bad_steps = self.state.bad_steps + 1 if is_bad else 0
+        self.result.tokens = self.state.tokens
+
+    # --- between steps --------------------------------------------------------------------------------
+
+    def _between_steps(self) -> None:
+        step, every = self.state.step, self.config.evaluation.every
+        self.checkpoints.notice_completed()
+        if step == self.config.train.steps:
+            return  # what comes at the end comes there
+        if self.checkpoints.is_due(step):
+            self.checkpoints.save(self.state)
+        if every and step % every == 0:
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        config = self.config
+        loss = held_out_loss(
+            self.job.source,
+            self.model.module,
+            self.job.data.held_out,
+            limit=config.evaluation.windows,
+            rows=config.train.batch // (self.world * config.train.accumulate),
+            device=self.job.device,
+        )
+        self.result.evaluations[self.state.step] = loss
+        self.watch(Evaluation(step=self.state.step, loss=loss))
+
+    def _write_samples(self) -> None:
+        texts = write_samples(
+            self.model.module,
+            self.job.source,
+            self.job.data.tokenizer,
+            self.config.samples,
+            seed=self.config.run.seed,
+            context=self.config.data.context,
+            device=self.job.device,
+        )
+        self.result.samples = tuple(texts)
+        self.watch(Samples(step=self.state.step, texts=tuple(texts)))
+
+    # --- before the end -------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """Save where the run stands, and leave it."""
+        self.checkpoints.save(self.state)
+        self.checkpoints.finish()
+        self.watch(Stopped(step=self.state.step, why="SIGTERM"))
+        raise StoppedBySignalError(
+            f"Stopped by SIGTERM after step {self.state.step} of {self.config.train.steps}, which is saved in "
+            f"{self.checkpoints.newest}. Give the same command again to go on."
+        )
+
+    def _give_up(self, number: int, trouble: str) -> None:
+        """Leave the run because of a bad step, whose update was not made."""
+        self.checkpoints.finish()
+        newest = self.checkpoints.newest
+        saved = "there is no checkpoint" if newest is None else f"the last checkpoint is {newest}"
+        in_a_row = self.state.bad_steps
+        raise BadStepError(
+            f"Step {number} was bad: {trouble}"
+            + (f", and {in_a_row} steps in a row were" if in_a_row > 1 else "")
+            + f". Its update was not made, and the run was stopped; {saved}, from before it. "
+            "Look at the data of this step, or begin anew with a lower optimizer.lr, a lower train.clip, or "
+            'train.on_bad_step = "skip".'
+        )
+
+    # --- at the start ---------------------------------------------------------------------------------
+
+    def _start(self) -> Start:
+        config, data = self.config, self.job.data
+        return Start(
+            world=self.world,
+            device=self.job.device.type,
+            parameters=self.model.whole.num_elements,
+            unsharded_bytes=self.model.whole.num_bytes,
+            rank_bytes=tuple(Team().of_all(self.model.bytes_at_rest())),
+            tokens_per_step=config.train.batch * config.data.context,
+            steps=config.train.steps,
+            model=self.job.source.description,
+            data=data.source,
+            training_tokens=data.training.tokens,
+            held_out_tokens=data.held_out.tokens,
+            versions={
+                "fullshard": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            resumed_from=self.state.step or None,
         )
 
 
-def learning_rate(step: int, options: TrainOptions) -> float:
-    """Return the rate of a step (from 0): a linear warm-up, then half a cosine down to a tenth."""
-    warm_up = max(1, round(options.steps * WARM_UP_FRACTION))
-    if step < warm_up:
-        return options.lr * (step + 1) / warm_up
-    done = (step - warm_up) / (options.steps - warm_up)
-    cosine = 0.5 * (1 + math.cos(math.pi * done))
-    return options.lr * (LAST_RATE_FRACTION + (1 - LAST_RATE_FRACTION) * cosine)
+def check_batch(config: RunConfig, world: int) -> None:
+    """Refuse a batch that ranks and parts cannot share evenly."""
+    train = config.train
+    if train.batch % (world * train.accumulate):
+        raise ConfigurationError(
+            f"train.batch must be divisible by ranks * train.accumulate = {world} * {train.accumulate} = "
+            f"{world * train.accumulate}, got {train.batch}. Change one of them."
+        )
 
 
-@torch.no_grad()
-def held_out_loss(model: nn.Module, batches: Batches) -> float:
-    """Return the mean loss over the held-out windows, those of all ranks together."""
-    totals = torch.zeros(2)
-    for windows, weights in batches.held_out():
-        losses = next_byte_losses(model, windows)
-        totals = totals.to(weights.device) + torch.stack(((losses * weights).sum(), weights.sum()))
-    dist.all_reduce(totals)
-    loss, weight = totals.tolist()
-    return float(loss / weight)
-
-
-def _batch_plan(options: TrainOptions) -> BatchPlan:
-    return BatchPlan(
-        context=options.context,
-        batch=options.batch,
-        seed=options.seed,
-        rank=dist.get_rank(),
-        world=dist.get_world_size(),
-    )
-
-
-def _facts(options: TrainOptions, text: Text, model: nn.Module, device: torch.device) -> RunFacts:
-    world = dist.get_world_size()
-    return RunFacts(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        ranks=world,
-        device=device.type,
-        source=text.source,
-        training_bytes=len(text.training),
-        held_out_bytes=len(text.held_out),
-        steps=options.steps,
-        tokens_per_step=options.batch * options.context * world,
-    )
-
-
-def _mean_over_ranks(value: Tensor) -> float:
-    dist.all_reduce(value)  # a sum, because gloo has no mean
-    return float(value.item() / dist.get_world_size())
-
-
-def _bytes_at_rest(model: nn.Module, device: torch.device) -> tuple[int, ...]:
-    """Return for each rank how many bytes of the model's parameters it holds between steps."""
-    held = 0
-    for parameter in model.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        held += local.numel() * local.element_size()
-    of_ranks = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
-    of_ranks[dist.get_rank()] = held
-    dist.all_reduce(of_ranks)
-    return tuple(of_ranks.tolist())
+def seed_of_step(seed: int, step: int, rank: int) -> int:
+    """Return what random numbers of a step begin with."""
+    return random.Random(f"step {seed} {step} {rank}").getrandbits(63)

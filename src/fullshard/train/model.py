@@ -1,14 +1,16 @@
-"""The decoder: bytes in, a score for every next byte out.
+"""The decoder: tokens in, a score for every next token out.
 
-    byte -> embed -> | RMSNorm -> attention (rotary, causal) -> + | x layers -> RMSNorm -> head -> 256
-                     | RMSNorm -> SwiGLU                     -> + |
+    token -> embed -> | RMSNorm -> attention (rotary, causal) -> + | x layers -> RMSNorm -> head -> scores
+                      | RMSNorm -> SwiGLU                     -> + |
 
-No module here holds a buffer, so a model built on the meta device is complete once its parameters
-are filled (`weights`). Nothing here knows about sharding.
+It computes what Llama computes, matrix by matrix, so that its weights are those of a Llama under
+other names (`built_in`). No module here holds a buffer, so a model built on the meta device is
+complete once its parameters are filled (`weights`). Nothing here knows about sharding.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,8 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCABULARY = 256
-"""Every byte is a token."""
+NORM_EPS = 1e-6
+ROTARY_BASE = 10_000.0
+
+HIDDEN_MULTIPLE = 64
+"""Widths inside SwiGLU are multiples of this: matrices of odd sizes are slow on GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,11 +32,13 @@ class DecoderShape:
     layers: int
     width: int
     heads: int
+    vocabulary: int = 256
+    """Every byte is a token, unless there is a tokenizer."""
 
     @property
     def hidden(self) -> int:
         """Width inside SwiGLU: 8/3 of the model's, so that its three matrices cost what two of 4x do."""
-        return 8 * self.width // 3
+        return math.ceil(8 * self.width / (3 * HIDDEN_MULTIPLE)) * HIDDEN_MULTIPLE
 
 
 class Attention(nn.Module):
@@ -40,15 +47,18 @@ class Attention(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.heads = shape.heads
-        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
+        self.query = nn.Linear(shape.width, shape.width, bias=False)
+        self.key = nn.Linear(shape.width, shape.width, bias=False)
+        self.value = nn.Linear(shape.width, shape.width, bias=False)
         self.out = nn.Linear(shape.width, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix each position with those before it."""
         batch, length, width = x.shape
-        # (batch, length, 3 * width) -> three of (batch, heads, length, width / heads)
+        # (batch, length, width) -> (batch, heads, length, width / heads)
         query, key, value = (
-            self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind()
+            matrix(x).view(batch, length, self.heads, -1).transpose(1, 2)
+            for matrix in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
@@ -75,9 +85,9 @@ class Block(nn.Module):
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.width, eps=1e-6)
+        self.attention_norm = nn.RMSNorm(shape.width, eps=NORM_EPS)
         self.attention = Attention(shape)
-        self.feed_forward_norm = nn.RMSNorm(shape.width, eps=1e-6)
+        self.feed_forward_norm = nn.RMSNorm(shape.width, eps=NORM_EPS)
         self.feed_forward = SwiGLU(shape)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,18 +98,18 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A byte-level language model."""
+    """A language model."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.shape = shape
-        self.embed = nn.Embedding(VOCABULARY, shape.width)
+        self.embed = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width, eps=1e-6)
-        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
+        self.norm = nn.RMSNorm(shape.width, eps=NORM_EPS)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return scores (batch, length, 256) for the byte after each of `tokens` (batch, length)."""
+        """Return scores (batch, length, vocabulary) for the token after each of `tokens` (batch, length)."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -110,7 +120,7 @@ class Decoder(nn.Module):
         """Yield each parameter with the standard deviation it starts with; None starts at one.
 
         Matrices keep the size of what passes through them, those that write to the residual stream
-        share it between them, and a small head starts the loss at that of guessing, ln 256.
+        share it between them, and a small head starts the loss at that of guessing.
         """
         writers = 2 * self.shape.layers
         for name, parameter in self.named_parameters():
@@ -135,7 +145,7 @@ def rotate(x: Tensor) -> Tensor:
     length, features = x.shape[-2:]
     pairs = torch.arange(features // 2, device=x.device, dtype=torch.float32)
     positions = torch.arange(length, device=x.device, dtype=torch.float32)
-    angles = torch.outer(positions, 10_000.0 ** (-2.0 * pairs / features))
+    angles = torch.outer(positions, ROTARY_BASE ** (-2.0 * pairs / features))
     cos, sin = angles.cos(), angles.sin()
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)

@@ -1,78 +1,134 @@
-"""What the user sees of a run: one line while it trains (`progress_line`), and a summary at its end.
-
-Rank 0 watches with `showing_progress`, the others with `Silence`.
-"""
+"""What the user sees of a run: a line while it trains, what happens besides, and a summary at its end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table
 
 from fullshard.progress_line import ProgressLine, showing_line
-from fullshard.train.result import RunFacts, StepReport, TrainResult, Watcher, bits_per_byte
+from fullshard.train.events import (
+    Checkpoint,
+    End,
+    Evaluation,
+    Event,
+    Samples,
+    Start,
+    Step,
+    Stopped,
+    Trouble,
+)
 
 SMOOTHING = 0.9
-"""How much of the shown loss is carried over from step to step."""
+"""How much of a shown number is carried over from step to step."""
+
+DONE = {"stop": "the run is stopped", "skip": "its update is skipped", "ignore": "it is ignored"}
+"""What is said of a bad step, by what was done about it."""
 
 
-class Silence:
-    """The watcher of a rank that shows nothing."""
-
-    def begin(self, facts: RunFacts) -> None:
-        """Say nothing."""
-
-    def step(self, report: StepReport) -> None:
-        """Say nothing."""
-
-    def end(self, result: TrainResult) -> None:
-        """Say nothing."""
-
-
-class SmoothLoss:
-    """A running mean of losses in which old ones fade."""
+class SmoothValue:
+    """A running mean in which old values fade; those that are not finite are left out."""
 
     def __init__(self) -> None:
         self._sum = 0.0
         self._weight = 0.0
 
-    def add(self, loss: float) -> float:
-        """Take in a loss and return the mean."""
-        self._sum = SMOOTHING * self._sum + loss
-        self._weight = SMOOTHING * self._weight + 1.0
-        return self._sum / self._weight
+    def add(self, value: float) -> float:
+        """Take in a value and return the mean."""
+        if math.isfinite(value):
+            self._sum = SMOOTHING * self._sum + value
+            self._weight = SMOOTHING * self._weight + 1.0
+        return self._sum / self._weight if self._weight else value
 
 
 class RunProgress:
-    """Shows a run: a line while it trains, a summary at its end."""
+    """Shows a run; a `Watcher`."""
 
     def __init__(self, console: Console, line: ProgressLine) -> None:
         self._console = console
         self._line = line
-        self._loss = SmoothLoss()
-        self._steps = 0
+        self._loss = SmoothValue()
+        self._step_s = SmoothValue()
+        self._start: Start | None = None
+        self._steps: list[Step] = []
+        """The first one and the last one until now."""
+        self._evaluations: list[Evaluation] = []
+        """The same."""
 
-    def begin(self, facts: RunFacts) -> None:
-        """Say what is trained, and open the line."""
-        print_facts(self._console, facts)
-        self._steps = facts.steps
-        self._line.begin(facts.steps, step_of(0, facts.steps), "evaluating")
+    def __call__(self, event: Event) -> None:
+        """Show what has happened."""
+        match event:
+            case Start():
+                self._begin(event)
+            case Step():
+                self._show_step(event)
+            case Evaluation():
+                self._evaluations = [*self._evaluations[:1], event]
+                self._say(f"step {event.step}: held-out loss {event.loss:.4f}")
+            case Checkpoint():
+                self._say(f"step {event.step}: saved in {event.path}")
+            case Trouble():
+                self._say(f"step {event.step}: {event.what}; {DONE[event.action]}")
+            case Samples():
+                self._line.close()
+                for text in event.texts:
+                    self._say(f"\nThe model writes:\n{text}")
+            case Stopped():
+                self._line.close()
+                self._say(f"step {event.step}: stopped by {event.why}")
+            case End():
+                self._end(event)
 
-    def step(self, report: StepReport) -> None:
-        """Renew the line."""
-        status = status_of(report, self._loss.add(report.loss))
-        self._line.show(report.step, step_of(report.step, self._steps), status)
-
-    def end(self, result: TrainResult) -> None:
-        """Put the summary in the place of the line."""
+    def say_last(self, text: str) -> None:
+        """Close the line, and say something about the run as a whole."""
         self._line.close()
-        print_summary(self._console, result)
+        self._say(text)
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    def _begin(self, start: Start) -> None:
+        self._start = start
+        self._say(
+            f"Data    {start.data}\n"
+            f"        {start.training_tokens:,} tokens to learn from, {start.held_out_tokens:,} held out\n"
+            f"Model   {start.model}\n"
+            f"        {start.parameters:,} parameters, sharded over {ranks_on(start)}\n"
+            f"Steps   {start.steps} of {start.tokens_per_step:,} tokens"
+        )
+        if start.resumed_from is not None:
+            self._say(f"        goes on after step {start.resumed_from}")
+        first = start.resumed_from or 0
+        self._line.begin(start.steps, step_of(first, start.steps), "evaluating")
+
+    def _show_step(self, step: Step) -> None:
+        assert self._start is not None, "runs begin with their start"
+        self._steps = [*self._steps[:1], step]
+        status = status_of(
+            step,
+            loss=self._loss.add(step.loss),
+            speed=self._start.tokens_per_step / self._step_s.add(step.step_s),
+        )
+        self._line.show(step.step, step_of(step.step, self._start.steps), status)
+
+    def _end(self, end: End) -> None:
+        assert self._start is not None, "runs begin with their start"
+        self._line.close()
+        num_steps = end.step - (self._start.resumed_from or 0)
+        self._say(
+            f"\nTrained {self._start.parameters:,} parameters on {num_steps * self._start.tokens_per_step:,} "
+            f"tokens in {end.seconds:.1f} s, sharded over {ranks_on(self._start)}.\n"
+        )
+        self._console.print(
+            loss_table(self._steps, self._evaluations), memory_table(self._start), sep="\n"
+        )
 
 
 @contextmanager
-def showing_progress(console: Console) -> Iterator[Watcher]:
+def showing_progress(console: Console) -> Iterator[RunProgress]:
     """Give the watcher that suits where the console writes to, and leave the terminal as it was."""
     with showing_line(console) as line:
         yield RunProgress(console, line)
@@ -83,70 +139,43 @@ def step_of(step: int, steps: int) -> str:
     return f"step {step:>{len(str(steps))}}/{steps}"
 
 
-def status_of(report: StepReport, loss: float) -> str:
-    """Return loss, speed and memory in a few words."""
-    speed = report.tokens / report.seconds
-    return f"loss {loss:.3f}  {speed:,.0f} tokens/s  {megabytes(report.memory_bytes)}"
-
-
-def print_facts(console: Console, facts: RunFacts) -> None:
-    """Say what is about to be trained, on what, by whom."""
-    console.print(
-        f"Text    {facts.source}\n"
-        f"        {megabytes(facts.training_bytes)} to learn from, "
-        f"{megabytes(facts.held_out_bytes)} held out\n"
-        f"Model   {facts.parameters:,} parameters, sharded over {ranks_on(facts)}\n"
-        f"Steps   {facts.steps} of {facts.tokens_per_step:,} tokens",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
+def status_of(step: Step, *, loss: float, speed: float) -> str:
+    """Return loss, rate, norm, speed and memory in a few words."""
+    return (
+        f"loss {loss:.3f}  lr {step.lr:.1e}  norm {step.grad_norm:.2f}  "
+        f"{speed:,.0f} tokens/s  {megabytes(step.memory_bytes)}"
     )
 
 
-def print_summary(console: Console, result: TrainResult) -> None:
-    """Say what was trained, how the loss fell, and what each rank held."""
-    facts = result.facts
-    console.print(
-        f"\nTrained {facts.parameters:,} parameters on {result.tokens:,} tokens "
-        f"in {result.seconds:.1f} s, sharded over {ranks_on(facts)}.\n",
-        soft_wrap=True,
-        highlight=False,
-    )
-    console.print(loss_table(result), memory_table(result), sep="\n")
-
-
-def loss_table(result: TrainResult) -> Table:
-    """Return the losses before and after, on both parts of the text."""
+def loss_table(steps: Sequence[Step], evaluations: Sequence[Evaluation]) -> Table:
+    """Return the losses at both ends of what was trained here."""
     table = Table(title="Loss", title_justify="left")
     table.add_column("")
-    for unit in ("nats per byte", "bits per byte"):
+    for unit in ("nats per token", "bits per token"):
         table.add_column(unit, justify="right")
-    for label, loss in (
-        ("first step", result.losses[0]),
-        ("last step", result.losses[-1]),
-        ("held out, before", result.held_out_before),
-        ("held out, after", result.held_out_after),
-    ):
-        table.add_row(label, f"{loss:.4f}", f"{bits_per_byte(loss):.4f}")
+    rows = [(f"step {step.step}", step.loss) for step in steps]
+    rows += [(f"held out, after step {each.step}", each.loss) for each in evaluations]
+    for label, loss in rows:
+        table.add_row(label, f"{loss:.4f}", f"{loss / math.log(2):.4f}")
     return table
 
 
-def memory_table(result: TrainResult) -> Table:
+def memory_table(start: Start) -> Table:
     """Return the bytes of parameters at rest, rank by rank, against the unsharded model."""
     table = Table(title="Parameters held at rest", title_justify="left")
     table.add_column("")
     table.add_column("bytes", justify="right")
     table.add_column("share", justify="right")
-    for rank, held in enumerate(result.rank_bytes):
-        table.add_row(f"rank {rank}", f"{held:,}", f"{held / result.unsharded_bytes:.1%}")
+    for rank, held in enumerate(start.rank_bytes):
+        table.add_row(f"rank {rank}", f"{held:,}", f"{held / start.unsharded_bytes:.1%}")
     table.add_section()
-    table.add_row("unsharded model", f"{result.unsharded_bytes:,}", "100.0%")
+    table.add_row("unsharded model", f"{start.unsharded_bytes:,}", "100.0%")
     return table
 
 
-def ranks_on(facts: RunFacts) -> str:
+def ranks_on(start: Start) -> str:
     """Return number and device of the ranks in words."""
-    return f"{facts.ranks} {facts.device} rank{'s' if facts.ranks > 1 else ''}"
+    return f"{start.world} {start.device} rank{'s' if start.world > 1 else ''}"
 
 
 def megabytes(num_bytes: int) -> str:

@@ -1,45 +1,129 @@
 """The life of one rank: join the process group, train, leave.
 
 How the rank came to be (started by `launch` or by torchrun) is settled before; it arrives as a
-`Place`.
+`Place`. What concerns the run as a whole (its folder, what is written and shown) is the first rank's, and what goes
+wrong there goes wrong on all.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from fullshard.train.loop import train
-from fullshard.train.options import TrainOptions
+from fullshard.checkpoint.team import Team
+from fullshard.errors import FullshardError
+from fullshard.train.config import RunConfig
+from fullshard.train.data import open_data
+from fullshard.train.events import Watcher, all_of
+from fullshard.train.loop import Job, Training
+from fullshard.train.meeting import store_of_torchrun
+from fullshard.train.metrics import MetricsFile, TensorBoardFiles
+from fullshard.train.models import open_model
 from fullshard.train.place import Place
-from fullshard.train.progress import Silence, showing_progress
+from fullshard.train.progress import RunProgress, showing_progress
 from fullshard.train.result import TrainResult
-from fullshard.train.text import read_text
+from fullshard.train.run_folder import RunFolder
+from fullshard.train.stopping import (
+    BadStepError,
+    StoppedBySignalError,
+    noticing_stop_requests,
+)
 
 
-def run_rank(options: TrainOptions, place: Place) -> TrainResult:
-    """Train as one of the ranks; rank 0 shows the progress."""
+def run_rank(config: RunConfig, place: Place) -> TrainResult:
+    """Train as one of the ranks; the first one shows the progress.
+
+    Raises:
+        ConfigurationError: the run cannot be begun or gone on with.
+        StoppedBySignalError: it was asked to stop, and saved where it stood.
+        BadStepError: a step was bad.
+    """
     device = _claim_device(place)
     # Read before the process group exists: what fails here must not leave other ranks waiting in a
     # collective.
-    text = read_text(options.text, context=options.context)
+    source = open_model(config)
+    data = open_data(config, source)
+    # Only then are signals noted: until the ranks have met there is nothing to save, and SIGTERM may end them.
+    with _process_group(place, device, config.run.timeout), noticing_stop_requests() as stop:
+        job = Job(config=config, source=source, data=data, device=device, stop=stop)
+        return run_in_folder(job, Console())
+
+
+def run_in_folder(job: Job, console: Console) -> TrainResult:
+    """Begin or go on with a run in its folder, over all ranks of the default process group."""
+    team, config, folder = Team(), job.config, job.folder
+    with ExitStack() as stack:
+        watchers: list[Watcher] = []
+        progress = None
+        if team.is_first:
+            progress = stack.enter_context(showing_progress(console))
+
+        def begin() -> bool:
+            """Take the folder, and say whether there is something left to do in it."""
+            stack.enter_context(folder.locked())
+            folder.begin(config)
+            if folder.is_finished(config.train.steps):
+                return False
+            metrics = MetricsFile(folder.metrics, every=config.log.every)
+            watchers.append(stack.enter_context(closing(metrics)))
+            if config.log.tensorboard:
+                curves = TensorBoardFiles(folder.tensorboard)
+                watchers.append(stack.enter_context(closing(curves)))
+            return True
+
+        result = TrainResult(was_finished=True)
+        if team.first(begin):
+            # Files first: what is shown has been written.
+            watch = all_of([*watchers, progress] if progress is not None else [])
+            result = Training(job, watch).run()
+        elif progress is not None:
+            progress.say_last(f"The run in {folder.path} is finished.")
+        if progress is not None and config.log.report:
+            result.report = _report(folder, progress)
+        return result
+
+
+def _report(folder: RunFolder, progress: RunProgress) -> Path | None:
+    """Write the report, and say as the last thing where it is."""
+    from fullshard.report import write_report
+
+    try:
+        report = write_report(folder.path)
+    except FullshardError as error:  # plotly is not installed, say; the run itself is done
+        progress.say_last(f"There is no report: {error}")
+        return None
+    progress.say_last(f"Report  {report}")
+    return report
+
+
+@contextmanager
+def _process_group(place: Place, device: torch.device, timeout_s: float) -> Iterator[None]:
+    store = store_of_torchrun(os.environ, rank=place.rank, world=place.world, timeout_s=timeout_s)
     dist.init_process_group(
-        backend="nccl" if place.device == "cuda" else "gloo",
-        init_method=place.rendezvous,
+        # gloo for what is in host memory: offloaded gradients, checkpoints, agreements.
+        backend="cpu:gloo,cuda:nccl" if place.device == "cuda" else "gloo",
+        init_method=place.rendezvous if store is None else None,
+        store=store,
         rank=place.rank,
         world_size=place.world,
         device_id=device if place.device == "cuda" else None,
+        timeout=timedelta(seconds=timeout_s),
     )
-    with showing_progress(Console()) if place.rank == 0 else nullcontext(Silence()) as watcher:
-        result = train(options, text, device=device, watcher=watcher)
-    # Not in a finally: after an error the other ranks may be inside a collective, and leaving could
+    try:
+        yield
+    except (StoppedBySignalError, BadStepError):  # all ranks raise these together
+        dist.destroy_process_group()
+        raise
+    # Not in a finally: after other errors the other ranks may be inside a collective, and leaving could
     # wait for them.
     dist.destroy_process_group()
-    return result
 
 
 def num_cores() -> int:

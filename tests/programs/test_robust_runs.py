@@ -1,0 +1,214 @@
+"""Runs that are interrupted, or whose steps go wrong: nothing is lost, and all ranks do the same."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fullshard import checkpoint
+from fullshard.errors import CheckpointError
+from fullshard.train.config import RunConfig
+from fullshard.train.config_file import to_toml
+from fullshard.train.models import open_model
+from fullshard.train.run_folder import RunFolder
+from fullshard.train.stopping import BadStepError, StoppedBySignalError
+from tests.helpers.ranks import World
+from tests.helpers.runs import Incident, in_folder, last_losses, records, run, tiny
+
+MakeWorld = Callable[[int], World]
+
+# --- going on ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("sharding.door=wrapper",),
+        ("optimizer.flat=false", "train.accumulate=2", "sharding.groups=plan"),
+        ("optimizer.name=sgd", "compute.precision=bf16", "sharding.door=wrapper"),
+        ("optimizer.name=adagrad", "compute.checkpoint_activations=blocks"),
+    ],
+    ids=str,
+)
+def test_a_stopped_run_goes_on_to_the_last_bit(
+    world: MakeWorld, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    config = tiny(tmp_path, "checkpoint.every=2", *settings)
+    parts = config.train.accumulate
+    undisturbed = in_folder(config, tmp_path / "undisturbed")
+    world(2).run(run, undisturbed)
+    for outcome in world(2).outcomes(run, config, Incident("SIGTERM", call=3 * parts)):
+        assert isinstance(outcome, StoppedBySignalError)
+        assert "after step 3 of 6" in str(outcome) and "step_00000003" in str(outcome)
+    assert records(config, "stopped")[0]["step"] == 3
+    for result in world(2).run(run, config):
+        assert list(result.losses) == [4, 5, 6]
+    assert records(config, "start")[1]["resumed_from"] == 3
+    assert last_losses(config) == last_losses(undisturbed)
+    assert records(config, "evaluation") and (
+        [(r["step"], r["loss"]) for r in records(config, "evaluation")]
+        == [(r["step"], r["loss"]) for r in records(undisturbed, "evaluation")]
+    )
+
+
+def test_a_run_that_died_goes_on_from_its_last_checkpoint(world: MakeWorld, tmp_path: Path) -> None:
+    config = tiny(tmp_path, "checkpoint.every=2")
+    undisturbed = in_folder(config, tmp_path / "undisturbed")
+    world(2).run(run, undisturbed)
+    for outcome in world(2).outcomes(run, config, Incident("error", call=6, rank=None)):
+        assert str(outcome) == "died"
+    assert list(last_losses(config)) == [1, 2, 3, 4, 5]
+    # As a kill leaves it: a line cut short, and a save that never ended.
+    with (config.run.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "step": 5, "lo')
+    unfinished = config.run.folder / "checkpoints" / "step_00000006" / "data-0123456789ab"
+    unfinished.mkdir(parents=True)
+    (unfinished / "rank-00000.safetensors").write_bytes(b"half of it")
+    for result in world(2).run(run, config):
+        assert list(result.losses) == [5, 6]
+    assert last_losses(config) == last_losses(undisturbed)
+
+
+def test_more_steps_go_on_where_fewer_ended_also_on_other_ranks_and_doors(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    constant = ("schedule.kind=constant", "schedule.warmup=0")
+    config = tiny(tmp_path, *constant)
+    undisturbed = in_folder(config, tmp_path / "undisturbed")
+    world(2).run(run, undisturbed)
+    world(2).run(run, tiny(tmp_path, *constant, "train.steps=3"))
+    world(4).run(run, tiny(tmp_path, *constant, "sharding.door=wrapper", "train.accumulate=2"))
+    assert last_losses(config) == pytest.approx(last_losses(undisturbed), rel=1e-4)
+    assert checkpoint.latest(config.run.folder / "checkpoints") is not None
+
+
+def test_a_finished_run_is_left_alone(world: MakeWorld, tmp_path: Path) -> None:
+    config = tiny(tmp_path, "train.steps=2")
+    world(2).run(run, config)
+    before = (config.run.folder / "metrics.jsonl").read_bytes()
+    for result in world(2).run(run, config):
+        assert result.was_finished and not result.losses
+    assert (config.run.folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_request_in_the_last_step_is_no_reason_to_stop(world: MakeWorld, tmp_path: Path) -> None:
+    config = tiny(tmp_path, "train.steps=3")
+    for result in world(2).run(run, config, Incident("SIGTERM", call=3)):
+        assert list(result.losses) == [1, 2, 3]
+    assert records(config, "end") and not records(config, "stopped")
+
+
+def test_old_checkpoints_are_removed(world: MakeWorld, tmp_path: Path) -> None:
+    config = tiny(tmp_path, "checkpoint.every=1", "checkpoint.keep=2")
+    world(2).run(run, config)
+    left = sorted(path.name for path in (config.run.folder / "checkpoints").iterdir())
+    assert left == ["step_00000005", "step_00000006"]
+    assert [record["step"] for record in records(config, "checkpoint")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_the_same_error_on_all(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    config = tiny(tmp_path, "checkpoint.every=2")
+    taken = config.run.folder / "checkpoints" / "step_00000002"
+    taken.mkdir(parents=True)
+    (taken / "a file of somebody else").touch()
+    RunFolder(config.run.folder).config.write_text(to_toml(config))
+    outcomes = world(2).outcomes(run, config)
+    assert all(isinstance(each, CheckpointError) for each in outcomes)
+    assert len({str(each) for each in outcomes}) == 1
+    assert "step_00000002" in str(outcomes[0]) and "Choose another folder" in str(outcomes[0])
+
+
+# --- bad steps ---------------------------------------------------------------------------------------
+
+NAN = Incident("nan", call=3)
+"""On one rank, in its third step."""
+
+
+def test_a_bad_step_stops_the_run_on_all_ranks_and_leaves_the_checkpoint_from_before(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    config = tiny(tmp_path, "checkpoint.every=1")
+    outcomes = world(2).outcomes(run, config, NAN)
+    for outcome in outcomes:
+        assert isinstance(outcome, BadStepError)
+        assert str(outcome).startswith("Step 3 was bad: loss is nan. Its update was not made")
+        assert "the last checkpoint is " in str(outcome) and "step_00000002" in str(outcome)
+    newest = checkpoint.latest(config.run.folder / "checkpoints")
+    assert newest is not None and newest.name == "step_00000002"
+    [trouble] = records(config, "trouble")
+    assert (trouble["step"], trouble["what"], trouble["action"]) == (3, "loss is nan", "stop")
+    assert records(config, "step")[-1]["loss"] is None
+    assert not records(config, "end")
+
+
+@pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
+def test_a_skipped_step_changes_neither_weights_nor_optimizer(
+    world: MakeWorld, tmp_path: Path, door: str
+) -> None:
+    settings = ("train.on_bad_step=skip", f"sharding.door={door}", "checkpoint.every=1")
+    config = tiny(tmp_path, "train.steps=4", "checkpoint.keep=4", *settings)
+    first, second = world(2).run(run, config, NAN)
+    assert math.isnan(first.losses[3]) and math.isnan(second.losses[3])
+    assert math.isfinite(first.losses[4])
+    before, after, later = (world(2).run(what_is_saved, config, step)[0] for step in (2, 3, 4))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not all(torch.equal(after[name], later[name]) for name in before)
+    [trouble] = records(config, "trouble")
+    assert trouble["action"] == "skip"
+
+
+def what_is_saved(config: RunConfig, step: int) -> dict[str, torch.Tensor]:
+    from fullshard.train.optimizing import build_optimizer
+    from fullshard.train.sharding import build_model
+
+    model = build_model(config, open_model(config), torch.device("cpu"))
+    optimizer = build_optimizer(config.optimizer, *model.parameters())
+    path = config.run.folder / "checkpoints" / f"step_{step:08d}"
+    checkpoint.load(path, model.module, optimizer)
+    found = {name: local(param) for name, param in model.module.named_parameters()}
+    for number, state in enumerate(optimizer.state.values()):
+        found |= {f"{number} {key}": local(value) for key, value in state.items()}
+    return found
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return whole.detach().clone()
+
+
+def test_too_many_bad_steps_in_a_row_stop_the_run_also_across_a_resume(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    config = tiny(tmp_path, "train.on_bad_step=skip", "train.max_bad_steps=3")
+    bad = Incident("nan", call=2, until=9)
+    for outcome in world(2).outcomes(run, config, bad, Incident("SIGTERM", call=3)):
+        assert isinstance(outcome, StoppedBySignalError)
+    for outcome in world(2).outcomes(run, config, Incident("nan", call=1)):
+        assert isinstance(outcome, BadStepError)
+        assert "Step 4 was bad: loss is nan, and 3 steps in a row were" in str(outcome)
+    assert [r["action"] for r in records(config, "trouble")] == ["skip", "skip", "stop"]
+
+
+def test_an_ignored_step_is_told(world: MakeWorld, tmp_path: Path) -> None:
+    config = tiny(tmp_path, "train.on_bad_step=ignore", "train.steps=4")
+    for result in world(2).run(run, config, NAN):
+        assert math.isnan(result.losses[4]), "the weights are no numbers any more"
+    assert [(r["step"], r["action"]) for r in records(config, "trouble")] == [
+        (3, "ignore"),
+        (4, "ignore"),
+    ]
+
+
+def test_a_norm_above_the_limit_is_bad(world: MakeWorld, tmp_path: Path) -> None:
+    config = tiny(tmp_path, "train.max_norm=1e3", "train.on_bad_step=skip")
+    for result in world(2).run(run, config, Incident("large", call=3)):
+        assert all(map(math.isfinite, result.losses.values()))
+    [trouble] = records(config, "trouble")
+    assert trouble["step"] == 3
+    assert trouble["what"].startswith("norm of the gradients is ")
+    assert trouble["what"].endswith(", above train.max_norm 1000")

@@ -1,0 +1,188 @@
+"""The folder of a run, and the files that tell what happened in it."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import ConfigurationError
+from fullshard.train import run_folder
+from fullshard.train.config import OptimizerSection, RunConfig, TrainSection
+from fullshard.train.config_file import read_config
+from fullshard.train.events import End, Evaluation, Trouble
+from fullshard.train.metrics import MetricsFile, TensorBoardFiles, read_records
+from fullshard.train.run_folder import RunFolder
+from tests.programs.test_progress import START, step
+
+CONFIG = RunConfig(train=TrainSection(steps=40))
+
+
+def begun(path: Path, config: RunConfig = CONFIG) -> RunFolder:
+    folder = RunFolder(path)
+    with folder.locked():
+        folder.begin(config)
+    return folder
+
+
+# --- whose it is -------------------------------------------------------------------------------------
+
+
+def test_the_configuration_is_the_first_thing_in_it(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "deep" / "run")
+    assert read_config(folder.config) == CONFIG
+    assert {path.name for path in folder.path.iterdir()} == {"config.toml", "lock"}
+
+
+def test_what_does_not_decide_the_course_may_change(tmp_path: Path) -> None:
+    begun(tmp_path / "run")
+    longer = replace(CONFIG, train=TrainSection(steps=80))
+    assert read_config(begun(tmp_path / "run", longer).config) == longer
+
+
+def test_another_run_is_refused_with_all_that_differs(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "run")
+    other = replace(
+        CONFIG, train=TrainSection(steps=40, batch=32), optimizer=OptimizerSection(lr=1.0)
+    )
+    with pytest.raises(ConfigurationError) as refusal:
+        folder.begin(other)
+    message = str(refusal.value)
+    assert "train.batch was 16, and is 32 now" in message
+    assert "optimizer.lr was 0.003, and is 1.0 now" in message
+    assert "run.folder" in message and "--fresh" in message
+    assert read_config(folder.config) == CONFIG, "nothing was changed"
+
+
+def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigurationError, match=r"has no config.toml, but other things: thesis"):
+        RunFolder(tmp_path).check(CONFIG)
+    with pytest.raises(ConfigurationError, match="is a file"):
+        RunFolder(tmp_path / "thesis.tex").check(CONFIG)
+
+
+def test_what_a_kill_left_of_the_first_write_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "config.toml.tmp").write_text("[run")
+    begun(tmp_path)
+
+
+def test_a_folder_is_used_by_one_process_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "LOCK_PATIENCE_S", 0.2)
+    program = (
+        "import sys, pathlib\n"
+        "from fullshard.train.run_folder import RunFolder\n"
+        "with RunFolder(pathlib.Path(sys.argv[1])).locked():\n"
+        "    assert 'torch' not in sys.modules\n"
+        "    print('locked', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert other.stdin is not None and other.stdout is not None
+    try:
+        assert other.stdout.readline() == b"locked\n"
+        with pytest.raises(ConfigurationError, match=f"is in use by process {other.pid}"):
+            with RunFolder(tmp_path).locked():
+                pass
+        with pytest.raises(ConfigurationError, match="is in use"):
+            RunFolder(tmp_path).move_aside()
+    finally:
+        other.kill()
+        other.communicate()
+    with RunFolder(tmp_path).locked():
+        pass  # a lock does not outlive its process
+
+
+def test_moving_aside_keeps_everything(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    assert RunFolder(path).move_aside() is None
+    for number in (1, 2):
+        folder = begun(path)
+        folder.metrics.write_text(f"run {number}")
+        assert folder.move_aside() == tmp_path / f"run.old-{number}"
+        assert not path.exists()
+    assert (tmp_path / "run.old-1" / "metrics.jsonl").read_text() == "run 1"
+    assert (tmp_path / "run.old-2" / "metrics.jsonl").read_text() == "run 2"
+
+
+# --- what happened in it -----------------------------------------------------------------------------
+
+
+def test_a_run_is_finished_when_its_last_steps_were_the_last_wanted(tmp_path: Path) -> None:
+    folder = begun(tmp_path)
+    assert not folder.is_finished(40)
+    metrics = MetricsFile(folder.metrics)
+    metrics(START)
+    assert not folder.is_finished(40)
+    metrics(End(step=40, seconds=1.0))
+    assert folder.is_finished(40) and not folder.is_finished(41)
+    metrics(START)  # it was begun again, for more steps
+    assert not folder.is_finished(40)
+    metrics.close()
+
+
+def test_lines_survive_a_kill_in_the_middle_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    metrics(step(1))
+    assert path.read_text().endswith("}\n"), "written when it happens, not when the file is closed"
+    metrics.close()
+    with path.open("a") as file:
+        file.write('{"kind": "step", "step": 2, "lo')
+    metrics = MetricsFile(path)
+    metrics(step(2))
+    metrics.close()
+    assert [record["step"] for record in read_records(path)] == [1, 2]
+    assert len(path.read_text().splitlines()) == 3
+    assert list(read_records(tmp_path / "none")) == []
+
+
+def test_numbers_json_does_not_have_are_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    metrics(replace(step(1, math.nan), grad_norm=math.inf))
+    metrics(Trouble(step=1, what="loss is nan", action="skip"))
+    metrics.close()
+    first, second = (
+        json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()
+    )
+    assert (first["loss"], first["grad_norm"], first["lr"]) == (None, None, 3e-3)
+    assert (second["kind"], second["what"]) == ("trouble", "loss is nan")
+
+
+def test_only_some_steps_are_written_and_the_last_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, every=15)
+    metrics(START)
+    for number in range(1, 41):
+        metrics(step(number))
+    metrics.close()
+    steps = [record["step"] for record in read_records(path) if record["kind"] == "step"]
+    assert steps == [15, 30, 40]
+
+
+def test_tensorboard_can_read_the_curves(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    curves = TensorBoardFiles(tmp_path)
+    curves(START)
+    curves(step(1))
+    curves(Evaluation(step=1, loss=2.5))
+    curves.close()
+    resumed = TensorBoardFiles(tmp_path)
+    resumed(replace(START, resumed_from=0))
+    resumed(step(1, 4.0))
+    resumed(step(2, 3.0))
+    resumed.close()
+    accumulator = EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    assert [(e.step, e.value) for e in accumulator.Scalars("train/loss")] == [(1, 4.0), (2, 3.0)]
