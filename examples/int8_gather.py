@@ -23,17 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import fully_shard
+from fullshard import FSDPModule, fully_shard
 from fullshard.comm import DefaultAllGather
 from fullshard.train.config import RunConfig
 from fullshard.train.data import open_data
 from fullshard.train.evaluating import held_out_loss, window_losses
-from fullshard.train.model import Decoder, DecoderShape
 from fullshard.train.models import open_model
 from fullshard.train.sampler import Sampler
-
-ROWS = 8
-"""Windows of text per rank and step."""
+from fullshard.train.weights import materialise
 
 _aten = torch.ops.aten
 _SAME_KIND = {
@@ -140,30 +137,30 @@ class Outcome:
 
 def train(*, int8: bool, steps: int, seed: int = 0) -> Outcome:
     """Train over the ranks of the default process group."""
-    torch.manual_seed(seed)
-    model = Decoder(DecoderShape(layers=4, width=128, heads=4))
-    for _, weight, deviation in model.starting_deviations():
-        if deviation is not None:
-            nn.init.normal_(weight, std=deviation)
+    config, device = RunConfig(), torch.device("cpu")
+    source = open_model(config)
+    data = open_data(config, source)
+    model = source.build()
+    materialise(model, device)
+    source.fill(model, seed=seed)
     if int8:
         gather_linear_weights_as_int8(model)
-    mesh, counter = init_device_mesh("cpu", (dist.get_world_size(),)), CountingAllGather()
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh).set_custom_all_gather(counter)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh, counter = init_device_mesh("cpu", (world,)), CountingAllGather()
+    for module in (*source.blocks(model), model):
+        fully_shard(module, mesh=mesh)
+        assert isinstance(module, FSDPModule)
+        module.set_custom_all_gather(counter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
-    source = open_model(RunConfig())
-    data = open_data(RunConfig(), source)
-    sampler, rank, world = Sampler(len(data.training), seed), dist.get_rank(), dist.get_world_size()
+    order, rows = Sampler(len(data.training), seed), config.train.batch // world
     for step in range(steps):
-        drawn = sampler.windows(step * ROWS * world, ROWS * world)
-        windows = data.training.rows(drawn[rank * ROWS : (rank + 1) * ROWS])
-        window_losses(source, model, windows).mean().backward()
+        windows = order.windows(step * config.train.batch + rank * rows, rows)
+        window_losses(source, model, data.training.rows(windows)).mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     sent = counter.nbytes / steps
-    device = torch.device("cpu")
-    held_out = held_out_loss(source, model, data.held_out, limit=64, rows=ROWS, device=device)
+    held_out = held_out_loss(source, model, data.held_out, limit=64, rows=rows, device=device)
     return Outcome(held_out, sent)
 
 

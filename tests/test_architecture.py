@@ -39,7 +39,16 @@ LAYERS = [
         "checkpoint",
     ],
     ["__init__"],  # `from fullshard import ...`: what users see, and the programs below are users
-    ["progress_line", "report", "train", "checkpoint_tool", "cli", "__main__"],
+    [
+        "progress_line",
+        "tables",
+        "report",
+        "train",
+        "checkpoint_tool",
+        "inspect_tool",
+        "cli",
+        "__main__",
+    ],
 ]
 """Files and folders of the package from first to last: each imports from its left and from lines above."""
 
@@ -258,10 +267,12 @@ ALLOWED_PRIVATE = ("_foreach_",)
 """Beginnings of private torch names that may be used everywhere."""
 OF_NAMED_TUPLES = {"_fields", "_make", "_replace", "_asdict"}
 """Python's own, and public despite their looks."""
+OF_TRANSFORMERS = {"_init_weights"}
+"""What every model of transformers defines for others to call."""
 
 
 def private_torch_names_outside_the_border(all_sources: Sequence[Source]) -> list[str]:
-    own = own_names(all_sources) | OF_NAMED_TUPLES
+    own = own_names(all_sources) | OF_NAMED_TUPLES | OF_TRANSFORMERS
     faults = []
     for source in all_sources:
         if source.unit == "torch_border":

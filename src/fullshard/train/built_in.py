@@ -14,23 +14,11 @@ from torch import Tensor, nn
 
 from fullshard.checkpoint import save_huggingface
 from fullshard.errors import ConfigurationError
-from fullshard.train.config import ModelSection, RunConfig, Size
-from fullshard.train.model import NORM_EPS, ROTARY_BASE, Decoder, DecoderShape
+from fullshard.train.config import RunConfig
+from fullshard.train.decoder_shape import VOCABULARY_UNKNOWN, DecoderShape, decoder_shape
+from fullshard.train.model import NORM_EPS, ROTARY_BASE, Decoder
 from fullshard.train.tokenizing import open_tokenizer
 from fullshard.train.weights import DrawnWeights, fill, seed_of
-
-SIZES: dict[Size, DecoderShape] = {
-    "tiny": DecoderShape(layers=4, width=128, heads=4),
-    "small": DecoderShape(layers=6, width=384, heads=6),
-    "medium": DecoderShape(layers=12, width=768, heads=12),
-    "large": DecoderShape(layers=24, width=2048, heads=16),
-}
-"""About 1, 11, 87 and 1200 million parameters, and two matrices of vocabulary x width."""
-
-VOCABULARY_UNKNOWN = (
-    "The built-in decoder must know how many tokens there are, and arrays do not say: "
-    "set model.vocabulary, or data.tokenizer."
-)
 
 LLAMA_NAMES = {
     "embed": "model.embed_tokens",
@@ -88,17 +76,6 @@ class BuiltInDecoder:
         """Write it as a Llama."""
         companions = [LlamaConfiguration(self.shape, self._context), self._tokenizer]
         save_huggingface(folder, model, config_from=companions, rename=llama_name)
-
-
-def decoder_shape(section: ModelSection, vocabulary: int) -> DecoderShape:
-    """Return the sizes of a decoder: those of its named size, but for what is given."""
-    size = SIZES[section.size]
-    return DecoderShape(
-        layers=section.layers or size.layers,
-        width=section.width or size.width,
-        heads=section.heads or size.heads,
-        vocabulary=vocabulary,
-    )
 
 
 def empty_decoder(shape: DecoderShape) -> Decoder:

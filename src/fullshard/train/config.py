@@ -100,7 +100,7 @@ class ModelSection:
     heads: PositiveCount | None = field(default=None, metadata=FIXED)
     """Its attention heads, if not those of the size; width / heads is even."""
 
-    vocabulary: int | None = field(default=None, metadata=FIXED)
+    vocabulary: PositiveCount | None = field(default=None, metadata=FIXED)
     """Tokens it knows, if not those of the tokenizer; to be given for arrays without one."""
 
     huggingface: Path | None = field(default=None, metadata=FIXED)
@@ -117,7 +117,11 @@ class ModelSection:
                 "model.pretrained needs a folder with weights to start from. Set model.huggingface, or leave "
                 "model.pretrained out.",
             )
-        own = [name for name in ("layers", "width", "heads") if getattr(self, name) is not None]
+        own = [
+            name
+            for name in ("layers", "width", "heads", "vocabulary")
+            if getattr(self, name) is not None
+        ]
         if self.huggingface is not None and own:
             yield Problem(
                 ("model.huggingface", *(f"model.{name}" for name in own)),
@@ -366,6 +370,12 @@ class RunConfig:
             yield Problem(
                 ("sharding.offload", "sharding.door"),
                 "sharding.offload is there for fully_shard only, and sharding.door is wrapper. Leave one of them out.",
+            )
+        if self.sharding.prefetch != 1 and self.sharding.door == "wrapper":
+            yield Problem(
+                ("sharding.prefetch", "sharding.door"),
+                f"sharding.prefetch is there for fully_shard only: the wrapper gathers 1 group ahead, and not "
+                f"{self.sharding.prefetch}. Leave it out, or sharding.door.",
             )
         if self.sharding.offload and self.run.device == "cpu":
             yield Problem(("sharding.offload", "run.device"), OFFLOAD_ON_CPU)

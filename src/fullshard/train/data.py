@@ -1,26 +1,28 @@
 """What a run learns from: training windows, held-out windows, and the tokenizer.
 
-    | file a | file b | ...                 | file y | file z |
-    | training                                   | held out   |
-
 Text is read and tokenised when a run starts, as one sequence; arrays are mapped into memory, each
 file a sequence of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from fullshard.errors import ConfigurationError
+from fullshard.train.array_files import read_header
 from fullshard.train.config import DataSection, RunConfig
 from fullshard.train.data_files import DataFiles, data_files
 from fullshard.train.models import ModelSource
+from fullshard.train.splitting import training_lengths
 from fullshard.train.tokenizing import Bytes, Tokenizer, open_tokenizer
-from fullshard.train.windows import Tokens, Windows
+from fullshard.train.windows import Tokens, Windows, check_tokens
+
+PIECE_LENGTH = 65_536
+"""Characters that are tokenised at once: some tokenizers need far longer for one long text than for its parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,83 +40,81 @@ class Data:
 
 
 def open_data(config: RunConfig, model: ModelSource) -> Data:
-    """Open the data of a run.
+    """Open the data of a run. Every rank does it for itself, and finds the same.
 
     Raises:
-        ConfigurationError: there is none, it cannot be read, or it is too little to cut one window from each part.
+        ConfigurationError: there is none, it cannot be read, it is too little to cut one window from each part, or
+            text has tokens that the model does not know. (Arrays are too large to look: `Windows.rows` does.)
     """
-    files = data_files(config.data)
-    tokenizer = open_tokenizer(config)
-    sequences = [_text(files, tokenizer, config.data)]
-    training, held_out = split(sequences, config.data, files.source)
-    context, vocabulary = config.data.context, model.vocabulary
+    section = config.data
+    files, tokenizer = data_files(section), open_tokenizer(config)
+    if files.kind == "text":
+        sequences = [_read_text(files, tokenizer, section)]
+        check_tokens(sequences[0], model.vocabulary)
+    else:
+        headers = [read_header(path, section.dtype) for path in files.paths]
+        sequences = [Tokens(f"the file {each.path}", each.mapped()) for each in headers]
+    lengths = training_lengths([len(each) for each in sequences], section, files.source)
+    parts = list(zip(sequences, lengths, strict=True))
     return Data(
         source=files.source,
-        training=Windows(training, context=context, vocabulary=vocabulary),
-        held_out=Windows(held_out, context=context, vocabulary=vocabulary),
+        training=Windows(
+            [tokens.part(0, length) for tokens, length in parts],
+            context=section.context,
+            vocabulary=model.vocabulary,
+        ),
+        held_out=Windows(
+            [tokens.part(length, len(tokens)) for tokens, length in parts],
+            context=section.context,
+            vocabulary=model.vocabulary,
+        ),
         tokenizer=tokenizer,
     )
 
 
-def split(
-    sequences: Sequence[Tokens], section: DataSection, source: str
-) -> tuple[list[Tokens], list[Tokens]]:
-    """Keep the end back for evaluation: a part of all tokens, and at least one window."""
-    total = sum(map(len, sequences))
-    cut = total - int(total * section.held_out)
-    # The last window there is must be behind the cut.
-    start, last = 0, None
-    for sequence in sequences:
-        if sequence.num_windows(section.context):
-            last = start + len(sequence) - (section.context + 1)
-        start += len(sequence)
-    if last is not None:
-        cut = min(cut, last)
-    training, held_out = [], []
-    start = 0
-    for sequence in sequences:
-        place = min(max(cut - start, 0), len(sequence))
-        training.append(sequence.part(0, place))
-        held_out.append(sequence.part(place, len(sequence)))
-        start += len(sequence)
-    if last is None or not any(each.num_windows(section.context) for each in training):
-        window = section.context + 1
-        raise ConfigurationError(
-            f"The data must hold a window for training and one for evaluation, each of data.context "
-            f"{section.context} + 1 = {window} tokens of one file; {source} has {total} tokens in "
-            f"{len(sequences)} {'sequence' if len(sequences) == 1 else 'sequences'}. "
-            "Use a smaller data.context, or more data."
-        )
-    return training, held_out
-
-
-def _text(files: DataFiles, tokenizer: Tokenizer, section: DataSection) -> Tokens:
+def _read_text(files: DataFiles, tokenizer: Tokenizer, section: DataSection) -> Tokens:
     """Return the text of all files, tokenised, as one sequence."""
-    content = _read_up_to(section.max_bytes, files.paths)
-    if not content:
-        raise ConfigurationError(
-            f"There is no text to learn from: all files of {files.source} are empty. "
-            "Name others with data.path."
-        )
-    if isinstance(tokenizer, Bytes):
-        # A bytearray, because torch wants memory that it may write to.
-        values = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    else:
-        values = torch.tensor(tokenizer.encode(content.decode(errors="replace")))
-    return Tokens(source=files.source, values=values)
-
-
-def _read_up_to(max_bytes: int, files: Sequence[Path]) -> bytes:
-    """Return the files' bytes one after the other, cut off at `max_bytes`."""
-    content = bytearray()
     try:
-        for file in files:
-            content += file.read_bytes()
-            if len(content) >= max_bytes:
-                break
+        content = _read_up_to(section.max_bytes, files.paths)
     except OSError as error:
         raise ConfigurationError(
             f"All files of the text must be readable: {error}. "
             "Name another file or folder with data.path."
         ) from error
-    return bytes(content[:max_bytes])
+    if not content:
+        raise ConfigurationError(
+            f"There is no text to learn from: what is in {files.source} is empty, or not text. "
+            "Name a file or a folder with data.path."
+        )
+    if isinstance(tokenizer, Bytes):
+        return Tokens(files.source, torch.frombuffer(content, dtype=torch.uint8))
+    values = [
+        token
+        for piece in _pieces(content.decode(errors="replace"))
+        for token in tokenizer.encode(piece)
+    ]
+    return Tokens(files.source, torch.tensor(values, dtype=torch.int64))
+
+
+def _read_up_to(max_bytes: int, files: Sequence[Path]) -> bytearray:
+    """Return the files' bytes one after the other, cut off at `max_bytes`; of several files, those that are text."""
+    content = bytearray()
+    for file in files:
+        with file.open("rb") as stream:
+            new = stream.read(max_bytes - len(content))
+        if len(files) == 1 or b"\0" not in new[:4096]:
+            content += new
+        if len(content) >= max_bytes:
+            break
+    return content
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a text into pieces of about `PIECE_LENGTH`, after the end of a line if there is one."""
+    start = 0
+    while start < len(text):
+        stop = start + PIECE_LENGTH
+        if stop < len(text):
+            stop = text.rfind("\n", start, stop) + 1 or stop
+        yield text[start:stop]
+        start = stop

@@ -2,7 +2,7 @@
 
     no path         the sources of Python's standard library: every machine that runs this has them
     text            a file, or every text file under a folder
-    array           `.npy` or `.bin`, or every such file in a folder: tokens, ready to be learned
+    array           `.npy` or `.bin`, or every such file under a folder: tokens, ready to be learned
 
 Files are taken in the order of their paths, so ranks that look for themselves find the same. This
 file imports no torch: a wrong path is answered at once.
@@ -20,6 +20,8 @@ from typing import Literal
 from fullshard.errors import ConfigurationError
 from fullshard.train.config import DataSection
 
+Kind = Literal["text", "array"]
+
 ARRAY_SUFFIXES = (".npy", ".bin")
 
 SKIPPED_FOLDERS = frozenset(
@@ -35,8 +37,10 @@ class DataFiles:
     source: str
     """Where they are, in words."""
 
-    kind: Literal["text", "array"]
+    kind: Kind
+
     paths: tuple[Path, ...]
+    """At least one."""
 
 
 def data_files(section: DataSection) -> DataFiles:
@@ -45,72 +49,51 @@ def data_files(section: DataSection) -> DataFiles:
     Raises:
         ConfigurationError: there are none, or not of the kind that was asked for.
     """
-    path = section.path
-    if path is None:
-        return _standard_library(section)
     try:
-        if path.is_file():
-            kind = section.kind if section.kind != "auto" else _kind_of(path)
-            files = DataFiles(source=f"the file {path}", kind=kind, paths=(path,))
-        elif path.is_dir():
-            files = _folder(path, section)
-        else:
-            raise ConfigurationError(
-                f"data.path must name a file or a folder, but there is none at {path}. "
-                "Leave it out to learn from the Python standard library."
-            )
+        files = _found(section)
     except OSError as error:
         raise ConfigurationError(f"data.path must be readable: {error}.") from error
-    _check(files, section)
-    return files
-
-
-def _standard_library(section: DataSection) -> DataFiles:
-    folder = Path(sysconfig.get_path("stdlib"))
-    if section.kind == "array":
-        raise ConfigurationError(
-            'data.kind "array" needs a file or a folder: set data.path. '
-            "Without one, the text of the Python standard library is learned."
-        )
-    sources = tuple(file for file in _walk(folder) if file.suffix == ".py")
-    files = DataFiles(source=f"the Python standard library in {folder}", kind="text", paths=sources)
-    _check(files, section)
-    return files
-
-
-def _kind_of(file: Path) -> Literal["text", "array"]:
-    return "array" if file.suffix in ARRAY_SUFFIXES else "text"
-
-
-def _folder(folder: Path, section: DataSection) -> DataFiles:
-    """All of a folder's files of one kind: arrays, if it has any and text was not asked for."""
-    source = f"the folder {folder}"
-    files = list(_walk(folder))
-    arrays = tuple(file for file in files if _kind_of(file) == "array")
-    if section.kind == "array" or (section.kind == "auto" and arrays):
-        return DataFiles(source=source, kind="array", paths=arrays)
-    return DataFiles(source=source, kind="text", paths=tuple(filter(_is_text, files)))
-
-
-def _check(files: DataFiles, section: DataSection) -> None:
     if not files.paths:
-        what = "text files" if files.kind == "text" else f"files {' or '.join(ARRAY_SUFFIXES)}"
+        what = "text files" if files.kind == "text" else f"{' or '.join(ARRAY_SUFFIXES)} files"
         raise ConfigurationError(
             f"There is nothing to learn from: found no {what} in {files.source}. "
             "Name a file or a folder with data.path."
         )
-    if files.kind == "array":
-        wrong = [str(path) for path in files.paths if path.suffix not in ARRAY_SUFFIXES]
-        if wrong:
+    return files
+
+
+def _found(section: DataSection) -> DataFiles:
+    path, kind = section.path, section.kind
+    if path is None:
+        folder = Path(sysconfig.get_path("stdlib"))
+        sources = tuple(file for file in _walk(folder) if file.suffix == ".py")
+        source = f"the Python standard library in {folder}"
+        return DataFiles(source=source, kind="text", paths=sources)
+    if path.is_file():
+        if kind == "array" and _kind_of(path) != "array":
             raise ConfigurationError(
-                f"Arrays of tokens are files {' or '.join(ARRAY_SUFFIXES)}, but data.path is "
-                f'{", ".join(wrong)}. Rename it, or set data.kind to "text".'
+                f"Arrays of tokens are {' or '.join(ARRAY_SUFFIXES)} files, but data.path is {path}. "
+                'Rename it, or set data.kind to "text".'
             )
+        return DataFiles(
+            source=f"the file {path}",
+            kind=_kind_of(path) if kind == "auto" else kind,
+            paths=(path,),
+        )
+    if not path.is_dir():
+        raise ConfigurationError(
+            f"data.path must name a file or a folder, but there is none at {path}. "
+            "Leave it out to learn from the Python standard library."
+        )
+    files = tuple(_walk(path))
+    arrays = tuple(file for file in files if _kind_of(file) == "array")
+    if kind == "array" or (kind == "auto" and arrays):
+        return DataFiles(source=f"the folder {path}", kind="array", paths=arrays)
+    return DataFiles(source=f"the folder {path}", kind="text", paths=files)
 
 
-def _is_text(file: Path) -> bool:
-    with file.open("rb") as stream:
-        return b"\0" not in stream.read(4096)
+def _kind_of(file: Path) -> Kind:
+    return "array" if file.suffix in ARRAY_SUFFIXES else "text"
 
 
 def _walk(folder: Path) -> Iterator[Path]:

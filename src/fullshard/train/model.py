@@ -10,35 +10,16 @@ complete once its parameters are filled (`weights`). Nothing here knows about sh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fullshard.train.decoder_shape import DecoderShape
+
 NORM_EPS = 1e-6
 ROTARY_BASE = 10_000.0
-
-HIDDEN_MULTIPLE = 64
-"""Widths inside SwiGLU are multiples of this: matrices of odd sizes are slow on GPUs."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderShape:
-    """The sizes that make one decoder differ from another."""
-
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int = 256
-    """Every byte is a token, unless there is a tokenizer."""
-
-    @property
-    def hidden(self) -> int:
-        """Width inside SwiGLU: 8/3 of the model's, so that its three matrices cost what two of 4x do."""
-        return math.ceil(8 * self.width / (3 * HIDDEN_MULTIPLE)) * HIDDEN_MULTIPLE
 
 
 class Attention(nn.Module):
@@ -150,11 +131,3 @@ def rotate(x: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
     return turned.type_as(x)
-
-
-def next_byte_losses(model: nn.Module, windows: Tensor) -> Tensor:
-    """Return the mean loss of each window (rows of context + 1 bytes), in nats per byte."""
-    inputs, targets = windows[:, :-1], windows[:, 1:]
-    scores = model(inputs).float()
-    losses = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.view(targets.shape).mean(dim=1)

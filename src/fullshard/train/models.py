@@ -1,18 +1,16 @@
 """What is trained: the built-in decoder, or a model of transformers.
 
-The loop knows a model through `ModelSource` alone. This file imports no torch, so that the launcher
-can say what is wrong with a configuration before any rank starts.
+The loop knows a model through `ModelSource` alone.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+from torch import Tensor, nn
 
 from fullshard.train.config import RunConfig
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 class ModelSource(Protocol):
@@ -49,6 +47,11 @@ def open_model(config: RunConfig) -> ModelSource:
     Raises:
         ConfigurationError: there is no such model.
     """
+    # Imported when needed: transformers is not there for everybody, and takes seconds.
+    if config.model.huggingface is not None:
+        from fullshard.train.transformers_model import TransformersModel
+
+        return TransformersModel(config)
     from fullshard.train.built_in import BuiltInDecoder
 
     return BuiltInDecoder(config)

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from fullshard.errors import ConfigurationError
 from fullshard.train.config import RunConfig
@@ -131,46 +131,35 @@ class HuggingFaceTokenizer:
     """A tokenizer from a `tokenizer.json`, or from whatever else transformers makes one of."""
 
     def __init__(self, place: Path) -> None:
+        """Read it from a folder or a file.
+
+        Raises:
+            ConfigurationError: it cannot be read, or the packages are missing.
+        """
         self._place = place
-        file = place / TOKENIZER_FILE if place.is_dir() else place
         try:
-            self._of_transformers = None
-            if file.is_file():
-                from tokenizers import Tokenizer as FastTokenizer
-
-                self._fast = FastTokenizer.from_file(str(file))
-                vocabulary = self._fast.get_vocab(with_added_tokens=True)
-            else:
-                from transformers import AutoTokenizer
-
-                self._of_transformers = AutoTokenizer.from_pretrained(place, local_files_only=True)
-                vocabulary = self._of_transformers.get_vocab()
+            made = _made_from(place)
         except ImportError as error:
             raise ConfigurationError(
                 f"A Hugging Face tokenizer needs the package transformers: {error}. "
                 "Install fullshard[transformers]."
             ) from error
-        except (
-            Exception
-        ) as error:  # whatever these libraries raise on a file they do not understand
+        except Exception as error:  # whatever these libraries raise on files they do not understand
             raise ConfigurationError(
-                f"data.tokenizer must be a tokenizer's folder or {TOKENIZER_FILE}; {place} cannot be "
-                f"read as one: {error}"
+                f"data.tokenizer must be a tokenizer's folder or {TOKENIZER_FILE}; {place} cannot be read as one: "
+                f"{error}"
             ) from error
-        self.vocabulary: int | None = max(vocabulary.values(), default=-1) + 1
+        self._made = made
+        self.vocabulary: int | None = max(made.get_vocab().values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
-        if self._of_transformers is not None:
-            tokens: list[int] = self._of_transformers.encode(text, add_special_tokens=False)
-            return tokens
-        return list(self._fast.encode(text, add_special_tokens=False).ids)
+        found = self._made.encode(text, add_special_tokens=False)
+        return list(getattr(found, "ids", found))  # tokenizers has them in an object
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of some tokens, with special ones."""
-        if self._of_transformers is not None:
-            return str(self._of_transformers.decode(list(tokens)))
-        return str(self._fast.decode(list(tokens), skip_special_tokens=False))
+        """Return the text of some tokens, special ones included."""
+        return str(self._made.decode(list(tokens), skip_special_tokens=False))
 
     def save_pretrained(self, folder: Path) -> None:
         """Copy its files."""
@@ -180,6 +169,18 @@ class HuggingFaceTokenizer:
         for file in self._place.iterdir():
             if _is_tokenizer_file(file):
                 shutil.copyfile(file, folder / file.name)
+
+
+def _made_from(place: Path) -> Any:
+    """Return an object of tokenizers, which is quick to import, or else of transformers."""
+    file = place / TOKENIZER_FILE if place.is_dir() else place
+    if file.is_file():
+        from tokenizers import Tokenizer as FastTokenizer
+
+        return FastTokenizer.from_file(str(file))
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
 
 
 def _is_tokenizer_file(file: Path) -> bool:

@@ -79,23 +79,32 @@ def fill(model: nn.Module, weights: DrawnWeights) -> None:
 
 
 def materialise(module: nn.Module, device: torch.device, *, recurse: bool = True) -> None:
-    """Give parameters on the meta device memory, without values; buffers stay as and where they are.
+    """Give parameters on the meta device memory, without values; what is tied stays so, and buffers as and where they are.
 
     Both doors move buffers to where the model computes, which is not where offloaded parameters rest.
 
     With `fully_shard`, it is called for the sharded model; the wrapper calls it for each module:
     ``param_init_fn=partial(materialise, device=device, recurse=False)``.
     """
-    # to_empty gives buffers new memory, too, and non-persistent ones have their values from nowhere but here.
+    owners = tuple(module.modules()) if recurse else (module,)
+    # Non-persistent buffers have their values from nowhere but here, and to_empty would lose them; also, that two
+    # parameters are one.
     buffers = [
         (owner, name, buffer)
-        for owner in (module.modules() if recurse else (module,))
+        for owner in owners
         for name, buffer in owner.named_buffers(recurse=False)
         if not buffer.is_meta
     ]
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for owner in owners:
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((owner, name))
     module.to_empty(device=device, recurse=recurse)
     for owner, name, buffer in buffers:
         setattr(owner, name, buffer)
+    for (first, first_name), *others in places.values():
+        for owner, name in others:
+            owner.register_parameter(name, first.get_parameter(first_name))
 
 
 def seed_of(label: str) -> int:

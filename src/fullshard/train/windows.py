@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from fullshard.errors import ConfigurationError
+from fullshard.train.splitting import num_windows
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
     """A sequence of tokens: a file's, or a part of them."""
 
@@ -32,26 +33,22 @@ class Tokens:
     """One dimension, of any integer dtype; may be mapped from a file, and is not written to."""
 
     first: int = 0
-    """How many tokens of the file come before."""
+    """How many tokens come before them in the source."""
 
     def __len__(self) -> int:
         return len(self.values)
 
     def part(self, start: int, stop: int) -> Tokens:
         """Return a part of them."""
-        return Tokens(source=self.source, values=self.values[start:stop], first=self.first + start)
-
-    def num_windows(self, context: int) -> int:
-        """Return how many windows can be cut."""
-        return max(0, (len(self) - 1) // context)
+        return Tokens(self.source, self.values[start:stop], self.first + start)
 
 
 class Windows:
     """The windows of some sequences, numbered through."""
 
     def __init__(self, sequences: Sequence[Tokens], *, context: int, vocabulary: int) -> None:
-        self._sequences = tuple(each for each in sequences if each.num_windows(context))
-        self._ends = tuple(accumulate(each.num_windows(context) for each in self._sequences))
+        self._sequences = [each for each in sequences if num_windows(len(each), context)]
+        self._ends = list(accumulate(num_windows(len(each), context) for each in self._sequences))
         """How many windows there are up to the end of each sequence."""
         self._context = context
         self._vocabulary = vocabulary
@@ -70,27 +67,28 @@ class Windows:
         Raises:
             ConfigurationError: a token is not in the model's vocabulary.
         """
-        rows = torch.stack([self._window(index) for index in indices])
+        windows = [self._window(index) for index in indices]
+        rows = torch.stack([window.values.long() for window in windows])
         if rows.min() < 0 or rows.max() >= self._vocabulary:
-            self._refuse(indices, rows)
+            for window in windows:
+                check_tokens(window, self._vocabulary)
         return rows
 
-    def _window(self, index: int) -> Tensor:
-        sequence, start = self._place(index)
-        return sequence.values[start : start + self._context + 1].long()
-
-    def _place(self, index: int) -> tuple[Tokens, int]:
-        """Return the sequence that a window is in, and where it starts there."""
+    def _window(self, index: int) -> Tokens:
         number = bisect_right(self._ends, index)
         before = self._ends[number - 1] if number else 0
-        return self._sequences[number], (index - before) * self._context
+        start = (index - before) * self._context
+        return self._sequences[number].part(start, start + self._context + 1)
 
-    def _refuse(self, indices: Sequence[int], rows: Tensor) -> None:
-        wrong = (rows < 0) | (rows >= self._vocabulary)
-        row, column = (int(each) for each in wrong.nonzero()[0])
-        sequence, start = self._place(indices[row])
+
+def check_tokens(tokens: Tokens, vocabulary: int) -> None:
+    """Refuse tokens that a model does not know, naming the first of them."""
+    values = tokens.values.long()
+    wrong = ((values < 0) | (values >= vocabulary)).nonzero()
+    if len(wrong):
+        place = int(wrong[0])
         raise ConfigurationError(
-            f"Tokens must be at least 0 and below the model's vocabulary of {self._vocabulary}, but in "
-            f"{sequence.source} token number {sequence.first + start + column} is {int(rows[row, column])}. "
+            f"Tokens must be at least 0 and below the model's vocabulary of {vocabulary}, but token "
+            f"number {tokens.first + place} of {tokens.source} is {int(values[place])}. "
             "Take the tokenizer and the model that belong together, or set model.vocabulary."
         )

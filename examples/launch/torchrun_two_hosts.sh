@@ -1,0 +1,13 @@
+#!/bin/bash
+# The same command on each of two hosts; the name is that of the first, and both must reach it.
+#
+#     bash torchrun_two_hosts.sh first-host
+
+torchrun \
+    --nnodes=2 \
+    --nproc-per-node="${RANKS_PER_HOST:-gpu}" \
+    --rdzv-backend=c10d \
+    --rdzv-endpoint="$1:29400" \
+    --rdzv-id=fullshard \
+    --max-restarts=3 \
+    -m fullshard train run.toml
