@@ -3,6 +3,8 @@
 Nothing here imports torch, so `fullshard --help` and a mistyped option answer at once. Each program
 brings its own verbs (`fullshard.train.command`, `fullshard.inspect_tool.command`,
 `fullshard.checkpoint_tool.command`); this file only puts them side by side.
+brings its own verbs (`fullshard.train.command`, `fullshard.report.command` ...); this file only
+puts them side by side.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ def build_app() -> typer.Typer:
 
     from fullshard.checkpoint_tool.command import app as checkpoint
     from fullshard.inspect_tool.command import inspect
+    from fullshard.report.command import report
     from fullshard.train.command import train
 
     app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -58,5 +61,6 @@ def build_app() -> typer.Typer:
 
     app.command()(train)
     app.command()(inspect)
+    app.command()(report)
     app.add_typer(checkpoint, name="checkpoint")
     return app
