@@ -1,8 +1,6 @@
 """The `fullshard` command: what must be true before torch is imported, and the list of verbs.
 
 Nothing here imports torch, so `fullshard --help` and a mistyped option answer at once. Each program
-brings its own verbs (`fullshard.train.command`, `fullshard.inspect_tool.command`,
-`fullshard.checkpoint_tool.command`); this file only puts them side by side.
 brings its own verbs (`fullshard.train.command`, `fullshard.report.command` ...); this file only
 puts them side by side.
 """

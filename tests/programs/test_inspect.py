@@ -3,7 +3,6 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from typer.testing import CliRunner
 
 import fullshard
 from fullshard import cli
-from fullshard.inspect_tool.measuring import measure
+from fullshard.inspect_tool.measuring import ShardedPlan, measure
 from fullshard.train.config_file import read_config, to_toml
 from fullshard.train.models import open_model
 from fullshard.train.sharding import build_model
@@ -22,14 +21,16 @@ from tests.helpers.groups import leave_group
 WORLD = 4
 
 
-@pytest.fixture(autouse=True)
-def no_trace_of_the_group() -> Iterator[None]:
-    yield
+def foretell(*settings: str) -> ShardedPlan:
+    plan = measure(read_config(None, settings), WORLD)
     leave_group()
+    return plan
 
 
 def inspect(*arguments: str, code: int = 0) -> str:
     result = CliRunner().invoke(cli.build_app(), ["inspect", *arguments])
+    if code == 0:
+        leave_group()
     assert result.exit_code == code, (result.output, result.exception)
     return result.output
 
@@ -63,14 +64,11 @@ def traced_step(folder: Path, settings: list[str]) -> tuple[Counter[str], int]:
         [],
         ["compute.precision=bf16", "sharding.replicas=2"],
         ["sharding.reshard_after_forward=false", "compute.wire=bf16"],
-        ["sharding.prefetch=2"],
-        ["sharding.prefetch=0"],
-        ["model.width=20", "model.heads=2", "model.layers=2"],
+        ["sharding.prefetch=2", "model.width=20", "model.heads=2"],
     ],
 )
 def test_a_run_holds_and_sends_what_was_foretold(tmp_path: Path, settings: list[str]) -> None:
-    plan = measure(read_config(None, settings), WORLD)
-    leave_group()
+    plan = foretell(*settings)
     sent, gathered = traced_step(tmp_path, settings)
     assert sent["gather"] == plan.traffic.gathers
     assert sent["reduce"] == plan.traffic.reductions
@@ -80,8 +78,7 @@ def test_a_run_holds_and_sends_what_was_foretold(tmp_path: Path, settings: list[
 
 def test_parameters_at_rest_are_this_ranks_share() -> None:
     config = read_config(None, ["model.layers=2"])
-    plan = measure(config, WORLD)
-    leave_group()
+    plan = foretell("model.layers=2")
     with fake_world(WORLD):
         sharded = build_model(config, open_model(config), torch.device("cpu"))
         assert plan.rank.parameters == sharded.bytes_at_rest()
