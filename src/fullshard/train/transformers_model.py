@@ -45,7 +45,7 @@ class TransformersModel:
         assert folder is not None, "other models are not transformers'"
         self._folder = folder
         self._pretrained = config.model.pretrained
-        self._tokenizer = open_tokenizer(config)
+        self.tokenizer = open_tokenizer(config)
         self._configuration = _configuration(folder)
         self.vocabulary: int = self._configuration.get_text_config().vocab_size
         self.description = f"{self._configuration.model_type} of transformers in {folder}"
@@ -90,7 +90,7 @@ class TransformersModel:
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write it as transformers would."""
-        companions = [_ConfigurationFiles(self._folder), self._tokenizer]
+        companions = [_ConfigurationFiles(self._folder), self.tokenizer]
         save_huggingface(folder, model, config_from=companions)
 
 
