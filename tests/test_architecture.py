@@ -39,7 +39,16 @@ LAYERS = [
         "checkpoint",
     ],
     ["__init__"],  # `from fullshard import ...`: what users see, and the programs below are users
-    ["progress_line", "train", "checkpoint_tool", "cli", "__main__"],
+    [
+        "progress_line",
+        "tables",
+        "report",
+        "train",
+        "checkpoint_tool",
+        "inspect_tool",
+        "cli",
+        "__main__",
+    ],
 ]
 """Files and folders of the package from first to last: each imports from its left and from lines above."""
 
