@@ -359,7 +359,7 @@ class Fails(nn.Module):
 def test_a_step_that_fails_leaves_no_span_open(tmp_path: Path, when: str) -> None:
     with fake_world(2):
         fails = Fails()
-        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), fails))
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Sequential(fails, nn.Linear(4, 4)))
         fully_shard(model[1])
         fully_shard(model)
         with fullshard.trace(model, tmp_path) as recording:
