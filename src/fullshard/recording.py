@@ -395,8 +395,9 @@ class Recorder:
 
     def sample_allocator(self) -> None:
         """Ask the device's allocator: when a module's forward has ended, and as its backward begins and ends."""
-        if self.clock.on_streams:
-            self._add_memory(_allocated_bytes(self.device))
+        allocated = _allocated_bytes(self.device)
+        if allocated is not None:
+            self._add_memory(allocated)
 
     def _add_memory(self, allocated: int | None) -> None:
         if self._has_room():
