@@ -55,6 +55,7 @@ CHAPTERS = {
         "StateDictSettings",
         "OptimStateKeyType",
     ],
+    "Tracing": ["trace", "Recording"],
     "Errors": [
         "FullshardError",
         "ConfigurationError",
@@ -94,6 +95,7 @@ GIVEN_TO_USERS = {
     "PlannedGroup",
     "Loaded",
     "PendingSave",
+    "Recording",
     "Saved",
 }
 """Classes that users do not make instances of."""

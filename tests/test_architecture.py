@@ -23,13 +23,15 @@ LAYERS = [
     ["version", "errors", "policies", "names"],
     ["torch_border", "wrapper_options"],
     ["mesh", "layout", "tree", "schedule", "wrap"],
-    ["streams", "buffers", "reduce_buffer", "placement", "faces", "param", "forms"],
+    ["recording", "streams", "buffers", "reduce_buffer", "placement", "faces", "param", "forms"],
     ["comm", "gathering", "kept_part", "self_gathered", "gradients"],
     ["param_group", "whole_params", "runtime", "ownership"],
     [
         "fsdp_module",
         "functional",
         "grouping",
+        "group_facts",
+        "tracing",
         "wrapper",
         "sharded_grad_scaler",
         "shard_runs",
@@ -37,7 +39,16 @@ LAYERS = [
         "checkpoint",
     ],
     ["__init__"],  # `from fullshard import ...`: what users see, and the programs below are users
-    ["progress_line", "train", "checkpoint_tool", "cli", "__main__"],
+    [
+        "progress_line",
+        "tables",
+        "report",
+        "train",
+        "checkpoint_tool",
+        "inspect_tool",
+        "cli",
+        "__main__",
+    ],
 ]
 """Files and folders of the package from first to last: each imports from its left and from lines above."""
 

@@ -42,6 +42,7 @@ if _TYPE_CHECKING:
         MixedPrecisionPolicy,
         OffloadPolicy,
     )
+    from .tracing import Recording, trace
     from .wrapper.module import FullyShardedDataParallel
     from .wrapper_options import (
         BackwardPrefetch,
@@ -86,6 +87,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "PlannedGroup",
+    "Recording",
     "ReplicateModule",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -100,6 +102,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "share_comm_ctx",
+    "trace",
 ]
 
 _HOMES = {
@@ -121,6 +124,7 @@ _HOMES = {
     "OptimStateDictConfig": "wrapper_options",
     "OptimStateKeyType": "wrapper_options",
     "PlannedGroup": "grouping",
+    "Recording": "tracing",
     "ReplicateModule": "fsdp_module",
     "ShardedOptimStateDictConfig": "wrapper_options",
     "ShardedStateDictConfig": "wrapper_options",
@@ -134,6 +138,7 @@ _HOMES = {
     "register_fsdp_forward_method": "fsdp_module",
     "replicate": "functional",
     "share_comm_ctx": "fsdp_module",
+    "trace": "tracing",
 }
 """Where the names live that are not in `errors`."""
 

@@ -42,6 +42,11 @@ class Buffer:
         return self._storage.nbytes() > 0
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that it has now."""
+        return self._storage.nbytes()
+
+    @property
     def data_ptr(self) -> int:
         """Address of the memory, 0 when given back."""
         return self._storage.data_ptr()
@@ -180,6 +185,11 @@ class ShardBuffer:
             for slot, dtype in zip(self._layout.slots, self._dtypes, strict=True)
         ]
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that it has now."""
+        return self._buffer.held_bytes
+
     def allocate(self) -> None:
         """Take memory again, on the current stream."""
         self._buffer.allocate()
@@ -246,6 +256,7 @@ class GatherBuffer:
             ],
             self._dtypes,
         )
+        self._borrows_homes = into is not None
         self._homes: Buffer = Buffer(homes.nbytes, device) if into is None else into._homes
         self._starts: tuple[int, ...] = homes.starts if into is None else into._starts
         self.params = [
@@ -291,6 +302,18 @@ class GatherBuffer:
     def nbytes(self) -> int:
         """Bytes of the whole parameters, padding included."""
         return self._homes.nbytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that it has now, staging included; whole parameters of another buffer are that one's."""
+        own_homes = 0 if self._borrows_homes else self._homes.held_bytes
+        return own_homes + self._staging.held_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of a gather's outputs that come from other ranks."""
+        sent = sum(tensor.nbytes for tensor in self.inputs)
+        return sent * (self._layout.world - 1)
 
     def contains(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the gathered memory."""

@@ -1,7 +1,7 @@
 """The `fullshard` command: what must be true before torch is imported, and the list of verbs.
 
 Nothing here imports torch, so `fullshard --help` and a mistyped option answer at once. Each program
-brings its own verbs (`fullshard.train.command`, `fullshard.checkpoint_tool.command`); this file only
+brings its own verbs (`fullshard.train.command`, `fullshard.report.command` ...); this file only
 puts them side by side.
 """
 
@@ -47,6 +47,8 @@ def build_app() -> typer.Typer:
     import typer
 
     from fullshard.checkpoint_tool.command import app as checkpoint
+    from fullshard.inspect_tool.command import inspect
+    from fullshard.report.command import report
     from fullshard.train.command import train
 
     app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -56,5 +58,7 @@ def build_app() -> typer.Typer:
         """Fully sharded data parallel training for PyTorch."""
 
     app.command()(train)
+    app.command()(inspect)
+    app.command()(report)
     app.add_typer(checkpoint, name="checkpoint")
     return app

@@ -333,6 +333,10 @@ class _JoinedGather:
         self._pieces = gathered.view(group.size(), -1).split(sizes, dim=1)
         self._work = torch_border.all_gather_single(group, gathered, own, options)
 
+    def get_future(self) -> Any:
+        """Completed when the message is there."""
+        return self._work.get_future()
+
     def wait(self) -> None:
         """Wait for the message and distribute it."""
         self._work.wait()

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup, Work
 from . import comm
 from .buffers import GatherBuffer, Pieces, ShardBuffer
 from .layout import Layout, gathers_in_place
+from .recording import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,13 @@ class Messages:
         """Bring them to where they are awaited if there is nobody to gather from."""
         if self.outputs:
             torch._foreach_copy_(self.outputs, self.inputs)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that come from other ranks."""
+        return sum(output.nbytes for output in self.outputs) - sum(
+            own.nbytes for own in self.inputs
+        )
 
 
 class Gathering:
@@ -77,7 +85,11 @@ class Gathering:
         """Per parameter, the data of its unsharded face."""
         self.takes_memory_late = self.buffer.packed
         """Whether `finish` takes memory, too."""
+        self.received_bytes = self.buffer.received_bytes if process_group is not None else 0
+        """Bytes that come from other ranks, but for what is gathered beside the buffer's own."""
         self._work: Work | None = None
+        self._wire: Transfer | None = None
+        """Of the gather in flight, if it is recorded."""
         self._rows: Tensor | None = None
         """Packed by the comm object: bytes of shape (world, bytes of one rank)."""
 
@@ -87,12 +99,13 @@ class Gathering:
         extra: Messages | None,
         *,
         async_op: bool,
+        wire: Transfer | None,
     ) -> None:
         """Take memory, let ``copy_in`` write this rank's pieces to it, and issue the collective.
 
-        On the all-gather stream.
+        On the all-gather stream. ``wire`` is told when, if somebody records it.
         """
-        buffer = self.buffer
+        buffer, self._wire = self.buffer, wire
         if self._custom is not None:
             self._start_custom(self._custom, copy_in, extra, async_op)
             return
@@ -102,7 +115,12 @@ class Gathering:
             outputs, inputs = buffer.outputs, buffer.inputs
             if extra is not None:
                 outputs, inputs = outputs + extra.outputs, inputs + extra.inputs
+            if wire is not None:
+                extra_bytes = extra.received_bytes if extra is not None else 0
+                wire.begins(self.received_bytes + extra_bytes)
             self._work = comm.all_gather(outputs, inputs, self._group, async_op=async_op)
+            if wire is not None:
+                wire.called((self._work,))
         elif extra is not None:
             extra.stay_here()
 
@@ -126,18 +144,28 @@ class Gathering:
         self._rows = output.view(torch.uint8).view(self._world, -1)
         copy_in(self.buffer.own_in(self._rows))
         own = output.view(self._world, -1)[self._rank]
+        if self._wire is not None:
+            self._wire.begins(self.received_bytes)
         self._work = comm.packed_all_gather(custom, output, own, self._group, async_op=async_op)
+        if self._wire is not None:
+            self._wire.called((self._work,))
 
     def finish(self) -> None:
         """Wait for the collective, where the host must, and distribute what was staged.
 
         On the all-gather stream, which has waited for memory that was given back.
         """
+        wire, self._wire = self._wire, None
         if self._work is not None:
-            self._work.wait()
+            if wire is None:
+                self._work.wait()
+            else:
+                wire.wait((self._work,))
             self._work = None
         if self.buffer.packed:
             self.buffer.allocate_params()
+            if wire is not None:
+                wire.recorder.note_gathered(wire.group)  # staging and whole parameters, both
         if self._rows is None:
             self.buffer.copy_out()
         else:
@@ -145,6 +173,11 @@ class Gathering:
             self.buffer.copy_out_of(self._rows)
             self._custom.release(self._rows)  # on the stream that allocated it
             self._rows = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that it has now, a comm object's included."""
+        return self.buffer.held_bytes + (0 if self._rows is None else self._rows.nbytes)
 
     def release(self) -> None:
         """Give the memory back."""
@@ -158,12 +191,18 @@ class Resident:
     """
 
     takes_memory_late = False
+    held_bytes = 0
 
     def __init__(self, shards: ShardBuffer) -> None:
         self.params = shards.whole_params()
 
     def start(
-        self, copy_in: Callable[[Pieces], None], extra: Messages | None, *, async_op: bool
+        self,
+        copy_in: Callable[[Pieces], None],
+        extra: Messages | None,
+        *,
+        async_op: bool,
+        wire: Transfer | None,
     ) -> None:
         """Bring ``extra`` to where it is awaited; the parameters are there."""
         if extra is not None:

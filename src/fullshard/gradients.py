@@ -23,6 +23,7 @@ from . import comm, torch_border
 from .mesh import DataParallelAxes
 from .param import FSDPParam
 from .placement import local_gradient
+from .recording import Transfer
 from .reduce_buffer import ReduceBuffer, ReduceRun
 from .streams import Event, FSDPCommContext
 
@@ -82,6 +83,11 @@ class ReductionSettings:
     hook_stream: Any = None
     pinned: bool = False
     """Whether gradients that go to host memory go to page-locked memory."""
+
+
+def all_reduce_bytes(nbytes: int, ranks: int) -> int:
+    """What each of ``ranks`` has to send to sum ``nbytes``: all but its own part, and that once summed to all others."""
+    return 2 * (ranks - 1) * nbytes // ranks
 
 
 def take(params: Sequence[FSDPParam]) -> dict[int, Tensor]:
@@ -178,6 +184,8 @@ class Reduction:
         self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
         """Own memory, and the staged outputs whose results must not stay where they are."""
         self._has_landed = False
+        self._wire: Transfer | None = None
+        """Of the reduce-scatter, if it is recorded."""
         self._rules = [
             divide_rule(
                 run.reduce_dtype,
@@ -190,25 +198,32 @@ class Reduction:
             for run in self._runs
         ]
 
-    def issue(self) -> None:
+    def issue(self, wire: Transfer | None) -> None:
         """Start the reduction; on devices with streams, all of it.
 
         On the compute stream, which allocates everything and whose gradients are in the buffer. The
-        reduce-scatter stream waits for it.
+        reduce-scatter stream waits for it. ``wire`` is told when, if somebody records it.
         """
-        context, events = self._context, self._events
+        context, events, self._wire = self._context, self._events, wire
         calls = [
             self._prepare(run, rule) for run, rule in zip(self._runs, self._rules, strict=True)
         ]
+        if wire is not None:
+            wire.recorder.note_reducing(self._buffer, self._input_bytes)
         events.ready.record()
         replicated = self._mesh_info.replicate_process_group is not None
         with context.reduce_scatter:
             events.ready.wait()
+            if wire is not None and self._communicates:
+                sent = sum(tensor.nbytes for _, inputs in calls for tensor in inputs)
+                wire.begins(sent - sent // self._buffer.layout.world)  # the rest stays here
             for run, (outputs, inputs), rule in zip(self._runs, calls, self._rules, strict=True):
                 if run.exchanged:
                     self._works += self._exchange(outputs, inputs)
                 else:
                     self._works.append(self._scatter(outputs, inputs, rule))
+            if wire is not None and self._communicates:
+                wire.called(self._works)
             if context.asynchronous:
                 self._unstage()
             events.input_read.record()
@@ -223,26 +238,48 @@ class Reduction:
 
     def finish_input(self) -> None:
         """See `InFlight`."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
+        if self._wire is not None:
+            self._wire.wait(self._works)
+        else:
+            for work in self._works:
+                if work is not None:
+                    work.wait()
         if not self._context.asynchronous:
             self._unstage()
-        self._events.input_read.wait()
+        self._wait_for(self._events.input_read)
         self._buffer.release()
         self._received.clear()
         if self._settings.custom is not None:
             for staged in self._staged:
                 self._settings.custom.release(staged)
             self._staged.clear()
+        if self._context.recorder is not None:
+            self._context.recorder.note_reducing(self._buffer, 0)
 
     def finish(self, *, land: bool = True) -> None:
         """See `InFlight`."""
         if land and not self._has_landed:
             self._land()
-        self._events.done.wait()
+        self._wait_for(self._events.done)
         for kept in (self._reduced, self._landed, self._kept):
             kept.clear()
+
+    def _wait_for(self, event: Event) -> None:
+        if self._wire is None:
+            event.wait()
+        else:
+            self._wire.wait_for(event)
+
+    @property
+    def _communicates(self) -> bool:
+        """Whether anything is called that goes to other ranks, before replicas are summed."""
+        return self._settings.process_group is not None or self._settings.replacement is not None
+
+    @property
+    def _input_bytes(self) -> int:
+        """Bytes held until the input has been read; the reduced gradients stay and are not among them."""
+        received = sum(tensor.nbytes for tensor, _ in self._received)
+        return self._buffer.nbytes + received + sum(tensor.nbytes for tensor in self._staged)
 
     def _prepare(self, run: ReduceRun, rule: DivideRule) -> tuple[list[Tensor], Sequence[Tensor]]:
         """Allocate a run's output, and return what its collective writes and reads."""
@@ -347,7 +384,7 @@ class Reduction:
                     continue
                 self._add_partial(run, reduced)
                 if info.replicate_mesh_size > 1:
-                    comm.all_reduce(reduced, info.replicate_process_group, rule.op)
+                    self._all_reduce(reduced, info.replicate_process_group, rule)
             if self._settings.hook is not None:
                 run.clear_gaps(reduced)
                 self._run_hook(self._settings.hook, reduced)
@@ -359,6 +396,16 @@ class Reduction:
                 landed = self._download(run, landed)
             for gradient, local in zip(run.gradients, run.cut(landed), strict=True):
                 self._params[gradient.param].face.land(local)
+
+    def _all_reduce(self, reduced: Tensor, group: ProcessGroup, rule: DivideRule) -> None:
+        """Sum over replicas, on the current stream; the host waits where there are none."""
+        wire = None if self._wire is None else self._wire.followed_by("all-reduce")
+        if wire is not None:
+            wire.begins(all_reduce_bytes(reduced.nbytes, group.size()))
+        comm.all_reduce(reduced, group, rule.op)
+        if wire is not None:
+            wire.called(())
+            wire.host_waited()
 
     def _download(self, run: ReduceRun, landed: Tensor) -> Tensor:
         """Copy gradients to host memory, where their parameters rest.

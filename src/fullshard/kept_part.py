@@ -43,6 +43,13 @@ class KeptPart:
         assert self._gathering is not None, "asked for while a part is held"
         return self._gathering
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that it has now, beside the whole parameters' own."""
+        if self._buffer is None or self._gathering is None:
+            return 0
+        return self._buffer.held_bytes + self._gathering.held_bytes
+
     def keep(
         self,
         whole: Gathering,

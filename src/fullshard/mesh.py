@@ -149,6 +149,11 @@ def global_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def world_size() -> int:
+    """How many ranks there are; 1 where none were started."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def ranks_by_replica(axes: DataParallelAxes) -> tuple[tuple[int, ...], ...]:
     """Which ranks of the world hold the shards, in order: a tuple for each replica, the same on all of them.
 

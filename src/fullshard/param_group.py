@@ -33,6 +33,7 @@ from .mesh import DataParallelAxes, DataParallelMeshInfo, block_group
 from .param import FaceSwitch, FSDPParam
 from .placement import local_tensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .recording import Recorder
 from .reduce_buffer import ReduceBuffer
 from .self_gathered import SelfGathered, agree_on_sizes, gathers_itself
 from .streams import FSDPCommContext
@@ -58,6 +59,28 @@ class _Labels(NamedTuple):
 
     gather: str
     copy_out: str
+
+
+class Traffic(NamedTuple):
+    """Bytes of one gather and of one reduction of all trainable parameters, on this rank."""
+
+    gathered: int
+    """Memory of the whole parameters in the compute dtypes, with padding; 0 if the shards themselves are used."""
+    received: int
+    """From other ranks, by a gather. Parameters that gather themselves are counted once they have done so."""
+    sent: int
+    """To other ranks, by a reduce-scatter or exchange."""
+    all_reduced: int
+    """To other replicas."""
+
+
+class Dtypes(NamedTuple):
+    """Of a group's parameters and gradients; mostly one of each."""
+
+    rest: frozenset[torch.dtype]
+    compute: frozenset[torch.dtype]
+    reduce: frozenset[torch.dtype]
+    wire: frozenset[torch.dtype]
 
 
 class FSDPParamGroup:
@@ -362,6 +385,8 @@ class FSDPParamGroup:
         if self._memory is not _Memory.ABSENT:
             return
         context = self.context
+        recorder = context.recorder
+        wire = None if recorder is None else recorder.transfer("gather", self)
         with torch_border.profiler_range(self._labels.gather), context.all_gather:
             context.wait_for_releases()  # before the allocation: [Note: memory and streams], rule 1
             gathering: Gathering | Resident
@@ -370,7 +395,7 @@ class FSDPParamGroup:
             else:
                 gathering, copy_in = self._gathering or self._own_gathering(), self._copy_in
                 extra = self._messages() if self._self_gathered else None
-            gathering.start(copy_in, extra, async_op=not context.asynchronous)
+            gathering.start(copy_in, extra, async_op=not context.asynchronous, wire=wire)
             self._in_use = gathering
             self._finishes_late = (
                 not context.asynchronous or gathering.takes_memory_late or bool(self._self_gathered)
@@ -378,6 +403,8 @@ class FSDPParamGroup:
             if not self._finishes_late:
                 gathering.finish()
             self._gathered.record()
+        if recorder is not None:
+            recorder.note_gathered(self)
         self._memory = _Memory.IN_FLIGHT
         self._shard_versions = None
 
@@ -416,27 +443,30 @@ class FSDPParamGroup:
             # Made under inference_mode, the faces could never be trained.
             with torch.inference_mode(False):
                 self._gathering = (
-                    Resident(self.shards) if self._is_resident else self._new_gathering()
+                    Resident(self.shards) if self._is_resident else self._gathering_on(self.device)
                 )
         return self._gathering
 
     @property
     def _is_resident(self) -> bool:
         """Whether compute can use the shards themselves: they are whole, in its dtypes and on its device."""
+        return self._rests_whole and not self.offloaded
+
+    @property
+    def _rests_whole(self) -> bool:
         return (
             self.layout.world == 1
             and self._compute_dtypes == [param.dtype for param in self._plain]
-            and not self.offloaded
             and self.custom_all_gather is None
         )
 
-    def _new_gathering(self) -> Gathering:
+    def _gathering_on(self, device: torch.device) -> Gathering:
         return Gathering(
             self._plain_layout,
             self.mesh_info.shard_mesh_rank,
             self.mesh_info.shard_process_group,
             self._compute_dtypes,
-            self.device,
+            device,
             self.custom_all_gather,
         )
 
@@ -453,15 +483,20 @@ class FSDPParamGroup:
         if self._memory is not _Memory.IN_FLIGHT:
             return
         assert self._in_use is not None, "a gather is in flight"
+        context = self.context
+        recorder = context.recorder
         if self._finishes_late:
-            context = self.context
             with torch_border.profiler_range(self._labels.copy_out), context.all_gather:
                 context.wait_for_releases()  # memory is taken here, too: rule 1
                 self._in_use.finish()
                 for member in self._self_gathered:
                     member.finish()
                 self._gathered.record()
-        self._gathered.wait()
+        if recorder is None:
+            self._gathered.wait()
+        else:
+            recorder.wait(self._gathered, self, "gather")
+            recorder.note_gathered(self)
         self._memory = _Memory.PRESENT
         self.drop_part()  # has been read
 
@@ -534,6 +569,8 @@ class FSDPParamGroup:
         whole = self._own_gathering()
         assert isinstance(whole, Gathering), "a part is kept of what several ranks hold"
         self._part.keep(whole, self._compute_dtypes, self.custom_all_gather, self.context)
+        if self.context.recorder is not None:
+            self.context.recorder.note_gathered(self)  # the part and the whole, both
         self._give_memory_back()
 
     def keep_no_part(self) -> None:
@@ -544,8 +581,10 @@ class FSDPParamGroup:
 
     def drop_part(self) -> None:
         """Forget what was kept for backward to gather from, unless it is being gathered."""
-        if self._part is not None and self._memory is not _Memory.IN_FLIGHT:
+        if self._part is not None and self._part.held and self._memory is not _Memory.IN_FLIGHT:
             self._part.drop()
+            if self.context.recorder is not None:
+                self.context.recorder.note_gathered(self)
 
     def _give_memory_back(self) -> None:
         self.hide()
@@ -559,6 +598,25 @@ class FSDPParamGroup:
             member.release()
         self.context.note_release(self._released)
         self._memory = _Memory.ABSENT
+        if self.context.recorder is not None and isinstance(self._in_use, Gathering):
+            self.context.recorder.released(self)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory for gathering that the group has now: whole parameters, staging, a part that is kept.
+
+        Not what is taken and given back within one call: shards on their way up from host memory.
+        """
+        held = 0 if self._gathering is None else self._gathering.held_bytes
+        if self._part is not None:
+            held += self._part.held_bytes
+        return held + sum(member.held_bytes for member in self._self_gathered)
+
+    def note_memory(self, recorder: Recorder) -> None:
+        """Tell somebody who begins to record what the group holds now."""
+        recorder.note_gathered(self)
+        for buffer in self._reduce_buffers.values():
+            recorder.note_reducing(buffer, buffer.nbytes if buffer.allocated else 0)
 
     def remember_shards(self) -> None:
         """Note the state of the shards that are being gathered, for a group that may stay gathered.
@@ -607,6 +665,8 @@ class FSDPParamGroup:
             if buffer.allocated:  # this very group's previous reduction still reads it
                 self.context.finish_inputs()
             buffer.allocate()
+            if self.context.recorder is not None:
+                self.context.recorder.note_reducing(buffer, buffer.nbytes)
         return buffer
 
     def _new_reduce_buffer(self, wire_dtype: torch.dtype | None) -> ReduceBuffer:
@@ -618,25 +678,30 @@ class FSDPParamGroup:
                 "reset_iter_state() to drop what was accumulated."
             )
         self.context.make_room_for_reduction()
+        buffer = self._reduce_buffer_on(self.device, wire_dtype)
+        buffer.release()
+        self._reduce_buffers[wire_dtype] = buffer
+        return buffer
+
+    def _reduce_buffer_on(
+        self, device: torch.device, wire_dtype: torch.dtype | None
+    ) -> ReduceBuffer:
         trainable = [index for index, param in enumerate(self.params) if param.trainable]
         # gloo carries every message of a call by itself; an exchange is a call each.
-        rank_major = not self.context.asynchronous
+        rank_major = self.device.type == "cpu"
         if wire_dtype is not None:
             rank_major = not has_large_pieces(self.layout, [wire_dtype] * len(self.params))
-        buffer = ReduceBuffer(
+        return ReduceBuffer(
             self.layout,
             self.mesh_info.shard_mesh_rank,
             trainable,
             self._reduce_dtypes,
             self.gradient_dtypes,
-            self.device,
+            device,
             by_segment=self._form.by_segment,
             rank_major=rank_major,
             wire_dtype=wire_dtype,
         )
-        buffer.release()
-        self._reduce_buffers[wire_dtype] = buffer
-        return buffer
 
     def reduce_gradients(self, *, with_unused: bool = False) -> None:
         """Send the collected gradients on their way to the sharded parameters; nothing without gradients.
@@ -657,6 +722,8 @@ class FSDPParamGroup:
         if self._held_in is not None and self._held_in is not buffer:
             buffer.copy_from(self._held_in, self._held)
             self._held_in.release()
+            if context.recorder is not None:
+                context.recorder.note_reducing(self._held_in, 0)
         if missing:
             torch._foreach_zero_([t for index in sorted(missing) for t in buffer.targets[index]])
         reduction = gradients.Reduction(
@@ -670,7 +737,8 @@ class FSDPParamGroup:
             self._partial,
         )
         self._held, self._held_in = set(), None
-        reduction.issue()
+        recorder = context.recorder
+        reduction.issue(None if recorder is None else recorder.transfer("reduce", self))
         context.note_reduction(reduction)
 
     def drop_gradients(self) -> None:
@@ -682,8 +750,49 @@ class FSDPParamGroup:
         for buffer in self._reduce_buffers.values():
             if buffer.allocated:
                 buffer.release()
+                if self.context.recorder is not None:
+                    self.context.recorder.note_reducing(buffer, 0)
 
-    # --- names ------------------------------------------------------------------------------------
+    # --- what is said about it ---------------------------------------------------------------------
+
+    def traffic(self) -> Traffic:
+        """What gathering and reducing take, on any device and before anything has been gathered.
+
+        Read off buffers without memory that are made as the real ones are.
+        """
+        meta, world = torch.device("meta"), self.mesh_info.shard_mesh_size
+        gathered = received = sent = all_reduced = 0
+        if not self._rests_whole or self.shard_device != self.device:
+            gathering = self._gathering_on(meta)
+            gathered, received = gathering.buffer.nbytes, gathering.received_bytes
+        for sizes in self._message_sizes or ():
+            received += sum(sizes) * (world - 1)
+        buffer = self._reduce_buffer_on(meta, self._wire_dtype)
+        custom, replicas = self.reduction.custom, self.mesh_info.replicate_mesh_size
+        for run in buffer.runs(frozenset(buffer.targets)):
+            reduced = run.numel * run.reduce_dtype.itemsize
+            message = reduced * world if custom else sum(tensor.nbytes for tensor in run.inputs)
+            sent += message - message // world
+            all_reduced += gradients.all_reduce_bytes(reduced, replicas)
+        return Traffic(gathered, received, sent, all_reduced)
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of the shards, those included that lie in no buffer."""
+        apart = (face.local.nbytes for face in self.faces if face not in self._homes)
+        return self.shards.nbytes + sum(apart)
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """The dtypes of its parameters at rest, in compute, in sums over ranks and on the way to those."""
+        rest = [param.dtype for param in self.params]
+        reduced = [
+            dtype
+            for param, dtype in zip(self.params, self._reduce_dtypes, strict=True)
+            if param.trainable
+        ]
+        travelling = [self._wire_dtype] * len(reduced) if self._wire_dtype else reduced
+        return Dtypes(*map(frozenset, (rest, self._compute_dtypes, reduced, travelling)))
 
     def __repr__(self) -> str:
         return f"FSDPParamGroup({self.name!r}, {len(self.params)} parameters)"

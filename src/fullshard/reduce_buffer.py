@@ -371,6 +371,11 @@ class ReduceBuffer:
         torch._foreach_copy_(here, there)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its memory, whether it has it now or not."""
+        return self._buffer.nbytes
+
+    @property
     def allocated(self) -> bool:
         """Whether gradients are, or are about to be, held."""
         return self._buffer.allocated

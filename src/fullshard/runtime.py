@@ -198,7 +198,9 @@ class FSDPState:
                 self.mp_policy.cast_forward_inputs
                 or (self.cast_root_inputs and runtime.root is self)
             ):
-                return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+                args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
+            if runtime.context.recorder is not None:
+                runtime.context.recorder.forward_begins(self)
             return args, kwargs
 
     @torch_border.opaque_to_compiler
@@ -210,6 +212,8 @@ class FSDPState:
         runtime = self.runtime
         if runtime is None:
             return output  # the first forward was refused
+        if runtime.context.recorder is not None:
+            runtime.context.recorder.forward_ends(self)
         with torch_border.profiler_range(self.labels.post_forward):
             if self.mp_policy.output_dtype is not None:
                 output = cast_floating(output, self.mp_policy.output_dtype)
@@ -287,6 +291,8 @@ class Runtime:
         self._release_kept()
         for state in self.states:
             state.abandon_call()  # of a forward that an exception ended
+        if self.context.recorder is not None:
+            self.context.recorder.abandon(self.states)
         self._begin_gathers(self.states)
         self.schedule.begin_forward()
 
@@ -439,6 +445,8 @@ class Runtime:
                 state.wait()
             if not state.prefetches_late:
                 self._prefetch_backward(state, call)
+        if self.context.recorder is not None:
+            self.context.recorder.backward_begins(state, call.begin)
 
     def _begin_pass(self, this_pass: int) -> None:
         if this_pass in self._passes:
@@ -500,6 +508,8 @@ class Runtime:
 
     def _finish_state(self, state: FSDPState) -> None:
         """Backward has left ``state``: reduce what has arrived, give the memory back."""
+        if self.context.recorder is not None:
+            self.context.recorder.backward_ends(state)
         reached = self._reached.pop(state)
         for call in reached.calls:
             call.finished_in = reached.backward_pass
@@ -551,6 +561,8 @@ class Runtime:
 
     def reset(self) -> None:
         """Return to the state between steps, whatever happened: see `FSDPModule.reset_iter_state`."""
+        if self.context.recorder is not None:
+            self.context.recorder.abandon(self.states)
         self.context.join(land=False)
         self._passes.clear()
         self._reached.clear()
@@ -623,6 +635,16 @@ def attach_state(module: nn.Module, state: FSDPState) -> None:
     module.__dict__["_fullshard_state"] = state
 
 
+def named_states(root: nn.Module) -> dict[FSDPState, list[str]]:
+    """All states in ``root``, each with the names of its modules; those of the root itself are empty."""
+    names: dict[FSDPState, list[str]] = {}
+    for name, module in root.named_modules():
+        found = state_of(module)
+        if found is not None:
+            names.setdefault(found, []).append(clean_name(name))
+    return names
+
+
 def lazy_init(state: FSDPState) -> Runtime:
     """Make ``state`` the root of a model: find all states below it and connect them.
 
@@ -633,13 +655,9 @@ def lazy_init(state: FSDPState) -> Runtime:
             "The outermost module must be sharded on its own; it was given to fully_shard in a list of "
             f"{len(state.modules)}. Call fully_shard on the module that contains them, too."
         )
-    root_module = state.modules[0]
-    names: dict[FSDPState, list[str]] = {}
-    for name, module in root_module.named_modules():
-        found = state_of(module)
-        if found is not None:
-            names.setdefault(found, []).append(clean_name(name))
-    states = {found: ", ".join(of_modules) for found, of_modules in names.items()}
+    states = {
+        found: ", ".join(of_modules) for found, of_modules in named_states(state.modules[0]).items()
+    }
     taken = [name for found, name in states.items() if found.runtime is not None]
     if taken:
         raise LifecycleError(

@@ -87,6 +87,11 @@ class Schedule(Generic[Unit]):
         """Whether this forward has used units in the order of the previous one so far."""
         return self._on_track
 
+    @property
+    def forecast(self) -> Sequence[Unit]:
+        """The order of the previous forward; empty before the first has ended."""
+        return self._previous_order
+
     def enter(self, unit: Unit) -> tuple[Call[Unit], Unit | None]:
         """A unit's forward begins; returns its call and the unit expected next, if the order holds so far."""
         self._clock += 1

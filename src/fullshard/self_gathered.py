@@ -129,6 +129,15 @@ class SelfGathered:
         self._metadata = None
         self.inputs = []
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that outputs and whole parameter have now; some of it may be both's."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in (*self._outputs, *self._inner)
+        }
+        return sum(storages.values())
+
     def release(self) -> None:
         """Give the memory back, to the stream that took it."""
         for buffer in self._buffers:

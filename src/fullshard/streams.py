@@ -20,6 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .recording import Recorder
+
 
 class Event(Protocol):
     """A point in a stream."""
@@ -88,6 +90,8 @@ class FSDPCommContext:
         self.all_gather = self._stream(priority=-1)
         self.reduce_scatter = self._stream(priority=-1)
         self.all_reduce = self._stream(priority=0)
+        self.recorder: Recorder | None = None
+        """Who is told what happens and when; usually nobody."""
         self.host_reads_results = False
         """Whether gradients land in host memory, so that the host must wait for them."""
         self._releases: list[Event] = []

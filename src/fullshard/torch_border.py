@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -46,6 +46,19 @@ _ALL_GATHER = "all_gather_single_coalesced" if _RENAMED else "allgather_into_ten
 _REDUCE_SCATTER = (
     "reduce_scatter_single_coalesced" if _RENAMED else "reduce_scatter_tensor_coalesced"
 )
+
+
+@contextlib.contextmanager
+def fake_process_group(world: int) -> Iterator[None]:
+    """Be rank 0 of a default process group whose other ranks are not there, and whose collectives do nothing."""
+    # Importing it is what makes the backend known; nothing else that trains needs it.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def all_gather_options(*, async_op: bool) -> AllgatherOptions:

@@ -361,8 +361,8 @@ def test_a_missing_wait_is_seen(
 original_issue = Reduction.issue
 
 
-def forget_received(reduction: Reduction) -> None:
-    original_issue(reduction)
+def forget_received(reduction: Reduction, wire: Any) -> None:
+    original_issue(reduction, wire)
     reduction._received.clear()
 
 

@@ -1,30 +1,22 @@
-"""`fullshard train` as users run it: wrong options, and whole runs in processes of their own."""
+"""`fullshard train` as users run it: what is refused before anything starts, and whole runs in processes of their own."""
 
-import dataclasses
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from fullshard import cli
 from fullshard.train import launch
-from fullshard.train.loop import train
-from fullshard.train.options import TrainOptions
-from fullshard.train.progress import Silence
-from fullshard.train.text import read_text
-from tests.helpers.ranks import World
+from fullshard.train.config_file import read_config, to_toml
+from tests.helpers.runs import last_losses, records, tiny
 
-MakeWorld = Callable[[int], World]
-
-TINY = TrainOptions(
-    device="cpu", steps=6, batch=4, context=16, layers=2, width=16, heads=2, lr=0.01
-)
+ROOT = Path(__file__).parents[2]
 LAUNCHER = {
     "RANK": "0",
     "WORLD_SIZE": "2",
@@ -34,12 +26,15 @@ LAUNCHER = {
 }
 
 
+def environment() -> dict[str, str]:
+    known = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    return known | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     return subprocess.run(
         [sys.executable, *arguments],
-        env=environment,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=55,
@@ -47,109 +42,117 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def settings(*wanted: str) -> list[str]:
+    return [word for each in wanted for word in ("--set", each)]
+
+
 def refusal(*arguments: str, environment: dict[str, str] | None = None) -> str:
     """Return the message of a run that must end with exit code 2 before any rank starts."""
     result = CliRunner().invoke(cli.build_app(), ["train", *arguments], env=environment)
-    assert result.exit_code == 2, result.output
+    assert result.exit_code == 2, (result.output, result.exception)
     assert "Traceback" not in result.output
     return " ".join(result.output.split())
 
 
-def arguments_of(options: TrainOptions) -> list[str]:
-    """Return the arguments that make the command build these options."""
-    arguments = []
-    for name, value in dataclasses.asdict(options).items():
-        if value is not None:
-            arguments += [f"--{name}", str(value)]
-    return arguments
+def must_not_start(*_: object) -> None:
+    raise AssertionError("this run was to be refused")
 
 
-def train_here(options: TrainOptions) -> dict[str, float]:
-    text = read_text(options.text, context=options.context)
-    result = train(options, text, device=torch.device("cpu"), watcher=Silence())
-    return {
-        "first step": result.losses[0],
-        "last step": result.losses[-1],
-        "held out, before": result.held_out_before,
-        "held out, after": result.held_out_after,
-    }
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run is started in this process, and none has its folder here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "launch", must_not_start)
+    monkeypatch.setattr(launch, "join", must_not_start)
 
 
-def expected_losses(world: MakeWorld) -> dict[str, float]:
-    losses: dict[str, float] = world(2).run(train_here, TINY)[0]
-    return losses
-
-
-def check_report(output: str, expected: dict[str, float]) -> None:
-    rows = re.findall(r"(first step|last step|held out, \w+)\W+([\d.]+)", output)
-    losses = {name: float(nats) for name, nats in rows}
-    assert losses == pytest.approx(expected, rel=1e-4)
-    assert losses["last step"] < losses["first step"]
-    assert losses["held out, after"] < losses["held out, before"]
-    assert output.count("sharded over 2 cpu ranks.") == 1
-    assert re.search(r"rank 1\W+[\d,]+\W+(49|50)\.\d%", output)
+# --- what is refused ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--width", "100", "--heads", "3"), "width must be divisible by heads"),
-        (("--width", "12", "--heads", "4"), "width / heads must be even"),
-        (("--ranks", "0"), "ranks must be at least 1, got 0."),
-        (("--steps", "0"), "steps must be at least 1, got 0."),
-        (("--device", "tpu"), "device must be one of auto, cpu, cuda"),
-        (("--precision", "fp8"), "precision must be one of fp32, bf16"),
-        (("--text", "no-such-file"), "there is none at no-such-file"),
-        (("--context", "9000000"), "Use a smaller --context or a longer --text."),
-        (("--steps", "many"), "Invalid value"),
-        (("--no-such-option",), "No such option"),
+        (("--ranks", "0"), "run.ranks must be a whole number, at least 1, or left out"),
+        (("--ranks", "two"), 'run.ranks must be a whole number, at least 1, or left out; --set says "two"'),
+        (("--set", "train.stepz=1"), "Did you mean train.steps?"),
+        (("none.toml",), "There is no file none.toml."),
+        (("--ranks", "3"), "train.batch must be divisible by ranks * train.accumulate: 16 / (3 * 1)"),
+        (settings("sharding.replicas=3", "run.device=cpu"), "2 / 3 leaves 2. 1 or 2 would do"),
+        (settings("train.batch=15", "sharding.replicas=2"), "15 / (2 * 1) leaves 1"),
+        (settings("model.width=100", "model.heads=3"), "102 would do as model.width"),
+        (settings("data.path=no-such-file"), "no-such-file"),
+        (settings("data.context=9000000"), "data.context"),
+        (settings("model.huggingface=no-such-folder"), "no-such-folder"),
+        (("--folder", "a-file"), "a-file is a file"),
+        (("--steps", "10"), "No such option"),
     ],
-)
-def test_wrong_options_get_one_message(arguments: tuple[str, ...], message: str) -> None:
+)  # fmt: skip
+def test_what_cannot_be_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    Path("a-file").touch()
     assert message in refusal(*arguments)
+    assert [each.name for each in Path().iterdir()] == ["a-file"], "no run was begun"
+
+
+def test_all_problems_come_in_one_message() -> None:
+    message = refusal(
+        *settings("train.stepz=1", "optimizer.lr=-1", "data.path=nowhere"), "--ranks", "3"
+    )
+    for part in ("4 problems", "train.stepz", "optimizer.lr", "nowhere", "16 / (3 * 1)"):
+        assert part in message
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "num_gpus", lambda: 1)
-    message = refusal("--device", "cuda", "--ranks", "2")
-    assert "2 ranks on this machine, 1 GPUs. Use --ranks 1, or --device cpu." in message
+    message = refusal(*settings("run.device=cuda", "run.ranks=2"))
+    assert "2 ranks on this machine, 1 GPUs" in message
 
 
 def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "num_gpus", lambda: 0)
-    assert "Use --device cpu." in refusal("--device", "cuda")
+    assert "and there is none" in refusal("--set", "run.device=cuda")
+    message = refusal(*settings("sharding.offload=true", "sharding.replicas=4"))
+    assert "sharding.offload needs CUDA" in message
+    assert "2 / 4 leaves 2" in message
 
 
-def test_ranks_that_disagree_with_the_launcher_are_refused() -> None:
-    message = refusal("--device", "cpu", "--ranks", "3", environment=LAUNCHER)
-    assert "got --ranks 3, but WORLD_SIZE is 2" in message
-
-
-def test_a_launcher_that_says_too_little_is_refused() -> None:
-    environment = {name: value for name, value in LAUNCHER.items() if name != "MASTER_PORT"}
-    message = refusal("--device", "cpu", environment=environment)
-    assert "not set: MASTER_PORT" in message
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({}, ("--ranks", "4"), "run.ranks must agree with the launcher: got 4, but it has started 2"),
+        ({}, ("--fresh",), "--fresh is not for ranks of a launcher"),
+        ({"MASTER_PORT": ""}, (), "MASTER_PORT"),
+        ({"WORLD_SIZE": "3"}, (), "16 / (3 * 1) leaves 1"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_a_launcher_is_refused(
+    changes: dict[str, str], arguments: tuple[str, ...], message: str
+) -> None:
+    environment = {name: value for name, value in (LAUNCHER | changes).items() if value}
+    wanted = settings("run.device=cpu", "train.steps=0")
+    assert message in refusal(*arguments, *wanted, environment=environment)
 
 
 def test_only_the_first_rank_of_a_launcher_complains() -> None:
-    assert refusal("--steps", "0", environment={**LAUNCHER, "RANK": "1"}) == ""
+    assert refusal("--set", "train.steps=0", environment={**LAUNCHER, "RANK": "1"}) == ""
 
 
-def test_help_and_wrong_options_do_not_wait_for_torch() -> None:
+def test_help_and_a_wrong_configuration_do_not_wait_for_torch() -> None:
     program = (
         "import sys\n"
         "from fullshard.cli import main\n"
-        "try:\n"
-        "    main()\n"
-        "finally:\n"
-        "    assert 'torch' not in sys.modules\n"
+        "for arguments in (['--help'], ['--fields'], ['--set', 'train.steps=0', '--set', 'data.path=none']):\n"
+        "    sys.argv[1:] = ['train', *arguments]\n"
+        "    try:\n"
+        "        main()\n"
+        "    except SystemExit as end:\n"
+        "        print('code', end.code)\n"
+        "assert 'torch' not in sys.modules\n"
     )
-    answer = python("-c", program, "train", "--help")
+    answer = python("-c", program)
     assert answer.returncode == 0, answer.stderr
+    assert re.findall(r"^code (\d)", answer.stdout, re.MULTILINE) == ["0", "0", "2"]
     assert "--ranks" in answer.stdout
-    answer = python("-c", program, "train", "--steps", "0")
-    assert answer.returncode == 2, answer.stderr
-    assert answer.stderr == "Error: steps must be at least 1, got 0.\n"
+    assert "train.steps must be" in answer.stderr and "none" in answer.stderr
 
 
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,35 +170,54 @@ def test_the_command_keeps_onednn_off_amx(monkeypatch: pytest.MonkeyPatch) -> No
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2"
 
 
-@pytest.mark.slow
-def test_ranks_started_here_train_and_report(world: MakeWorld) -> None:
-    run = python("-m", "fullshard", "train", "--ranks", "2", *arguments_of(TINY))
-    assert run.returncode == 0, run.stderr
-    check_report(run.stdout, expected_losses(world))
+def test_the_documentation_has_all_fields_as_the_command_lists_them() -> None:
+    result = CliRunner().invoke(cli.build_app(), ["train", "--fields"])
+    assert result.exit_code == 0
+    assert (ROOT / "docs" / "training.md").read_text().endswith(result.output), (
+        "docs/training.md ends with what `fullshard train --fields` prints into a file"
+    )
+
+
+# --- whole runs --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_train_and_report(world: MakeWorld) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    run = python(*torchrun, "-m", "fullshard", "train", *arguments_of(TINY))
-    assert run.returncode == 0, run.stderr
-    check_report(run.stdout, expected_losses(world))
+def test_a_run_stops_when_told_to_and_goes_on_when_started_again(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(tiny(tmp_path, "train.steps=100000")))
+    config = read_config(file)
+    command = [sys.executable, "-m", "fullshard", "train", str(file), "--ranks", "2"]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as run:
+        deadline = time.monotonic() + 50
+        while not (config.run.folder / "metrics.jsonl").exists() or len(last_losses(config)) < 3:
+            assert time.monotonic() < deadline and run.poll() is None
+            time.sleep(0.05)
+        run.send_signal(signal.SIGTERM)
+        _, errors = run.communicate(timeout=30)
+    assert run.returncode == 143, errors
+    assert "SIGTERM: the ranks save a checkpoint and leave." in errors
+    [stopped] = records(config, "stopped")
+    steps = stopped["step"] + 2
+    wanted = settings(f"train.steps={steps}", "run.ranks=1")
+    again = python("-m", "fullshard", "train", str(file), *wanted)
+    assert again.returncode == 0, again.stderr
+    assert sorted(last_losses(config)) == list(range(1, steps + 1))
+    assert read_config(config.run.folder / "config.toml").train.steps == steps
 
 
-@pytest.mark.slow
 def test_a_failing_rank_is_shown_once(tmp_path: Path) -> None:
-    # Ranks import the main program too, so what it replaces is replaced in them.
+    # Ranks import the main program too, so what it puts in the place of the real thing is there in them.
     program = (
+        "import sys, types\n"
         "from fullshard.cli import main\n"
-        "from fullshard.train import rank\n"
-        "def fail(options, place):\n"
+        "def fail(config, place):\n"
         "    raise ValueError('this rank fails')\n"
-        "rank.run_rank = fail\n"
+        "sys.modules['fullshard.train.rank'] = types.SimpleNamespace(run_rank=fail)\n"
         "if __name__ == '__main__':\n"
         "    main()\n"
     )
     (tmp_path / "program.py").write_text(program)
-    run = python(str(tmp_path / "program.py"), "train", *arguments_of(TINY))
+    run = python(str(tmp_path / "program.py"), "train", *settings("run.device=cpu"))
     assert run.returncode == 1, run.stderr
     assert run.stderr.count("Traceback") == 1
     assert "ValueError: this rank fails" in run.stderr

@@ -5,24 +5,57 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from fullshard.train.processes import RankFailedError, run_in_processes
+from fullshard.errors import ConfigurationError
+from fullshard.train import processes
+from fullshard.train.processes import Ended, RankFailedError, StoppedError, run_in_processes
 
 LONG_S = 50.0
 
 
+def square(rank: int) -> int:
+    return rank * rank
+
+
+def leave_without_a_word(rank: int) -> None:
+    sys.exit(0)
+
+
+def complain(rank: int) -> None:
+    if rank == 0:
+        time.sleep(LONG_S)
+    raise ConfigurationError("This cannot be.")
+
+
+def save_when_told(folder: Path, rank: int) -> str:
+    """Like a rank that trains: SIGTERM is noted, and heeded at the end of the step."""
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    touch(folder, rank)
+    wait_until(lambda: bool(told))
+    return f"rank {rank} saved"
+
+
+def do_not_listen(folder: Path, rank: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    touch(folder, rank)
+    time.sleep(LONG_S)
+
+
 def touch(folder: Path, rank: int) -> None:
-    (folder / str(rank)).touch()
+    (folder / str(rank)).write_text(str(os.getpid()))
 
 
 def note_process_then_fail_on_rank_1(folder: Path, rank: int) -> None:
-    (folder / str(rank)).write_text(str(os.getpid()))
+    touch(folder, rank)
     if rank == 1:
         while len(list(folder.iterdir())) < 3:
             time.sleep(0.01)
@@ -52,7 +85,7 @@ def fail_on_rank_1_and_in_consequence_on_rank_0(folder: Path, rank: int) -> None
 
 
 def note_process_and_wait(folder: Path, rank: int) -> None:
-    (folder / str(rank)).write_text(str(os.getpid()))
+    touch(folder, rank)
     time.sleep(LONG_S)
 
 
@@ -79,9 +112,8 @@ def have_ended(folder: Path) -> bool:
     return not any(is_running(int(file.read_text())) for file in folder.iterdir())
 
 
-def test_every_rank_does_its_work(tmp_path: Path) -> None:
-    run_in_processes(partial(touch, tmp_path), [0, 1, 2])
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["0", "1", "2"]
+def test_every_rank_does_its_work() -> None:
+    assert run_in_processes(square, [1, 2, 3]) == Ended((1, 4, 9), stopped_by=None)
 
 
 def test_a_failure_is_shown_once_and_ends_all_ranks(tmp_path: Path) -> None:
@@ -106,11 +138,79 @@ def test_of_cause_and_consequence_the_cause_is_shown(tmp_path: Path) -> None:
         run_in_processes(partial(fail_on_rank_1_and_in_consequence_on_rank_0, tmp_path), [0, 1])
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
-def test_ranks_end_with_their_parent(tmp_path: Path, signal_number: signal.Signals) -> None:
+def test_a_rank_that_leaves_without_a_result_has_failed() -> None:
+    with pytest.raises(RankFailedError, match="with exit code 0 and left no message"):
+        run_in_processes(leave_without_a_word, [0])
+
+
+def test_a_wrong_configuration_is_told_as_it_is() -> None:
+    with pytest.raises(ConfigurationError, match=r"^This cannot be.$"):
+        run_in_processes(complain, [0, 1])
+
+
+# --- signals -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def signalled(folder: Path, *numbers: signal.Signals, pause_s: float = 0.3) -> Iterator[None]:
+    """Within it, this process gets signals, one after the other, when two ranks have started."""
+
+    def send() -> None:
+        wait_until(partial(have_started, folder, 2))
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(pause_s)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        yield
+    finally:
+        sender.join()
+    assert all(signal.getsignal(number) == handler for number, handler in before.items())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ranks_that_are_told_to_stop_may_save_first(tmp_path: Path, number: signal.Signals) -> None:
+    told: list[signal.Signals] = []
+    with signalled(tmp_path, number, pause_s=0):
+        ended = run_in_processes(partial(save_when_told, tmp_path), [0, 1], on_stop=told.append)
+    assert ended == Ended(("rank 0 saved", "rank 1 saved"), stopped_by=number)
+    assert told == [number]
+
+
+def test_a_second_interrupt_ends_ranks_at_once(tmp_path: Path) -> None:
+    began = time.monotonic()
+    numbers = (
+        signal.SIGTERM,
+        signal.SIGTERM,
+        signal.SIGINT,
+    )  # of which the second says nothing new
+    with signalled(tmp_path, *numbers), pytest.raises(StoppedError, match="at once") as caught:
+        run_in_processes(partial(do_not_listen, tmp_path), [0, 1])
+    assert caught.value.by == signal.SIGTERM
+    assert have_ended(tmp_path)
+    assert 0.6 < time.monotonic() - began < 20
+
+
+def test_ranks_that_take_too_long_to_save_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "SAVE_GRACE_S", 0.5)
+    with signalled(tmp_path, signal.SIGINT), pytest.raises(StoppedError, match="not saved within"):
+        run_in_processes(partial(do_not_listen, tmp_path), [0, 1])
+    assert have_ended(tmp_path)
+
+
+def test_ranks_that_cannot_save_yet_end_with_the_signal(tmp_path: Path) -> None:
+    with signalled(tmp_path, signal.SIGINT), pytest.raises(StoppedError, match="before they had"):
+        run_in_processes(partial(note_process_and_wait, tmp_path), [0, 1])
+    assert have_ended(tmp_path)
+
+
+def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
     program = (
-        # A shell lets what it runs in the background ignore Ctrl-C, and children inherit that.
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from functools import partial; from pathlib import Path\n"
         "from fullshard.train.processes import run_in_processes\n"
         "from tests.programs.test_processes import note_process_and_wait\n"
@@ -119,13 +219,8 @@ def test_ranks_end_with_their_parent(tmp_path: Path, signal_number: signal.Signa
     parent = subprocess.Popen(
         [sys.executable, "-c", program],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stderr=subprocess.PIPE,
-        text=True,
     )
     wait_until(partial(have_started, tmp_path, 2))
-    parent.send_signal(signal_number)
-    _, errors = parent.communicate(timeout=20)
+    parent.kill()
+    parent.wait(timeout=20)
     wait_until(partial(have_ended, tmp_path))
-    assert parent.returncode != 0
-    # Of Ctrl-C only the parent's own trace remains, which the command turns into a word.
-    assert errors.count("Traceback") == (signal_number == signal.SIGINT)

@@ -1,6 +1,7 @@
 """The training loop on real ranks: the same run, however it is spread."""
 
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,6 +92,25 @@ def test_training_lowers_the_loss_and_writes_down_what_it_did(
     assert len(first.samples) == 2
     [end] = records(config, "end")
     assert end["step"] == 6 and end["seconds"] > 0
+
+
+def test_the_wanted_steps_are_traced_on_the_wanted_ranks(
+    world: MakeWorld, tmp_path: Path, one_rank: TrainResult
+) -> None:
+    for door in ("fully_shard", "wrapper"):
+        config = tiny(
+            tmp_path / door,
+            *(f"sharding.door={door}", "trace.start=3", "trace.steps=2", "trace.ranks=1"),
+            "train.accumulate=2",
+        )
+        result, _ = world(2).run(run, config)
+        assert result.losses == pytest.approx(one_rank.losses, rel=1e-4)
+        [file] = (config.run.folder / "trace").iterdir()
+        spans = json.loads(file.read_text())["traceEvents"]
+        assert file.name == "rank_00000.json"
+        assert [each["name"] for each in spans if each.get("cat") == "step"] == ["step 3", "step 4"]
+        reduced = [each["args"]["step"] for each in spans if each.get("cat") == "reduce"]
+        assert sorted(reduced) == [3] * 3 + [4] * 3, "once a step and group, not for every part"
 
 
 def test_other_dtypes_stay_close_to_float32(

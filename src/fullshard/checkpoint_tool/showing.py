@@ -8,25 +8,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
-from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
 
 from fullshard.checkpoint.dcp import EXTRA
 from fullshard.checkpoint.differences import Differences
 from fullshard.checkpoint.source import MODEL, OPTIMIZER, TensorInfo
 from fullshard.checkpoint_tool.checking import Report
 from fullshard.progress_line import showing_line
+from fullshard.tables import counted, print_facts, print_line, print_table, size_text
 
 QUIET_SECONDS = 1.0
 """What takes no longer leaves no trace in a log file."""
 LONGEST_VALUE = 300
 """Characters of what is shown of `extra`."""
-
-Row = Sequence[str]
 
 
 @contextmanager
@@ -111,19 +107,9 @@ def totals_text(totals: Mapping[str, int]) -> str:
     return f"{totals['elements']:,} elements in {tensors}, {size_text(totals['bytes'])}"
 
 
-def counted(number: int, noun: str) -> str:
-    """So many of something."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def shape_text(shape: Sequence[int]) -> str:
     """A shape in words."""
     return " x ".join(map(str, shape)) if shape else "scalar"
-
-
-def size_text(nbytes: int) -> str:
-    """A number of bytes in words."""
-    return decimal(nbytes).replace("bytes", "B")
 
 
 def place_texts(piece: Mapping[str, Any]) -> Iterator[str]:
@@ -217,46 +203,3 @@ def _alike_together(lines: Sequence[str]) -> Iterator[str]:
 
 def _kind(info: TensorInfo) -> str:
     return f"{str(info.dtype).removeprefix('torch.')} {shape_text(info.shape)}"
-
-
-# --- lines and tables --------------------------------------------------------------------------------------
-
-
-def print_line(console: Console, text: str) -> None:
-    """Print a text as it is."""
-    console.print(text, soft_wrap=True, highlight=False, markup=False)
-
-
-def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
-    """Print labelled texts, one below the other; on a terminal long ones stay beside their labels."""
-    width = max(len(label) for label, _ in facts) + 2
-    if not console.is_terminal:
-        for label, text in facts:
-            print_line(console, f"{label:<{width}}{text}")
-        return
-    grid = Table.grid(padding=(0, 2))
-    for label, text in facts:
-        grid.add_row(Text(label), Text(text, overflow="fold"))
-    console.print(grid)
-
-
-def print_table(console: Console, columns: Row, rows: Sequence[Row], *, num_texts: int) -> None:
-    """Print a table whose first ``num_texts`` columns are texts and the others numbers."""
-    print_line(console, "")
-    if not console.is_terminal:
-        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-        for row in (columns, *rows):
-            cells = [
-                f"{cell:<{width}}" if i < num_texts else f"{cell:>{width}}"
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            print_line(console, "  ".join(cells).rstrip())
-        return
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for i, column in enumerate(columns):
-        # The name is folded where there is no room: what is cut off would be missing.
-        justify: Literal["left", "right"] = "left" if i < num_texts else "right"
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=i > 0)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)

@@ -1,97 +1,113 @@
 """The verb `fullshard train`: arguments in, exit code out.
 
 Exit codes:
-    0     trained
-    1     a rank failed; its traceback was shown
-    2     wrong options; one message, no traceback, no rank was started
+    0     trained, or the run in the folder was finished already
+    1     a rank failed, and its traceback was shown; or a bad step stopped the run
+    2     wrong configuration; one message, no traceback, no rank was started
     130   stopped by Ctrl-C
+    143   stopped by SIGTERM
+Stopped runs have saved where they stood, unless the message says that they could not.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from fullshard.errors import ConfigurationError
-from fullshard.train.launch import start
-from fullshard.train.options import DeviceChoice, Precision, TrainOptions
-from fullshard.train.processes import RankFailedError
-
-DEFAULTS = TrainOptions()
+from fullshard.train.config_file import read_config, toml_value
+from fullshard.train.config_reference import print_reference
+from fullshard.train.launch import problems_here, speaks_for_all, start
+from fullshard.train.processes import RankFailedError, StoppedError
+from fullshard.train.stopping import BadStepError, StoppedBySignalError
 
 
 def train(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUN.toml]", show_default=False, help="What the run is to be."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SECTION.FIELD=VALUE",
+            help="Set a field, whatever the file says; may be given many times.",
+        ),
+    ] = None,
     ranks: Annotated[
-        int | None,
-        typer.Option(help="Ranks to start.", show_default="2 on CPU, all GPUs on CUDA"),
-    ] = DEFAULTS.ranks,
-    device: Annotated[
-        str, typer.Option(metavar="[auto|cpu|cuda]", help="Where to train.")
-    ] = DEFAULTS.device,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = DEFAULTS.steps,
-    batch: Annotated[int, typer.Option(help="Windows of text per rank and step.")] = DEFAULTS.batch,
-    context: Annotated[int, typer.Option(help="Bytes the model sees at once.")] = DEFAULTS.context,
-    layers: Annotated[int, typer.Option(help="Decoder blocks.")] = DEFAULTS.layers,
-    width: Annotated[int, typer.Option(help="Width of the model.")] = DEFAULTS.width,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = DEFAULTS.heads,
-    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = DEFAULTS.lr,
-    seed: Annotated[
-        int, typer.Option(help="Decides starting weights and order of the text.")
-    ] = DEFAULTS.seed,
-    text: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Ranks to start: --set run.ranks=N", show_default=False),
+    ] = None,
+    folder: Annotated[
         Path | None,
         typer.Option(
-            help="File or folder to learn from.", show_default="the Python standard library"
+            metavar="DIR", help="Folder of the run: --set run.folder=DIR", show_default=False
         ),
-    ] = DEFAULTS.text,
-    precision: Annotated[
-        str,
-        typer.Option(
-            metavar="[fp32|bf16]", help="Compute precision; bf16 still reduces in float32."
-        ),
-    ] = DEFAULTS.precision,
+    ] = None,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Begin anew; a run that is in the folder is moved aside."),
+    ] = False,
+    fields: Annotated[
+        bool, typer.Option("--fields", help="List all sections and fields, and leave.")
+    ] = False,
 ) -> None:
-    """Train a small byte-level language model, sharded over ranks.
+    """Train a language model, sharded over ranks.
 
-    Without options, two CPU ranks (or all GPUs) learn from the Python
-    standard library's sources. Under torchrun it joins the ranks it is given.
+    What is trained, on what and how is said in a TOML file; without one,
+    two CPU ranks (or all GPUs) train a small model on the Python standard
+    library's sources. A run that is in the folder goes on where it stood.
+    Under torchrun or srun it joins the ranks it is given.
     """
-    errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    is_first = os.environ.get("RANK", "0") == "0"  # under a launcher every rank comes through here
-    try:
-        options = TrainOptions(
-            ranks=ranks,
-            device=cast(DeviceChoice, device),  # checked by TrainOptions
-            steps=steps,
-            batch=batch,
-            context=context,
-            layers=layers,
-            width=width,
-            heads=heads,
-            lr=lr,
-            seed=seed,
-            text=text,
-            precision=cast(Precision, precision),
-        )
-        if is_first:
+    if fields:
+        print_reference(Console())
+        return
+    wanted = [*(settings or ())]
+    if ranks is not None:
+        wanted.append(f"run.ranks={ranks}")
+    if folder is not None:
+        wanted.append(f"run.folder={toml_value(folder)}")
+    is_heard = speaks_for_all(os.environ)
+    with _ends_well(is_heard=is_heard):
+        config = read_config(file, wanted, checks=[partial(problems_here, fresh=fresh)])
+        if is_heard:
             print("Starting; importing torch takes a few seconds.", flush=True)
-        start(options)
+        start(config, fresh=fresh)
+
+
+@contextmanager
+def _ends_well(*, is_heard: bool) -> Iterator[None]:
+    """Turn what may end a run into a message and an exit code.
+
+    Args:
+        is_heard: this process speaks for all; what every rank of a launcher finds, it tells alone.
+    """
+    try:
+        yield
+        return
     except ConfigurationError as error:
-        if is_first:  # the others find the same
-            errors.print(f"Error: {error}")
-        raise typer.Exit(2) from None
-    except RankFailedError as error:
-        _restore_terminal()
-        errors.print(str(error))
-        raise typer.Exit(1) from None
+        message, code = f"Error: {error}", 2
+    except (RankFailedError, BadStepError) as error:
+        message, code = str(error), 1
+    except StoppedError as error:
+        message, code = str(error), 128 + error.by
+    except StoppedBySignalError as error:
+        message, code = str(error), 128 + signal.SIGTERM
     except KeyboardInterrupt:
+        message, code = "Stopped.", 128 + signal.SIGINT
+    if is_heard:
         _restore_terminal()
-        errors.print("Stopped.")
-        raise typer.Exit(130) from None
+        Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(message)
+    raise typer.Exit(code)
 
 
 def _restore_terminal() -> None:

@@ -371,6 +371,12 @@ class RunConfig:
                 ("sharding.offload", "sharding.door"),
                 "sharding.offload is there for fully_shard only, and sharding.door is wrapper. Leave one of them out.",
             )
+        if self.sharding.prefetch != 1 and self.sharding.door == "wrapper":
+            yield Problem(
+                ("sharding.prefetch", "sharding.door"),
+                f"sharding.prefetch is there for fully_shard only: the wrapper gathers 1 group ahead, and not "
+                f"{self.sharding.prefetch}. Leave it out, or sharding.door.",
+            )
         if self.sharding.offload and self.run.device == "cpu":
             yield Problem(("sharding.offload", "run.device"), OFFLOAD_ON_CPU)
 

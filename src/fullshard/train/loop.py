@@ -48,12 +48,13 @@ from fullshard.train.memory import memory_bytes
 from fullshard.train.models import ModelSource
 from fullshard.train.optimizing import build_optimizer, learning_rate, set_learning_rate
 from fullshard.train.result import TrainResult
-from fullshard.train.resuming import Checkpoints
+from fullshard.train.resuming import Checkpoints, RunState
 from fullshard.train.run_folder import RunFolder
 from fullshard.train.sampler import Sampler
 from fullshard.train.samples import write_samples
 from fullshard.train.sharding import build_model
 from fullshard.train.stopping import BadStepError, StoppedBySignalError, StopRequest
+from fullshard.train.traced_steps import TracedSteps
 from fullshard.version import __version__
 
 
@@ -109,7 +110,7 @@ class Training:
         self.checkpoints = Checkpoints(
             job.folder, job.config.checkpoint, self.model.module, self.optimizer, watch
         )
-        self.state = self.checkpoints.resume()
+        self.state = self.checkpoints.resume() or self._begin()
         self.result = TrainResult(tokens=self.state.tokens)
         self.peak_bytes = 0
 
@@ -124,11 +125,16 @@ class Training:
         self.watch(self._start())
         if self.state.step == 0:
             self._evaluate()
-        while self.state.step < config.train.steps:
-            is_asked_to_stop = self._take_step()
-            if is_asked_to_stop and self.state.step < config.train.steps:
-                self._stop()
-            self._between_steps()
+        with TracedSteps(
+            config.trace, self.model.module, self.job.folder.trace, rank=self.rank
+        ) as traced:
+            while self.state.step < config.train.steps:
+                traced.begin(self.state.step + 1)
+                is_asked_to_stop = self._take_step()
+                traced.end(self.state.step)
+                if is_asked_to_stop and self.state.step < config.train.steps:
+                    self._stop()
+                self._between_steps()
         # First of all, so that a run that is ended from here on has nothing to compute again.
         self.checkpoints.save(self.state)
         self._evaluate()
@@ -307,6 +313,10 @@ class Training:
         )
 
     # --- at the start ---------------------------------------------------------------------------------
+
+    def _begin(self) -> RunState:
+        self.job.source.fill(self.model.module, seed=self.config.run.seed)
+        return RunState()
 
     def _start(self) -> Start:
         config, data = self.config, self.job.data

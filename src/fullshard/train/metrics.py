@@ -6,7 +6,6 @@ what is not JSON. After a resume some steps are written again: the last record o
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import time
@@ -75,15 +74,6 @@ def _is_cut(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(content_end - 1)
         return file.read(1) != b"\n"
-
-
-def tensorboard_problems() -> Iterator[str]:
-    """Yield why nothing can be written for TensorBoard, if so. Imports nothing."""
-    if importlib.util.find_spec("tensorboard") is None:
-        yield (
-            "log.tensorboard needs the package tensorboard, which is not installed. "
-            "Install the extra, pip install 'fullshard[tensorboard]', or leave it off."
-        )
 
 
 class TensorBoardFiles:

@@ -28,13 +28,17 @@ class Place:
     """The `init_method` of the process group."""
 
 
-def has_launcher(environment: Mapping[str, str]) -> bool:
-    """Say whether a launcher such as torchrun started this process as one of its ranks."""
+def has_torchrun(environment: Mapping[str, str]) -> bool:
+    """Say whether torchrun, or a launcher that sets the same variables, made this process a rank."""
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
-def place_from_launcher(environment: Mapping[str, str], device: Device) -> Place:
-    """Return the place a launcher gave this process."""
+def place_by_torchrun(environment: Mapping[str, str], device: Device) -> Place:
+    """Return the place that torchrun gave this process.
+
+    Raises:
+        ConfigurationError: the launcher says too little, or what cannot be.
+    """
     required = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in required if name not in environment]
     if missing:
@@ -42,15 +46,30 @@ def place_from_launcher(environment: Mapping[str, str], device: Device) -> Place
             f"A launcher must set {', '.join(required)}; not set: {', '.join(missing)}. "
             "Use torchrun, or unset RANK and WORLD_SIZE to let fullshard start the ranks."
         )
-    world = int(environment["WORLD_SIZE"])
+    world = number_in(environment, "WORLD_SIZE")
     return Place(
-        rank=int(environment["RANK"]),
+        rank=number_in(environment, "RANK"),
         world=world,
-        local_rank=int(environment["LOCAL_RANK"]),
-        local_world=int(environment.get("LOCAL_WORLD_SIZE", world)),
+        local_rank=number_in(environment, "LOCAL_RANK"),
+        local_world=number_in(environment, "LOCAL_WORLD_SIZE", default=world),
         device=device,
         rendezvous="env://",
     )
+
+
+def number_in(environment: Mapping[str, str], name: str, *, default: int | None = None) -> int:
+    """Return a variable of a launcher as a number.
+
+    Raises:
+        ConfigurationError: it is none, or is missing and has no default.
+    """
+    text = environment.get(name) or ("" if default is None else str(default))
+    if not text.isdecimal():
+        raise ConfigurationError(
+            f"A launcher must set {name} to a whole number, got {text!r}. Start the run with torchrun, "
+            "with srun, or with no launcher at all."
+        )
+    return int(text)
 
 
 def places_on_this_machine(ranks: int, device: Device, *, rendezvous: str) -> tuple[Place, ...]:

@@ -6,15 +6,22 @@ failure makes others fail, the message of the first is already there, and that i
     rank 1   raises -> traceback into the pipe -> ends, connections close
     rank 0                                                     -> "connection closed by peer" -> ...
 
-The processes ignore Ctrl-C, which a terminal sends to all of them: the parent stops them. They also
-end when the parent is gone, whatever ended it.
+Whoever wants the run to stop says so to this process, which passes it on:
+
+    Ctrl-C or SIGTERM here   -> SIGTERM to every rank, which may finish what it has to, for SAVE_GRACE_S
+    Ctrl-C again             -> they end at once
+
+The processes themselves ignore Ctrl-C, which a terminal sends to all of them. They also end when the
+parent is gone, whatever ended it.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -23,18 +30,41 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import TypeVar
+from typing import Generic, NoReturn, TypeVar
 
-from fullshard.errors import FullshardError
+from fullshard.errors import ConfigurationError, FullshardError
 
 Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 
-STOP_GRACE_S = 5.0
-"""How long a process may take to end after it was told to."""
+SAVE_GRACE_S = 120.0
+"""How long ranks may take to save what they have after they were told to stop."""
+
+HEEDED = (signal.SIGINT, signal.SIGTERM)
+"""What tells this process to stop."""
 
 
 class RankFailedError(FullshardError, RuntimeError):
     """A rank that this process had started did not come to a good end."""
+
+
+class StoppedError(FullshardError, RuntimeError):
+    """This process was told to stop, and its ranks have ended."""
+
+    def __init__(self, message: str, by: signal.Signals) -> None:
+        super().__init__(message)
+        self.by = by
+
+
+@dataclass(frozen=True, slots=True)
+class Ended(Generic[Result]):
+    """How processes came to a good end."""
+
+    results: tuple[Result, ...]
+    """What the work returned, by rank."""
+
+    stopped_by: signal.Signals | None
+    """What they were told to stop by; whether they still finished their work is theirs to say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +76,9 @@ class Failure:
     message: str
     """Its traceback, or what is known when it had no time to send one."""
 
+    is_for_the_user: bool = False
+    """The message is that of a `ConfigurationError`."""
+
     was_sent: bool
     """False when something ended the rank from outside, which is never the echo of another failure."""
 
@@ -53,76 +86,166 @@ class Failure:
     """On the machine's monotonic clock, which its processes share."""
 
 
-def run_in_processes(work: Callable[[Argument], object], arguments: Sequence[Argument]) -> None:
+def run_in_processes(
+    work: Callable[[Argument], Result],
+    arguments: Sequence[Argument],
+    *,
+    on_stop: Callable[[signal.Signals], None] = lambda _: None,
+) -> Ended[Result]:
     """Call `work` with each argument, the n-th as rank n, in a process of its own.
 
+    Must be called in the main thread, since it takes over SIGINT and SIGTERM until it returns.
     After: all processes have ended, also when this raises.
+
+    Args:
+        work: what a rank does.
+        arguments: one per rank.
+        on_stop: told once, with the signal, when the ranks have been told to stop.
 
     Raises:
         RankFailedError: with the traceback of the rank that failed first.
+        ConfigurationError: that of the rank that failed first; it is for the user, and needs no traceback.
+        StoppedError: ranks that had been told to stop were ended, by a second Ctrl-C or because they
+            took too long.
     """
     spawn = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
-    try:
-        for rank, argument in enumerate(arguments):
-            receiver, sender = spawn.Pipe(duplex=False)
-            process = spawn.Process(
-                target=_process_main, args=(work, argument, rank, sender), daemon=True
+    with _heeding_signals() as signals:
+        try:
+            for rank, argument in enumerate(arguments):
+                receiver, sender = spawn.Pipe(duplex=False)
+                process = spawn.Process(
+                    target=_process_main, args=(work, argument, rank, sender), daemon=True
+                )
+                with _ignoring_interrupts():
+                    process.start()
+                sender.close()  # the rank's copy is now the only one: its end is the pipe's end
+                processes.append(process)
+                pipes.append(receiver)
+            return _Watch(processes, pipes, signals, on_stop).until_all_ended()
+        finally:
+            # By force: those that still run wait for one that has failed, or were told long ago.
+            for started in processes:
+                started.kill()
+                started.join()
+
+
+class _Watch(Generic[Result]):
+    """What has been heard from the processes, and what they have been told."""
+
+    def __init__(
+        self,
+        processes: Sequence[BaseProcess],
+        pipes: Sequence[Connection],
+        signals: socket.socket,
+        on_stop: Callable[[signal.Signals], None],
+    ) -> None:
+        self._processes = processes
+        self._running = {pipe: rank for rank, pipe in enumerate(pipes)}
+        self._results: dict[int, Result] = {}
+        self._signals = signals
+        self._on_stop = on_stop
+        self._stopped_by: signal.Signals | None = None
+        self._deadline = math.inf
+
+    def until_all_ended(self) -> Ended[Result]:
+        """Return when all have ended well; raise when the first has not."""
+        while self._running:
+            ready = wait([*self._running, self._signals], self._seconds_left())
+            # Ranks first: what failed before the signal came is not due to it.
+            self._hear(pipe for pipe in ready if isinstance(pipe, Connection))
+            if self._signals in ready:
+                for number in self._signals.recv(64):
+                    self._heed(number)
+        results = tuple(self._results[rank] for rank in range(len(self._processes)))
+        return Ended(results, self._stopped_by)
+
+    def _seconds_left(self) -> float | None:
+        if self._stopped_by is None:
+            return None
+        seconds = self._deadline - time.monotonic()
+        if seconds <= 0:
+            raise StoppedError(
+                f"The ranks were ended: they had not saved within {SAVE_GRACE_S:.0f} s.",
+                self._stopped_by,
             )
-            with _ignoring_interrupts():
-                process.start()
-            sender.close()  # the rank's copy is now the only one: its end is the pipe's end
-            processes.append(process)
-            pipes.append(receiver)
-        _wait_for_all(processes, pipes)
-    finally:
-        _stop(processes)
+        return seconds
 
-
-def _wait_for_all(processes: Sequence[BaseProcess], pipes: Sequence[Connection]) -> None:
-    """Return when all have ended well; raise when the first has not."""
-    ranks = {pipe: rank for rank, pipe in enumerate(pipes)}
-    while ranks:
-        failures = []
-        for pipe in wait(list(ranks)):
-            assert isinstance(pipe, Connection), "only pipes are waited for"
+    def _hear(self, pipes: Iterator[Connection]) -> None:
+        failures: list[Failure] = []
+        for pipe in pipes:
+            rank = self._running[pipe]
             try:
-                failures.append(pipe.recv())
+                message = pipe.recv()
             except EOFError:
-                rank = ranks.pop(pipe)
-                failures.extend(_silent_failure(rank, processes[rank]))
+                del self._running[pipe]
+                failures.extend(self._silent_failure(rank))
+                continue
+            if isinstance(message, Failure):
+                failures.append(message)
+            else:
+                [self._results[rank]] = message
         if failures:
-            first = min(failures, key=lambda failure: (failure.was_sent, failure.time_s))
-            raise RankFailedError(
-                f"{first.message.rstrip()}\n\n"
-                f"Rank {first.rank} of {len(processes)} failed; the other ranks were stopped."
+            self._fail(min(failures, key=lambda failure: (failure.was_sent, failure.time_s)))
+
+    def _fail(self, first: Failure) -> NoReturn:
+        if first.is_for_the_user:
+            raise ConfigurationError(first.message)
+        if self._stopped_by is not None and not first.was_sent:
+            raise StoppedError(
+                f"The ranks were ended before they had saved: {first.message}", self._stopped_by
+            )
+        raise RankFailedError(
+            f"{first.message.rstrip()}\n\n"
+            f"Rank {first.rank} of {len(self._processes)} failed; the other ranks were stopped."
+        )
+
+    def _silent_failure(self, rank: int) -> Iterator[Failure]:
+        """Yield what is known of a process that ended without a message, if it did not end well."""
+        process = self._processes[rank]
+        process.join()
+        code = process.exitcode
+        if code == 0 and rank in self._results:
+            return
+        reason = f"with exit code {code}"
+        if code is not None and code < 0:
+            reason = f"by signal {signal.Signals(-code).name}"
+        message = f"Rank {rank} (process {process.pid}) was ended {reason} and left no message."
+        yield Failure(rank=rank, message=message, was_sent=False, time_s=time.monotonic())
+
+    def _heed(self, number: int) -> None:
+        if number not in HEEDED:
+            return  # a handler of someone else's
+        if self._stopped_by is None:
+            self._stopped_by = signal.Signals(number)
+            self._deadline = time.monotonic() + SAVE_GRACE_S
+            for process in self._processes:
+                process.terminate()
+            self._on_stop(self._stopped_by)
+        elif number == signal.SIGINT:
+            raise StoppedError(
+                "The ranks were ended at once, as a second Ctrl-C asked for.", self._stopped_by
             )
 
 
-def _silent_failure(rank: int, process: BaseProcess) -> Iterator[Failure]:
-    """Yield what is known of a process that ended without a message, if it did not end well."""
-    process.join()
-    code = process.exitcode
-    if code == 0:
-        return
-    reason = f"with exit code {code}"
-    if code is not None and code < 0:
-        reason = f"by signal {signal.Signals(-code).name}"
-    message = f"Rank {rank} (process {process.pid}) was ended {reason} and left no message."
-    yield Failure(rank=rank, message=message, was_sent=False, time_s=time.monotonic())
-
-
-def _stop(processes: Sequence[BaseProcess]) -> None:
-    """End the processes that still run, by force those that do not listen."""
-    for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + STOP_GRACE_S
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
+@contextmanager
+def _heeding_signals() -> Iterator[socket.socket]:
+    """Give a socket that receives the number of each signal in `HEEDED`, which do nothing else."""
+    reading, writing = socket.socketpair()
+    reading.setblocking(False)
+    writing.setblocking(False)
+    fd_before = signal.set_wakeup_fd(writing.fileno())
+    # A handler of Python's own must be there, or nothing is written; there is nothing left for it to do.
+    before = {number: signal.signal(number, lambda *_: None) for number in HEEDED}
+    try:
+        yield reading
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(fd_before)
+        reading.close()
+        writing.close()
 
 
 @contextmanager
@@ -136,17 +259,19 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 
 def _process_main(
-    work: Callable[[Argument], object], argument: Argument, rank: int, failures: Connection
+    work: Callable[[Argument], Result], argument: Argument, rank: int, parent: Connection
 ) -> None:
-    """Do the work of one rank; on failure tell the parent, then leave at once."""
+    """Do the work of one rank and tell the parent what came of it; on failure leave at once."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        work(argument)
-    except Exception:
-        failures.send(
+        parent.send([work(argument)])
+    except Exception as error:
+        is_for_the_user = isinstance(error, ConfigurationError)
+        parent.send(
             Failure(
                 rank=rank,
-                message=traceback.format_exc(),
+                message=str(error) if is_for_the_user else traceback.format_exc(),
+                is_for_the_user=is_for_the_user,
                 was_sent=True,
                 time_s=time.monotonic(),
             )

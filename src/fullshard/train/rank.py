@@ -23,6 +23,7 @@ from fullshard.train.config import RunConfig
 from fullshard.train.data import open_data
 from fullshard.train.events import Watcher, all_of
 from fullshard.train.loop import Job, Training
+from fullshard.train.meeting import store_of_torchrun
 from fullshard.train.metrics import MetricsFile, TensorBoardFiles
 from fullshard.train.models import open_model
 from fullshard.train.place import Place
@@ -44,15 +45,15 @@ def run_rank(config: RunConfig, place: Place) -> TrainResult:
         StoppedBySignalError: it was asked to stop, and saved where it stood.
         BadStepError: a step was bad.
     """
-    with noticing_stop_requests() as stop:
-        device = _claim_device(place)
-        # Read before the process group exists: what fails here must not leave other ranks waiting in a
-        # collective.
-        source = open_model(config)
-        data = open_data(config, source)
+    device = _claim_device(place)
+    # Read before the process group exists: what fails here must not leave other ranks waiting in a
+    # collective.
+    source = open_model(config)
+    data = open_data(config, source)
+    # Only then are signals noted: until the ranks have met there is nothing to save, and SIGTERM may end them.
+    with _process_group(place, device, config.run.timeout), noticing_stop_requests() as stop:
         job = Job(config=config, source=source, data=data, device=device, stop=stop)
-        with _process_group(place, device, config.run.timeout):
-            return run_in_folder(job, Console())
+        return run_in_folder(job, Console())
 
 
 def run_in_folder(job: Job, console: Console) -> TrainResult:
@@ -104,10 +105,12 @@ def _report(folder: RunFolder, progress: RunProgress) -> Path | None:
 
 @contextmanager
 def _process_group(place: Place, device: torch.device, timeout_s: float) -> Iterator[None]:
+    store = store_of_torchrun(os.environ, rank=place.rank, world=place.world, timeout_s=timeout_s)
     dist.init_process_group(
         # gloo for what is in host memory: offloaded gradients, checkpoints, agreements.
         backend="cpu:gloo,cuda:nccl" if place.device == "cuda" else "gloo",
-        init_method=place.rendezvous,
+        init_method=place.rendezvous if store is None else None,
+        store=store,
         rank=place.rank,
         world_size=place.world,
         device_id=device if place.device == "cuda" else None,

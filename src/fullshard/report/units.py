@@ -1,0 +1,56 @@
+"""Numbers as people read them: three digits and a unit."""
+
+from __future__ import annotations
+
+BYTES = ("B", "KB", "MB", "GB", "TB", "PB")
+COUNTS = ("", " K", " M", " B", " T")
+
+
+def duration(us: float) -> str:
+    """Microseconds, in the unit that fits."""
+    for unit_us, unit, limit_us in ((1, "\u00b5s", 999.5), (1e3, "ms", 999.5e3), (1e6, "s", 120e6)):
+        if abs(us) < limit_us:
+            return f"{_digits(us / unit_us)} {unit}"
+    minutes = round(us / 60e6)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def size(nbytes: float) -> str:
+    """Bytes, in powers of 1000."""
+    return _scaled(nbytes, BYTES, " ")
+
+
+def count(number: float) -> str:
+    """How many, rounded to three digits from a thousand on."""
+    return f"{number:.0f}" if abs(number) < 1000 else _scaled(number, COUNTS, "")
+
+
+def exact(number: float) -> str:
+    """How many, to the last one."""
+    return f"{number:,.0f}"
+
+
+def share(part: float) -> str:
+    """A part of one, as a percentage."""
+    percent = 100 * part
+    if 0 < percent < 0.05:
+        return "< 0.1 %"
+    if percent == 0:
+        return "0 %"
+    return f"{percent:.1f} %" if abs(percent) < 10 else f"{percent:.0f} %"
+
+
+def _scaled(number: float, units: tuple[str, ...], space: str) -> str:
+    for unit in units[:-1]:
+        if abs(number) < 999.5:
+            return f"{_digits(number)}{space}{unit}"
+        number /= 1000
+    return f"{_digits(number)}{space}{units[-1]}"
+
+
+def _digits(number: float) -> str:
+    if number == 0:
+        return "0"
+    decimals = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
+    text = f"{number:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

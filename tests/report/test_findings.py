@@ -1,0 +1,162 @@
+"""What is found in runs that were made to have it, and that nothing is found in those that do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fullshard.report.analysis import Analysis
+from fullshard.report.finding import Finding
+from fullshard.report.findings import find
+from fullshard.report.reading import Mark, Metrics, Run, StepRecord
+from fullshard.report.trace_file import parse_trace
+from tests.helpers.run_folders import Machine, simulated_trace
+
+CALM = Machine(layers=8, gather_us=100, reduce_us=50, optimizer_us=3000)
+"""All but the first gather and the last reductions is hidden."""
+
+
+def run_on(machine: Machine, **settings: object) -> Run:
+    traces = [
+        parse_trace(simulated_trace(machine, rank, num_steps=2)) for rank in range(machine.world)
+    ]
+    return Run(name="made up", traces=tuple(traces), config={"sharding": settings})
+
+
+def found_on(machine: Machine, **settings: object) -> list[Finding]:
+    return find(Analysis(run_on(machine, **settings)))
+
+
+def only(findings: list[Finding], words: str) -> Finding:
+    (finding,) = [finding for finding in findings if words in finding.title]
+    return finding
+
+
+def test_a_calm_run_is_told_so_and_nothing_else():
+    (finding,) = found_on(CALM)
+    assert finding.severity == "good"
+    assert finding.title == "Communication is hidden: 0.3 % of the step is exposed"
+
+
+def test_a_gather_that_a_deeper_prefetch_hides_is_named_with_both_remedies():
+    machine = replace(CALM, slow_gathers={"layers.3": 3000})
+    finding = only(found_on(machine), "layers.3")
+    assert finding.title == (
+        "`layers.3` waits 1.1 ms for its gather in forward: prefetch depth 2 would hide it"
+    )
+    assert "31 times as long per byte" in finding.text
+    assert "2 groups ahead instead of 1" in finding.text
+    assert "12 MB more memory" in finding.text
+    assert any("sharding.prefetch = 2" in remedy for remedy in finding.remedies)
+    assert any("set_modules_to_backward_prefetch" in remedy for remedy in finding.remedies)
+
+
+def test_a_wire_slower_than_compute_is_not_helped_by_prefetching():
+    findings = found_on(replace(CALM, gather_us=4500, world=4), prefetch=1)
+    finding = only(findings, "The wire is the bottleneck")
+    assert "No prefetch depth" in finding.text
+    assert not any("prefetch" in remedy for remedy in finding.remedies)
+    assert any("sharding.replicas" in remedy for remedy in finding.remedies)
+    assert not any("bf16" in remedy for remedy in finding.remedies)  # gathers are in bf16 already
+
+
+def test_the_first_gather_has_a_finding_of_its_own():
+    finding = only(found_on(replace(CALM, slow_gathers={"root": 5000})), "The step begins")
+    assert "5.1 ms" in finding.title and "`root`" in finding.title
+
+
+def test_reductions_after_backward_are_told_with_the_narrow_wire():
+    finding = only(found_on(replace(CALM, reduce_us=1500)), "reductions")
+    assert "3 ms" in finding.title
+    assert "compute.wire" in finding.remedies[0] and "wire_dtype" in finding.remedies[0]
+
+
+def test_a_late_rank_is_named_and_its_waits_are_not_blamed_on_the_wire():
+    findings = found_on(replace(CALM, late_rank=1, late_us=2500, world=3))
+    assert "Rank 1 comes later" in findings[0].title
+    assert not any("wire is the bottleneck" in finding.title for finding in findings)
+
+
+def test_a_replay_that_does_not_fit_promises_nothing():
+    """The trace is of depth 1, the configuration says 3: the waits do not come out."""
+    machine = replace(CALM, slow_gathers={"layers.3": 3000})
+    finding = only(found_on(machine, prefetch=3), "layers.3")
+    assert "nothing is promised" in finding.text
+    assert not any("sharding.prefetch" in remedy for remedy in finding.remedies)
+
+
+def test_many_small_groups_that_wait_are_to_be_merged():
+    small = replace(CALM, layer_numel=1000, gather_us=2500, slow_gathers={"root": -2400})
+    finding = only(found_on(small), "latency")
+    assert finding.title.startswith("9 of 9 groups")
+    assert "plan_groups" in finding.remedies[1]
+    assert not any("latency" in each.title for each in found_on(small, groups="plan"))
+
+
+def test_padding_is_told_with_the_group_that_has_most():
+    finding = only(found_on(replace(CALM, padding=0.25)), "padding")
+    assert finding.title.startswith("20 %")
+    assert "`root`: 1.5 M of 7.5 M elements" in finding.text
+
+
+def test_parameters_that_are_all_gathered_at_once_are_told():
+    finding = only(found_on(replace(CALM, layers=2)), "gathered at the same time")
+    assert finding.title.startswith("100 %")
+
+
+def test_time_outside_of_the_model_is_told():
+    finding = only(found_on(replace(CALM, optimizer_us=60_000)), "outside")
+    assert "60 ms" in finding.text
+    assert "ShardedOptimizer" in finding.remedies[0]
+
+
+def test_what_costs_most_comes_first():
+    findings = found_on(
+        replace(CALM, reduce_us=1500, slow_gathers={"layers.3": 9000}, padding=0.25)
+    )
+    costs = [finding.cost_share for finding in findings]
+    assert costs == sorted(costs, reverse=True)
+    assert "layers.3" in findings[0].title
+
+
+# --- of the whole run ------------------------------------------------------------------------------------
+
+
+def found_in(losses: list[float | None], times: list[float] | None = None, *marks: Mark):
+    steps = tuple(
+        StepRecord(
+            step=i + 1,
+            loss=loss,
+            grad_norm=None,
+            lr=None,
+            tokens=None,
+            step_s=times[i] if times else None,
+            memory_bytes=None,
+        )
+        for i, loss in enumerate(losses)
+    )
+    return find(Analysis(Run(name="made up", metrics=Metrics(steps=steps, marks=marks))))
+
+
+def test_a_jump_of_the_loss_is_told_with_its_step():
+    losses = [3.0 + 0.02 * (-1) ** i for i in range(60)]
+    assert found_in(losses) == []
+    losses[40] = 4.5
+    (finding,) = found_in(losses)
+    assert "jumps to 4.5 at step 41" in finding.title
+
+
+def test_bad_steps_come_first():
+    mark = Mark(kind="trouble", step=9, text="loss is nan; action: skip")
+    findings = found_in([1.0] * 100, [0.1] * 50 + [0.2] * 50, mark)
+    assert findings[0].title == "1 bad step: step 9, loss is nan; action: skip"
+    assert findings[0].severity == "bad"
+
+
+@pytest.mark.parametrize(("last", "is_told"), [(0.105, False), (0.12, True)])
+def test_a_run_that_becomes_slower_is_told(last: float, is_told: bool):
+    findings = found_in([1.0] * 100, [3.0] * 5 + [0.1] * 50 + [last] * 45)
+    assert ["The run becomes slower: 100 ms a step at first, 120 ms at the end"] * is_told == [
+        finding.title for finding in findings
+    ]

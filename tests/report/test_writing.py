@@ -1,0 +1,207 @@
+"""The file: written whole, needs nothing else, and shows names as they are."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fullshard.cli import build_app
+from fullshard.errors import ConfigurationError
+from fullshard.report import write_report
+from fullshard.report.page import with_code
+from fullshard.report.reading import Metrics, StepRecord
+from fullshard.report.run_charts import MAX_POINTS, run_charts
+from fullshard.report.timeline_chart import short_names
+from fullshard.report.units import count, duration, share, size
+from tests.helpers.run_folders import (
+    Machine,
+    metrics_records,
+    simulated_trace,
+    write_metrics,
+    write_run,
+    write_traces,
+)
+
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2>`&amp;"
+
+
+class Elements(HTMLParser):
+    """What a browser would make of a page: its elements, and the text of each kind."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text: dict[str, str] = {}
+        self._within = [""]
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        self._within.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag in self._within:
+            while self._within.pop() != tag:
+                pass
+
+    def handle_data(self, data):
+        self.text[self._within[-1]] = self.text.get(self._within[-1], "") + data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for found, attributes in self.found if found == tag]
+
+
+def hostile_run(folder: Path) -> Path:
+    """Every text that a user can choose is out to break the page."""
+    records = metrics_records(12)
+    records[0] |= {"model": HOSTILE, "data": HOSTILE, "versions": {HOSTILE: HOSTILE}}
+    records += [
+        {"kind": "trouble", "step": 5, "what": HOSTILE, "action": HOSTILE},
+        {"kind": "samples", "step": 12, "texts": [HOSTILE]},
+    ]
+    write_metrics(folder, records)
+    (folder / "config.toml").write_text(f"[data]\npath = '''{HOSTILE}'''\n")
+    trace = json.dumps(simulated_trace(Machine(slow_gathers={"layers.1": 5000})))
+    trace = trace.replace('"layers.1"', json.dumps(HOSTILE))
+    (folder / "rank_00000.json").write_text(trace)
+    return folder
+
+
+def test_a_page_has_all_sections_and_no_choice_of_addresses(tmp_path: Path):
+    page = write_report(write_run(tmp_path / "demo", Machine(), steps=30))
+    assert page == tmp_path / "demo" / "report.html"
+    elements = Elements(page.read_text())
+    assert elements.text["title"] == "demo - fullshard report"
+    charts = [each["data-chart"] for each in elements.all("div") if "data-chart" in each]
+    assert charts == ["timeline", "breakdown", "groups", "memory", "loss", "speed", "optimizer"]
+    ids = [attributes["id"] for _, attributes in elements.found if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert [a["href"] for a in elements.all("a") if a["href"].removeprefix("#") not in ids] == []
+    assert len(elements.all("figcaption")) == len(charts)
+
+
+def test_a_page_loads_nothing(tmp_path: Path):
+    elements = Elements(write_report(write_run(tmp_path, Machine(), steps=12)).read_text())
+    for tag, attributes in elements.found:
+        for name in ("src", "srcset", "data", "action", "poster", "background"):
+            assert name not in attributes, tag
+    assert [link["href"] for link in elements.all("link")] == ["data:,"]
+    assert not re.search(r"@import|url\(", elements.text["style"])
+    (policy,) = [m["content"] for m in elements.all("meta") if "http-equiv" in m]
+    assert policy.startswith("default-src 'none';") and "http" not in policy
+
+
+def test_names_are_shown_and_not_obeyed(tmp_path: Path):
+    elements = Elements(write_report(hostile_run(tmp_path)).read_text())
+    # The theme, the figures, plotly, ours: no other script, and no image.
+    assert len(elements.all("script")) == 4
+    assert elements.all("img") == []
+    shown = " ".join(elements.text[tag] for tag in ("code", "td", "dd", "pre", "p"))
+    assert shown.count("<script>window.hacked=1</script>") >= 6
+
+
+def test_code_in_findings_is_marked_and_the_rest_escaped():
+    assert with_code("`a<b` waits <1 ms") == "<code>a&lt;b</code> waits &lt;1 ms"
+
+
+def test_traces_alone_and_metrics_alone_make_a_page(tmp_path: Path):
+    write_traces(tmp_path / "traces", Machine())
+    page = write_report(tmp_path / "traces").read_text()
+    assert 'data-chart="timeline"' in page and 'data-chart="loss"' not in page
+    write_metrics(tmp_path / "metrics", metrics_records(12))
+    page = write_report(tmp_path / "metrics").read_text()
+    assert 'data-chart="loss"' in page and 'data-chart="timeline"' not in page
+    assert "No step was recorded." in page
+
+
+def test_what_could_not_be_read_is_on_the_page(tmp_path: Path):
+    write_metrics(tmp_path, metrics_records(12))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind":')
+    assert "the last line is cut off" in write_report(tmp_path).read_text()
+
+
+def test_a_page_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_metrics(tmp_path, metrics_records(3))
+    output = tmp_path / "page.html"
+    output.write_text("old")
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(ConfigurationError, match=r"cannot be written to .*page\.html: full"):
+        write_report(tmp_path, output)
+    assert output.read_text() == "old"
+    monkeypatch.undo()
+    write_report(tmp_path, output)
+    assert output.read_text().startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "page.html"]
+
+
+def test_nowhere_to_write_is_an_error(tmp_path: Path):
+    write_metrics(tmp_path, metrics_records(3))
+    with pytest.raises(ConfigurationError, match="Name a file in a folder that is there"):
+        write_report(tmp_path, tmp_path / "no" / "such.html")
+
+
+def test_without_plotly_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_metrics(tmp_path, metrics_records(3))
+    for name in [name for name in sys.modules if name.startswith(("fullshard.report.", "plotly"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'fullshard\[report\]'"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_long_run_is_thinned_without_losing_its_spikes_and_says_so():
+    blank = {"grad_norm": None, "lr": None, "tokens": None, "step_s": None, "memory_bytes": None}
+    losses = {step: 9.0 if step == 5000 else 2.0 + step % 7 / 100 for step in range(1, 20_001)}
+    steps = tuple(StepRecord(step=step, loss=loss, **blank) for step, loss in losses.items())
+    (chart,) = run_charts(Metrics(steps=steps))
+    drawn = chart.views[""].data[0]
+    assert len(drawn.x) <= MAX_POINTS
+    assert (5000, 9.0) in zip(drawn.x, drawn.y, strict=True)
+    assert list(drawn.x) == sorted(drawn.x)
+    assert "Of every 14 steps the lowest and the highest value are drawn." in chart.caption
+
+
+def test_numbers_are_written_for_people():
+    assert [duration(us) for us in (0, 0.5, 999, 1234, 5.6e4, 2.5e6, 9e8, 9e9)] == [
+        *("0 \u00b5s", "0.5 \u00b5s", "999 \u00b5s", "1.23 ms", "56 ms", "2.5 s", "15 min"),
+        "2 h 30 min",
+    ]
+    assert [size(n) for n in (0, 999, 1e3, 12_345_678, 1e12)] == [
+        *("0 B", "999 B", "1 KB", "12.3 MB", "1 TB")
+    ]
+    assert [count(n) for n in (7, 999, 27_000_000)] == ["7", "999", "27 M"]
+    assert [share(part) for part in (0, 1e-5, 0.003, 0.12, 1)] == [
+        *("0 %", "< 0.1 %", "0.3 %", "12 %", "100 %")
+    ]
+
+
+def test_bars_are_labelled_with_what_tells_groups_apart():
+    names = ["root", "model.layers.0", "model.layers.1"]
+    assert list(short_names(names).values()) == ["root", "0", "1"]
+    assert short_names(["a.b", "c.d", "e"]) == {"a.b": "a.b", "c.d": "c.d", "e": "e"}
+    assert short_names(["a.b"]) == {"a.b": "b"}
+    assert short_names([]) == {}
+
+
+def test_the_command_prints_where_the_page_is(tmp_path: Path):
+    write_metrics(tmp_path, metrics_records(3))
+    output = tmp_path / "here.html"
+    result = CliRunner().invoke(build_app(), ["report", str(tmp_path), "--output", str(output)])
+    assert result.exit_code == 0
+    assert result.output == f"{output}\n"
+    assert output.exists()
+
+
+def test_the_command_answers_with_one_message_and_code_2(tmp_path: Path):
+    result = CliRunner().invoke(build_app(), ["report", str(tmp_path)])
+    assert result.exit_code == 2
+    assert result.output.startswith("Error: A report needs `metrics.jsonl`")
+    assert result.output.count("\n") == 1
