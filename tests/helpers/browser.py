@@ -41,6 +41,7 @@ FLAGS = (
     "--no-first-run",
     "--no-default-browser-check",
     "--hide-scrollbars",
+    "--disable-smooth-scrolling",
     "--mute-audio",
 )
 # Popen cannot say which number a descriptor gets in the child; this puts them at 3 and 4 and becomes the browser.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = "root"
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2>`&amp;"
 LANES = {"step": 1, "compute": 2, "wait": 2, "gather": 3, "reduce": 4, "all-reduce": 5}
 CONFIG = """\
 [run]
@@ -291,4 +292,20 @@ def write_run(folder: Path, machine: Machine, *, steps: int = 120, num_traced: i
     write_metrics(folder, metrics_records(steps, machine.world))
     (folder / "config.toml").write_text(CONFIG.format(steps=steps, depth=machine.depth))
     write_traces(folder / "trace", machine, num_steps=num_traced)
+    return folder
+
+
+def hostile_run(folder: Path) -> Path:
+    """Every text that a user can choose is out to break the page."""
+    records = metrics_records(12)
+    records[0] |= {"model": HOSTILE, "data": HOSTILE, "versions": {HOSTILE: HOSTILE}}
+    records += [
+        {"kind": "trouble", "step": 5, "what": HOSTILE, "action": HOSTILE},
+        {"kind": "samples", "step": 12, "texts": [HOSTILE]},
+    ]
+    write_metrics(folder, records)
+    (folder / "config.toml").write_text(f"[data]\npath = '''{HOSTILE}'''\n")
+    trace = json.dumps(simulated_trace(Machine(slow_gathers={"layers.1": 5000})))
+    trace = trace.replace('"layers.1"', json.dumps(HOSTILE))
+    (folder / "rank_00000.json").write_text(trace)
     return folder

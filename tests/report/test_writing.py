@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from html.parser import HTMLParser
@@ -21,14 +20,12 @@ from fullshard.report.timeline_chart import short_names
 from fullshard.report.units import count, duration, share, size
 from tests.helpers.run_folders import (
     Machine,
+    hostile_run,
     metrics_records,
-    simulated_trace,
     write_metrics,
     write_run,
     write_traces,
 )
-
-HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2>`&amp;"
 
 
 class Elements(HTMLParser):
@@ -55,22 +52,6 @@ class Elements(HTMLParser):
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for found, attributes in self.found if found == tag]
-
-
-def hostile_run(folder: Path) -> Path:
-    """Every text that a user can choose is out to break the page."""
-    records = metrics_records(12)
-    records[0] |= {"model": HOSTILE, "data": HOSTILE, "versions": {HOSTILE: HOSTILE}}
-    records += [
-        {"kind": "trouble", "step": 5, "what": HOSTILE, "action": HOSTILE},
-        {"kind": "samples", "step": 12, "texts": [HOSTILE]},
-    ]
-    write_metrics(folder, records)
-    (folder / "config.toml").write_text(f"[data]\npath = '''{HOSTILE}'''\n")
-    trace = json.dumps(simulated_trace(Machine(slow_gathers={"layers.1": 5000})))
-    trace = trace.replace('"layers.1"', json.dumps(HOSTILE))
-    (folder / "rank_00000.json").write_text(trace)
-    return folder
 
 
 def test_a_page_has_all_sections_and_no_choice_of_addresses(tmp_path: Path):

@@ -19,8 +19,11 @@ from fullshard.report.timeline import (
 )
 from fullshard.report.trace_file import Group
 
-LATE_AT = 0.7
-"""Part of the collectives that a rank is last at, from which on it is a straggler and not noise."""
+LATE_PART = 0.7
+"""Of the time that ranks wait for each other, what one of them must be waited for to be a straggler and not noise."""
+
+LATE_STEPS = 0.6
+"""Part of the steps in which it must be the one that is waited for most: once is an accident."""
 
 LATE_BY = 0.01
 """Part of the step that others wait for it, from which on it is told."""
@@ -56,7 +59,7 @@ class Analysis:
     def straggler(self) -> Lateness | None:
         """A rank that the others wait for, if there is one."""
         late = latest_rank(self.steps)
-        if late is None or late.last_share < LATE_AT:
+        if late is None or late.part < LATE_PART or late.steps < LATE_STEPS:
             return None
         return late if late.waited_us >= LATE_BY * self.step_us else None
 

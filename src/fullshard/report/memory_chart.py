@@ -100,12 +100,13 @@ def _memory(step: StepTimes, levels: Levels) -> go.Figure:
         )
         for name, values in layers.items()
     ]
-    if any(sample.allocated is not None for sample in samples):
+    asked = [(at, s.allocated) for at, s in zip(x, samples, strict=True) if s.allocated is not None]
+    if asked:
         traces.append(
             go.Scatter(
                 name="allocated in all",
-                x=x,
-                y=[sample.allocated for sample in samples],
+                x=[at for at, _ in asked],
+                y=[allocated for _, allocated in asked],
                 mode="lines",
                 line={"shape": "hv", "width": 1.8, "color": "var(--ink)"},
                 hovertemplate="allocated: <b>%{y:.4s}B</b><extra></extra>",

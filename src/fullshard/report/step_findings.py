@@ -8,7 +8,7 @@ from statistics import fmean, median
 from fullshard.report.analysis import Analysis
 from fullshard.report.finding import Finding
 from fullshard.report.replay import MAX_DEPTH
-from fullshard.report.timeline import StepTimes, WaitTimes, mean_duration_us
+from fullshard.report.timeline import WIRES, StepTimes, WaitTimes, mean_duration_us
 from fullshard.report.trace_file import Span
 from fullshard.report.units import count, duration, share, size
 
@@ -28,10 +28,9 @@ WIRE_BOUND = 0.8
 """Time on the wire, as part of that of compute, from which on there is too little compute to hide gathers behind."""
 
 SLOW_GATHER = 4.0
-"""A gather is slow by itself if it takes this many times as long per byte as the median one. Small groups, whose time
-is latency, are not compared."""
+"""A gather is slow by itself if it takes this many times as long as those of groups of its size."""
 
-SMALL_GROUP_BYTES = 1 << 20
+SMALL_GROUP_BYTES = 1_000_000
 """Gathered bytes below which a collective's time is mostly latency, on wires of 10 GB/s and more."""
 
 MANY_SMALL = 0.5
@@ -134,24 +133,20 @@ def _and_others(waits: list[WaitTimes]) -> str:
 
 
 def _slowness(analysis: Analysis, name: str) -> str:
-    """Whether the group's gather is slow by itself, in a sentence."""
-    large = {
-        group: spans
-        for group, spans in _gathers_by_group(analysis).items()
-        if group not in analysis.groups
-        or analysis.groups[group].gathered_bytes >= SMALL_GROUP_BYTES
-    }
-    pace = {
-        group: sum(span.duration_us for span in spans) / nbytes
-        for group, spans in large.items()
-        if (nbytes := sum(span.nbytes for span in spans))
-    }
-    if name not in pace or len(pace) < 3 or pace[name] < SLOW_GATHER * median(pace.values()):
+    """Whether the group's gather is slow by itself, in a sentence: against groups of about its size."""
+    gathers = _gathers_by_group(analysis)
+    if name not in gathers:
         return ""
-    return (
-        f"Its gather takes {duration(mean_duration_us(large[name]))}, "
-        f"{pace[name] / median(pace.values()):.0f} times as long per byte as that of the median group. "
-    )
+    own_bytes = gathers[name][0].nbytes
+    alike = [
+        mean_duration_us(spans)
+        for group, spans in gathers.items()
+        if group != name and own_bytes / 2 <= spans[0].nbytes <= own_bytes * 2
+    ]
+    own = mean_duration_us(gathers[name])
+    if len(alike) < 2 or own < SLOW_GATHER * median(alike):
+        return ""
+    return f"Its gather takes {duration(own)}; those of groups of its size take {duration(median(alike))}. "
 
 
 def _gathers_by_group(analysis: Analysis) -> dict[str, list[Span]]:
@@ -252,8 +247,8 @@ def _straggler(analysis: Analysis) -> Iterator[Finding]:
     lost_us = min(late.waited_us, exposed)
     yield Finding(
         title=f"Rank {late.rank} comes later than the others, which wait up to {duration(lost_us)} a step for it",
-        text=f"It is the last at {share(late.last_share)} of the collectives. Waits of the other ranks look like a slow wire "
-        f"and are waits for this rank; the other findings are of rank {late.rank} alone.",
+        text=f"{share(late.part)} of the time that ranks waited for each other was for this one. Their waits look like a "
+        f"slow wire; the other findings are of rank {late.rank} alone.",
         remedies=(
             f"Look at rank {late.rank}'s machine: clocks, temperature, other processes, its data loading",
             "Give all ranks the same work: batches of equal length",
@@ -269,12 +264,18 @@ def _small_groups(analysis: Analysis) -> Iterator[Finding]:
     if is_planned or len(small) < 4 or len(small) < MANY_SMALL * len(groups):
         return
     names = {group.name for group in small}
-    waited = sum(wait.mean_us for wait in analysis.waits if wait.group in names)
+    spans = [span for step in analysis.judged for span in step.of(*WIRES) if span.group in names]
+    if not spans:
+        return
+    # What a wait has beyond the time of a usual collective of theirs, has another cause.
+    usual_us = median(span.duration_us for span in spans)
+    waited = sum(min(wait.mean_us, usual_us) for wait in analysis.waits if wait.group in names)
     if waited < WORTH_TELLING * analysis.step_us:
         return
     yield Finding(
-        title=f"{len(small)} of {len(groups)} groups are smaller than {size(SMALL_GROUP_BYTES)}: their time is latency",
-        text=f"Compute waits {duration(waited)} a step for them. Fewer and larger groups send the same bytes in fewer calls.",
+        title=f"{len(small)} of {len(groups)} groups are smaller than {size(SMALL_GROUP_BYTES)}: their time is mostly latency",
+        text=f"Compute waits {duration(waited)} a step for them, not counting what is unusually long. Fewer and larger groups send "
+        "the same bytes in fewer calls.",
         remedies=('Trainer: `sharding.groups = "plan"`', "API: `plan_groups(model).apply()`"),
         cost_share=waited / analysis.step_us,
     )

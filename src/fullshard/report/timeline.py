@@ -173,13 +173,15 @@ def typical(steps: list[StepTimes]) -> StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """One rank comes to collectives after all others, which stand on the wire until it is there."""
+    """One rank comes to collectives after the others, which stand on the wire until it is there."""
 
     rank: int
     waited_us: float
-    """How long the others waited for it in a step, in the mean."""
-    last_share: float
-    """Part of the collectives that it was last at."""
+    """How long another rank waited for it in a step, in the mean."""
+    part: float
+    """Of all the time that ranks waited for each other."""
+    steps: float
+    """Part of the steps in which it was waited for most."""
 
 
 def latest_rank(steps: list[StepTimes]) -> Lateness | None:
@@ -188,38 +190,43 @@ def latest_rank(steps: list[StepTimes]) -> Lateness | None:
     A collective ends on all ranks at about the same time, so who was on the wire shortest came last.
     This compares durations, not clocks.
     """
-    lasts: dict[int, int] = {}
-    waited: dict[int, float] = {}
-    meetings = list(_meetings(steps))
-    for durations in meetings:
-        last = min(durations, key=lambda rank: durations[rank])
-        others = [us for rank, us in durations.items() if rank != last]
-        lasts[last] = lasts.get(last, 0) + 1
-        waited[last] = waited.get(last, 0.0) + median(others) - durations[last]
-    if not meetings:
+    by_step: list[dict[int, float]] = []
+    for meetings in _meetings(steps):
+        waited = dict.fromkeys(meetings[0], 0.0)
+        for durations in meetings:
+            last = min(durations, key=lambda rank: durations[rank])
+            others = [us for rank, us in durations.items() if rank != last]
+            waited[last] += median(others) - durations[last]
+        by_step.append(waited)
+    if not by_step:
         return None
-    rank = max(waited, key=lambda each: waited[each])
-    num_steps = len({step.step for step in steps})
-    return Lateness(rank, waited[rank] / num_steps, lasts[rank] / len(meetings))
+    total = {rank: sum(waited[rank] for waited in by_step) for rank in by_step[0]}
+    rank = max(total, key=lambda each: total[each])
+    most = sum(max(waited, key=lambda each: waited[each]) == rank for waited in by_step)
+    return Lateness(
+        rank=rank,
+        waited_us=total[rank] / len(by_step),
+        part=total[rank] / (sum(total.values()) or 1.0),
+        steps=most / len(by_step),
+    )
 
 
-def _meetings(steps: list[StepTimes]) -> Iterator[dict[int, float]]:
-    """For each collective that all recorded ranks took part in: how long each was on the wire."""
+def _meetings(steps: list[StepTimes]) -> Iterator[list[dict[int, float]]]:
+    """For each step, its collectives that all recorded ranks took part in: how long each was on the wire."""
     ranks = {step.rank for step in steps}
     if len(ranks) < 2:
         return
-    by_step: dict[int, list[StepTimes]] = {}
-    for step in steps:
-        by_step.setdefault(step.step, []).append(step)
-    for together in by_step.values():
+    for number in sorted({step.step for step in steps}):
         found: dict[tuple[str, str, str, int], dict[int, float]] = {}
-        for step in together:
+        for step in steps:
             seen: dict[tuple[str, str, str], int] = {}
-            for span in step.of(*WIRES):
+            for span in step.of(*WIRES) if step.step == number else ():
                 key = (span.kind, span.group, span.phase)
                 seen[key] = seen.get(key, 0) + 1
                 found.setdefault((*key, seen[key]), {})[step.rank] = span.duration_us
-        yield from (durations for durations in found.values() if set(durations) == ranks)
+        together = [durations for durations in found.values() if set(durations) == ranks]
+        if together:
+            yield together
 
 
 def group_bytes(steps: list[StepTimes], kind: Kind) -> dict[str, float]:

@@ -47,7 +47,7 @@ class MemorySample:
     gathered: float
     reducing: float
     allocated: float | None
-    """All that the allocator has given out; None on CPU."""
+    """All that the allocator has given out; None where it was not asked, and on CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

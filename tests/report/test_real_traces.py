@@ -1,0 +1,84 @@
+"""From the engine to the finding: what was made to be slow is found, where it was made to be."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import fullshard
+from fullshard.comm import DefaultAllGather
+from fullshard.report.analysis import Analysis
+from fullshard.report.findings import find
+from fullshard.report.reading import read_run
+from fullshard.report.timeline import mean_waits
+from tests.helpers.fake import fake_world
+from tests.helpers.models import make_decoder, tokens_for
+from tests.helpers.training import FULLSHARD, Run, batch_of, mine, shard
+
+PAUSE_S = 0.05
+
+
+class SlowWork:
+    """A collective that is over some time after it was issued, whoever waits for it."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._over_at = time.monotonic() + PAUSE_S
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._over_at - time.monotonic()))
+        self._work.wait()
+
+
+class SlowAllGather(DefaultAllGather):
+    def __call__(self, output_tensor, input_tensor, group, async_op=False) -> Any:
+        return SlowWork(super().__call__(output_tensor, input_tensor, group, async_op))
+
+
+def test_a_gather_with_a_sleep_in_it_is_found_at_its_group(tmp_path: Path) -> None:
+    with fake_world(4):
+        model: Any = shard(make_decoder(), FULLSHARD, Run())
+        model.blocks[1].set_custom_all_gather(SlowAllGather())
+        model(tokens_for(0, 2)).backward()
+        with fullshard.trace(model, tmp_path) as recording:
+            for _ in range(2):
+                model(tokens_for(0, 2)).backward()
+                recording.step()
+    analysis = Analysis(read_run(tmp_path))
+    first, second, third, *_ = mean_waits(analysis.steps)
+    assert {(wait.group, wait.phase, wait.awaited) for wait in (first, second)} == {
+        ("blocks.1", "forward", "gather"),
+        ("blocks.1", "backward", "gather"),
+    }
+    assert third.mean_us < 0.2 * second.mean_us
+    finding = find(analysis)[0]
+    assert "`blocks.1` waits" in finding.title
+    assert "for its gather" in finding.title
+    assert "Its gather takes 5" in finding.text  # 50 ms and a little
+    assert finding.cost_share > 0.5
+    for step in analysis.steps:
+        assert 1.5 * PAUSE_S * 1e6 < step.exposed_us < step.duration_us
+        total = step.compute_us("forward", "backward", "outside") + step.exposed_us
+        assert abs(total - step.duration_us) < 0.01 * step.duration_us
+
+
+def late_on_rank_1(folder: Path) -> None:
+    """Rank 1 takes longer in the second block, in every step."""
+    model: Any = shard(make_decoder(), FULLSHARD, Run())
+    if dist.get_rank() == 1:
+        model.blocks[1].up.register_forward_pre_hook(lambda *_: time.sleep(2 * PAUSE_S))
+    model(mine(batch_of(0))).backward()
+    with fullshard.trace(model, folder) as recording:
+        for _ in range(2):
+            model(mine(batch_of(0))).backward()
+            recording.step()
+
+
+def test_a_rank_that_sleeps_is_found(world, tmp_path: Path) -> None:
+    world(2).run(late_on_rank_1, tmp_path)
+    finding = find(Analysis(read_run(tmp_path)))[0]
+    assert finding.title.startswith("Rank 1 comes later than the others")
+    assert finding.cost_share > 0.3
