@@ -57,7 +57,7 @@ GPT2 = {
 
 def folder_of(tmp_path: Path, configuration: dict[str, Any]) -> Path:
     folder = tmp_path / str(configuration["model_type"])
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(configuration))
     return folder
 
@@ -220,6 +220,9 @@ def as_it_is_built(folder: Path) -> None:
 def what_transformers_does_not_understand(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"causal language model .* has a ViTConfig"):
         source_of(folder_of(tmp_path, {"model_type": "vit"}))
+    odd = {**LLAMA, "num_attention_heads": 7, "head_dim": "seven"}
+    with pytest.raises(ConfigurationError, match=r"(?s)model\.huggingface.*llama"):
+        source_of(folder_of(tmp_path / "odd", odd)).build()
     with pytest.raises(ConfigurationError, match=r"(?s)config\.json of a model.*nobody"):
         source_of(folder_of(tmp_path, {"model_type": "nobody's"}))
 
