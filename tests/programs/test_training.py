@@ -1,7 +1,9 @@
 """The training loop on real ranks: the same run, however it is spread."""
 
+import io
 import itertools
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -111,6 +113,35 @@ def test_the_wanted_steps_are_traced_on_the_wanted_ranks(
         assert [each["name"] for each in spans if each.get("cat") == "step"] == ["step 3", "step 4"]
         reduced = [each["args"]["step"] for each in spans if each.get("cat") == "reduce"]
         assert sorted(reduced) == [3] * 3 + [4] * 3, "once a step and group, not for every part"
+
+
+def test_a_run_ends_with_the_path_of_its_report(world: MakeWorld, tmp_path: Path) -> None:
+    config = tiny(tmp_path, "train.steps=2", "log.report=true")
+    [(result, lines)] = world(1).run(run_and_look, config)
+    assert result.report == config.run.folder / "report.html"
+    assert result.report.exists()
+    assert lines[-1] == f"Report  {result.report}"
+    [(again, lines)] = world(1).run(run_and_look, config)
+    assert again.was_finished and again.report == result.report
+    assert lines == [f"The run in {config.run.folder} is finished.", f"Report  {result.report}"]
+
+
+def test_without_plotly_a_run_ends_as_well_and_says_so(world: MakeWorld, tmp_path: Path) -> None:
+    config = tiny(tmp_path, "train.steps=2", "log.report=true")
+    [(result, lines)] = world(1).run(run_and_look, config, without="plotly")
+    assert result.report is None and len(result.losses) == 2
+    assert lines[-1].startswith("There is no report: A report needs plotly")
+
+
+def run_and_look(config: RunConfig, without: str = "") -> tuple[TrainResult, list[str]]:
+    shown = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        if without:
+            for name in [each for each in sys.modules if each.startswith("fullshard.report.")]:
+                patch.delitem(sys.modules, name)
+            patch.setitem(sys.modules, without, None)
+        result = run(config, shown=shown)
+    return result, shown.getvalue().splitlines()
 
 
 def test_other_dtypes_stay_close_to_float32(
