@@ -75,7 +75,7 @@ def test_reductions_after_backward_are_told_with_the_narrow_wire():
 def test_a_late_rank_is_named_and_its_waits_are_not_blamed_on_the_wire():
     findings = found_on(replace(CALM, late_rank=1, late_us=2500, world=3))
     assert "Rank 1 comes later" in findings[0].title
-    assert not any("wire is the bottleneck" in finding.title for finding in findings)
+    assert [finding.title for finding in findings if "its gather" in finding.title] == []
 
 
 def test_a_replay_that_does_not_fit_promises_nothing():
@@ -92,6 +92,13 @@ def test_many_small_groups_that_wait_are_to_be_merged():
     assert finding.title.startswith("9 of 9 groups")
     assert "plan_groups" in finding.remedies[1]
     assert not any("latency" in each.title for each in found_on(small, groups="plan"))
+
+
+def test_one_slow_gather_is_not_blamed_on_small_groups():
+    small = replace(CALM, layer_numel=1000, slow_gathers={"layers.3": 9000})
+    findings = found_on(small)
+    assert "`layers.3` waits" in findings[0].title
+    assert not any("latency" in finding.title for finding in findings)
 
 
 def test_padding_is_told_with_the_group_that_has_most():

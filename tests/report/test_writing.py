@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import plotly.graph_objects as go
 import pytest
 from typer.testing import CliRunner
 
 from fullshard.cli import build_app
 from fullshard.errors import ConfigurationError
 from fullshard.report import write_report
-from fullshard.report.page import with_code
-from fullshard.report.reading import Metrics, StepRecord
+from fullshard.report.analysis import Analysis
+from fullshard.report.chart import Chart, figure
+from fullshard.report.memory_chart import memory_chart
+from fullshard.report.page import embedded, with_code
+from fullshard.report.reading import Metrics, Run, StepRecord
 from fullshard.report.run_charts import MAX_POINTS, run_charts
 from fullshard.report.timeline_chart import short_names
+from fullshard.report.trace_file import parse_trace
 from fullshard.report.units import count, duration, share, size
 from tests.helpers.run_folders import (
     Machine,
     hostile_run,
     metrics_records,
+    simulated_trace,
     write_metrics,
     write_run,
     write_traces,
@@ -85,6 +92,26 @@ def test_names_are_shown_and_not_obeyed(tmp_path: Path):
     assert elements.all("img") == []
     shown = " ".join(elements.text[tag] for tag in ("code", "td", "dd", "pre", "p"))
     assert shown.count("<script>window.hacked=1</script>") >= 6
+
+
+def test_no_text_in_a_figure_ends_the_script_that_carries_it():
+    view = figure([go.Scatter(x=[1], y=[1], name="</script><script>")], height=100)
+    chart = Chart(name="c", title="", caption="", views={"": view})
+    text = embedded([chart])
+    assert "<" not in text
+    assert json.loads(text)["c"]["views"][""]["data"][0]["name"] == "</script><script>"
+
+
+def test_the_allocator_s_curve_has_what_the_allocator_was_asked_for():
+    trace = simulated_trace(Machine())
+    counters = [event for event in trace["traceEvents"] if event["ph"] == "C"]
+    for event in counters[3::4]:
+        event["args"]["allocated"] = 5e8
+    run = Run(name="made up", traces=(parse_trace(trace),))
+    (chart,) = memory_chart(Analysis(run))
+    curves = {curve.name: curve for curve in chart.views[chart.first].data}
+    assert set(curves["allocated in all"].y) == {5e8}
+    assert len(curves["allocated in all"].y) < len(curves["gathered"].y)
 
 
 def test_code_in_findings_is_marked_and_the_rest_escaped():

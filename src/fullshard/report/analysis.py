@@ -75,6 +75,11 @@ class Analysis:
 
     @cached_property
     def waits(self) -> list[WaitTimes]:
+        """Of all recorded steps, longest first."""
+        return mean_waits(self.steps)
+
+    @cached_property
+    def judged_waits(self) -> list[WaitTimes]:
         """Of the judged steps, longest first."""
         return mean_waits(self.judged)
 

@@ -60,7 +60,7 @@ def render(run: Run) -> str:
         groups=group_table(analysis.groups) if analysis.groups else None,
         facts=list(_facts(run)),
         config={section: fields for section, fields in run.config.items() if fields},
-        figures=_embedded([*of_run, *of_steps, *of_memory]),
+        figures=embedded([*of_run, *of_steps, *of_memory]),
         plotly=Markup(get_plotlyjs()),
         style=Markup(_asset("page.css")),
         script=Markup(_asset("page.js")),
@@ -99,7 +99,8 @@ def _setting(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _embedded(charts: list[Chart]) -> Markup:
+def embedded(charts: list[Chart]) -> Markup:
+    """All figures as JSON that can stand in a script element."""
     figures = {
         chart.name: {
             "first": chart.first,

@@ -46,8 +46,10 @@ def run_charts(metrics: Metrics) -> Iterator[Chart]:
 def _loss(metrics: Metrics) -> Chart:
     points = _points(metrics.steps, lambda step: step.loss)
     window = max(1, round(SMOOTHED_OVER * len(points)))
-    traces = [_curve("each step", points, color="var(--faint)", width=1)]
-    if window > 1:
+    if window == 1:
+        traces = [_curve("each step", points, color="var(--accent)", width=1.8)]
+    else:
+        traces = [_curve("each step", points, color="var(--faint)", width=1)]
         smooth = _running_mean(points, window)
         traces.append(_curve(f"mean of {window} steps", smooth, color="var(--accent)", width=2.2))
     if metrics.evaluations:

@@ -84,13 +84,15 @@ def _first_wait(analysis: Analysis) -> WaitTimes | None:
     if first is None:
         return None
     key = (first.group, first.phase, "gather")
-    waits = (wait for wait in analysis.waits if (wait.group, wait.phase, wait.awaited) == key)
+    waits = (
+        wait for wait in analysis.judged_waits if (wait.group, wait.phase, wait.awaited) == key
+    )
     return next(waits, None)
 
 
 def _gather_waits(analysis: Analysis) -> Iterator[Finding]:
     first = _first_wait(analysis)
-    waits = [wait for wait in analysis.waits if wait.awaited == "gather" and wait != first]
+    waits = [wait for wait in analysis.judged_waits if wait.awaited == "gather" and wait != first]
     total = sum(wait.mean_us for wait in waits)
     cost = total / analysis.step_us
     if cost < WORTH_TELLING:
@@ -213,7 +215,9 @@ def _gathers_in_backward(step: StepTimes) -> bool:
 
 
 def _reduction_waits(analysis: Analysis) -> Iterator[Finding]:
-    waits = [wait for wait in analysis.waits if wait.awaited == "reduction" and wait.mean_us > 0]
+    waits = [
+        wait for wait in analysis.judged_waits if wait.awaited == "reduction" and wait.mean_us > 0
+    ]
     total = sum(wait.mean_us for wait in waits)
     cost = total / analysis.step_us
     if cost < WORTH_TELLING:
@@ -269,7 +273,9 @@ def _small_groups(analysis: Analysis) -> Iterator[Finding]:
         return
     # What a wait has beyond the time of a usual collective of theirs, has another cause.
     usual_us = median(span.duration_us for span in spans)
-    waited = sum(min(wait.mean_us, usual_us) for wait in analysis.waits if wait.group in names)
+    waited = sum(
+        min(wait.mean_us, usual_us) for wait in analysis.judged_waits if wait.group in names
+    )
     if waited < WORTH_TELLING * analysis.step_us:
         return
     yield Finding(
