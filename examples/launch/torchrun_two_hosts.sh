@@ -3,6 +3,10 @@
 #
 #     bash torchrun_two_hosts.sh first-host
 
+# Without the next line a host that replaces another waits for ever: torchrun's agents share a store
+# whose address they tell each other only once.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 torchrun \
     --nnodes=2 \
     --nproc-per-node="${RANKS_PER_HOST:-gpu}" \

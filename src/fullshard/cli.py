@@ -47,6 +47,7 @@ def build_app() -> typer.Typer:
     import typer
 
     from fullshard.checkpoint_tool.command import app as checkpoint
+    from fullshard.inspect_tool.command import inspect
     from fullshard.report.command import report
     from fullshard.train.command import train
 
@@ -57,6 +58,7 @@ def build_app() -> typer.Typer:
         """Fully sharded data parallel training for PyTorch."""
 
     app.command()(train)
+    app.command()(inspect)
     app.command()(report)
     app.add_typer(checkpoint, name="checkpoint")
     return app

@@ -117,6 +117,11 @@ class Recording:
         except Exception:
             if error is None:  # else it would hide why the block was left
                 raise
+        if error is None and _contexts_of(self._model) != self._contexts:
+            raise LifecycleError(
+                "A recording is of the streams that the model had when it began, and now it has others: what it did on "
+                "these is missing. Pass the outermost module, and call share_comm_ctx before."
+            )
 
 
 def _contexts_of(model: nn.Module) -> list[FSDPCommContext]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -58,7 +59,7 @@ class Incident:
     """Something that happens to the forward of one rank in training."""
 
     what: str
-    """nan: the scores are; large: the scores are, such that gradients explode; error: one is raised, when no checkpoint
+    """nan: the scores are; dropout: some of the scores are dropped, at random; large: the scores are, such that gradients explode; error: one is raised, when no checkpoint
     is on its way; SIGTERM: the process gets it."""
     call: int
     """In which forward, from 1."""
@@ -96,6 +97,8 @@ def happen(what: str, scores: Tensor) -> Tensor:
         return scores * float("nan")
     if what == "large":
         return scores * 1e6
+    if what == "dropout":
+        return F.dropout(scores)
     if what == "error":
         for thread in threading.enumerate():
             if thread.name == "fullshard checkpoint":

@@ -79,7 +79,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--ranks", "3"), "train.batch must be divisible by ranks * train.accumulate: 16 / (3 * 1)"),
         (settings("sharding.replicas=3", "run.device=cpu"), "2 / 3 leaves 2. 1 or 2 would do"),
         (settings("train.batch=15", "sharding.replicas=2"), "15 / (2 * 1) leaves 1"),
-        (settings("model.width=100", "model.heads=3"), "divisible by"),
+        (settings("model.width=100", "model.heads=3"), "102 would do as model.width"),
         (settings("data.path=no-such-file"), "no-such-file"),
         (settings("data.context=9000000"), "data.context"),
         (settings("model.huggingface=no-such-folder"), "no-such-folder"),

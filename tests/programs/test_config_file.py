@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from fullshard.errors import ConfigurationError
 from fullshard.train.config import (
@@ -49,7 +49,7 @@ def values_of(hint: Any, limits: Limits = Limits(0)) -> st.SearchStrategy[Any]: 
             allow_infinity=False,
         ),
         str: st.text(),
-        Path: st.text(st.characters(exclude_characters="\0"), min_size=1).map(Path),
+        Path: st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).map(Path),
     }
     return plain[hint]
 
@@ -74,6 +74,9 @@ CONFIGS = st.builds(
 
 @settings(max_examples=50, deadline=None)
 @given(CONFIGS)
+@example(
+    RunConfig(samples=SamplesSection(prompt="\"\\ \\n\n\r\n\t\0\x7f\x85\u2028 # ''' é \U0001f600"))
+)
 def test_what_is_written_is_read_again(
     tmp_path_factory: pytest.TempPathFactory, config: RunConfig
 ) -> None:

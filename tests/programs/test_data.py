@@ -135,10 +135,12 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_file(tmp_path: Path) ->
     data.training.rows([0, 1])
     with pytest.raises(ConfigurationError, match=r"number 150 of .*tokens\.npy is -3"):
         data.training.rows([0, 16])
-    tokens[150] = 8
+    tokens[150], tokens[195] = 8, 9
     np.save(tmp_path / "tokens.npy", tokens)
     with pytest.raises(ConfigurationError, match=r"number 150 of .*tokens\.npy is 8\."):
         opened(tmp_path / "tokens.npy", vocabulary=8).training.rows([16])
+    with pytest.raises(ConfigurationError, match=r"number 195 of .*tokens\.npy is 9\."):
+        opened(tmp_path / "tokens.npy", vocabulary=8).held_out.rows([0])
 
 
 def test_a_mapped_file_is_read_where_it_is_asked_for(tmp_path: Path) -> None:

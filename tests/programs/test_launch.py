@@ -34,9 +34,9 @@ TASK = {
     "SLURM_STEP_NUM_TASKS": "5",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
     "SLURM_STEP_NODELIST": "node[07-08,12]",
-    "SLURM_PROCID": "3",
-    "SLURM_NODEID": "1",
-    "SLURM_LOCALID": "1",
+    "SLURM_PROCID": "4",
+    "SLURM_NODEID": "2",
+    "SLURM_LOCALID": "0",
 }
 
 
@@ -50,7 +50,7 @@ def test_srun_gives_a_place() -> None:
     place = place_in(TASK, "cuda")
     assert place is not None
     assert place == Place(
-        rank=3, world=5, local_rank=1, local_world=2, device="cuda", rendezvous=place.rendezvous
+        rank=4, world=5, local_rank=0, local_world=1, device="cuda", rendezvous=place.rendezvous
     )
     found = re.fullmatch(r"tcp://node07:(\d+)", place.rendezvous)
     assert found and 20_000 <= int(found[1]) < 32_000

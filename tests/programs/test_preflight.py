@@ -113,3 +113,14 @@ def test_too_little_data_is_noticed(tmp_path: Path) -> None:
     assert "19 tokens" in problem
     [problem] = of_data(path=tmp_path / "nowhere")
     assert "there is none" in problem
+
+
+def test_a_package_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fullshard.train.preflight.find_spec", lambda name: None)
+    problems = of_model(huggingface=folder_with(tmp_path, LLAMA))
+    assert all("Install fullshard[transformers]" in problem for problem in problems)
+    assert len(problems) == 2
+    [problem] = of_data(tokenizer=tmp_path)
+    assert "needs the package tokenizers" in problem

@@ -173,7 +173,7 @@ def signalled(folder: Path, *numbers: signal.Signals, pause_s: float = 0.3) -> I
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ranks_that_are_told_to_stop_may_save_first(tmp_path: Path, number: signal.Signals) -> None:
-    told = []
+    told: list[signal.Signals] = []
     with signalled(tmp_path, number, pause_s=0):
         ended = run_in_processes(partial(save_when_told, tmp_path), [0, 1], on_stop=told.append)
     assert ended == Ended(("rank 0 saved", "rank 1 saved"), stopped_by=number)

@@ -55,7 +55,7 @@ def follow_a_run(watch: Watcher) -> None:
         watch(step(number, {1: 8 * math.log(2), 40: 2 * math.log(2)}.get(number, 5.0)))
     watch(Checkpoint(step=40, path="checkpoints/step_00000040", blocked_s=0.1))
     watch(Evaluation(step=40, loss=1.5))
-    watch(Samples(step=40, texts=("def [f]():",)))
+    watch(Samples(step=40, texts=("def [f]():\n\treturn \x1b[2J",)))
     watch(End(step=40, seconds=12.34))
 
 
@@ -102,7 +102,7 @@ def test_what_happens_besides_steps_gets_a_line_of_its_own() -> None:
 def test_the_summary_says_what_was_trained_and_what_each_rank_held() -> None:
     output = seen(terminal=False)
     assert "the folder [here]" in output and "a decoder of [2] layers" in output
-    assert "def [f]():" in output
+    assert "def [f]():\n" in output and "return \ufffd[2J" in output
     assert "Trained 250 parameters on 2,560 tokens in 12.3 s, sharded over 2 cpu ranks." in output
     rows = [line.replace("|", " ").split() for line in output.translate({0x2502: "|"}).splitlines()]
     assert ["step", "1", "5.5452", "8.0000"] in rows

@@ -39,12 +39,13 @@ def test_a_stopped_run_goes_on_to_the_last_bit(
     config = tiny(tmp_path, "checkpoint.every=2", *settings)
     parts = config.train.accumulate
     undisturbed = in_folder(config, tmp_path / "undisturbed")
-    world(2).run(run, undisturbed)
-    for outcome in world(2).outcomes(run, config, Incident("SIGTERM", call=3 * parts)):
+    dropout = Incident("dropout", call=1, until=100, rank=None)
+    world(2).run(run, undisturbed, dropout)
+    for outcome in world(2).outcomes(run, config, dropout, Incident("SIGTERM", call=3 * parts)):
         assert isinstance(outcome, StoppedBySignalError)
         assert "after step 3 of 6" in str(outcome) and "step_00000003" in str(outcome)
     assert records(config, "stopped")[0]["step"] == 3
-    for result in world(2).run(run, config):
+    for result in world(2).run(run, config, dropout):
         assert list(result.losses) == [4, 5, 6]
     assert records(config, "start")[1]["resumed_from"] == 3
     assert last_losses(config) == last_losses(undisturbed)

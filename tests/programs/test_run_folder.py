@@ -63,6 +63,9 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path).check(CONFIG)
     with pytest.raises(ConfigurationError, match="is a file"):
         RunFolder(tmp_path / "thesis.tex").check(CONFIG)
+    with pytest.raises(ConfigurationError, match="can be written to"):
+        with RunFolder(tmp_path / "thesis.tex" / "run").locked():
+            pass
 
 
 def test_what_a_kill_left_of_the_first_write_is_no_obstacle(tmp_path: Path) -> None:

@@ -52,9 +52,10 @@ def on_a_rank() -> tuple[list[str], list[str], list[str]]:
 
 def test_ranks_write_what_one_process_writes(world: Any) -> None:
     model = filled()
-    model.train()
-    first = written(model, count=3, tokens=24)
-    assert model.training
+    modes = []
+    model.register_forward_pre_hook(lambda model, args: modes.append(model.training))
+    first = written(model.train(), count=3, tokens=24)
+    assert modes == [False] * 24 and model.training
     assert first == written(model, count=3, tokens=24)
     assert len({*first}) == 3
     assert all(text.startswith("def ") for text in first)

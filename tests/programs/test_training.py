@@ -101,6 +101,7 @@ def test_the_wanted_steps_are_traced_on_the_wanted_ranks(
         config = tiny(
             tmp_path / door,
             *(f"sharding.door={door}", "trace.start=3", "trace.steps=2", "trace.ranks=1"),
+            "train.accumulate=2",
         )
         result, _ = world(2).run(run, config)
         assert result.losses == pytest.approx(one_rank.losses, rel=1e-4)
@@ -108,6 +109,8 @@ def test_the_wanted_steps_are_traced_on_the_wanted_ranks(
         spans = json.loads(file.read_text())["traceEvents"]
         assert file.name == "rank_00000.json"
         assert [each["name"] for each in spans if each.get("cat") == "step"] == ["step 3", "step 4"]
+        reduced = [each["args"]["step"] for each in spans if each.get("cat") == "reduce"]
+        assert sorted(reduced) == [3] * 3 + [4] * 3, "once a step and group, not for every part"
 
 
 def test_other_dtypes_stay_close_to_float32(

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from fullshard.errors import ConfigurationError
 from fullshard.train.config import DataSection, ModelSection, RunConfig
+from fullshard.train.config_file import read_config
 from fullshard.train.models import ModelSource, open_model
 from fullshard.train.tokenizing import Bytes
 from fullshard.train.transformers_model import parameters_on_meta, starting_weights
 from fullshard.train.weights import fill
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.model_sources import sharded, unsharded, wrapped, wrapped_with_original_params
+from tests.helpers.runs import records, run, write_text
 
 TOKENS = torch.arange(48).view(2, 24) * 7 % 64
 
@@ -55,7 +57,7 @@ GPT2 = {
 
 def folder_of(tmp_path: Path, configuration: dict[str, Any]) -> Path:
     folder = tmp_path / str(configuration["model_type"])
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(configuration))
     return folder
 
@@ -127,6 +129,49 @@ def test_any_door_starts_trains_and_exports_what_one_process_does(
         assert files == FILES
 
 
+def run_and_load(settings: list[str]) -> tuple[list[float], list[str]]:
+    """A run of some steps, and what transformers makes of what it leaves."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    config = read_config(None, settings)
+    run(config)
+    folder = config.run.folder / "model"
+    model, tokenizer = (
+        loader.from_pretrained(folder) for loader in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    assert tokenizer.decode(tokenizer.encode("def ")) == "def "
+    tokens = torch.tensor([tokenizer.encode("for x in range(x):\n    ")])
+    with torch.no_grad():
+        loss = model(tokens, labels=tokens).loss.item()
+    losses = [record["loss"] for record in records(config, "evaluation")]
+    (texts,) = (record["texts"] for record in records(config, "samples"))
+    assert texts[0].startswith("def ")
+    return [*losses, loss], sorted(path.name for path in folder.iterdir())
+
+
+def test_a_tiny_llama_is_trained_through_both_doors_and_transformers_loads_it(
+    world: Any, tmp_path: Path
+) -> None:
+    llama = folder_of(tmp_path, {**LLAMA, "vocab_size": 256})
+    Bytes().save_pretrained(llama)
+    settings = [
+        *(f"model.huggingface={llama}", f"data.path={write_text(tmp_path)}", "data.context=16"),
+        *("train.steps=12", "train.batch=8", "optimizer.lr=0.01", "checkpoint.export=true"),
+        *("run.device=cpu", "samples.tokens=8", "log.report=false", "trace.steps=0"),
+    ]
+    found = []
+    for door in ("fully_shard", "wrapper"):
+        own = [f"sharding.door={door}", f"run.folder={tmp_path / door}"]
+        first, second = world(2).run(run_and_load, [*settings, *own])
+        assert first == second
+        (begin, end, exported), files = first
+        assert end < begin - 1 and exported < begin - 1
+        assert files == FILES
+        found.append([begin, end, exported])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
 def as_it_is_built(folder: Path) -> None:
     """Parameters on meta and in float32, buffers real; drawn once, the model's own way."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -175,6 +220,9 @@ def as_it_is_built(folder: Path) -> None:
 def what_transformers_does_not_understand(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"causal language model .* has a ViTConfig"):
         source_of(folder_of(tmp_path, {"model_type": "vit"}))
+    odd = {**LLAMA, "num_attention_heads": 7, "head_dim": "seven"}
+    with pytest.raises(ConfigurationError, match=r"(?s)model\.huggingface.*llama"):
+        source_of(folder_of(tmp_path / "odd", odd)).build()
     with pytest.raises(ConfigurationError, match=r"(?s)config\.json of a model.*nobody"):
         source_of(folder_of(tmp_path, {"model_type": "nobody's"}))
 

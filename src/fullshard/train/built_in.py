@@ -43,9 +43,9 @@ class BuiltInDecoder:
 
     def __init__(self, config: RunConfig) -> None:
         """Take the sizes from the configuration, and the vocabulary from there or the tokenizer."""
-        self._tokenizer = open_tokenizer(config)
+        self.tokenizer = open_tokenizer(config)
         self._context = config.data.context
-        vocabulary = config.model.vocabulary or self._tokenizer.vocabulary
+        vocabulary = config.model.vocabulary or self.tokenizer.vocabulary
         if vocabulary is None:
             raise ConfigurationError(VOCABULARY_UNKNOWN)
         self.shape = decoder_shape(config.model, vocabulary)
@@ -74,7 +74,7 @@ class BuiltInDecoder:
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write it as a Llama."""
-        companions = [LlamaConfiguration(self.shape, self._context), self._tokenizer]
+        companions = [LlamaConfiguration(self.shape, self._context), self.tokenizer]
         save_huggingface(folder, model, config_from=companions, rename=llama_name)
 
 

@@ -33,7 +33,7 @@ from fullshard.train.stopping import BadStepError, StoppedBySignalError
 def train(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN.toml]", show_default=False, help="What the run is to be."),
+        typer.Argument(metavar="RUN.toml", show_default=False, help="What the run is to be."),
     ] = None,
     settings: Annotated[
         list[str] | None,

@@ -55,7 +55,7 @@ def read_config(
 def _message(problems: Sequence[str]) -> str:
     noun = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = [f"The configuration has {noun}; nothing was started."]
-    lines += [f"  - {problem}" for problem in problems]
+    lines += ["  - " + problem.replace("\n", "\n    ") for problem in problems]
     return "\n".join([*lines, "All fields and their values: fullshard train --fields"])
 
 

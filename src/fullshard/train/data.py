@@ -18,7 +18,7 @@ from fullshard.train.config import DataSection, RunConfig
 from fullshard.train.data_files import DataFiles, data_files
 from fullshard.train.models import ModelSource
 from fullshard.train.splitting import training_lengths
-from fullshard.train.tokenizing import Bytes, Tokenizer, open_tokenizer
+from fullshard.train.tokenizing import Bytes, Tokenizer
 from fullshard.train.windows import Tokens, Windows, check_tokens
 
 PIECE_LENGTH = 65_536
@@ -47,9 +47,9 @@ def open_data(config: RunConfig, model: ModelSource) -> Data:
             text has tokens that the model does not know. (Arrays are too large to look: `Windows.rows` does.)
     """
     section = config.data
-    files, tokenizer = data_files(section), open_tokenizer(config)
+    files = data_files(section)
     if files.kind == "text":
-        sequences = [_read_text(files, tokenizer, section)]
+        sequences = [_read_text(files, model.tokenizer, section)]
         check_tokens(sequences[0], model.vocabulary)
     else:
         headers = [read_header(path, section.dtype) for path in files.paths]
@@ -68,7 +68,7 @@ def open_data(config: RunConfig, model: ModelSource) -> Data:
             context=section.context,
             vocabulary=model.vocabulary,
         ),
-        tokenizer=tokenizer,
+        tokenizer=model.tokenizer,
     )
 
 

@@ -31,6 +31,7 @@ from fullshard.train.place import (
     place_by_torchrun,
     places_on_this_machine,
 )
+from fullshard.train.preflight import data_problems, model_problems
 from fullshard.train.processes import StoppedError, run_in_processes
 from fullshard.train.run_folder import RunFolder
 from fullshard.train.stopping import BadStepError, StoppedBySignalError
@@ -146,6 +147,8 @@ def problems_here(config: RunConfig, *, fresh: bool = False) -> Iterator[Problem
     # If torch has to be asked for GPUs first: the smallest world there can be, which divides the others.
     default = DEFAULT_CPU_RANKS if config.run.device == "cpu" else config.sharding.replicas
     yield from config.world_problems(launched.world if launched else config.run.ranks or default)
+    yield from model_problems(config)
+    yield from data_problems(config)
     if not fresh:
         yield from _folder_problems(config)
     if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:

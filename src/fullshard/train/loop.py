@@ -48,7 +48,7 @@ from fullshard.train.memory import memory_bytes
 from fullshard.train.models import ModelSource
 from fullshard.train.optimizing import build_optimizer, learning_rate, set_learning_rate
 from fullshard.train.result import TrainResult
-from fullshard.train.resuming import Checkpoints
+from fullshard.train.resuming import Checkpoints, RunState
 from fullshard.train.run_folder import RunFolder
 from fullshard.train.sampler import Sampler
 from fullshard.train.samples import write_samples
@@ -110,7 +110,7 @@ class Training:
         self.checkpoints = Checkpoints(
             job.folder, job.config.checkpoint, self.model.module, self.optimizer, watch
         )
-        self.state = self.checkpoints.resume()
+        self.state = self.checkpoints.resume() or self._begin()
         self.result = TrainResult(tokens=self.state.tokens)
         self.peak_bytes = 0
 
@@ -313,6 +313,10 @@ class Training:
         )
 
     # --- at the start ---------------------------------------------------------------------------------
+
+    def _begin(self) -> RunState:
+        self.job.source.fill(self.model.module, seed=self.config.run.seed)
+        return RunState()
 
     def _start(self) -> Start:
         config, data = self.config, self.job.data

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from fullshard.train.config import RunConfig
+from fullshard.train.tokenizing import Tokenizer
 
 
 class ModelSource(Protocol):
@@ -21,6 +22,9 @@ class ModelSource(Protocol):
 
     description: str
     """In words."""
+
+    tokenizer: Tokenizer
+    """What its tokens mean."""
 
     def build(self) -> nn.Module:
         """Return the model; its parameters are on the meta device, its buffers have their values."""

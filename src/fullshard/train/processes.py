@@ -126,9 +126,9 @@ def run_in_processes(
             return _Watch(processes, pipes, signals, on_stop).until_all_ended()
         finally:
             # By force: those that still run wait for one that has failed, or were told long ago.
-            for process in processes:
-                process.kill()
-                process.join()
+            for started in processes:
+                started.kill()
+                started.join()
 
 
 class _Watch(Generic[Result]):
@@ -173,7 +173,7 @@ class _Watch(Generic[Result]):
         return seconds
 
     def _hear(self, pipes: Iterator[Connection]) -> None:
-        failures = []
+        failures: list[Failure] = []
         for pipe in pipes:
             rank = self._running[pipe]
             try:

@@ -75,7 +75,7 @@ class RunProgress:
             case Samples():
                 self._line.close()
                 for text in event.texts:
-                    self._say(f"\nThe model writes:\n{text}")
+                    self._say(f"\nThe model writes:\n{harmless(text)}")
             case Stopped():
                 self._line.close()
                 self._say(f"step {event.step}: stopped by {event.why}")
@@ -181,3 +181,8 @@ def ranks_on(start: Start) -> str:
 def megabytes(num_bytes: int) -> str:
     """Return a size in words."""
     return f"{num_bytes / 1e6:,.1f} MB"
+
+
+def harmless(text: str) -> str:
+    """Return a text without what a terminal would obey: a model may write anything."""
+    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)

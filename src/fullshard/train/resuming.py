@@ -58,12 +58,12 @@ class Checkpoints:
         self.newest: Path | None = None
         """The last one that is known to be complete."""
 
-    def resume(self) -> RunState:
-        """Load the newest one; without any, return the state of a run that begins."""
+    def resume(self) -> RunState | None:
+        """Load the newest one, and return where it was made; None if there is none."""
         # The first rank's answer for all: a shared file system may show others less.
         self.newest = Team().first(lambda: checkpoint.latest(self._folder.checkpoints))
         if self.newest is None:
-            return RunState()
+            return None
         loaded = checkpoint.load(self.newest, self._model, self._optimizer)
         state = RunState(**loaded.extra)
         self._last_step = state.step

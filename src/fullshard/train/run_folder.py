@@ -97,10 +97,16 @@ class RunFolder:
         """Make the folder, and within the block be the only process that has it.
 
         Raises:
-            ConfigurationError: another process has it.
+            ConfigurationError: another process has it, or it cannot be made or written to.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / LOCK).open("a+") as file:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / LOCK).open("a+")
+        except OSError as error:
+            raise ConfigurationError(
+                f"run.folder must be a folder that can be written to: {error}. Choose another."
+            ) from error
+        with file:
             self._take(file.fileno())
             file.truncate(0)
             file.write(f"{os.getpid()}\n")

@@ -7,9 +7,9 @@
                       stay out of it
     4. shard          each rank gets memory for its pieces. The wrapper materialises a group, cuts it and goes on to
                       the next; `fully_shard` cuts first, and memory comes after it, for the pieces only
-    5. fill           starting weights, the same on any number of ranks: last, since it writes into the pieces
 
-Everything else sees a `ShardedModel`, and does not ask for the door.
+What the memory holds then is for others to say: starting weights, or a checkpoint. They see a `ShardedModel`, and
+do not ask for the door.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class WrappedModel(ShardedModel):
 
 
 def build_model(config: RunConfig, source: ModelSource, device: torch.device) -> ShardedModel:
-    """Return the model with this rank's part of its starting weights. All ranks call it."""
+    """Return the model with memory for this rank's part of it, not filled yet. All ranks call it."""
     mesh = make_mesh(config.sharding.replicas, device)
     model = source.build()
     whole = WholeModel(
@@ -156,7 +156,6 @@ def build_model(config: RunConfig, source: ModelSource, device: torch.device) ->
         sharded = WrappedModel(wrap(model, blocks, mesh, device, config), whole)
     else:
         sharded = FunctionalModel(shard(model, blocks, mesh, device, config), whole)
-    source.fill(sharded.module, seed=config.run.seed)
     return sharded
 
 

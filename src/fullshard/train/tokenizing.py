@@ -72,9 +72,9 @@ def tokenizer_place(config: RunConfig) -> Path | None:
     if config.data.tokenizer is not None:
         return config.data.tokenizer
     folder = config.model.huggingface
-    if folder is not None and folder.is_dir() and any(map(_is_tokenizer_file, folder.iterdir())):
-        return folder
-    return None
+    if folder is None or not folder.is_dir():
+        return None
+    return folder if any(_is_one_of(file, TOKENIZER_FILES) for file in folder.iterdir()) else None
 
 
 class Bytes:
@@ -146,8 +146,8 @@ class HuggingFaceTokenizer:
             ) from error
         except Exception as error:  # whatever these libraries raise on files they do not understand
             raise ConfigurationError(
-                f"data.tokenizer must be a tokenizer's folder or {TOKENIZER_FILE}; {place} cannot be read as one: "
-                f"{error}"
+                f"A tokenizer must be a folder of Hugging Face, or a {TOKENIZER_FILE}; {place} cannot be read as one: "
+                f"{error}\nSet data.tokenizer to another."
             ) from error
         self._made = made
         self.vocabulary: int | None = max(made.get_vocab().values(), default=-1) + 1
@@ -166,9 +166,14 @@ class HuggingFaceTokenizer:
         if self._place.is_file():
             _write_tokenizer(folder, self._place.read_text())
             return
-        for file in self._place.iterdir():
-            if _is_tokenizer_file(file):
-                shutil.copyfile(file, folder / file.name)
+        copy_files(self._place, TOKENIZER_FILES, folder)
+
+
+def copy_files(source: Path, patterns: Sequence[str], target: Path) -> None:
+    """Copy the files of a folder whose names match."""
+    for file in source.iterdir():
+        if _is_one_of(file, patterns):
+            shutil.copyfile(file, target / file.name)
 
 
 def _made_from(place: Path) -> Any:
@@ -183,8 +188,8 @@ def _made_from(place: Path) -> Any:
     return AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
 
 
-def _is_tokenizer_file(file: Path) -> bool:
-    return file.is_file() and any(fnmatch(file.name, pattern) for pattern in TOKENIZER_FILES)
+def _is_one_of(file: Path, patterns: Sequence[str]) -> bool:
+    return file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns)
 
 
 def _write_tokenizer(folder: Path, content: str) -> None:

@@ -11,10 +11,8 @@ its parts (GPT-2's layers scale their projections), and outside of layers each m
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from fullshard.checkpoint import load_huggingface, save_huggingface
 from fullshard.errors import ConfigurationError
 from fullshard.train.config import RunConfig
-from fullshard.train.tokenizing import open_tokenizer
+from fullshard.train.tokenizing import copy_files, open_tokenizer
 from fullshard.train.weights import DrawnWeights, fill, materialise, seed_of
 
 CONFIGURATION_FILES = ("config.json", "generation_config.json", "*.py")
@@ -45,7 +43,7 @@ class TransformersModel:
         assert folder is not None, "other models are not transformers'"
         self._folder = folder
         self._pretrained = config.model.pretrained
-        self._tokenizer = open_tokenizer(config)
+        self.tokenizer = open_tokenizer(config)
         self._configuration = _configuration(folder)
         self.vocabulary: int = self._configuration.get_text_config().vocab_size
         self.description = f"{self._configuration.model_type} of transformers in {folder}"
@@ -90,7 +88,7 @@ class TransformersModel:
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write it as transformers would."""
-        companions = [_ConfigurationFiles(self._folder), self._tokenizer]
+        companions = [_ConfigurationFiles(self._folder), self.tokenizer]
         save_huggingface(folder, model, config_from=companions)
 
 
@@ -107,7 +105,9 @@ def _configuration(folder: Path) -> Any:
         configuration = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (
+        Exception
+    ) as error:  # whatever transformers raises on a configuration it does not understand
         raise ConfigurationError(
             f"model.huggingface must be a folder with the config.json of a model; {folder}: {error}"
         ) from error
@@ -218,6 +218,4 @@ class _ConfigurationFiles:
 
     def save_pretrained(self, folder: Path) -> None:
         """Copy it."""
-        for file in self._folder.iterdir():
-            if any(fnmatch(file.name, pattern) for pattern in CONFIGURATION_FILES):
-                shutil.copyfile(file, folder / file.name)
+        copy_files(self._folder, CONFIGURATION_FILES, folder)
