@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = "root"
-HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2>`&amp;"
+HOSTILE = (
+    "</script><script>window.hacked=1</script><b>x</b><img src=x onerror=window.hacked=2>`&amp;"
+)
 LANES = {"step": 1, "compute": 2, "wait": 2, "gather": 3, "reduce": 4, "all-reduce": 5}
 CONFIG = """\
 [run]

@@ -236,7 +236,7 @@ def test_a_phone_that_prefers_dark_and_names_that_mean_harm(browser: Browser, tm
         _, y = middle_of_bar(tab, "waits", "hacked")
         tab.evaluate(f"scrollTo({{top: {y - 300}, behavior: 'instant'}})")
         tab.mouse("mouseMoved", *middle_of_bar(tab, "waits", "hacked"))
-        assert "of </script><script>window.hacked=1</script><img" in hover_text(tab)
+        assert "of </script><script>window.hacked=1</script><b>x</b><img" in hover_text(tab)
         tab.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
         assert tab.evaluate("typeof window.hacked") == "undefined"
         assert tab.evaluate("document.querySelectorAll('img').length") == 0
