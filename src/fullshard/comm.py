@@ -97,7 +97,7 @@ class DefaultAllGather(AllGather):
         """Gather through the process group."""
         options = _gather_options(async_op=async_op)
         work = torch_border.all_gather_single(group, output_tensor, input_tensor, options)
-        return work if async_op else _ordered(work, group)
+        return work if async_op else _ordered(work, group, output_tensor.device)
 
 
 class DefaultReduceScatter(ReduceScatter):
@@ -114,7 +114,7 @@ class DefaultReduceScatter(ReduceScatter):
         """Reduce and scatter through the process group."""
         options = torch_border.reduce_scatter_options(op, async_op=async_op)
         work = torch_border.reduce_scatter_single(group, output_tensor, input_tensor, options)
-        return work if async_op else _ordered(work, group)
+        return work if async_op else _ordered(work, group, output_tensor.device)
 
 
 class _InMemoryOf(Comm):
@@ -313,7 +313,7 @@ def all_gather(
         work = torch_border.all_gather_single(group, outputs[0], inputs[0], options)
     else:
         work = cast(Work, _JoinedGather(outputs, inputs, group, options))
-    return work if async_op else _ordered(work, group)
+    return work if async_op else _ordered(work, group, outputs[0].device)
 
 
 class _JoinedGather:
@@ -356,7 +356,7 @@ def reduce_scatter(
         return None
     options = _reduce_options(op, async_op=async_op)
     work = torch_border.reduce_scatter_coalesced(group, outputs, inputs, options)
-    return work if async_op else _ordered(work, group)
+    return work if async_op else _ordered(work, group, outputs[0].device)
 
 
 def check_exchanges(wire_dtype: torch.dtype, axes: DataParallelAxes, device: torch.device) -> None:
@@ -395,12 +395,14 @@ def all_to_all(
     A call each, since no backend coalesces them: small ones should be in one message.
     """
     options = _exchange_options(async_op=async_op)
-    works = [
-        torch_border.all_to_all_single(group, output, tensor, options)
-        for output, tensor in zip(outputs, inputs, strict=True)
-        if tensor.numel()
+    return [
+        work if async_op else _ordered(work, group, output.device)
+        for output, work in (
+            (output, torch_border.all_to_all_single(group, output, tensor, options))
+            for output, tensor in zip(outputs, inputs, strict=True)
+            if tensor.numel()
+        )
     ]
-    return [work if async_op else _ordered(work, group) for work in works]
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType) -> None:
@@ -461,22 +463,15 @@ def _checked(comm: Comm, work: object) -> Work | None:
     return work  # type: ignore[return-value]
 
 
-def _ordered(work: Work, group: ProcessGroup) -> Work | None:
+ON_CURRENT_STREAM = ("nccl", "fake")
+"""Backends that have issued a collective to the current stream, if it is not asynchronous."""
+
+
+def _ordered(work: Work, group: ProcessGroup, device: torch.device) -> Work | None:
     """Order the current stream after ``work``; there is nothing left to wait for."""
-    if not _runs_on_current_stream(group):
+    if backend_of(group, device) not in ON_CURRENT_STREAM:
         work.wait()
     return None
-
-
-_ON_CURRENT_STREAM: weakref.WeakKeyDictionary[ProcessGroup, bool] = weakref.WeakKeyDictionary()
-
-
-def _runs_on_current_stream(group: ProcessGroup) -> bool:
-    """Whether a collective that is not asynchronous has been issued to the current stream, as NCCL's is."""
-    known = _ON_CURRENT_STREAM.get(group)
-    if known is None:
-        known = _ON_CURRENT_STREAM[group] = dist.get_backend(group) in ("nccl", "fake")
-    return known
 
 
 # Options are the same for every call, so each is made once.

@@ -260,7 +260,10 @@ class Reduction:
         """See `InFlight`."""
         if land and not self._has_landed:
             self._land()
-        self._wait_for(self._events.done)
+        if self._mesh_info.replicate_process_group is None:
+            self._events.done.wait()  # right behind the read of the input, which has been waited for
+        else:
+            self._wait_for(self._events.done)
         for kept in (self._reduced, self._landed, self._kept):
             kept.clear()
 

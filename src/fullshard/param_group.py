@@ -492,11 +492,12 @@ class FSDPParamGroup:
                 for member in self._self_gathered:
                     member.finish()
                 self._gathered.record()
+            if recorder is not None:
+                recorder.note_gathered(self)  # staging is given back, other memory was taken
         if recorder is None:
             self._gathered.wait()
         else:
             recorder.wait(self._gathered, self, "gather")
-            recorder.note_gathered(self)
         self._memory = _Memory.PRESENT
         self.drop_part()  # has been read
 

@@ -88,6 +88,14 @@ class HostClock:
         """Nothing is outstanding."""
 
 
+ALLOCATOR_EVERY_NS = 4_000_000
+"""The device's allocator is asked no more often than this: it takes some 50 microseconds to answer, 1 % of the host's
+time then."""
+
+PREPARED_MARKS = 4096
+"""Events are made before the first step, so many: making one takes as long as recording it."""
+
+
 class StreamClock(HostClock):
     """Marks are events in streams; each is taken once, and lives as long as what it marks."""
 
@@ -96,6 +104,9 @@ class StreamClock(HostClock):
     def __init__(self, device: torch.device) -> None:
         """Wait for the device: then an event is reached when it is recorded, give or take some microseconds."""
         self._device = device
+        self._unused: list[torch.Event] = []
+        # An event is only made when it is first recorded.
+        self._unused = [self.mark() for _ in range(PREPARED_MARKS)]
         torch.accelerator.synchronize(device)
         before = host_ns()
         self._zero = self.mark()
@@ -104,7 +115,8 @@ class StreamClock(HostClock):
 
     def mark(self) -> Mark:
         """The current end of the current stream."""
-        event = torch.Event(self._device, enable_timing=True)
+        unused = self._unused
+        event = unused.pop() if unused else torch.Event(self._device, enable_timing=True)
         event.record()
         return event
 
@@ -267,6 +279,7 @@ class Recorder:
         self._without_future: set[tuple[type, Wire]] = set()
         """Works that have no future, by class and collective: of some, the question takes 0.4 ms."""
         self._step_began = self.clock.mark()
+        self._allocator_asked_ns = 0
 
     def _has_room(self) -> bool:
         """Whether one more may be recorded; it then is."""
@@ -294,6 +307,7 @@ class Recorder:
     def forward_ends(self, state: Named) -> None:
         """It has returned, or raised."""
         self._end(state, ("forward", "recompute"))
+        self.sample_allocator()
 
     def backward_begins(self, state: Named, call: int) -> None:
         """Backward has reached ``state`` and its parameters are there; it may have been reached before.
@@ -334,7 +348,6 @@ class Recorder:
                     ComputeSpan(each.state, each.kind, within, self.step, each.begin, now)
                 )
         del self._open[place:]
-        self.sample_allocator()
 
     # --- communication ------------------------------------------------------------------------------
 

@@ -129,16 +129,17 @@ def test_bf16_on_the_wire_between_thread_ranks_sums_as_fp32_does(
             assert_equal(result, expected)
 
 
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_nccl_with_one_rank_equals_no_sharding(
-    monkeypatch: pytest.MonkeyPatch, in_place: bool
+    monkeypatch: pytest.MonkeyPatch, in_place: bool, backend: str
 ) -> None:
     monkeypatch.setattr(fullshard.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
     model = make_model()
     x = torch.randn(12, 37, device="cuda")
     expected = losses_and_gradients(copy.deepcopy(model), x)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
-    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    dist.init_process_group(backend, rank=0, world_size=1, device_id=torch.device("cuda", 0))
     try:
         for block in model[1:]:
             fully_shard(block)
