@@ -278,8 +278,8 @@ class Recorder:
         self._total_gathered = self._total_reducing = 0
         self._without_future: set[tuple[type, Wire]] = set()
         """Works that have no future, by class and collective: of some, the question takes 0.4 ms."""
-        self._step_began = self.clock.mark()
         self._allocator_asked_ns = 0
+        self.begin_step()
 
     def _has_room(self) -> bool:
         """Whether one more may be recorded; it then is."""
@@ -288,6 +288,10 @@ class Recorder:
             return True
         self.dropped += 1
         return False
+
+    def begin_step(self) -> None:
+        """The step that is to come begins here, not where the last one ended."""
+        self._step_began = self.clock.mark()
 
     def end_step(self) -> None:
         """The user's step is over; the next begins."""

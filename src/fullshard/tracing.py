@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -84,14 +85,17 @@ class Recording:
                 "A model can have one recording at a time, and this one is being recorded. Leave the other block first."
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        recorder = Recorder(self._device, first_step=self._first_step, limit=self._limit)
+        self._recorder = Recorder(self._device, first_step=self._first_step, limit=self._limit)
+        self._attach(self._recorder)
+        return self
+
+    def _attach(self, recorder: Recorder) -> None:
+        """Let the engine tell it from now on, and tell it what is in memory."""
         for state, _, _ in states_in(self._model):
             for group in state.groups:
                 group.note_memory(recorder)
         for context in self._contexts:
             context.recorder = recorder
-        self._recorder = recorder
-        return self
 
     def step(self) -> None:
         """A step is over, after its optimizer's, and the next begins."""
@@ -100,6 +104,22 @@ class Recording:
                 "A step can be recorded within the block only: with trace(...) as recording."
             )
         self._recorder.end_step()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Between two steps: what happens within the block, an evaluation say, is not recorded and in no step."""
+        recorder = self._recorder
+        if recorder is None:
+            raise LifecycleError(
+                "A recording can be paused within its block only: with trace(...) as recording."
+            )
+        for context in self._contexts:
+            context.recorder = None
+        try:
+            yield
+        finally:
+            self._attach(recorder)
+            recorder.begin_step()
 
     def __exit__(
         self,

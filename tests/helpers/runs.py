@@ -27,8 +27,8 @@ from fullshard.train.result import TrainResult
 from fullshard.train.stopping import noticing_stop_requests
 
 TINY = (
-    # The width makes uneven shapes: SwiGLU is 53 wide, which no number of ranks can share evenly.
-    *("model.layers=2", "model.width=20", "model.heads=2", "data.context=16", "data.held_out=0.2"),
+    # The width makes uneven shapes: four ranks cannot share 18 rows evenly.
+    *("model.layers=2", "model.width=18", "model.heads=1", "data.context=16", "data.held_out=0.2"),
     *("train.steps=6", "train.batch=8", "optimizer.lr=0.01", "evaluation.windows=5"),
     *("run.device=cpu", "samples.count=0", "log.report=false", "trace.steps=0"),
 )

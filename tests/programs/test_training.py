@@ -103,7 +103,7 @@ def test_the_wanted_steps_are_traced_on_the_wanted_ranks(
         config = tiny(
             tmp_path / door,
             *(f"sharding.door={door}", "trace.start=3", "trace.steps=2", "trace.ranks=1"),
-            "train.accumulate=2",
+            *("train.accumulate=2", "evaluation.every=1", "checkpoint.every=1"),
         )
         result, _ = world(2).run(run, config)
         assert result.losses == pytest.approx(one_rank.losses, rel=1e-4)
@@ -113,6 +113,8 @@ def test_the_wanted_steps_are_traced_on_the_wanted_ranks(
         assert [each["name"] for each in spans if each.get("cat") == "step"] == ["step 3", "step 4"]
         reduced = [each["args"]["step"] for each in spans if each.get("cat") == "reduce"]
         assert sorted(reduced) == [3] * 3 + [4] * 3, "once a step and group, not for every part"
+        forwards = [each["args"]["step"] for each in spans if each["name"] == "forward blocks.0"]
+        assert sorted(forwards) == [3] * 2 + [4] * 2, "those of the evaluation are not among them"
 
 
 def test_a_run_ends_with_the_path_of_its_report(world: MakeWorld, tmp_path: Path) -> None:

@@ -415,6 +415,27 @@ def test_several_models_have_names_of_their_own(tmp_path: Path) -> None:
     assert Trace(recording.path).count("gather") == {"0: root": 1, "1: root": 1}
 
 
+def test_what_happens_in_a_pause_is_in_no_step(tmp_path: Path) -> None:
+    with fake_world(2):
+        model: Any = shard(make_decoder(), FULLSHARD, Run())
+        with fullshard.trace(model, tmp_path) as recording:
+            for step in range(3):
+                model(mine(batch_of(step))).backward()
+                recording.step()
+                with recording.paused(), torch.no_grad():
+                    model(mine(batch_of(step)))
+                    time.sleep(PAUSE_S)
+        with pytest.raises(LifecycleError, match="within its block"), recording.paused():
+            pass
+    trace = Trace(recording.path)
+    assert set(trace.count("compute").values()) == {6}, "a forward and a backward of each step"
+    assert trace.memory("gathered")[-1] == 0
+    first, second, third = trace.of("step")
+    assert second["ts"] - end_of(first) > PAUSE_S * 1e6 < third["ts"] - end_of(second)
+    for event in trace.of("compute"):
+        assert any(s["ts"] <= event["ts"] and end_of(event) <= end_of(s) for s in trace.of("step"))
+
+
 def test_no_more_than_allowed_is_kept(tmp_path: Path) -> None:
     with fake_world(2):
         model: Any = shard(make_decoder(), FULLSHARD, Run())

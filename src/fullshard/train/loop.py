@@ -134,7 +134,8 @@ class Training:
                 traced.end(self.state.step)
                 if is_asked_to_stop and self.state.step < config.train.steps:
                     self._stop()
-                self._between_steps()
+                with traced.between_steps():
+                    self._between_steps()
         # First of all, so that a run that is ended from here on has nothing to compute again.
         self.checkpoints.save(self.state)
         self._evaluate()

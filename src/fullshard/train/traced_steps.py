@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 from torch import nn
@@ -38,3 +38,7 @@ class TracedSteps(ExitStack):
             if step == self._section.start + self._section.steps - 1:
                 self._recording = None
                 self.close()
+
+    def between_steps(self) -> AbstractContextManager[None]:
+        """A block for what is no part of a step: checkpoints, evaluation."""
+        return nullcontext() if self._recording is None else self._recording.paused()
