@@ -24,7 +24,7 @@ LAYERS = [
     ["torch_border", "wrapper_options"],
     ["mesh", "layout", "tree", "schedule", "wrap"],
     ["recording", "streams", "buffers", "reduce_buffer", "placement", "faces", "param", "forms"],
-    ["comm", "gathering", "kept_part", "self_gathered", "gradients"],
+    ["comm", "gathering", "kept_part", "self_gathered", "gradients", "group_gradients"],
     ["param_group", "whole_params", "runtime", "ownership"],
     [
         "fsdp_module",

@@ -21,20 +21,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import comm, gradients, torch_border
+from . import comm, torch_border
 from .buffers import Pieces, ShardBuffer, UploadBuffer, own_part
 from .errors import ConfigurationError
 from .faces import ShardedFace
 from .forms import Form
 from .gathering import Gathering, Messages, Resident
+from .gradients import ReductionSettings
+from .group_gradients import GroupGradients
 from .kept_part import KeptPart
-from .layout import has_large_pieces
 from .mesh import DataParallelAxes, DataParallelMeshInfo, block_group
 from .param import FaceSwitch, FSDPParam
 from .placement import local_tensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .recording import Recorder
-from .reduce_buffer import ReduceBuffer
 from .self_gathered import SelfGathered, agree_on_sizes, gathers_itself
 from .streams import FSDPCommContext
 
@@ -61,26 +61,13 @@ class _Labels(NamedTuple):
     copy_out: str
 
 
-class Traffic(NamedTuple):
-    """Bytes of one gather and of one reduction of all trainable parameters, on this rank."""
+class GatherTraffic(NamedTuple):
+    """Bytes of one gather, on this rank."""
 
-    gathered: int
-    """Memory of the whole parameters in the compute dtypes, with padding; 0 if the shards themselves are used."""
+    memory: int
+    """Of the whole parameters in the compute dtypes, with padding; 0 if the shards themselves are used."""
     received: int
-    """From other ranks, by a gather. Parameters that gather themselves are counted once they have done so."""
-    sent: int
-    """To other ranks, by a reduce-scatter or exchange."""
-    all_reduced: int
-    """To other replicas."""
-
-
-class Dtypes(NamedTuple):
-    """Of a group's parameters and gradients; mostly one of each."""
-
-    rest: frozenset[torch.dtype]
-    compute: frozenset[torch.dtype]
-    reduce: frozenset[torch.dtype]
-    wire: frozenset[torch.dtype]
+    """From other ranks. Parameters that gather themselves are counted once they have done so."""
 
 
 class FSDPParamGroup:
@@ -118,7 +105,6 @@ class FSDPParamGroup:
             self.shard_device, self._pins = torch.device("cpu"), offload_policy.pin_memory
         self.name = name
         self._form = form
-        self._low_precision_gradients = low_precision_gradients
         self.layout = form.layout(params, mesh_info.shard_mesh_size)
         """Of all parameters; gradients are reduced by it."""
         self._plain = [
@@ -127,8 +113,16 @@ class FSDPParamGroup:
         self._plain_layout = form.layout(self._plain, mesh_info.shard_mesh_size)
         """Of those that lie in the shard and gather buffers; the others gather themselves."""
         self.custom_all_gather: comm.AllGather | None = None
-        self.reduction = gradients.ReductionSettings(
+        self.reduction = ReductionSettings(
             process_group=mesh_info.shard_process_group, pinned=self._pins
+        )
+        self.gradients = GroupGradients(
+            self.params,
+            self.layout,
+            mesh_info,
+            device,
+            by_segment=form.by_segment,
+            low_precision=low_precision_gradients,
         )
         self.sharded_state = ShardedState.SHARDED
         self.shown = False
@@ -152,19 +146,6 @@ class FSDPParamGroup:
         self._shard_versions: int | None = None
         self.unwatched: list[FSDPParam] = []
         """Trainable parameters of whose gradients nobody is told yet."""
-        self._reduce_dtypes: list[torch.dtype] = []
-        self.gradient_dtypes: list[torch.dtype] = []
-        """Of each parameter: in which gradients are summed over ranks, and in which they land."""
-        self._wire_dtype: torch.dtype | None = None
-        """In which gradients travel, if it is not the reduce dtype."""
-        self._reduce_buffers: dict[torch.dtype | None, ReduceBuffer] = {}
-        """By wire dtype; None is for accumulating, and for sending if gradients have no other."""
-        self._held: set[int] = set()
-        """Parameters whose gradients wait in a reduce buffer."""
-        self._held_in: ReduceBuffer | None = None
-        """Which buffer that is; None if there are none."""
-        self._partial: dict[int, Tensor] = {}
-        """Reduced shards that wait to be summed over replicas."""
         self._shard_originals()
 
     # --- at rest ----------------------------------------------------------------------------------
@@ -209,17 +190,9 @@ class FSDPParamGroup:
             else param.dtype
             for param in self.params
         }
-        self._compute_dtypes = [compute_dtypes[param] for param in self._plain]
-        reduce_dtypes = [policy.reduce_dtype or compute_dtypes[p] for p in self.params]
-        gradient_dtypes = [param.dtype for param in self.params]
-        if self._low_precision_gradients:
-            sharded = self.mesh_info.shard_process_group is not None
-            gradient_dtypes = [*compute_dtypes.values()] if sharded else reduce_dtypes
-        if (reduce_dtypes, gradient_dtypes) != (self._reduce_dtypes, self.gradient_dtypes):
-            self._reduce_dtypes, self.gradient_dtypes = reduce_dtypes, gradient_dtypes
-            self._reduce_buffers.clear()
-        # What stays on its rank is not rounded.
-        self._wire_dtype = policy.wire_dtype if self.mesh_info.shard_mesh_size > 1 else None
+        self.compute_dtypes = [compute_dtypes[param] for param in self._plain]
+        """Of the parameters that lie in the gather buffer."""
+        self.gradients.derive_dtypes(policy, [*compute_dtypes.values()])
         self._self_gathered = [
             self._self_gathered_of(param) for param in self.params if param.face not in self._homes
         ]
@@ -360,7 +333,7 @@ class FSDPParamGroup:
         context.host_reads_results = context.host_reads_results or self.offloaded
         self._gathered = context.new_event()
         self._released = context.new_event()
-        self._reduce_events = gradients.ReduceEvents.new(context)
+        self.gradients.connect(context, name)
 
     @property
     def context(self) -> FSDPCommContext:
@@ -456,7 +429,7 @@ class FSDPParamGroup:
     def _rests_whole(self) -> bool:
         return (
             self.layout.world == 1
-            and self._compute_dtypes == [param.dtype for param in self._plain]
+            and self.compute_dtypes == [param.dtype for param in self._plain]
             and self.custom_all_gather is None
         )
 
@@ -465,7 +438,7 @@ class FSDPParamGroup:
             self._plain_layout,
             self.mesh_info.shard_mesh_rank,
             self.mesh_info.shard_process_group,
-            self._compute_dtypes,
+            self.compute_dtypes,
             device,
             self.custom_all_gather,
         )
@@ -534,7 +507,7 @@ class FSDPParamGroup:
         for param in self.params:
             if param.face is face:
                 param.set_trainable(trainable)
-        self._reduce_buffers.clear()
+        self.gradients.forget_buffers()
         self._find_unwatched()
 
     def _find_unwatched(self) -> None:
@@ -569,7 +542,7 @@ class FSDPParamGroup:
         self._wait_for_gather()
         whole = self._own_gathering()
         assert isinstance(whole, Gathering), "a part is kept of what several ranks hold"
-        self._part.keep(whole, self._compute_dtypes, self.custom_all_gather, self.context)
+        self._part.keep(whole, self.compute_dtypes, self.custom_all_gather, self.context)
         if self.context.recorder is not None:
             self.context.recorder.note_gathered(self)  # the part and the whole, both
         self._give_memory_back()
@@ -616,8 +589,7 @@ class FSDPParamGroup:
     def note_memory(self, recorder: Recorder) -> None:
         """Tell somebody who begins to record what the group holds now."""
         recorder.note_gathered(self)
-        for buffer in self._reduce_buffers.values():
-            recorder.note_reducing(buffer, buffer.nbytes if buffer.allocated else 0)
+        self.gradients.note_memory(recorder)
 
     def remember_shards(self) -> None:
         """Note the state of the shards that are being gathered, for a group that may stay gathered.
@@ -646,154 +618,52 @@ class FSDPParamGroup:
     def collect_gradients(self, *, to_send: bool) -> None:
         """Move the unsharded parameters' gradients into a reduce buffer, adding to what is held.
 
-        With ``to_send``, `reduce_gradients` comes next, and what comes alone may be rounded for the
-        wire at once. What is added up over several backwards is rounded when the sum is complete.
+        With ``to_send``, `reduce_gradients` comes next.
 
         Before: gradients in `.grad` of unsharded parameters. After: those are None.
         """
-        taken = gradients.take(self.params)
-        if not taken:
-            return
-        alone = to_send and self._held_in is None
-        self._held_in = self._reserve_reduce_buffer(self._wire_dtype if alone else None)
-        gradients.fill(self._held_in, taken, self._held)
-
-    def _reserve_reduce_buffer(self, wire_dtype: torch.dtype | None) -> ReduceBuffer:
-        """A reduce buffer with its memory present, and nobody else reading it."""
-        buffer = self._reduce_buffers.get(wire_dtype) or self._new_reduce_buffer(wire_dtype)
-        if buffer is not self._held_in:
-            self.context.make_room_for_reduction()
-            if buffer.allocated:  # this very group's previous reduction still reads it
-                self.context.finish_inputs()
-            buffer.allocate()
-            if self.context.recorder is not None:
-                self.context.recorder.note_reducing(buffer, buffer.nbytes)
-        return buffer
-
-    def _new_reduce_buffer(self, wire_dtype: torch.dtype | None) -> ReduceBuffer:
-        """Make a reduce buffer for the parameters that are trainable now or have gradients."""
-        if self._held and not self._reduce_buffers:
-            raise ConfigurationError(
-                f"requires_grad of parameters in group {self.name!r} changed while gradients were accumulated "
-                "without synchronisation. Change it after a step that synchronises, or call "
-                "reset_iter_state() to drop what was accumulated."
-            )
-        self.context.make_room_for_reduction()
-        buffer = self._reduce_buffer_on(self.device, wire_dtype)
-        buffer.release()
-        self._reduce_buffers[wire_dtype] = buffer
-        return buffer
-
-    def _reduce_buffer_on(
-        self, device: torch.device, wire_dtype: torch.dtype | None
-    ) -> ReduceBuffer:
-        trainable = [index for index, param in enumerate(self.params) if param.trainable]
-        # gloo carries every message of a call by itself; an exchange is a call each.
-        rank_major = self.device.type == "cpu"
-        if wire_dtype is not None:
-            rank_major = not has_large_pieces(self.layout, [wire_dtype] * len(self.params))
-        return ReduceBuffer(
-            self.layout,
-            self.mesh_info.shard_mesh_rank,
-            trainable,
-            self._reduce_dtypes,
-            self.gradient_dtypes,
-            device,
-            by_segment=self._form.by_segment,
-            rank_major=rank_major,
-            wire_dtype=wire_dtype,
-        )
+        self.gradients.collect(to_send=to_send)
 
     def reduce_gradients(self, *, with_unused: bool = False) -> None:
         """Send the collected gradients on their way to the sharded parameters; nothing without gradients.
 
-        Parameters that have partial sums from earlier, and with ``with_unused`` all trainable ones, take part
-        as zeros if they have no gradient now.
+        With ``with_unused``, all trainable parameters take part, as zeros if they have no gradient.
 
         Before: gradients collected. After: a reduction is in flight; `join` on the context, at the
         latest, waits for it.
         """
-        missing = set(self._partial) if self._partial and self.reduction.all_reduce else set()
-        if with_unused:
-            missing.update(index for index, param in enumerate(self.params) if param.trainable)
-        missing -= self._held
-        if not self._held and not missing:
+        reduction = self.gradients.prepare_reduction(self.reduction, with_unused=with_unused)
+        if reduction is None:
             return
-        context, buffer = self.context, self._reserve_reduce_buffer(self._wire_dtype)
-        if self._held_in is not None and self._held_in is not buffer:
-            buffer.copy_from(self._held_in, self._held)
-            self._held_in.release()
-            if context.recorder is not None:
-                context.recorder.note_reducing(self._held_in, 0)
-        if missing:
-            torch._foreach_zero_([t for index in sorted(missing) for t in buffer.targets[index]])
-        reduction = gradients.Reduction(
-            context,
-            self._reduce_events,
-            self.mesh_info,
-            self.reduction,
-            buffer,
-            self.params,
-            self._held | missing,
-            self._partial,
-        )
-        self._held, self._held_in = set(), None
+        context = self.context
         recorder = context.recorder
         reduction.issue(None if recorder is None else recorder.transfer("reduce", self))
         context.note_reduction(reduction)
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced: after a failed step."""
-        gradients.take(self.params)
-        self._held.clear()
-        self._held_in = None
-        self._partial.clear()
-        for buffer in self._reduce_buffers.values():
-            if buffer.allocated:
-                buffer.release()
-                if self.context.recorder is not None:
-                    self.context.recorder.note_reducing(buffer, 0)
+        self.gradients.drop()
 
     # --- what is said about it ---------------------------------------------------------------------
 
-    def traffic(self) -> Traffic:
-        """What gathering and reducing take, on any device and before anything has been gathered.
+    def gather_traffic(self) -> GatherTraffic:
+        """What gathering takes, on any device and before anything has been gathered.
 
-        Read off buffers without memory that are made as the real ones are.
+        Read off a buffer without memory that is made as the real one is.
         """
-        meta, world = torch.device("meta"), self.mesh_info.shard_mesh_size
-        gathered = received = sent = all_reduced = 0
+        memory = received = 0
         if not self._rests_whole or self.shard_device != self.device:
-            gathering = self._gathering_on(meta)
-            gathered, received = gathering.buffer.nbytes, gathering.received_bytes
+            gathering = self._gathering_on(torch.device("meta"))
+            memory, received = gathering.buffer.nbytes, gathering.received_bytes
         for sizes in self._message_sizes or ():
-            received += sum(sizes) * (world - 1)
-        buffer = self._reduce_buffer_on(meta, self._wire_dtype)
-        custom, replicas = self.reduction.custom, self.mesh_info.replicate_mesh_size
-        for run in buffer.runs(frozenset(buffer.targets)):
-            reduced = run.numel * run.reduce_dtype.itemsize
-            message = reduced * world if custom else sum(tensor.nbytes for tensor in run.inputs)
-            sent += message - message // world
-            all_reduced += gradients.all_reduce_bytes(reduced, replicas)
-        return Traffic(gathered, received, sent, all_reduced)
+            received += sum(sizes) * (self.layout.world - 1)
+        return GatherTraffic(memory, received)
 
     @property
     def rest_bytes(self) -> int:
         """Bytes of the shards, those included that lie in no buffer."""
         apart = (face.local.nbytes for face in self.faces if face not in self._homes)
         return self.shards.nbytes + sum(apart)
-
-    @property
-    def dtypes(self) -> Dtypes:
-        """The dtypes of its parameters at rest, in compute, in sums over ranks and on the way to those."""
-        rest = [param.dtype for param in self.params]
-        reduced = [
-            dtype
-            for param, dtype in zip(self.params, self._reduce_dtypes, strict=True)
-            if param.trainable
-        ]
-        travelling = [self._wire_dtype] * len(reduced) if self._wire_dtype else reduced
-        return Dtypes(*map(frozenset, (rest, self._compute_dtypes, reduced, travelling)))
 
     def __repr__(self) -> str:
         return f"FSDPParamGroup({self.name!r}, {len(self.params)} parameters)"
