@@ -23,7 +23,17 @@ LAYERS = [
     ["version", "errors", "policies", "names"],
     ["torch_border", "wrapper_options"],
     ["mesh", "layout", "tree", "schedule", "wrap"],
-    ["recording", "streams", "buffers", "reduce_buffer", "placement", "faces", "param", "forms"],
+    [
+        "recording",
+        "streams",
+        "buffers",
+        "reduce_buffer",
+        "placement",
+        "faces",
+        "param",
+        "forms",
+        "resting_shards",
+    ],
     ["comm", "gathering", "kept_part", "self_gathered", "gradients", "group_gradients"],
     ["param_group", "whole_params", "runtime", "ownership"],
     [

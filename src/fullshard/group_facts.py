@@ -137,7 +137,7 @@ def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupF
         parameters=len(group.params),
         numel=sum(slot.numel for slot in layout.slots),
         padded_numel=sum(segment.piece_numel for segment in layout.segments) * layout.world,
-        shard_bytes=group.rest_bytes,
+        shard_bytes=group.shards.nbytes,
         gathered_bytes=gathers.memory,
         gather_bytes=gathers.received,
         reduce_bytes=reduces.sent,

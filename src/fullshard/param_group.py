@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from . import comm, torch_border
-from .buffers import Pieces, ShardBuffer, UploadBuffer, own_part
-from .errors import ConfigurationError
+from .buffers import Pieces, UploadBuffer
 from .faces import ShardedFace
 from .forms import Form
 from .gathering import Gathering, Messages, Resident
@@ -35,6 +34,7 @@ from .param import FaceSwitch, FSDPParam
 from .placement import local_tensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .recording import Recorder
+from .resting_shards import RestingShards
 from .self_gathered import SelfGathered, agree_on_sizes, gathers_itself
 from .streams import FSDPCommContext
 
@@ -99,22 +99,29 @@ class FSDPParamGroup:
         self.mesh_info = mesh_info
         self.device = device
         self.mp_policy = mp_policy
-        self.shard_device, self._pins = device, False
-        """Where the shards rest, and whether in page-locked memory."""
+        self.shard_device, pinned = device, False
+        """Where the shards rest."""
         if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
-            self.shard_device, self._pins = torch.device("cpu"), offload_policy.pin_memory
+            self.shard_device, pinned = torch.device("cpu"), offload_policy.pin_memory
         self.name = name
-        self._form = form
-        self.layout = form.layout(params, mesh_info.shard_mesh_size)
-        """Of all parameters; gradients are reduced by it."""
         self._plain = [
             param for param in params if not gathers_itself(local_tensor(param.the_original))
         ]
-        self._plain_layout = form.layout(self._plain, mesh_info.shard_mesh_size)
-        """Of those that lie in the shard and gather buffers; the others gather themselves."""
+        """Those that lie in the shard and gather buffers; the others gather themselves."""
+        self._part: KeptPart | None = None
+        if part_size is not None:
+            assert mesh_info.shard_process_group is not None, "there is nothing to divide otherwise"
+            block = block_group(mesh_info.shard_process_group, part_size)
+            self._part = KeptPart(block, form.layout(self._plain, part_size))
+        self.shards = RestingShards(
+            self.params, self._plain, form, mesh_info, self.shard_device, name, pinned=pinned
+        )
+        self.faces = self.shards.faces
+        self.layout = self.shards.layout
+        """Of all parameters; gradients are reduced by it."""
         self.custom_all_gather: comm.AllGather | None = None
         self.reduction = ReductionSettings(
-            process_group=mesh_info.shard_process_group, pinned=self._pins
+            process_group=mesh_info.shard_process_group, pinned=pinned
         )
         self.gradients = GroupGradients(
             self.params,
@@ -127,11 +134,6 @@ class FSDPParamGroup:
         self.sharded_state = ShardedState.SHARDED
         self.shown = False
         """Whether the modules have other parameters for a while: see `whole_params`."""
-        self._part: KeptPart | None = None
-        if part_size is not None:
-            assert mesh_info.shard_process_group is not None, "there is nothing to divide otherwise"
-            block = block_group(mesh_info.shard_process_group, part_size)
-            self._part = KeptPart(block, form.layout(self._plain, part_size))
 
         self._context: FSDPCommContext | None = None
         self._memory = _Memory.ABSENT
@@ -143,43 +145,13 @@ class FSDPParamGroup:
         self._finishes_late = False
         """Whether that gather is finished when it is waited for, not right after it was issued: the host must
         wait for it, or it takes more memory then, which others have given back by that time."""
-        self._shard_versions: int | None = None
+        self._shard_version: int | None = None
         self.unwatched: list[FSDPParam] = []
         """Trainable parameters of whose gradients nobody is told yet."""
-        self._shard_originals()
-
-    # --- at rest ----------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _shard_originals(self) -> None:
-        """Copy this rank's pieces into one shard buffer and put the sharded faces on the modules."""
-        rank = self.mesh_info.shard_mesh_rank
-        on_meta = self.params[0].the_original.is_meta  # all of them, or none
-        device = torch.device("meta") if on_meta else self.shard_device
-        self.shards = self._new_shard_buffer(device)
-        packed = dict(zip(self._plain, self.shards.locals, strict=True))
-        locals_ = []
-        for index, param in enumerate(self.params):
-            piece = own_part(self.layout, index, rank, local_tensor(param.the_original))
-            if param not in packed:
-                locals_.append(self._at_rest(piece.clone(), device))
-                continue
-            if not on_meta:
-                packed[param].copy_(piece)
-            locals_.append(packed[param])
-        self._form.make_faces(self.params, locals_, self.layout, self.name)
-        self.faces = tuple(dict.fromkeys(param.face for param in self.params))
-        self._find_homes()
+        self._be_found()
         self._prepare_dtypes()
 
-    def _at_rest(self, shard: Tensor, device: torch.device) -> Tensor:
-        """A shard that is in no buffer, where shards rest."""
-        shard = shard.to(device)
-        if self._pins and device.type == "cpu":
-            pinned = shard.pin_memory()
-            if type(pinned) is type(shard):  # not every subclass knows how
-                return pinned
-        return shard
+    # --- at rest ----------------------------------------------------------------------------------
 
     def _prepare_dtypes(self) -> None:
         """Derive compute and reduce dtypes from the shards' dtypes, and drop what was built on older ones."""
@@ -194,7 +166,9 @@ class FSDPParamGroup:
         """Of the parameters that lie in the gather buffer."""
         self.gradients.derive_dtypes(policy, [*compute_dtypes.values()])
         self._self_gathered = [
-            self._self_gathered_of(param) for param in self.params if param.face not in self._homes
+            self._self_gathered_of(param)
+            for param in self.params
+            if param.face not in self.shards.homes
         ]
         self._message_sizes: list[list[int]] | None = None
         self._upload: UploadBuffer | None = None
@@ -223,106 +197,31 @@ class FSDPParamGroup:
     def repack(self) -> None:
         """Read the sharded parameters anew from the modules, and pack them if anything was replaced.
 
-        Users move, cast, re-materialise and assign parameters; afterwards the objects on the
-        modules are the truth, and their data is copied into a new shard buffer.
+        Before: any state. After: SHARDED and, if something was, memory ABSENT.
         """
         self.hide()
-        found = {face: face.found() for face in self.faces}
-        if all(map(self._is_packed, self.faces)):
+        replacements = self.shards.replacements()
+        if not replacements:
             return
-        faults = [face.fault(candidate) for face, candidate in found.items()]
-        if any(faults):
-            raise ConfigurationError(
-                "Sharded parameters may be replaced by others of their kind only, of the same shape and "
-                "placements:\n  "
-                + "\n  ".join(fault for fault in faults if fault)
-                + "\nConvert full tensors with torch.distributed.tensor.distribute_tensor, or load them with "
-                "torch.distributed.checkpoint.state_dict.set_model_state_dict."
-            )
         self.reshard()
-        for face, candidate in found.items():
-            assert candidate is not None, "fault refuses None"
-            face.adopt(candidate, self.name)
-        devices = {face.local.device for face in self.faces}
-        if len(devices) > 1:
-            raise ConfigurationError(
-                f"All parameters of a group must be on one device; group {self.name!r} has them on "
-                f"{sorted(map(str, devices))}. Move the whole module."
-            )
-        self._check_dtypes_of_segments()
-        self.shards = self._new_shard_buffer(devices.pop())
-        self._find_homes()
-        for face, home in self._homes.items():
-            if not face.local.is_meta:
-                home.copy_(face.local.view(home.shape))
-            face.put_over(home)
+        self.shards.adopt(replacements, self.name)
+        self._be_found()
         self._prepare_dtypes()
 
-    def _check_dtypes_of_segments(self) -> None:
-        """Parameters that lie together have one dtype."""
-        mixed = [
-            f"{self.params[index].name}: {self.params[index].dtype}"
-            for segment in self.layout.segments
-            if len({self.params[index].dtype for index in segment.params}) > 1
-            for index in segment.params
-        ]
-        if mixed:
-            raise ConfigurationError(
-                f"Parameters that were flattened together must be cast together; in group {self.name!r} there are "
-                "now:\n  "
-                + "\n  ".join(mixed)
-                + "\nCast the whole wrapped module, or before it is wrapped."
-            )
-
-    def _new_shard_buffer(self, device: torch.device) -> ShardBuffer:
-        return ShardBuffer(
-            self._plain_layout,
-            self.mesh_info.shard_mesh_rank,
-            [param.dtype for param in self._plain],
-            device,
-            pinned=self._pins and device.type == "cpu",
-        )
-
-    def _find_homes(self) -> None:
-        self._homes = self._form.homes(self._plain, self.shards)
+    def _be_found(self) -> None:
+        """Let `groups_of` know the sharded parameters, which may be others than before."""
         _GROUPS.update((id(face.param), self) for face in self.faces)
-
-    def homes_in_order(self) -> list[tuple[ShardedFace, Tensor]]:
-        """The faces in the shard buffer with the memory they stand for, as they lie there.
-
-        Nothing but padding is between two that follow each other.
-        """
-        return sorted(
-            self._homes.items(), key=lambda item: item[1].storage_offset() * item[1].itemsize
-        )
 
     def notice_replacements(self) -> None:
         """Read the shards anew if a parameter, or its data, was replaced behind our back: ``param.data = ...``."""
-        if self.shown:
-            return
-        at_rest = self.sharded_state is ShardedState.SHARDED
-        for face, home in self._homes.items():
-            if not face.lies_in(home) or (at_rest and face.found() is not face.param):
-                self.repack()
-                return
+        on_modules = self.sharded_state is ShardedState.SHARDED
+        if not self.shown and self.shards.disturbed(on_modules=on_modules):
+            self.repack()
 
     @property
     def offloaded(self) -> bool:
         """Whether the shards rest elsewhere than compute happens."""
-        return self.shards.device != self.device
-
-    def _is_packed(self, face: ShardedFace) -> bool:
-        home = self._homes.get(face)
-        return face.in_place and (home is None or face.lies_in(home))
-
-    def misplaced(self) -> list[str]:
-        """Names of parameters that are not where the group's shards rest, with where they are."""
-        device = self.shard_device
-        return [
-            f"{face.name} is on {face.local.device}"
-            for face in self.faces
-            if face.local.device != device
-        ]
+        return self.shards.buffer.device != self.device
 
     def connect(self, context: FSDPCommContext, name: str) -> None:
         """Join a model's streams, under the group's full name in it."""
@@ -379,20 +278,20 @@ class FSDPParamGroup:
         if recorder is not None:
             recorder.note_gathered(self)
         self._memory = _Memory.IN_FLIGHT
-        self._shard_versions = None
+        self._shard_version = None
 
     def _copy_in(self, own: Pieces) -> None:
         """Cast and copy this rank's shard to where it is sent from, on the current (all-gather) stream."""
         if not self._plain:
             return
         if not self.offloaded:
-            own.copy_from(self.shards.own)
+            own.copy_from(self.shards.buffer.own)
             return
         if self._upload is None:
             dtypes = [param.dtype for param in self._plain]
             rank = self.mesh_info.shard_mesh_rank
-            self._upload = UploadBuffer(self._plain_layout, rank, dtypes, self.device)
-        own.copy_from(self._upload.upload(self.shards))
+            self._upload = UploadBuffer(self.shards.packed_layout, rank, dtypes, self.device)
+        own.copy_from(self._upload.upload(self.shards.buffer))
         self._upload.release()
 
     def _messages(self) -> Messages:
@@ -416,7 +315,9 @@ class FSDPParamGroup:
             # Made under inference_mode, the faces could never be trained.
             with torch.inference_mode(False):
                 self._gathering = (
-                    Resident(self.shards) if self._is_resident else self._gathering_on(self.device)
+                    Resident(self.shards.buffer)
+                    if self._is_resident
+                    else self._gathering_on(self.device)
                 )
         return self._gathering
 
@@ -435,7 +336,7 @@ class FSDPParamGroup:
 
     def _gathering_on(self, device: torch.device) -> Gathering:
         return Gathering(
-            self._plain_layout,
+            self.shards.packed_layout,
             self.mesh_info.shard_mesh_rank,
             self.mesh_info.shard_process_group,
             self.compute_dtypes,
@@ -596,7 +497,7 @@ class FSDPParamGroup:
 
         Right after `unshard`; see `outdated`.
         """
-        self._shard_versions = self._versions()
+        self._shard_version = self.shards.version
 
     @property
     def outdated(self) -> bool:
@@ -604,14 +505,7 @@ class FSDPParamGroup:
 
         By an optimizer, say. Nothing is known of a group whose shards were not remembered.
         """
-        return self.gathered and self._shard_versions != self._versions()
-
-    def _versions(self) -> int:
-        # An operator on a DTensor counts there, one on its local tensor here.
-        return sum(
-            torch_border.version_of(face.param) + torch_border.version_of(face.local)
-            for face in self.faces
-        )
+        return self.gathered and self._shard_version != self.shards.version
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -658,12 +552,6 @@ class FSDPParamGroup:
         for sizes in self._message_sizes or ():
             received += sum(sizes) * (self.layout.world - 1)
         return GatherTraffic(memory, received)
-
-    @property
-    def rest_bytes(self) -> int:
-        """Bytes of the shards, those included that lie in no buffer."""
-        apart = (face.local.nbytes for face in self.faces if face not in self._homes)
-        return self.shards.nbytes + sum(apart)
 
     def __repr__(self) -> str:
         return f"FSDPParamGroup({self.name!r}, {len(self.params)} parameters)"
