@@ -124,22 +124,28 @@ def _uppermost(module: nn.Module, path: str) -> Iterator[tuple[str, FSDPState]]:
 
 
 def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupFacts:
-    layout, axes, traffic, dtypes = group.layout, group.mesh_info, group.traffic(), group.dtypes
+    layout, axes, gradients = group.layout, group.mesh_info, group.gradients
+    gathers, reduces = group.gather_traffic(), gradients.traffic(group.reduction)
+    reduce_dtypes = {
+        dtype
+        for param, dtype in zip(group.params, gradients.reduce_dtypes, strict=True)
+        if param.trainable
+    }
     return GroupFacts(
         name=name,
         modules=modules,
         parameters=len(group.params),
         numel=sum(slot.numel for slot in layout.slots),
         padded_numel=sum(segment.piece_numel for segment in layout.segments) * layout.world,
-        shard_bytes=group.rest_bytes,
-        gathered_bytes=traffic.gathered,
-        gather_bytes=traffic.received,
-        reduce_bytes=traffic.sent,
-        all_reduce_bytes=traffic.all_reduced,
-        param_dtype=_names(dtypes.rest),
-        compute_dtype=_names(dtypes.compute),
-        reduce_dtype=_names(dtypes.reduce),
-        wire_dtype=_names(dtypes.wire),
+        shard_bytes=group.shards.nbytes,
+        gathered_bytes=gathers.memory,
+        gather_bytes=gathers.received,
+        reduce_bytes=reduces.sent,
+        all_reduce_bytes=reduces.all_reduced,
+        param_dtype=_names({param.dtype for param in group.params}),
+        compute_dtype=_names({*group.compute_dtypes}),
+        reduce_dtype=_names(reduce_dtypes),
+        wire_dtype=_names({gradients.wire_dtype or dtype for dtype in reduce_dtypes}),
         world=axes.shard_mesh_size,
         replicas=axes.replicate_mesh_size,
     )

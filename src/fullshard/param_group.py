@@ -21,20 +21,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import comm, gradients, torch_border
-from .buffers import Pieces, ShardBuffer, UploadBuffer, own_part
-from .errors import ConfigurationError
+from . import comm, torch_border
+from .buffers import Pieces, UploadBuffer
 from .faces import ShardedFace
 from .forms import Form
 from .gathering import Gathering, Messages, Resident
+from .gradients import ReductionSettings
+from .group_gradients import GroupGradients
 from .kept_part import KeptPart
-from .layout import has_large_pieces
 from .mesh import DataParallelAxes, DataParallelMeshInfo, block_group
 from .param import FaceSwitch, FSDPParam
 from .placement import local_tensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .recording import Recorder
-from .reduce_buffer import ReduceBuffer
+from .resting_shards import RestingShards
 from .self_gathered import SelfGathered, agree_on_sizes, gathers_itself
 from .streams import FSDPCommContext
 
@@ -61,26 +61,13 @@ class _Labels(NamedTuple):
     copy_out: str
 
 
-class Traffic(NamedTuple):
-    """Bytes of one gather and of one reduction of all trainable parameters, on this rank."""
+class GatherTraffic(NamedTuple):
+    """Bytes of one gather, on this rank."""
 
-    gathered: int
-    """Memory of the whole parameters in the compute dtypes, with padding; 0 if the shards themselves are used."""
+    memory: int
+    """Of the whole parameters in the compute dtypes, with padding; 0 if the shards themselves are used."""
     received: int
-    """From other ranks, by a gather. Parameters that gather themselves are counted once they have done so."""
-    sent: int
-    """To other ranks, by a reduce-scatter or exchange."""
-    all_reduced: int
-    """To other replicas."""
-
-
-class Dtypes(NamedTuple):
-    """Of a group's parameters and gradients; mostly one of each."""
-
-    rest: frozenset[torch.dtype]
-    compute: frozenset[torch.dtype]
-    reduce: frozenset[torch.dtype]
-    wire: frozenset[torch.dtype]
+    """From other ranks. Parameters that gather themselves are counted once they have done so."""
 
 
 class FSDPParamGroup:
@@ -112,32 +99,41 @@ class FSDPParamGroup:
         self.mesh_info = mesh_info
         self.device = device
         self.mp_policy = mp_policy
-        self.shard_device, self._pins = device, False
-        """Where the shards rest, and whether in page-locked memory."""
+        self.shard_device, pinned = device, False
+        """Where the shards rest."""
         if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
-            self.shard_device, self._pins = torch.device("cpu"), offload_policy.pin_memory
+            self.shard_device, pinned = torch.device("cpu"), offload_policy.pin_memory
         self.name = name
-        self._form = form
-        self._low_precision_gradients = low_precision_gradients
-        self.layout = form.layout(params, mesh_info.shard_mesh_size)
-        """Of all parameters; gradients are reduced by it."""
         self._plain = [
             param for param in params if not gathers_itself(local_tensor(param.the_original))
         ]
-        self._plain_layout = form.layout(self._plain, mesh_info.shard_mesh_size)
-        """Of those that lie in the shard and gather buffers; the others gather themselves."""
-        self.custom_all_gather: comm.AllGather | None = None
-        self.reduction = gradients.ReductionSettings(
-            process_group=mesh_info.shard_process_group, pinned=self._pins
-        )
-        self.sharded_state = ShardedState.SHARDED
-        self.shown = False
-        """Whether the modules have other parameters for a while: see `whole_params`."""
+        """Those that lie in the shard and gather buffers; the others gather themselves."""
         self._part: KeptPart | None = None
         if part_size is not None:
             assert mesh_info.shard_process_group is not None, "there is nothing to divide otherwise"
             block = block_group(mesh_info.shard_process_group, part_size)
             self._part = KeptPart(block, form.layout(self._plain, part_size))
+        self.shards = RestingShards(
+            self.params, self._plain, form, mesh_info, self.shard_device, name, pinned=pinned
+        )
+        self.faces = self.shards.faces
+        self.layout = self.shards.layout
+        """Of all parameters; gradients are reduced by it."""
+        self.custom_all_gather: comm.AllGather | None = None
+        self.reduction = ReductionSettings(
+            process_group=mesh_info.shard_process_group, pinned=pinned
+        )
+        self.gradients = GroupGradients(
+            self.params,
+            self.layout,
+            mesh_info,
+            device,
+            by_segment=form.by_segment,
+            low_precision=low_precision_gradients,
+        )
+        self.sharded_state = ShardedState.SHARDED
+        self.shown = False
+        """Whether the modules have other parameters for a while: see `whole_params`."""
 
         self._context: FSDPCommContext | None = None
         self._memory = _Memory.ABSENT
@@ -149,56 +145,13 @@ class FSDPParamGroup:
         self._finishes_late = False
         """Whether that gather is finished when it is waited for, not right after it was issued: the host must
         wait for it, or it takes more memory then, which others have given back by that time."""
-        self._shard_versions: int | None = None
+        self._shard_version: int | None = None
         self.unwatched: list[FSDPParam] = []
         """Trainable parameters of whose gradients nobody is told yet."""
-        self._reduce_dtypes: list[torch.dtype] = []
-        self.gradient_dtypes: list[torch.dtype] = []
-        """Of each parameter: in which gradients are summed over ranks, and in which they land."""
-        self._wire_dtype: torch.dtype | None = None
-        """In which gradients travel, if it is not the reduce dtype."""
-        self._reduce_buffers: dict[torch.dtype | None, ReduceBuffer] = {}
-        """By wire dtype; None is for accumulating, and for sending if gradients have no other."""
-        self._held: set[int] = set()
-        """Parameters whose gradients wait in a reduce buffer."""
-        self._held_in: ReduceBuffer | None = None
-        """Which buffer that is; None if there are none."""
-        self._partial: dict[int, Tensor] = {}
-        """Reduced shards that wait to be summed over replicas."""
-        self._shard_originals()
-
-    # --- at rest ----------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _shard_originals(self) -> None:
-        """Copy this rank's pieces into one shard buffer and put the sharded faces on the modules."""
-        rank = self.mesh_info.shard_mesh_rank
-        on_meta = self.params[0].the_original.is_meta  # all of them, or none
-        device = torch.device("meta") if on_meta else self.shard_device
-        self.shards = self._new_shard_buffer(device)
-        packed = dict(zip(self._plain, self.shards.locals, strict=True))
-        locals_ = []
-        for index, param in enumerate(self.params):
-            piece = own_part(self.layout, index, rank, local_tensor(param.the_original))
-            if param not in packed:
-                locals_.append(self._at_rest(piece.clone(), device))
-                continue
-            if not on_meta:
-                packed[param].copy_(piece)
-            locals_.append(packed[param])
-        self._form.make_faces(self.params, locals_, self.layout, self.name)
-        self.faces = tuple(dict.fromkeys(param.face for param in self.params))
-        self._find_homes()
+        self._be_found()
         self._prepare_dtypes()
 
-    def _at_rest(self, shard: Tensor, device: torch.device) -> Tensor:
-        """A shard that is in no buffer, where shards rest."""
-        shard = shard.to(device)
-        if self._pins and device.type == "cpu":
-            pinned = shard.pin_memory()
-            if type(pinned) is type(shard):  # not every subclass knows how
-                return pinned
-        return shard
+    # --- at rest ----------------------------------------------------------------------------------
 
     def _prepare_dtypes(self) -> None:
         """Derive compute and reduce dtypes from the shards' dtypes, and drop what was built on older ones."""
@@ -209,19 +162,13 @@ class FSDPParamGroup:
             else param.dtype
             for param in self.params
         }
-        self._compute_dtypes = [compute_dtypes[param] for param in self._plain]
-        reduce_dtypes = [policy.reduce_dtype or compute_dtypes[p] for p in self.params]
-        gradient_dtypes = [param.dtype for param in self.params]
-        if self._low_precision_gradients:
-            sharded = self.mesh_info.shard_process_group is not None
-            gradient_dtypes = [*compute_dtypes.values()] if sharded else reduce_dtypes
-        if (reduce_dtypes, gradient_dtypes) != (self._reduce_dtypes, self.gradient_dtypes):
-            self._reduce_dtypes, self.gradient_dtypes = reduce_dtypes, gradient_dtypes
-            self._reduce_buffers.clear()
-        # What stays on its rank is not rounded.
-        self._wire_dtype = policy.wire_dtype if self.mesh_info.shard_mesh_size > 1 else None
+        self.compute_dtypes = [compute_dtypes[param] for param in self._plain]
+        """Of the parameters that lie in the gather buffer."""
+        self.gradients.derive_dtypes(policy, [*compute_dtypes.values()])
         self._self_gathered = [
-            self._self_gathered_of(param) for param in self.params if param.face not in self._homes
+            self._self_gathered_of(param)
+            for param in self.params
+            if param.face not in self.shards.homes
         ]
         self._message_sizes: list[list[int]] | None = None
         self._upload: UploadBuffer | None = None
@@ -250,106 +197,31 @@ class FSDPParamGroup:
     def repack(self) -> None:
         """Read the sharded parameters anew from the modules, and pack them if anything was replaced.
 
-        Users move, cast, re-materialise and assign parameters; afterwards the objects on the
-        modules are the truth, and their data is copied into a new shard buffer.
+        Before: any state. After: SHARDED and, if something was, memory ABSENT.
         """
         self.hide()
-        found = {face: face.found() for face in self.faces}
-        if all(map(self._is_packed, self.faces)):
+        replacements = self.shards.replacements()
+        if not replacements:
             return
-        faults = [face.fault(candidate) for face, candidate in found.items()]
-        if any(faults):
-            raise ConfigurationError(
-                "Sharded parameters may be replaced by others of their kind only, of the same shape and "
-                "placements:\n  "
-                + "\n  ".join(fault for fault in faults if fault)
-                + "\nConvert full tensors with torch.distributed.tensor.distribute_tensor, or load them with "
-                "torch.distributed.checkpoint.state_dict.set_model_state_dict."
-            )
         self.reshard()
-        for face, candidate in found.items():
-            assert candidate is not None, "fault refuses None"
-            face.adopt(candidate, self.name)
-        devices = {face.local.device for face in self.faces}
-        if len(devices) > 1:
-            raise ConfigurationError(
-                f"All parameters of a group must be on one device; group {self.name!r} has them on "
-                f"{sorted(map(str, devices))}. Move the whole module."
-            )
-        self._check_dtypes_of_segments()
-        self.shards = self._new_shard_buffer(devices.pop())
-        self._find_homes()
-        for face, home in self._homes.items():
-            if not face.local.is_meta:
-                home.copy_(face.local.view(home.shape))
-            face.put_over(home)
+        self.shards.adopt(replacements, self.name)
+        self._be_found()
         self._prepare_dtypes()
 
-    def _check_dtypes_of_segments(self) -> None:
-        """Parameters that lie together have one dtype."""
-        mixed = [
-            f"{self.params[index].name}: {self.params[index].dtype}"
-            for segment in self.layout.segments
-            if len({self.params[index].dtype for index in segment.params}) > 1
-            for index in segment.params
-        ]
-        if mixed:
-            raise ConfigurationError(
-                f"Parameters that were flattened together must be cast together; in group {self.name!r} there are "
-                "now:\n  "
-                + "\n  ".join(mixed)
-                + "\nCast the whole wrapped module, or before it is wrapped."
-            )
-
-    def _new_shard_buffer(self, device: torch.device) -> ShardBuffer:
-        return ShardBuffer(
-            self._plain_layout,
-            self.mesh_info.shard_mesh_rank,
-            [param.dtype for param in self._plain],
-            device,
-            pinned=self._pins and device.type == "cpu",
-        )
-
-    def _find_homes(self) -> None:
-        self._homes = self._form.homes(self._plain, self.shards)
+    def _be_found(self) -> None:
+        """Let `groups_of` know the sharded parameters, which may be others than before."""
         _GROUPS.update((id(face.param), self) for face in self.faces)
-
-    def homes_in_order(self) -> list[tuple[ShardedFace, Tensor]]:
-        """The faces in the shard buffer with the memory they stand for, as they lie there.
-
-        Nothing but padding is between two that follow each other.
-        """
-        return sorted(
-            self._homes.items(), key=lambda item: item[1].storage_offset() * item[1].itemsize
-        )
 
     def notice_replacements(self) -> None:
         """Read the shards anew if a parameter, or its data, was replaced behind our back: ``param.data = ...``."""
-        if self.shown:
-            return
-        at_rest = self.sharded_state is ShardedState.SHARDED
-        for face, home in self._homes.items():
-            if not face.lies_in(home) or (at_rest and face.found() is not face.param):
-                self.repack()
-                return
+        on_modules = self.sharded_state is ShardedState.SHARDED
+        if not self.shown and self.shards.disturbed(on_modules=on_modules):
+            self.repack()
 
     @property
     def offloaded(self) -> bool:
         """Whether the shards rest elsewhere than compute happens."""
-        return self.shards.device != self.device
-
-    def _is_packed(self, face: ShardedFace) -> bool:
-        home = self._homes.get(face)
-        return face.in_place and (home is None or face.lies_in(home))
-
-    def misplaced(self) -> list[str]:
-        """Names of parameters that are not where the group's shards rest, with where they are."""
-        device = self.shard_device
-        return [
-            f"{face.name} is on {face.local.device}"
-            for face in self.faces
-            if face.local.device != device
-        ]
+        return self.shards.buffer.device != self.device
 
     def connect(self, context: FSDPCommContext, name: str) -> None:
         """Join a model's streams, under the group's full name in it."""
@@ -360,7 +232,7 @@ class FSDPParamGroup:
         context.host_reads_results = context.host_reads_results or self.offloaded
         self._gathered = context.new_event()
         self._released = context.new_event()
-        self._reduce_events = gradients.ReduceEvents.new(context)
+        self.gradients.connect(context, name)
 
     @property
     def context(self) -> FSDPCommContext:
@@ -406,20 +278,20 @@ class FSDPParamGroup:
         if recorder is not None:
             recorder.note_gathered(self)
         self._memory = _Memory.IN_FLIGHT
-        self._shard_versions = None
+        self._shard_version = None
 
     def _copy_in(self, own: Pieces) -> None:
         """Cast and copy this rank's shard to where it is sent from, on the current (all-gather) stream."""
         if not self._plain:
             return
         if not self.offloaded:
-            own.copy_from(self.shards.own)
+            own.copy_from(self.shards.buffer.own)
             return
         if self._upload is None:
             dtypes = [param.dtype for param in self._plain]
             rank = self.mesh_info.shard_mesh_rank
-            self._upload = UploadBuffer(self._plain_layout, rank, dtypes, self.device)
-        own.copy_from(self._upload.upload(self.shards))
+            self._upload = UploadBuffer(self.shards.packed_layout, rank, dtypes, self.device)
+        own.copy_from(self._upload.upload(self.shards.buffer))
         self._upload.release()
 
     def _messages(self) -> Messages:
@@ -443,7 +315,9 @@ class FSDPParamGroup:
             # Made under inference_mode, the faces could never be trained.
             with torch.inference_mode(False):
                 self._gathering = (
-                    Resident(self.shards) if self._is_resident else self._gathering_on(self.device)
+                    Resident(self.shards.buffer)
+                    if self._is_resident
+                    else self._gathering_on(self.device)
                 )
         return self._gathering
 
@@ -456,16 +330,16 @@ class FSDPParamGroup:
     def _rests_whole(self) -> bool:
         return (
             self.layout.world == 1
-            and self._compute_dtypes == [param.dtype for param in self._plain]
+            and self.compute_dtypes == [param.dtype for param in self._plain]
             and self.custom_all_gather is None
         )
 
     def _gathering_on(self, device: torch.device) -> Gathering:
         return Gathering(
-            self._plain_layout,
+            self.shards.packed_layout,
             self.mesh_info.shard_mesh_rank,
             self.mesh_info.shard_process_group,
-            self._compute_dtypes,
+            self.compute_dtypes,
             device,
             self.custom_all_gather,
         )
@@ -534,7 +408,7 @@ class FSDPParamGroup:
         for param in self.params:
             if param.face is face:
                 param.set_trainable(trainable)
-        self._reduce_buffers.clear()
+        self.gradients.forget_buffers()
         self._find_unwatched()
 
     def _find_unwatched(self) -> None:
@@ -569,7 +443,7 @@ class FSDPParamGroup:
         self._wait_for_gather()
         whole = self._own_gathering()
         assert isinstance(whole, Gathering), "a part is kept of what several ranks hold"
-        self._part.keep(whole, self._compute_dtypes, self.custom_all_gather, self.context)
+        self._part.keep(whole, self.compute_dtypes, self.custom_all_gather, self.context)
         if self.context.recorder is not None:
             self.context.recorder.note_gathered(self)  # the part and the whole, both
         self._give_memory_back()
@@ -616,15 +490,14 @@ class FSDPParamGroup:
     def note_memory(self, recorder: Recorder) -> None:
         """Tell somebody who begins to record what the group holds now."""
         recorder.note_gathered(self)
-        for buffer in self._reduce_buffers.values():
-            recorder.note_reducing(buffer, buffer.nbytes if buffer.allocated else 0)
+        self.gradients.note_memory(recorder)
 
     def remember_shards(self) -> None:
         """Note the state of the shards that are being gathered, for a group that may stay gathered.
 
         Right after `unshard`; see `outdated`.
         """
-        self._shard_versions = self._versions()
+        self._shard_version = self.shards.version
 
     @property
     def outdated(self) -> bool:
@@ -632,168 +505,53 @@ class FSDPParamGroup:
 
         By an optimizer, say. Nothing is known of a group whose shards were not remembered.
         """
-        return self.gathered and self._shard_versions != self._versions()
-
-    def _versions(self) -> int:
-        # An operator on a DTensor counts there, one on its local tensor here.
-        return sum(
-            torch_border.version_of(face.param) + torch_border.version_of(face.local)
-            for face in self.faces
-        )
+        return self.gathered and self._shard_version != self.shards.version
 
     # --- gradients --------------------------------------------------------------------------------
 
     def collect_gradients(self, *, to_send: bool) -> None:
         """Move the unsharded parameters' gradients into a reduce buffer, adding to what is held.
 
-        With ``to_send``, `reduce_gradients` comes next, and what comes alone may be rounded for the
-        wire at once. What is added up over several backwards is rounded when the sum is complete.
+        With ``to_send``, `reduce_gradients` comes next.
 
         Before: gradients in `.grad` of unsharded parameters. After: those are None.
         """
-        taken = gradients.take(self.params)
-        if not taken:
-            return
-        alone = to_send and self._held_in is None
-        self._held_in = self._reserve_reduce_buffer(self._wire_dtype if alone else None)
-        gradients.fill(self._held_in, taken, self._held)
-
-    def _reserve_reduce_buffer(self, wire_dtype: torch.dtype | None) -> ReduceBuffer:
-        """A reduce buffer with its memory present, and nobody else reading it."""
-        buffer = self._reduce_buffers.get(wire_dtype) or self._new_reduce_buffer(wire_dtype)
-        if buffer is not self._held_in:
-            self.context.make_room_for_reduction()
-            if buffer.allocated:  # this very group's previous reduction still reads it
-                self.context.finish_inputs()
-            buffer.allocate()
-            if self.context.recorder is not None:
-                self.context.recorder.note_reducing(buffer, buffer.nbytes)
-        return buffer
-
-    def _new_reduce_buffer(self, wire_dtype: torch.dtype | None) -> ReduceBuffer:
-        """Make a reduce buffer for the parameters that are trainable now or have gradients."""
-        if self._held and not self._reduce_buffers:
-            raise ConfigurationError(
-                f"requires_grad of parameters in group {self.name!r} changed while gradients were accumulated "
-                "without synchronisation. Change it after a step that synchronises, or call "
-                "reset_iter_state() to drop what was accumulated."
-            )
-        self.context.make_room_for_reduction()
-        buffer = self._reduce_buffer_on(self.device, wire_dtype)
-        buffer.release()
-        self._reduce_buffers[wire_dtype] = buffer
-        return buffer
-
-    def _reduce_buffer_on(
-        self, device: torch.device, wire_dtype: torch.dtype | None
-    ) -> ReduceBuffer:
-        trainable = [index for index, param in enumerate(self.params) if param.trainable]
-        # gloo carries every message of a call by itself; an exchange is a call each.
-        rank_major = self.device.type == "cpu"
-        if wire_dtype is not None:
-            rank_major = not has_large_pieces(self.layout, [wire_dtype] * len(self.params))
-        return ReduceBuffer(
-            self.layout,
-            self.mesh_info.shard_mesh_rank,
-            trainable,
-            self._reduce_dtypes,
-            self.gradient_dtypes,
-            device,
-            by_segment=self._form.by_segment,
-            rank_major=rank_major,
-            wire_dtype=wire_dtype,
-        )
+        self.gradients.collect(to_send=to_send)
 
     def reduce_gradients(self, *, with_unused: bool = False) -> None:
         """Send the collected gradients on their way to the sharded parameters; nothing without gradients.
 
-        Parameters that have partial sums from earlier, and with ``with_unused`` all trainable ones, take part
-        as zeros if they have no gradient now.
+        With ``with_unused``, all trainable parameters take part, as zeros if they have no gradient.
 
         Before: gradients collected. After: a reduction is in flight; `join` on the context, at the
         latest, waits for it.
         """
-        missing = set(self._partial) if self._partial and self.reduction.all_reduce else set()
-        if with_unused:
-            missing.update(index for index, param in enumerate(self.params) if param.trainable)
-        missing -= self._held
-        if not self._held and not missing:
+        reduction = self.gradients.prepare_reduction(self.reduction, with_unused=with_unused)
+        if reduction is None:
             return
-        context, buffer = self.context, self._reserve_reduce_buffer(self._wire_dtype)
-        if self._held_in is not None and self._held_in is not buffer:
-            buffer.copy_from(self._held_in, self._held)
-            self._held_in.release()
-            if context.recorder is not None:
-                context.recorder.note_reducing(self._held_in, 0)
-        if missing:
-            torch._foreach_zero_([t for index in sorted(missing) for t in buffer.targets[index]])
-        reduction = gradients.Reduction(
-            context,
-            self._reduce_events,
-            self.mesh_info,
-            self.reduction,
-            buffer,
-            self.params,
-            self._held | missing,
-            self._partial,
-        )
-        self._held, self._held_in = set(), None
+        context = self.context
         recorder = context.recorder
         reduction.issue(None if recorder is None else recorder.transfer("reduce", self))
         context.note_reduction(reduction)
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced: after a failed step."""
-        gradients.take(self.params)
-        self._held.clear()
-        self._held_in = None
-        self._partial.clear()
-        for buffer in self._reduce_buffers.values():
-            if buffer.allocated:
-                buffer.release()
-                if self.context.recorder is not None:
-                    self.context.recorder.note_reducing(buffer, 0)
+        self.gradients.drop()
 
     # --- what is said about it ---------------------------------------------------------------------
 
-    def traffic(self) -> Traffic:
-        """What gathering and reducing take, on any device and before anything has been gathered.
+    def gather_traffic(self) -> GatherTraffic:
+        """What gathering takes, on any device and before anything has been gathered.
 
-        Read off buffers without memory that are made as the real ones are.
+        Read off a buffer without memory that is made as the real one is.
         """
-        meta, world = torch.device("meta"), self.mesh_info.shard_mesh_size
-        gathered = received = sent = all_reduced = 0
+        memory = received = 0
         if not self._rests_whole or self.shard_device != self.device:
-            gathering = self._gathering_on(meta)
-            gathered, received = gathering.buffer.nbytes, gathering.received_bytes
+            gathering = self._gathering_on(torch.device("meta"))
+            memory, received = gathering.buffer.nbytes, gathering.received_bytes
         for sizes in self._message_sizes or ():
-            received += sum(sizes) * (world - 1)
-        buffer = self._reduce_buffer_on(meta, self._wire_dtype)
-        custom, replicas = self.reduction.custom, self.mesh_info.replicate_mesh_size
-        for run in buffer.runs(frozenset(buffer.targets)):
-            reduced = run.numel * run.reduce_dtype.itemsize
-            message = reduced * world if custom else sum(tensor.nbytes for tensor in run.inputs)
-            sent += message - message // world
-            all_reduced += gradients.all_reduce_bytes(reduced, replicas)
-        return Traffic(gathered, received, sent, all_reduced)
-
-    @property
-    def rest_bytes(self) -> int:
-        """Bytes of the shards, those included that lie in no buffer."""
-        apart = (face.local.nbytes for face in self.faces if face not in self._homes)
-        return self.shards.nbytes + sum(apart)
-
-    @property
-    def dtypes(self) -> Dtypes:
-        """The dtypes of its parameters at rest, in compute, in sums over ranks and on the way to those."""
-        rest = [param.dtype for param in self.params]
-        reduced = [
-            dtype
-            for param, dtype in zip(self.params, self._reduce_dtypes, strict=True)
-            if param.trainable
-        ]
-        travelling = [self._wire_dtype] * len(reduced) if self._wire_dtype else reduced
-        return Dtypes(*map(frozenset, (rest, self._compute_dtypes, reduced, travelling)))
+            received += sum(sizes) * (self.layout.world - 1)
+        return GatherTraffic(memory, received)
 
     def __repr__(self) -> str:
         return f"FSDPParamGroup({self.name!r}, {len(self.params)} parameters)"

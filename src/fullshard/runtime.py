@@ -686,7 +686,7 @@ def _check_ready(states: dict[FSDPState, str]) -> None:
         for state, prefix in states.items()
         for group in state.groups
         if not group.shown
-        for fault in group.misplaced()
+        for fault in group.shards.misplaced()
     ]
     if misplaced:
         device = next(group.shard_device for state in states for group in state.groups)

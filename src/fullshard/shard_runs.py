@@ -199,7 +199,7 @@ def plan_runs(kinds: Mapping[nn.Parameter, Hashable]) -> list[Run]:
     runs: list[list[tuple[ShardedFace, Tensor]]] = []
     for group in groups:
         open_kind: Hashable = None
-        for face, home in group.homes_in_order():
+        for face, home in group.shards.homes_in_order():
             param = face.param
             if param not in kinds or not (param.ndim or isinstance(param, DTensor)):
                 open_kind = None

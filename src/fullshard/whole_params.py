@@ -25,7 +25,7 @@ from .param_group import FSDPParamGroup
 
 def gather_params(group: FSDPParamGroup) -> list[Tensor]:
     """All parameters whole in their own dtypes, in new memory on the compute device. Collective."""
-    return [whole for whole in gather(group, group.shards.pieces) if whole is not None]
+    return [whole for whole in gather(group, group.shards.buffer.pieces) if whole is not None]
 
 
 @torch.no_grad()
@@ -69,7 +69,7 @@ def write(group: FSDPParamGroup, wholes: Sequence[Tensor]) -> None:
     """Let the shards be this rank's part of whole parameters."""
     group.reshard()  # what is gathered is outdated
     rank = group.mesh_info.shard_mesh_rank
-    for index, (whole, local) in enumerate(zip(wholes, group.shards.locals, strict=True)):
+    for index, (whole, local) in enumerate(zip(wholes, group.shards.buffer.locals, strict=True)):
         local.copy_(own_part(group.layout, index, rank, whole))
 
 
@@ -87,7 +87,7 @@ def gather_gradients(group: FSDPParamGroup) -> list[Tensor | None]:
     pieces = [
         torch.zeros(
             segment.piece_numel,
-            dtype=group.gradient_dtypes[segment.params[0]],
+            dtype=group.gradients.gradient_dtypes[segment.params[0]],
             device=group.shard_device,
         )
         for segment in layout.segments

@@ -388,7 +388,7 @@ def inputs_in_flight(limit: int) -> int:
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal most
-        held = sum(b.allocated for group in groups for b in group._reduce_buffers.values())
+        held = sum(b.allocated for group in groups for b in group.gradients._buffers.values())
         most = max(most, held)
         return reduce_scatter(*args, **kwargs)
 

@@ -405,7 +405,7 @@ def _add_local_entries(
 def _flat_piece(group: FSDPParamGroup) -> Tensor:
     """What this rank holds of a group that rests as one array, without padding."""
     numels = group.layout.held_numels(0)
-    return group.shards.pieces[0][: numels[group.mesh_info.shard_mesh_rank]]
+    return group.shards.buffer.pieces[0][: numels[group.mesh_info.shard_mesh_rank]]
 
 
 # --- loading --------------------------------------------------------------------------------------

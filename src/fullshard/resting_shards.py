@@ -1,0 +1,207 @@
+"""A group's shards between uses: their memory, and the sharded parameters that stand for it.
+
+One buffer holds this rank's pieces, and every face has its home there. Users move, cast, re-materialise
+and assign parameters, or their data; afterwards the objects on the modules are the truth:
+
+    replacements   what was put in the faces' place, if anything was
+    adopt          ... is copied into a new buffer, and the faces stand for that
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import torch_border
+from .buffers import ShardBuffer, own_part
+from .errors import ConfigurationError
+from .faces import ShardedFace
+from .forms import Form
+from .mesh import DataParallelAxes
+from .param import FSDPParam
+from .placement import local_tensor
+
+
+class RestingShards:
+    """What this rank keeps of a group's parameters, and their sharded faces."""
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        packed: Sequence[FSDPParam],
+        form: Form,
+        mesh_info: DataParallelAxes,
+        device: torch.device,
+        group: str,
+        *,
+        pinned: bool,
+    ) -> None:
+        """Copy this rank's pieces into one shard buffer and put the sharded faces on the modules.
+
+        Args:
+            params: The group's parameters.
+            packed: Those of them that lie in the buffer; each of the others rests in memory of its own.
+            form: How they rest.
+            mesh_info: Over which ranks they are sharded.
+            device: Where they are to rest; those on the meta device stay there for now.
+            group: The group's name.
+            pinned: Whether in page-locked memory.
+        """
+        self._params, self._packed = params, packed
+        self._form = form
+        self._rank = mesh_info.shard_mesh_rank
+        self._device, self._pins = device, pinned
+        self.layout = form.layout(params, mesh_info.shard_mesh_size)
+        """Of all parameters."""
+        self.packed_layout = form.layout(packed, mesh_info.shard_mesh_size)
+        """Of those in the buffer."""
+        self._shard_originals(group)
+        self.faces = tuple(dict.fromkeys(param.face for param in params))
+        self._find_homes()
+
+    @torch.no_grad()
+    def _shard_originals(self, group: str) -> None:
+        on_meta = self._params[0].the_original.is_meta  # all of them, or none
+        device = torch.device("meta") if on_meta else self._device
+        self.buffer = self._new_buffer(device)
+        packed = dict(zip(self._packed, self.buffer.locals, strict=True))
+        locals_ = []
+        for index, param in enumerate(self._params):
+            piece = own_part(self.layout, index, self._rank, local_tensor(param.the_original))
+            if param not in packed:
+                locals_.append(self._at_rest(piece.clone(), device))
+                continue
+            if not on_meta:
+                packed[param].copy_(piece)
+            locals_.append(packed[param])
+        self._form.make_faces(self._params, locals_, self.layout, group)
+
+    def _new_buffer(self, device: torch.device) -> ShardBuffer:
+        return ShardBuffer(
+            self.packed_layout,
+            self._rank,
+            [param.dtype for param in self._packed],
+            device,
+            pinned=self._pins and device.type == "cpu",
+        )
+
+    def _at_rest(self, shard: Tensor, device: torch.device) -> Tensor:
+        """A shard that is in no buffer, where shards rest."""
+        shard = shard.to(device)
+        if self._pins and device.type == "cpu":
+            pinned = shard.pin_memory()
+            if type(pinned) is type(shard):  # not every subclass knows how
+                return pinned
+        return shard
+
+    def _find_homes(self) -> None:
+        self.homes = self._form.homes(self._packed, self.buffer)
+        """The memory in the buffer that each face stands for, of those that have one there."""
+
+    # --- replaced by users ------------------------------------------------------------------------
+
+    def disturbed(self, *, on_modules: bool) -> bool:
+        """Whether a parameter, or its data, was replaced behind our back: ``param.data = ...``.
+
+        Parameters on the modules can be compared only if the sharded ones should be ``on_modules``.
+        """
+        return any(
+            not face.lies_in(home) or (on_modules and face.found() is not face.param)
+            for face, home in self.homes.items()
+        )
+
+    def replacements(self) -> dict[ShardedFace, Tensor | None]:
+        """What is on the modules where the faces should be; empty if all is as it was.
+
+        Raises:
+            ConfigurationError: some of it can not replace what it stands for.
+        """
+        found = {face: face.found() for face in self.faces}
+        if all(map(self.is_packed, self.faces)):
+            return {}
+        faults = [face.fault(candidate) for face, candidate in found.items()]
+        if any(faults):
+            raise ConfigurationError(
+                "Sharded parameters may be replaced by others of their kind only, of the same shape and "
+                "placements:\n  "
+                + "\n  ".join(fault for fault in faults if fault)
+                + "\nConvert full tensors with torch.distributed.tensor.distribute_tensor, or load them with "
+                "torch.distributed.checkpoint.state_dict.set_model_state_dict."
+            )
+        return found
+
+    def is_packed(self, face: ShardedFace) -> bool:
+        """Whether the face is on its modules and, if it has a home, lies in it."""
+        home = self.homes.get(face)
+        return face.in_place and (home is None or face.lies_in(home))
+
+    def adopt(self, replacements: dict[ShardedFace, Tensor | None], group: str) -> None:
+        """Let the faces be what was found, with its data in a new buffer; ``group`` is the group's name."""
+        for face, candidate in replacements.items():
+            assert candidate is not None, "fault refuses None"
+            face.adopt(candidate, group)
+        devices = {face.local.device for face in self.faces}
+        if len(devices) > 1:
+            raise ConfigurationError(
+                f"All parameters of a group must be on one device; group {group!r} has them on "
+                f"{sorted(map(str, devices))}. Move the whole module."
+            )
+        self._check_dtypes_of_segments(group)
+        self.buffer = self._new_buffer(devices.pop())
+        self._find_homes()
+        for face, home in self.homes.items():
+            if not face.local.is_meta:
+                home.copy_(face.local.view(home.shape))
+            face.put_over(home)
+
+    def _check_dtypes_of_segments(self, group: str) -> None:
+        """Parameters that lie together have one dtype."""
+        mixed = [
+            f"{self._params[index].name}: {self._params[index].dtype}"
+            for segment in self.layout.segments
+            if len({self._params[index].dtype for index in segment.params}) > 1
+            for index in segment.params
+        ]
+        if mixed:
+            raise ConfigurationError(
+                f"Parameters that were flattened together must be cast together; in group {group!r} there are "
+                "now:\n  "
+                + "\n  ".join(mixed)
+                + "\nCast the whole wrapped module, or before it is wrapped."
+            )
+
+    # --- what is said about them ------------------------------------------------------------------
+
+    def homes_in_order(self) -> list[tuple[ShardedFace, Tensor]]:
+        """The faces in the shard buffer with the memory they stand for, as they lie there.
+
+        Nothing but padding is between two that follow each other.
+        """
+        return sorted(
+            self.homes.items(), key=lambda item: item[1].storage_offset() * item[1].itemsize
+        )
+
+    def misplaced(self) -> list[str]:
+        """Names of parameters that are not where they are to rest, with where they are."""
+        return [
+            f"{face.name} is on {face.local.device}"
+            for face in self.faces
+            if face.local.device != self._device
+        ]
+
+    @property
+    def version(self) -> int:
+        """Another one after each change in place that is counted."""
+        # An operator on a DTensor counts there, one on its local tensor here.
+        return sum(
+            torch_border.version_of(face.param) + torch_border.version_of(face.local)
+            for face in self.faces
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards, those included that lie in no buffer."""
+        apart = (face.local.nbytes for face in self.faces if face not in self.homes)
+        return self.buffer.nbytes + sum(apart)
