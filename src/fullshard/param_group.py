@@ -485,7 +485,9 @@ class FSDPParamGroup:
         held = 0 if self._gathering is None else self._gathering.held_bytes
         if self._part is not None:
             held += self._part.held_bytes
-        return held + sum(member.held_bytes for member in self._self_gathered)
+        for member in self._self_gathered:
+            held += member.held_bytes
+        return held
 
     def note_memory(self, recorder: Recorder) -> None:
         """Tell somebody who begins to record what the group holds now."""

@@ -46,6 +46,9 @@ host_ns = time.perf_counter_ns
 class Waitable(Protocol):
     """An event of `streams`."""
 
+    def query(self) -> bool:
+        """Whether it has been reached."""
+
     def wait(self) -> None:
         """Order the current stream after it."""
 
@@ -377,6 +380,9 @@ class Recorder:
         if not self.clock.on_streams:
             event.wait()
             return
+        if event.query():  # it has been reached, so compute will not stand still for it
+            event.wait()
+            return
         begin = self.clock.mark()
         event.wait()
         self.add_wait(group, reason, begin, self.clock.mark())
@@ -411,10 +417,16 @@ class Recorder:
             self._add_memory(None)
 
     def sample_allocator(self) -> None:
-        """Ask the device's allocator: when a module's forward has ended, and as its backward begins and ends."""
-        allocated = _allocated_bytes(self.device)
-        if allocated is not None:
-            self._add_memory(allocated)
+        """Ask the device's allocator, unless it was asked a moment ago.
+
+        Of a state, activations are most where forward ends, parameters and gradients where backward begins.
+        """
+        now = host_ns()
+        if self.clock.on_streams and now - self._allocator_asked_ns >= ALLOCATOR_EVERY_NS:
+            self._allocator_asked_ns = now
+            allocated = _allocated_bytes(self.device)
+            if allocated is not None:
+                self._add_memory(allocated)
 
     def _add_memory(self, allocated: int | None) -> None:
         if self._has_room():

@@ -32,6 +32,9 @@ class Event(Protocol):
     def wait(self) -> None:
         """Make work issued to the current stream from now on wait for the mark."""
 
+    def query(self) -> bool:
+        """Whether the mark has been reached; the host does not wait."""
+
 
 class _HostEvent:
     """The CPU's event: the host has already waited."""
@@ -41,6 +44,10 @@ class _HostEvent:
 
     def wait(self) -> None:
         """Do nothing."""
+
+    def query(self) -> bool:
+        """Say that it has."""
+        return True
 
 
 class InFlight(Protocol):
