@@ -177,6 +177,19 @@ def test_a_long_run_is_thinned_without_losing_its_spikes_and_says_so():
     assert "Of every 14 steps the lowest and the highest value are drawn." in chart.caption
 
 
+def test_the_last_loss_is_told_even_if_it_is_no_number(tmp_path: Path):
+    start, *_ = metrics_records(3)
+    losses = [5.5, 5.25, None]
+    steps = [{"kind": "step", "step": i, "loss": loss} for i, loss in enumerate(losses, start=1)]
+    write_metrics(tmp_path, [start, *steps, {"kind": "evaluation", "step": 3, "loss": None}])
+    page = write_report(tmp_path).read_text()
+    note = "step 3; last finite 5.250 at step 2; held-out not finite at step 3"
+    assert f"<strong>not finite</strong><span>{note}</span>" in page
+    rows = re.findall(r"<tr>\s*<td>(.*?)</td>\s*<td>(.*?)</td>\s*<td[^>]*>(.*?)</td>", page)
+    assert ("step 3", "training, last", "not finite") in rows
+    assert ("step 3", "held-out", "not finite") in rows
+
+
 def test_numbers_are_written_for_people():
     assert [duration(us) for us in (0, 0.5, 999, 1234, 5.6e4, 2.5e6, 9e8, 9e9)] == [
         *("0 \u00b5s", "0.5 \u00b5s", "999 \u00b5s", "1.23 ms", "56 ms", "2.5 s", "15 min"),

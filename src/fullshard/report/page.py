@@ -27,7 +27,7 @@ from fullshard.report.reading import Metrics, Run, number
 from fullshard.report.replay import MAX_DEPTH
 from fullshard.report.run_charts import run_charts
 from fullshard.report.timeline_chart import timeline_chart
-from fullshard.report.units import count, duration, exact, share, size
+from fullshard.report.units import count, duration, exact, loss_value, share, size
 from fullshard.version import __version__
 
 
@@ -143,15 +143,16 @@ def _tiles(analysis: Analysis) -> Iterator[Tile]:
 
 
 def _run_tiles(metrics: Metrics) -> Iterator[Tile]:
-    losses = [step for step in metrics.steps if step.loss is not None]
-    if losses:
-        held_out = metrics.evaluations[-1] if metrics.evaluations else None
-        yield Tile(
-            label="Loss",
-            value=f"{losses[-1].loss:.3f}",
-            note=f"step {losses[-1].step}"
-            + (f"; held-out {held_out[1]:.3f} at step {held_out[0]}" if held_out else ""),
-        )
+    if metrics.steps:
+        last = metrics.steps[-1]
+        notes = [f"step {last.step}"]
+        finite = [step for step in metrics.steps if step.loss is not None]
+        if last.loss is None and finite:
+            notes.append(f"last finite {finite[-1].loss:.3f} at step {finite[-1].step}")
+        if metrics.evaluations:
+            at, held_out = metrics.evaluations[-1]
+            notes.append(f"held-out {loss_value(held_out, digits=3)} at step {at}")
+        yield Tile(label="Loss", value=loss_value(last.loss, digits=3), note="; ".join(notes))
     times = [step.step_s for step in metrics.steps if step.step_s]
     if times:
         per_step = number(metrics.start, "tokens_per_step")

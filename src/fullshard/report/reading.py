@@ -55,8 +55,8 @@ class Metrics:
     start: Record = field(default_factory=dict)
     """The newest record of this kind: what is trained, on what, with which versions."""
     steps: tuple[StepRecord, ...] = ()
-    evaluations: tuple[tuple[int, float], ...] = ()
-    """Steps and losses."""
+    evaluations: tuple[tuple[int, float | None], ...] = ()
+    """Steps and losses; None for one that was not finite."""
     marks: tuple[Mark, ...] = ()
     samples: tuple[str, ...] = ()
     is_finished: bool = False
@@ -193,9 +193,7 @@ def _metrics(records: list[Record], num_broken: int) -> Metrics:
         start=starts[-1] if starts else {},
         steps=tuple(map(_step_record, of_kind.get("step", []))),
         evaluations=tuple(
-            (_step(record), loss)
-            for record in of_kind.get("evaluation", [])
-            if (loss := number(record, "loss")) is not None
+            (_step(record), number(record, "loss")) for record in of_kind.get("evaluation", [])
         ),
         marks=tuple(_marks(starts, of_kind)),
         samples=tuple(texts),
