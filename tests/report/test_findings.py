@@ -86,6 +86,24 @@ def test_a_replay_that_does_not_fit_promises_nothing():
     assert not any("sharding.prefetch" in remedy for remedy in finding.remedies)
 
 
+def test_what_the_configuration_has_already_is_no_remedy():
+    run = run_on(replace(CALM, slow_gathers={"root": 5000}, reduce_us=1500, optimizer_us=60_000))
+    before = {r for finding in find(Analysis(run)) for r in finding.remedies}
+    config = {"sharding": {"groups": "plan"}, "optimizer": {"flat": True}}
+    after = {r for f in find(Analysis(replace(run, config=config))) for r in f.remedies}
+    assert after < before
+    done = before - after
+    assert sum('`sharding.groups = "plan"`' in remedy for remedy in done) == 2
+    assert sum("`optimizer.flat = true`" in remedy for remedy in done) == 1
+    assert len(done) == 3
+
+
+def test_a_deeper_prefetch_comes_with_the_door_that_has_it():
+    machine = replace(CALM, slow_gathers={"layers.3": 3000})
+    remedies = only(found_on(machine, prefetch=1, door="wrapper"), "layers.3").remedies
+    assert remedies[0] == 'Trainer: `sharding.prefetch = 2` with `sharding.door = "fully_shard"`'
+
+
 def test_many_small_groups_that_wait_are_to_be_merged():
     small = replace(CALM, layer_numel=1000, gather_us=2500, slow_gathers={"root": -2400})
     finding = only(found_on(small), "latency")
