@@ -8,7 +8,6 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
-import plotly.graph_objects as go
 import pytest
 from typer.testing import CliRunner
 
@@ -16,12 +15,7 @@ from fullshard.cli import build_app
 from fullshard.errors import ConfigurationError
 from fullshard.report import write_report
 from fullshard.report.analysis import Analysis
-from fullshard.report.chart import Chart, figure
-from fullshard.report.memory_chart import memory_chart
-from fullshard.report.page import embedded, with_code
 from fullshard.report.reading import Metrics, Run, StepRecord
-from fullshard.report.run_charts import MAX_POINTS, run_charts
-from fullshard.report.timeline_chart import short_names
 from fullshard.report.trace_file import parse_trace
 from fullshard.report.units import count, duration, share, size
 from tests.helpers.run_folders import (
@@ -33,6 +27,13 @@ from tests.helpers.run_folders import (
     write_run,
     write_traces,
 )
+
+go = pytest.importorskip("plotly.graph_objects")
+from fullshard.report.chart import Chart, figure  # noqa: E402
+from fullshard.report.memory_chart import memory_chart  # noqa: E402
+from fullshard.report.page import embedded, with_code  # noqa: E402
+from fullshard.report.run_charts import MAX_POINTS, run_charts  # noqa: E402
+from fullshard.report.timeline_chart import short_names  # noqa: E402
 
 
 class Elements(HTMLParser):
