@@ -118,6 +118,7 @@ def test_a_model_of_transformers_is_shown_by_its_folder(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 100}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     content = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}
+    content["max_position_embeddings"] = 64  # fewer than the windows of a run have by default
     (tmp_path / "config.json").write_text(json.dumps(content))
     output = inspect(str(tmp_path), "--world", "3")
     assert re.search(r"^model\.layers\.1 ", output, re.M)

@@ -91,10 +91,10 @@ def _configuration(model: str, world: int | None, settings: list[str]) -> tuple[
         return world or config.run.ranks or DEFAULT_WORLD
 
     def problems(config: RunConfig) -> Iterator[Problem]:
-        # Of what goes with a number of ranks, batches do not matter here.
-        for problem in config.world_problems(ranks(config)):
-            if "sharding.replicas" in problem.about:
+        # Nothing is read or computed here: neither batches nor the length of windows matter.
+        for problem in (*config.world_problems(ranks(config)), *model_problems(config)):
+            if not {"train.batch", "data.context"}.intersection(problem.about):
                 yield problem
 
-    config = read_config(file, settings, checks=[problems, model_problems])
+    config = read_config(file, settings, checks=[problems])
     return config, ranks(config)
