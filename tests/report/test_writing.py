@@ -129,6 +129,20 @@ def test_traces_alone_and_metrics_alone_make_a_page(tmp_path: Path):
     assert "No step was recorded." in page
 
 
+@pytest.mark.parametrize(("gather_us", "is_shown"), [(3000, True), (100, False)])
+def test_waits_are_not_played_again_if_they_are_less_than_what_a_replay_is_off_by(
+    tmp_path: Path, gather_us: int, is_shown: bool
+):
+    write_traces(tmp_path, Machine(layers=8, gather_us=gather_us))
+    assert ("played again</h3>" in write_report(tmp_path).read_text()) == is_shown
+
+
+def test_ranks_with_a_trace_are_counted_and_named(tmp_path: Path):
+    write_traces(tmp_path, Machine(world=2))
+    (tmp_path / "rank_00001.json").unlink()
+    assert "1 of 2: 0" in Elements(write_report(tmp_path).read_text()).text["dd"]
+
+
 def test_what_could_not_be_read_is_on_the_page(tmp_path: Path):
     write_metrics(tmp_path, metrics_records(12))
     with (tmp_path / "metrics.jsonl").open("a") as file:

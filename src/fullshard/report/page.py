@@ -24,7 +24,7 @@ from fullshard.report.findings import find
 from fullshard.report.group_charts import comparing_charts, group_table
 from fullshard.report.memory_chart import memory_chart
 from fullshard.report.reading import Metrics, Run, number
-from fullshard.report.replay import MAX_DEPTH
+from fullshard.report.replay import FAITHFUL_SHARE, MAX_DEPTH
 from fullshard.report.run_charts import run_charts
 from fullshard.report.timeline_chart import timeline_chart
 from fullshard.report.units import count, duration, exact, loss_value, share, size
@@ -166,9 +166,11 @@ def _run_tiles(metrics: Metrics) -> Iterator[Tile]:
 
 def _replay_table(analysis: Analysis) -> Table | None:
     """Waits for gathers at other prefetch depths; None where the replay cannot be believed or says nothing."""
-    if not analysis.steps or analysis.prefetch is None or not analysis.gather_wait_us:
+    if not analysis.steps or analysis.prefetch is None:
         return None
     measured = analysis.gather_wait_us
+    if measured <= FAITHFUL_SHARE * analysis.step_us:  # a replay may be off by more
+        return None
     rows = [
         ["measured", duration(measured), share(measured / analysis.step_us)],
     ]
@@ -204,7 +206,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
             yield "Peak memory of rank 0", size(memory)
     if run.traces:
         ranks = ", ".join(str(trace.rank) for trace in run.traces)
-        yield "Ranks with a trace", f"{ranks} of {run.traces[0].world}"
+        yield "Ranks with a trace", f"{len(run.traces)} of {run.traces[0].world}: {ranks}"
     versions = start.get("versions")
     if isinstance(versions, Mapping):
         yield "Versions", ", ".join(f"{name} {version}" for name, version in versions.items())
