@@ -209,7 +209,7 @@ def _less_on_the_wire(analysis: Analysis) -> tuple[str, ...]:
             "Fewer gathers, for the memory of the whole model: `sharding.reshard_after_forward = false`, or "
             "`fully_shard(..., reshard_after_forward=False)`"
         )
-    if groups and all(group.replicas == 1 and group.world > 2 for group in groups):
+    if groups and all(g.replicas == 1 and g.world > 2 and g.world % 2 == 0 for g in groups):
         remedies.append(
             "Gather over fewer and nearer ranks (HSDP): `sharding.replicas = 2`, or a 2-D mesh"
         )
