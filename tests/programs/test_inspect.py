@@ -92,6 +92,7 @@ def test_parameters_at_rest_are_this_ranks_share() -> None:
 def test_groups_totals_memory_and_traffic_are_shown() -> None:
     output = inspect("small", "--world", "8", "--precision", "bf16")
     assert "decoder of 6 layers x 384, 6 heads, 10,818,432 parameters" in output
+    assert "whole, to compute  per rank, at rest" in output
     assert re.search(r"^blocks\.5 +1 +9 +1,770,240 +3\.5 MB +885\.1 kB +0\.00%$", output, re.M)
     assert re.search(r"^7 groups +7 +57 +10,818,432 +21\.6 MB +5\.4 MB +0\.00%$", output, re.M)
     assert re.search(r"^optimizer state \(Adam\) +10\.8 MB +86\.5 MB$", output, re.M)
@@ -103,6 +104,12 @@ def test_a_large_model_on_many_ranks_takes_no_memory() -> None:
     output = inspect("large", "--world", "1024", "--replicas", "4", "--groups", "plan")
     assert "1,024 ranks: 4 replicas of 256" in output
     assert "all-reductions, sent" in output
+
+
+def test_what_one_rank_computes_with_is_the_whole_though_nothing_is_gathered() -> None:
+    output = inspect("tiny", "--world", "1")
+    assert re.search(r"^5 groups +5 +39 +918,656 +3\.7 MB +3\.7 MB +0\.00%$", output, re.M)
+    assert re.search(r"^gathered parameters, at most +0 B +0 B$", output, re.M)
 
 
 def test_a_run_is_shown_by_its_file(tmp_path: Path) -> None:
@@ -118,6 +125,7 @@ def test_a_model_of_transformers_is_shown_by_its_folder(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 100}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     content = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}
+    content["max_position_embeddings"] = 64  # fewer than the windows of a run have by default
     (tmp_path / "config.json").write_text(json.dumps(content))
     output = inspect(str(tmp_path), "--world", "3")
     assert re.search(r"^model\.layers\.1 ", output, re.M)
@@ -128,6 +136,8 @@ def test_a_model_of_transformers_is_shown_by_its_folder(tmp_path: Path) -> None:
     [
         (("huge",), "huge is none of them"),
         (("tiny", "--replicas", "3"), "8 / 3 leaves 2"),
+        (("tiny", "--world", "100000000"), "at most 1,000,000 ranks; got 100,000,000"),
+        (("tiny", "--set", "run.ranks=1000001"), "at most 1,000,000 ranks; got 1,000,001"),
         (("tiny", "--precision", "fp8"), "compute.precision must be one of fp32, bf16"),
         (("tiny", "--set", "model.width=100", "--set", "model.heads=3"), "model.width"),
     ],

@@ -118,6 +118,7 @@ def test_the_wanted_steps_are_traced_on_the_wanted_ranks(
 
 
 def test_a_run_ends_with_the_path_of_its_report(world: MakeWorld, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
     config = tiny(tmp_path, "train.steps=2", "log.report=true")
     [(result, lines)] = world(1).run(run_and_look, config)
     assert result.report == config.run.folder / "report.html"

@@ -59,6 +59,8 @@ def test_a_wire_slower_than_compute_is_not_helped_by_prefetching():
     assert not any("prefetch" in remedy for remedy in finding.remedies)
     assert any("sharding.replicas" in remedy for remedy in finding.remedies)
     assert not any("bf16" in remedy for remedy in finding.remedies)  # gathers are in bf16 already
+    odd = only(found_on(replace(CALM, gather_us=4500, world=3), prefetch=1), "The wire")
+    assert not any("sharding.replicas" in remedy for remedy in odd.remedies)
 
 
 def test_the_first_gather_has_a_finding_of_its_own():
@@ -84,6 +86,24 @@ def test_a_replay_that_does_not_fit_promises_nothing():
     finding = only(found_on(machine, prefetch=3), "layers.3")
     assert "nothing is promised" in finding.text
     assert not any("sharding.prefetch" in remedy for remedy in finding.remedies)
+
+
+def test_what_the_configuration_has_already_is_no_remedy():
+    run = run_on(replace(CALM, slow_gathers={"root": 5000}, reduce_us=1500, optimizer_us=60_000))
+    before = {r for finding in find(Analysis(run)) for r in finding.remedies}
+    config = {"sharding": {"groups": "plan"}, "optimizer": {"flat": True}}
+    after = {r for f in find(Analysis(replace(run, config=config))) for r in f.remedies}
+    assert after < before
+    done = before - after
+    assert sum('`sharding.groups = "plan"`' in remedy for remedy in done) == 2
+    assert sum("`optimizer.flat = true`" in remedy for remedy in done) == 1
+    assert len(done) == 3
+
+
+def test_a_deeper_prefetch_comes_with_the_door_that_has_it():
+    machine = replace(CALM, slow_gathers={"layers.3": 3000})
+    remedies = only(found_on(machine, prefetch=1, door="wrapper"), "layers.3").remedies
+    assert remedies[0] == 'Trainer: `sharding.prefetch = 2` with `sharding.door = "fully_shard"`'
 
 
 def test_many_small_groups_that_wait_are_to_be_merged():

@@ -12,6 +12,8 @@ from fullshard.report import write_report
 from tests.helpers.browser import Browser, Tab, find_chromium
 from tests.helpers.run_folders import Machine, hostile_run, write_run
 
+pytest.importorskip("plotly")
+
 pytestmark = pytest.mark.timeout(180)  # a browser on a busy machine
 
 CHARTS = ("timeline", "breakdown", "groups", "memory", "loss", "speed", "optimizer")

@@ -61,6 +61,41 @@ def test_after_a_resume_the_last_record_of_a_step_counts(tmp_path: Path):
     assert [(mark.kind, mark.step) for mark in metrics.marks] == [("resumed", 1)]
 
 
+def test_what_a_resume_went_back_before_is_not_part_of_the_run(tmp_path: Path):
+    start, *life = metrics_records(9)
+    write_metrics(
+        tmp_path,
+        [
+            start,
+            *life,
+            {"kind": "trouble", "step": 8, "what": "loss is nan", "action": "skip"},
+            {**start, "resumed_from": 6},
+            {"kind": "step", "step": 7, "loss": 2.0},
+            {**start, "resumed_from": 3},
+            {"kind": "step", "step": 4, "loss": 2.5},
+        ],
+    )
+    metrics = read_run(tmp_path).metrics
+    assert [step.step for step in metrics.steps] == [1, 2, 3, 4]
+    assert [step for step, _ in metrics.evaluations] == [0, 3]
+    assert [(mark.kind, mark.step) for mark in metrics.marks] == [("resumed", 3), ("checkpoint", 3)]
+    assert metrics.samples == () and not metrics.is_finished
+
+
+def test_a_run_that_begins_again_has_nothing_of_before(tmp_path: Path):
+    start, *_ = metrics_records(3)
+    step = {"kind": "step", "loss": 2.0}
+    write_metrics(tmp_path, [start, {**step, "step": 1}, {**step, "step": 2}, start, {**step, "step": 1}])  # fmt: skip
+    assert [step.step for step in read_run(tmp_path).metrics.steps] == [1]
+
+
+def test_a_finished_run_that_is_prolonged_is_not_finished(tmp_path: Path):
+    start, *life = metrics_records(3)
+    write_metrics(tmp_path, [start, *life, {**start, "resumed_from": 3, "steps": 6}])
+    metrics = read_run(tmp_path).metrics
+    assert len(metrics.steps) == 3 and not metrics.is_finished
+
+
 def test_a_cut_last_line_is_ignored_and_told(tmp_path: Path):
     write_metrics(tmp_path, metrics_records(10))
     path = tmp_path / "metrics.jsonl"

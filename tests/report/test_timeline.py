@@ -112,3 +112,18 @@ def test_memory_begins_with_the_level_before_the_step():
     # The root and, at depth 1, the layer that computes and the next one.
     peak = machine.gathered_bytes("root") + 2 * machine.gathered_bytes("layers.0")
     assert max(sample.gathered for sample in first.memory) == peak
+
+
+@pytest.mark.parametrize(("device", "lead_us"), [("cuda", 30_000), ("cpu", 0)])
+def test_memory_is_that_of_the_step_though_the_host_is_ahead_of_the_gpu(device: str, lead_us: int):
+    trace = simulated_trace(Machine(device=device), num_steps=3)
+    together = [step.memory for step in steps_of(parse_trace(trace))]
+    for event in trace["traceEvents"]:
+        if event["ph"] == "C":
+            event["ts"] -= lead_us
+        elif "issued" in event.get("args", {}):
+            event["args"]["issued"] -= lead_us
+    ahead = steps_of(parse_trace(trace))
+    assert [step.start_us - step.host[0] for step in ahead] == [lead_us] * 3
+    for step, samples in zip(ahead, together, strict=True):
+        assert [s.gathered for s in step.memory] == [s.gathered for s in samples]

@@ -8,7 +8,6 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
-import plotly.graph_objects as go
 import pytest
 from typer.testing import CliRunner
 
@@ -16,12 +15,7 @@ from fullshard.cli import build_app
 from fullshard.errors import ConfigurationError
 from fullshard.report import write_report
 from fullshard.report.analysis import Analysis
-from fullshard.report.chart import Chart, figure
-from fullshard.report.memory_chart import memory_chart
-from fullshard.report.page import embedded, with_code
 from fullshard.report.reading import Metrics, Run, StepRecord
-from fullshard.report.run_charts import MAX_POINTS, run_charts
-from fullshard.report.timeline_chart import short_names
 from fullshard.report.trace_file import parse_trace
 from fullshard.report.units import count, duration, share, size
 from tests.helpers.run_folders import (
@@ -33,6 +27,13 @@ from tests.helpers.run_folders import (
     write_run,
     write_traces,
 )
+
+go = pytest.importorskip("plotly.graph_objects")
+from fullshard.report.chart import Chart, figure  # noqa: E402
+from fullshard.report.memory_chart import memory_chart  # noqa: E402
+from fullshard.report.page import embedded, with_code  # noqa: E402
+from fullshard.report.run_charts import MAX_POINTS, run_charts  # noqa: E402
+from fullshard.report.timeline_chart import short_names  # noqa: E402
 
 
 class Elements(HTMLParser):
@@ -128,6 +129,20 @@ def test_traces_alone_and_metrics_alone_make_a_page(tmp_path: Path):
     assert "No step was recorded." in page
 
 
+@pytest.mark.parametrize(("gather_us", "is_shown"), [(3000, True), (100, False)])
+def test_waits_are_not_played_again_if_they_are_less_than_what_a_replay_is_off_by(
+    tmp_path: Path, gather_us: int, is_shown: bool
+):
+    write_traces(tmp_path, Machine(layers=8, gather_us=gather_us))
+    assert ("played again</h3>" in write_report(tmp_path).read_text()) == is_shown
+
+
+def test_ranks_with_a_trace_are_counted_and_named(tmp_path: Path):
+    write_traces(tmp_path, Machine(world=2))
+    (tmp_path / "rank_00001.json").unlink()
+    assert "1 of 2: 0" in Elements(write_report(tmp_path).read_text()).text["dd"]
+
+
 def test_what_could_not_be_read_is_on_the_page(tmp_path: Path):
     write_metrics(tmp_path, metrics_records(12))
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -175,6 +190,19 @@ def test_a_long_run_is_thinned_without_losing_its_spikes_and_says_so():
     assert (5000, 9.0) in zip(drawn.x, drawn.y, strict=True)
     assert list(drawn.x) == sorted(drawn.x)
     assert "Of every 14 steps the lowest and the highest value are drawn." in chart.caption
+
+
+def test_the_last_loss_is_told_even_if_it_is_no_number(tmp_path: Path):
+    start, *_ = metrics_records(3)
+    losses = [5.5, 5.25, None]
+    steps = [{"kind": "step", "step": i, "loss": loss} for i, loss in enumerate(losses, start=1)]
+    write_metrics(tmp_path, [start, *steps, {"kind": "evaluation", "step": 3, "loss": None}])
+    page = write_report(tmp_path).read_text()
+    note = "step 3; last finite 5.250 at step 2; held-out not finite at step 3"
+    assert f"<strong>not finite</strong><span>{note}</span>" in page
+    rows = re.findall(r"<tr>\s*<td>(.*?)</td>\s*<td>(.*?)</td>\s*<td[^>]*>(.*?)</td>", page)
+    assert ("step 3", "training, last", "not finite") in rows
+    assert ("step 3", "held-out", "not finite") in rows
 
 
 def test_numbers_are_written_for_people():

@@ -19,6 +19,9 @@ from fullshard.train.preflight import model_problems
 
 DEFAULT_WORLD = 8
 
+MAX_WORLD = 1_000_000
+"""Ranks, more than any machine has; the mesh lists them all, so that beyond it memory and time run out."""
+
 
 def inspect(
     model: Annotated[
@@ -91,10 +94,16 @@ def _configuration(model: str, world: int | None, settings: list[str]) -> tuple[
         return world or config.run.ranks or DEFAULT_WORLD
 
     def problems(config: RunConfig) -> Iterator[Problem]:
-        # Of what goes with a number of ranks, batches do not matter here.
-        for problem in config.world_problems(ranks(config)):
-            if "sharding.replicas" in problem.about:
+        # Nothing is read or computed here: neither batches nor the length of windows matter.
+        for problem in (*config.world_problems(ranks(config)), *model_problems(config)):
+            if not {"train.batch", "data.context"}.intersection(problem.about):
                 yield problem
+        if ranks(config) > MAX_WORLD:
+            yield Problem(
+                ("run.ranks",),
+                f"A model can be inspected for at most {MAX_WORLD:,} ranks; got {ranks(config):,}. "
+                "Set --world to fewer.",
+            )
 
-    config = read_config(file, settings, checks=[problems, model_problems])
+    config = read_config(file, settings, checks=[problems])
     return config, ranks(config)

@@ -15,7 +15,8 @@ def print_plan(console: Console, plan: ShardedPlan) -> None:
     """Print all of a plan."""
     print_facts(console, list(_facts(plan)))
     rows = [*map(_group_row, plan.groups), _total_row(plan)]
-    columns = ["group", "modules", "tensors", "elements", "whole", "per rank", "padding"]
+    whole, part = "whole, to compute", "per rank, at rest"
+    columns = ["group", "modules", "tensors", "elements", whole, part, "padding"]
     print_table(console, columns, rows, num_texts=1)
     print_table(console, ["memory", "per rank", "unsharded"], list(_memory_rows(plan)), num_texts=1)
     traffic = plan.traffic
@@ -56,10 +57,15 @@ def _group_row(group: GroupFacts) -> tuple[str, ...]:
         f"{len(group.modules)}",
         f"{group.parameters:,}",
         f"{group.numel:,}",
-        size_text(group.gathered_bytes),
+        size_text(_whole_bytes(group)),
         size_text(group.shard_bytes),
         _padding(group.numel, group.padded_numel),
     )
+
+
+def _whole_bytes(group: GroupFacts) -> int:
+    """What is computed with: a rank that holds all of a group gathers nothing, and computes with its shards."""
+    return group.gathered_bytes or group.shard_bytes
 
 
 def _total_row(plan: ShardedPlan) -> tuple[str, ...]:
@@ -70,7 +76,7 @@ def _total_row(plan: ShardedPlan) -> tuple[str, ...]:
         f"{sum(len(group.modules) for group in groups)}",
         f"{sum(group.parameters for group in groups):,}",
         f"{numel:,}",
-        size_text(sum(group.gathered_bytes for group in groups)),
+        size_text(sum(map(_whole_bytes, groups))),
         size_text(sum(group.shard_bytes for group in groups)),
         _padding(numel, sum(group.padded_numel for group in groups)),
     )

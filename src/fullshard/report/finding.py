@@ -15,7 +15,8 @@ class Finding:
     title: str
     text: str
     remedies: tuple[str, ...] = ()
-    """Each as a field of the trainer's configuration, and as a call of the API."""
+    """Each as a field of the trainer's configuration, and as a call of the API. What stands there as `section.name = value`
+    is read, too: a remedy that a run has taken already is left out."""
     severity: Severity = "slow"
     cost_share: float = 0.0
     """Part of the step's time that it costs; 1 for what endangers the run."""

@@ -71,7 +71,8 @@ class Levels:
         return (
             f"What a rank holds of {kinds} (shards, gradients as if they were there all the time), and on top the "
             f"buffers of gathers and reductions. Unsharded, every rank would hold {size(self.unsharded)} of the same. "
-            "Activations are only in the allocator's curve, which CUDA has."
+            "Activations are only in the allocator's curve, which CUDA has. Memory is taken and given back by the host, and "
+            "time here is the host's: a GPU computes the same step later."
         )
 
 
@@ -83,7 +84,7 @@ def _whole_bytes(group: Group) -> float:
 
 def _memory(step: StepTimes, levels: Levels) -> go.Figure:
     samples = _at_step_edges(step)
-    x = [round((sample.time_us - step.start_us) / 1e3, 4) for sample in samples]
+    x = [round((sample.time_us - step.host[0]) / 1e3, 4) for sample in samples]
     layers = {name: [nbytes] * len(x) for name, nbytes in levels.at_rest.items()}
     layers["gathered"] = [sample.gathered for sample in samples]
     layers["reducing"] = [sample.reducing for sample in samples]
@@ -127,7 +128,7 @@ def _memory(step: StepTimes, levels: Levels) -> go.Figure:
         traces,
         height=340,
         hovermode="x unified",
-        xaxis={"title": {"text": "ms from the start of the step"}, "range": ends},
+        xaxis={"title": {"text": "ms from the start of the step, on the host"}, "range": ends},
         yaxis={
             "title": {"text": "bytes"},
             "tickformat": ".3~s",
@@ -139,11 +140,11 @@ def _memory(step: StepTimes, levels: Levels) -> go.Figure:
 
 def _at_step_edges(step: StepTimes) -> list[MemorySample]:
     """The samples, with the levels at the step's start and end."""
-    nothing = MemorySample(time_us=step.start_us, gathered=0, reducing=0, allocated=None)
+    start_us, end_us = step.host
+    nothing = MemorySample(time_us=start_us, gathered=0, reducing=0, allocated=None)
     samples = step.memory or (nothing,)
-    inside = [sample for sample in samples if sample.time_us > step.start_us]
-    first = replace(samples[0], time_us=step.start_us)
-    return [first, *inside, replace(samples[-1], time_us=step.end_us)]
+    inside = [sample for sample in samples if sample.time_us > start_us]
+    return [replace(samples[0], time_us=start_us), *inside, replace(samples[-1], time_us=end_us)]
 
 
 def _peaks(steps: Sequence[StepTimes], levels: Levels) -> Table:

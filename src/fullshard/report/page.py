@@ -24,10 +24,10 @@ from fullshard.report.findings import find
 from fullshard.report.group_charts import comparing_charts, group_table
 from fullshard.report.memory_chart import memory_chart
 from fullshard.report.reading import Metrics, Run, number
-from fullshard.report.replay import MAX_DEPTH
+from fullshard.report.replay import FAITHFUL_SHARE, MAX_DEPTH
 from fullshard.report.run_charts import run_charts
 from fullshard.report.timeline_chart import timeline_chart
-from fullshard.report.units import count, duration, exact, share, size
+from fullshard.report.units import count, duration, exact, loss_value, share, size
 from fullshard.version import __version__
 
 
@@ -143,15 +143,16 @@ def _tiles(analysis: Analysis) -> Iterator[Tile]:
 
 
 def _run_tiles(metrics: Metrics) -> Iterator[Tile]:
-    losses = [step for step in metrics.steps if step.loss is not None]
-    if losses:
-        held_out = metrics.evaluations[-1] if metrics.evaluations else None
-        yield Tile(
-            label="Loss",
-            value=f"{losses[-1].loss:.3f}",
-            note=f"step {losses[-1].step}"
-            + (f"; held-out {held_out[1]:.3f} at step {held_out[0]}" if held_out else ""),
-        )
+    if metrics.steps:
+        last = metrics.steps[-1]
+        notes = [f"step {last.step}"]
+        finite = [step for step in metrics.steps if step.loss is not None]
+        if last.loss is None and finite:
+            notes.append(f"last finite {finite[-1].loss:.3f} at step {finite[-1].step}")
+        if metrics.evaluations:
+            at, held_out = metrics.evaluations[-1]
+            notes.append(f"held-out {loss_value(held_out, digits=3)} at step {at}")
+        yield Tile(label="Loss", value=loss_value(last.loss, digits=3), note="; ".join(notes))
     times = [step.step_s for step in metrics.steps if step.step_s]
     if times:
         per_step = number(metrics.start, "tokens_per_step")
@@ -165,9 +166,11 @@ def _run_tiles(metrics: Metrics) -> Iterator[Tile]:
 
 def _replay_table(analysis: Analysis) -> Table | None:
     """Waits for gathers at other prefetch depths; None where the replay cannot be believed or says nothing."""
-    if not analysis.steps or analysis.prefetch is None or not analysis.gather_wait_us:
+    if not analysis.steps or analysis.prefetch is None:
         return None
     measured = analysis.gather_wait_us
+    if measured <= FAITHFUL_SHARE * analysis.step_us:  # a replay may be off by more
+        return None
     rows = [
         ["measured", duration(measured), share(measured / analysis.step_us)],
     ]
@@ -203,7 +206,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
             yield "Peak memory of rank 0", size(memory)
     if run.traces:
         ranks = ", ".join(str(trace.rank) for trace in run.traces)
-        yield "Ranks with a trace", f"{ranks} of {run.traces[0].world}"
+        yield "Ranks with a trace", f"{len(run.traces)} of {run.traces[0].world}: {ranks}"
     versions = start.get("versions")
     if isinstance(versions, Mapping):
         yield "Versions", ", ".join(f"{name} {version}" for name, version in versions.items())

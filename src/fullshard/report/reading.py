@@ -1,7 +1,7 @@
 """A run folder as plain values: configuration, metrics and traces, each of which may be missing.
 
     RUN/config.toml             sections of fields
-    RUN/metrics.jsonl           a record a line; the last one of a (kind, step) counts
+    RUN/metrics.jsonl           a record a line; the last one of a (kind, step) counts, unless a resume went back before it
     RUN/trace/rank_00000.json   traces; or RUN/rank_00000.json, the folder `fullshard.trace` was given
 
 A run that was killed leaves a cut line, a disk that was full an empty trace. What cannot be read is left out and
@@ -55,8 +55,8 @@ class Metrics:
     start: Record = field(default_factory=dict)
     """The newest record of this kind: what is trained, on what, with which versions."""
     steps: tuple[StepRecord, ...] = ()
-    evaluations: tuple[tuple[int, float], ...] = ()
-    """Steps and losses."""
+    evaluations: tuple[tuple[int, float | None], ...] = ()
+    """Steps and losses; None for one that was not finite."""
     marks: tuple[Mark, ...] = ()
     samples: tuple[str, ...] = ()
     is_finished: bool = False
@@ -175,10 +175,13 @@ def _records(lines: Iterable[str]) -> Iterator[Record]:
 
 def _metrics(records: list[Record], num_broken: int) -> Metrics:
     last: dict[tuple[str, int], Record] = {}
-    starts = []
+    starts: list[Record] = []
     for record in records:
         if record["kind"] == "start":
-            starts.append(record)
+            # What was done beyond the checkpoint is not part of the run that goes on from it; nor is its end.
+            first = _resumed_from(record)
+            last = {key: old for key, old in last.items() if key[1] <= first and key[0] != "end"}
+            starts = [*(start for start in starts if _resumed_from(start) <= first), record]
         else:
             last[record["kind"], _step(record)] = record
     by_step = sorted(last.items(), key=lambda item: item[0][1])
@@ -190,9 +193,7 @@ def _metrics(records: list[Record], num_broken: int) -> Metrics:
         start=starts[-1] if starts else {},
         steps=tuple(map(_step_record, of_kind.get("step", []))),
         evaluations=tuple(
-            (_step(record), loss)
-            for record in of_kind.get("evaluation", [])
-            if (loss := number(record, "loss")) is not None
+            (_step(record), number(record, "loss")) for record in of_kind.get("evaluation", [])
         ),
         marks=tuple(_marks(starts, of_kind)),
         samples=tuple(texts),
@@ -215,11 +216,8 @@ def _step_record(record: Record) -> StepRecord:
 
 def _marks(starts: list[Record], of_kind: Mapping[str, list[Record]]) -> Iterator[Mark]:
     for start in starts:
-        resumed_from = number(start, "resumed_from")
-        if resumed_from is not None:
-            yield Mark(
-                kind="resumed", step=int(resumed_from), text=f"resumed from step {resumed_from:.0f}"
-            )
+        if step := _resumed_from(start):
+            yield Mark(kind="resumed", step=step, text=f"resumed from step {step}")
     for record in of_kind.get("checkpoint", []):
         yield Mark(kind="checkpoint", step=_step(record), text="checkpoint")
     for record in of_kind.get("trouble", []):
@@ -232,6 +230,11 @@ def _marks(starts: list[Record], of_kind: Mapping[str, list[Record]]) -> Iterato
 def _texts(record: Record) -> list[str]:
     texts = record.get("texts")
     return [str(text) for text in texts] if isinstance(texts, list) else []
+
+
+def _resumed_from(start: Record) -> int:
+    """The step whose checkpoint a run goes on from; 0 for one that begins."""
+    return int(number(start, "resumed_from") or 0)
 
 
 def _step(record: Record) -> int:

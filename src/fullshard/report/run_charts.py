@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from fullshard.report.chart import Chart, Table, figure, plain
 from fullshard.report.reading import Mark, Metrics, StepRecord
-from fullshard.report.units import count, duration
+from fullshard.report.units import count, duration, loss_value
 
 MAX_POINTS = 3000
 """Of a curve; beyond, more would be drawn than a screen has columns."""
@@ -55,15 +55,14 @@ def _loss(metrics: Metrics) -> Chart:
     if metrics.evaluations:
         traces.append(_evaluations(metrics.evaluations))
     traces += _marks(metrics.marks, points)
-    rows = [[f"step {step}", "held-out", f"{loss:.4f}"] for step, loss in metrics.evaluations]
+    told = [("held-out", step, loss) for step, loss in metrics.evaluations]
     if points:
         lowest = min(points, key=lambda point: point[1])
-        for name, (step, loss) in {
-            "first": points[0],
-            "lowest": lowest,
-            "last": points[-1],
-        }.items():
-            rows.append([f"step {step}", f"training, {name}", f"{loss:.4f}"])
+        told += [("training, first", *points[0]), ("training, lowest", *lowest)]
+    if metrics.steps:
+        last = metrics.steps[-1]
+        told.append(("training, last", last.step, last.loss))
+    rows = [[f"step {step}", name, loss_value(loss, digits=4)] for name, step, loss in told]
     return Chart(
         name="loss",
         title="Loss",
@@ -82,7 +81,7 @@ def _loss(metrics: Metrics) -> Chart:
     )
 
 
-def _evaluations(evaluations: Sequence[Point]) -> go.Scatter:
+def _evaluations(evaluations: Sequence[tuple[int, float | None]]) -> go.Scatter:
     return go.Scatter(
         name="held-out",
         x=[step for step, _ in evaluations],

@@ -118,12 +118,18 @@ def _gather_waits(analysis: Analysis) -> Iterator[Finding]:
         + f"Played again with gathers issued {depth} groups ahead instead of {analysis.prefetch}, "
         f"{duration(left_in_all)} a step remain, for up to {size(more)} more memory.",
         remedies=(
-            f"Trainer: `sharding.prefetch = {depth}`",
+            f"Trainer: `sharding.prefetch = {depth}`{_fully_shard(analysis)}",
             "API: `set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch`, with the next "
             f"{depth} layers of each",
         ),
         cost_share=cost,
     )
+
+
+def _fully_shard(analysis: Analysis) -> str:
+    """The trainer's wrapper has no depth to set."""
+    is_wrapped = analysis.run.setting("sharding", "door") == "wrapper"
+    return ' with `sharding.door = "fully_shard"`' if is_wrapped else ""
 
 
 def _and_others(waits: list[WaitTimes]) -> str:
@@ -203,7 +209,7 @@ def _less_on_the_wire(analysis: Analysis) -> tuple[str, ...]:
             "Fewer gathers, for the memory of the whole model: `sharding.reshard_after_forward = false`, or "
             "`fully_shard(..., reshard_after_forward=False)`"
         )
-    if groups and all(group.replicas == 1 and group.world > 2 for group in groups):
+    if groups and all(g.replicas == 1 and g.world > 2 and g.world % 2 == 0 for g in groups):
         remedies.append(
             "Gather over fewer and nearer ranks (HSDP): `sharding.replicas = 2`, or a 2-D mesh"
         )
@@ -300,7 +306,8 @@ def _padding(analysis: Analysis) -> Iterator[Finding]:
         f"Rows are kept whole, so a parameter with few rows is padded up to {worst.world} ranks.",
         remedies=(
             "Shard over fewer ranks: `sharding.replicas`, or a 2-D mesh",
-            'Shard along a longer dimension: `shard_placement_fn`; or without rows: `sharding.door = "wrapper"`',
+            'Without rows: `sharding.door = "wrapper"`',
+            "API: shard along a longer dimension with `shard_placement_fn`",
         ),
         cost_share=part * analysis.exposed_share,
     )

@@ -59,8 +59,10 @@ class StepTimes:
     end_us: float
     spans: tuple[Span, ...]
     """By start, without the step's own."""
+    host: Interval
+    """When the host was at the step, whose clock memory is on."""
     memory: tuple[MemorySample, ...]
-    """The samples within the step, the first one carried over from before."""
+    """The samples of that time, the first one carried over from before."""
 
     @property
     def duration_us(self) -> float:
@@ -135,6 +137,7 @@ class WaitTimes:
 
 def steps_of(trace: Trace) -> list[StepTimes]:
     """The steps that a trace has whole, in order."""
+    wholes = [span for span in trace.spans if span.kind == "step" and span.duration_us > 0]
     return [
         StepTimes(
             rank=trace.rank,
@@ -142,11 +145,32 @@ def steps_of(trace: Trace) -> list[StepTimes]:
             start_us=whole.start_us,
             end_us=whole.end_us,
             spans=tuple(s for s in trace.spans if s.step == whole.step and s.kind != "step"),
-            memory=tuple(_samples_within(trace.memory, whole)),
+            host=host,
+            memory=tuple(_samples_within(trace.memory, host)),
         )
-        for whole in trace.spans
-        if whole.kind == "step" and whole.duration_us > 0
+        for whole, host in zip(wholes, _host_times(trace, wholes), strict=True)
     ]
+
+
+def _host_times(trace: Trace, wholes: list[Span]) -> list[Interval]:
+    """When the host was at each step: from the first collective it asked for, to that of the next step.
+
+    On the CPU that is the step itself. A GPU comes behind, by as much as is queued for it: up to a step, and more. The last
+    step is taken to be as long for the host as for the GPU, or to the last that was recorded.
+    """
+    first: dict[int, float] = {}
+    for span in trace.spans:
+        if span.issued_us is not None:
+            first[span.step] = min(span.issued_us, first.get(span.step, span.issued_us))
+    if (
+        trace.device == "cpu"
+        or not (wholes and trace.memory)
+        or any(w.step not in first for w in wholes)
+    ):
+        return [_interval(whole) for whole in wholes]
+    starts = [first[whole.step] for whole in wholes]
+    end = max(starts[-1] + wholes[-1].duration_us, trace.memory[-1].time_us)
+    return list(zip(starts, [*starts[1:], end], strict=True))
 
 
 def mean_waits(steps: list[StepTimes]) -> list[WaitTimes]:
@@ -269,12 +293,13 @@ def _innermost(spans: list[Span]) -> Iterator[tuple[Span, float, float]]:
     yield from left_until(float("inf"))
 
 
-def _samples_within(memory: tuple[MemorySample, ...], whole: Span) -> Iterator[MemorySample]:
+def _samples_within(memory: tuple[MemorySample, ...], time: Interval) -> Iterator[MemorySample]:
+    start_us, end_us = time
     before = None
     for sample in memory:
-        if sample.time_us <= whole.start_us:
+        if sample.time_us <= start_us:
             before = sample
-        elif sample.time_us < whole.end_us:
+        elif sample.time_us < end_us:
             if before is not None:
                 yield before
                 before = None

@@ -32,6 +32,8 @@ class Span:
     """On the wire, for collectives."""
     awaited: str = ""
     """What compute waited for: gather or reduction."""
+    issued_us: float | None = None
+    """When the host asked for it, for collectives."""
 
     @property
     def duration_us(self) -> float:
@@ -143,6 +145,7 @@ def _span(event: Mapping[str, Any]) -> Span:
     if not isinstance(args, Mapping):
         raise ValueError("a span has args")
     start_us, duration_us = _finite(event.get("ts")), _finite(event.get("dur"))
+    issued = args.get("issued")
     if duration_us < 0:
         raise ValueError("a span ends after it begins")
     return Span(
@@ -154,6 +157,7 @@ def _span(event: Mapping[str, Any]) -> Span:
         end_us=start_us + duration_us,
         nbytes=_number(args.get("bytes")),
         awaited=str(args.get("for", "")),
+        issued_us=None if issued is None else _finite(issued),
     )
 
 

@@ -30,6 +30,11 @@ def exact(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def loss_value(loss: float | None, *, digits: int) -> str:
+    """A loss with so many decimals; None is one that is no number."""
+    return "not finite" if loss is None else f"{loss:.{digits}f}"
+
+
 def share(part: float) -> str:
     """A part of one, as a percentage."""
     percent = 100 * part
