@@ -9,8 +9,9 @@ import torch
 
 from fullshard import checkpoint
 from fullshard.errors import CheckpointError
-from fullshard.train.config import RunConfig
+from fullshard.train.config import RunConfig, TrainSection
 from fullshard.train.config_file import to_toml
+from fullshard.train.loop import ways_out
 from fullshard.train.models import open_model
 from fullshard.train.run_folder import RunFolder
 from fullshard.train.stopping import BadStepError, StoppedBySignalError
@@ -138,13 +139,26 @@ def test_a_bad_step_stops_the_run_on_all_ranks_and_leaves_the_checkpoint_from_be
     for outcome in outcomes:
         assert isinstance(outcome, BadStepError)
         assert str(outcome).startswith("Step 3 was bad: loss is nan. Its update was not made")
-        assert "the last checkpoint is " in str(outcome) and "step_00000002" in str(outcome)
+        assert 'with train.on_bad_step = "skip" goes on from the last checkpoint' in str(outcome)
+        assert "step_00000002" in str(outcome)
     newest = checkpoint.latest(config.run.folder / "checkpoints")
     assert newest is not None and newest.name == "step_00000002"
     [trouble] = records(config, "trouble")
     assert (trouble["step"], trouble["what"], trouble["action"]) == (3, "loss is nan", "stop")
     assert records(config, "step")[-1]["loss"] is None
     assert not records(config, "end")
+    skipping = tiny(tmp_path, "checkpoint.every=1", "train.on_bad_step=skip")
+    for result in world(2).run(run, skipping, Incident("nan", call=1)):
+        assert list(result.losses) == [3, 4, 5, 6], "the same run goes on past the bad step"
+
+
+def test_what_may_help_after_a_bad_step_is_what_the_run_does_not_have_yet() -> None:
+    stopping = ways_out(TrainSection(max_norm=5.0), Path("step_2"), is_finite=True)
+    assert 'with train.on_bad_step = "skip" or a higher train.max_norm goes on' in stopping
+    assert "from the last checkpoint, step_2." in stopping and "a lower train.clip" in stopping
+    skipping = ways_out(TrainSection(on_bad_step="skip", clip=0.0), None, is_finite=False)
+    assert "with a larger train.max_bad_steps goes on from the start: there is no" in skipping
+    assert "lower train.clip" not in skipping and "max_norm" not in skipping
 
 
 @pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
