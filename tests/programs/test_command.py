@@ -54,7 +54,7 @@ def refusal(*arguments: str, environment: dict[str, str] | None = None) -> str:
     return " ".join(result.output.split())
 
 
-def must_not_start(*_: object) -> None:
+def must_not_start(*_: object, **__: object) -> None:
     raise AssertionError("this run was to be refused")
 
 
@@ -99,6 +99,18 @@ def test_all_problems_come_in_one_message() -> None:
     )
     for part in ("4 problems", "train.stepz", "optimizer.lr", "nowhere", "16 / (3 * 1)"):
         assert part in message
+
+
+def test_a_fresh_run_leaves_the_old_one_to_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    begun: list[object] = []
+    monkeypatch.setattr(launch, "launch", lambda *_, fresh: begun.append(fresh))
+    arguments = ["train", "--fresh", "--folder", "run", *settings("run.device=cpu")]
+    assert CliRunner().invoke(cli.build_app(), arguments).exit_code == 0
+    assert begun == [True]
+    assert [each.name for each in Path().iterdir()] == ["run"], "model and data come first"
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +222,7 @@ def test_a_failing_rank_is_shown_once(tmp_path: Path) -> None:
     program = (
         "import sys, types\n"
         "from fullshard.cli import main\n"
-        "def fail(config, place):\n"
+        "def fail(config, place, fresh):\n"
         "    raise ValueError('this rank fails')\n"
         "sys.modules['fullshard.train.rank'] = types.SimpleNamespace(run_rank=fail)\n"
         "if __name__ == '__main__':\n"

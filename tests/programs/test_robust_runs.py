@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fullshard import checkpoint
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, ConfigurationError
 from fullshard.train.config import RunConfig, TrainSection
 from fullshard.train.config_file import to_toml
 from fullshard.train.loop import ways_out
@@ -94,6 +94,20 @@ def test_a_finished_run_is_left_alone(world: MakeWorld, tmp_path: Path) -> None:
     for result in world(2).run(run, config):
         assert result.was_finished and not result.losses
     assert (config.run.folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_fresh_run_moves_the_old_one_aside_once_nothing_stands_against_it(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    config = tiny(tmp_path, "train.steps=2")
+    world(2).run(run, config)
+    before = (config.run.folder / "metrics.jsonl").read_bytes()
+    for outcome in world(2).outcomes(run, tiny(tmp_path, "model.vocabulary=10"), fresh=True):
+        assert isinstance(outcome, ConfigurationError)
+    assert (config.run.folder / "metrics.jsonl").read_bytes() == before
+    for result in world(2).run(run, tiny(tmp_path, "train.steps=1", "optimizer.lr=1"), fresh=True):
+        assert list(result.losses) == [1]
+    assert (tmp_path / "run.old-1" / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_request_in_the_last_step_is_no_reason_to_stop(world: MakeWorld, tmp_path: Path) -> None:

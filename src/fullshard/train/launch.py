@@ -60,9 +60,7 @@ def start(config: RunConfig, *, fresh: bool = False) -> None:
     else:
         ranks = config.run.ranks or (num_gpus() if device == "cuda" else DEFAULT_CPU_RANKS)
         _check_machine(config, device, world=ranks, ranks_here=ranks)
-        if fresh and (old := RunFolder(config.run.folder).move_aside()):
-            print(f"The run that was in {config.run.folder} is now in {old}.", flush=True)
-        launch(config, ranks, device)
+        launch(config, ranks, device, fresh=fresh)
 
 
 # --- who is a rank ---------------------------------------------------------------------------------------
@@ -93,13 +91,14 @@ def join(config: RunConfig, place: Place) -> None:
     run_rank(config, place)
 
 
-def launch(config: RunConfig, ranks: int, device: Device) -> None:
-    """Train on ranks started here."""
+def launch(config: RunConfig, ranks: int, device: Device, *, fresh: bool) -> None:
+    """Train on ranks started here; `fresh` as in `start`."""
     with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
         # A file to meet at, not a port: a free port can be taken before the ranks get to it.
         rendezvous = (Path(folder) / "rendezvous").as_uri()
         places = places_on_this_machine(ranks, device, rendezvous=rendezvous)
-        ended = run_in_processes(partial(_launched_rank, config), places, on_stop=_say_stopping)
+        work = partial(_launched_rank, config, fresh=fresh)
+        ended = run_in_processes(work, places, on_stop=_say_stopping)
     error = ended.results[0]
     if isinstance(error, StoppedBySignalError):
         raise StoppedError(str(error), ended.stopped_by or signal.SIGTERM)
@@ -107,7 +106,9 @@ def launch(config: RunConfig, ranks: int, device: Device) -> None:
         raise error
 
 
-def _launched_rank(config: RunConfig, place: Place) -> StoppedBySignalError | BadStepError | None:
+def _launched_rank(
+    config: RunConfig, place: Place, *, fresh: bool
+) -> StoppedBySignalError | BadStepError | None:
     """Train as a rank; return what made all ranks end alike, which is no failure of this one."""
     # All ranks are here, so gloo need not find out which network the machine's name belongs to.
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
@@ -116,7 +117,7 @@ def _launched_rank(config: RunConfig, place: Place) -> StoppedBySignalError | Ba
     from fullshard.train.rank import run_rank
 
     try:
-        run_rank(config, place)
+        run_rank(config, place, fresh=fresh)
     except (StoppedBySignalError, BadStepError) as error:
         return error
     return None

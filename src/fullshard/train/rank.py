@@ -37,8 +37,13 @@ from fullshard.train.stopping import (
 )
 
 
-def run_rank(config: RunConfig, place: Place) -> TrainResult:
+def run_rank(config: RunConfig, place: Place, *, fresh: bool = False) -> TrainResult:
     """Train as one of the ranks; the first one shows the progress.
+
+    Args:
+        config: what the run is to be.
+        place: which of the ranks this is.
+        fresh: begin anew; a run that is in the folder is moved aside, once nothing stands against this one.
 
     Raises:
         ConfigurationError: the run cannot be begun or gone on with.
@@ -53,11 +58,11 @@ def run_rank(config: RunConfig, place: Place) -> TrainResult:
     # Only then are signals noted: until the ranks have met there is nothing to save, and SIGTERM may end them.
     with _process_group(place, device, config.run.timeout), noticing_stop_requests() as stop:
         job = Job(config=config, source=source, data=data, device=device, stop=stop)
-        return run_in_folder(job, Console())
+        return run_in_folder(job, Console(), fresh=fresh)
 
 
-def run_in_folder(job: Job, console: Console) -> TrainResult:
-    """Begin or go on with a run in its folder, over all ranks of the default process group."""
+def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainResult:
+    """Begin or go on with a run in its folder, over all ranks of the default process group; `fresh` as in `run_rank`."""
     team, config, folder = Team(), job.config, job.folder
     with ExitStack() as stack:
         watchers: list[Watcher] = []
@@ -67,6 +72,8 @@ def run_in_folder(job: Job, console: Console) -> TrainResult:
 
         def begin() -> bool:
             """Take the folder, and say whether there is something left to do in it."""
+            if fresh and (old := folder.move_aside()) and progress is not None:
+                progress.say_last(f"The run that was in {folder.path} is now in {old}.")
             stack.enter_context(folder.locked())
             folder.begin(config)
             if folder.is_finished(config.train.steps):
