@@ -12,8 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from fullshard import cli
+from fullshard.errors import CheckpointError
 from fullshard.train import launch
+from fullshard.train.config import RunConfig
 from fullshard.train.config_file import read_config, to_toml
+from fullshard.train.place import Place
 from tests.helpers.runs import last_losses, records, tiny
 
 ROOT = Path(__file__).parents[2]
@@ -215,6 +218,24 @@ def test_a_run_stops_when_told_to_and_goes_on_when_started_again(tmp_path: Path)
     assert again.returncode == 0, again.stderr
     assert sorted(last_losses(config)) == list(range(1, steps + 1))
     assert read_config(config.run.folder / "config.toml").train.steps == steps
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_message_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise CheckpointError("The disk is full.")
+
+    from fullshard.train import rank
+
+    monkeypatch.setattr(rank, "run_rank", fail)
+    place = Place(rank=0, world=1, local_rank=0, local_world=1, device="cpu", rendezvous="")
+    error = launch._launched_rank(RunConfig(), place, fresh=False)
+    assert isinstance(error, CheckpointError)
+    monkeypatch.setattr(launch, "launch", fail)
+    result = CliRunner().invoke(cli.build_app(), ["train", *settings("run.device=cpu")])
+    assert result.exit_code == 1
+    assert result.stderr.strip() == "The disk is full."
 
 
 def test_a_failing_rank_is_shown_once(tmp_path: Path) -> None:

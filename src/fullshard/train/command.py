@@ -2,7 +2,8 @@
 
 Exit codes:
     0     trained, or the run in the folder was finished already
-    1     a rank failed, and its traceback was shown; or a bad step stopped the run
+    1     a rank failed, and its traceback was shown; or a bad step stopped the run, or a
+          checkpoint that cannot be written or read
     2     wrong configuration; one message, no traceback, no rank was started
     130   stopped by Ctrl-C
     143   stopped by SIGTERM
@@ -22,7 +23,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fullshard.errors import ConfigurationError
+from fullshard.errors import CheckpointError, ConfigurationError
 from fullshard.train.config_file import read_config, toml_value
 from fullshard.train.config_reference import print_reference
 from fullshard.train.launch import problems_here, speaks_for_all, start
@@ -96,7 +97,7 @@ def _ends_well(*, is_heard: bool) -> Iterator[None]:
         return
     except ConfigurationError as error:
         message, code = f"Error: {error}", 2
-    except (RankFailedError, BadStepError) as error:
+    except (RankFailedError, BadStepError, CheckpointError) as error:
         message, code = str(error), 1
     except StoppedError as error:
         message, code = str(error), 128 + error.by

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from fullshard.errors import ConfigurationError
+from fullshard.errors import ConfigurationError, FullshardError
 from fullshard.train import slurm
 from fullshard.train.config import OFFLOAD_ON_CPU, DeviceChoice, Problem, RunConfig
 from fullshard.train.config_fields import config_sections
@@ -34,7 +34,7 @@ from fullshard.train.place import (
 from fullshard.train.preflight import data_problems, model_problems
 from fullshard.train.processes import StoppedError, run_in_processes
 from fullshard.train.run_folder import RunFolder
-from fullshard.train.stopping import BadStepError, StoppedBySignalError
+from fullshard.train.stopping import ENDS_OF_ALL_RANKS, StoppedBySignalError
 
 DEFAULT_CPU_RANKS = 2
 
@@ -50,6 +50,7 @@ def start(config: RunConfig, *, fresh: bool = False) -> None:
         ConfigurationError: it does not fit this machine; no rank was started.
         RankFailedError: a rank started here failed; all of them have ended.
         BadStepError: a step was bad, and the configuration says to stop then.
+        CheckpointError: a checkpoint cannot be written, or read.
         StoppedError, StoppedBySignalError: this process was told to stop, and did.
     """
     device = choose_device(config.run.device)
@@ -106,9 +107,7 @@ def launch(config: RunConfig, ranks: int, device: Device, *, fresh: bool) -> Non
         raise error
 
 
-def _launched_rank(
-    config: RunConfig, place: Place, *, fresh: bool
-) -> StoppedBySignalError | BadStepError | None:
+def _launched_rank(config: RunConfig, place: Place, *, fresh: bool) -> FullshardError | None:
     """Train as a rank; return what made all ranks end alike, which is no failure of this one."""
     # All ranks are here, so gloo need not find out which network the machine's name belongs to.
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
@@ -118,7 +117,7 @@ def _launched_rank(
 
     try:
         run_rank(config, place, fresh=fresh)
-    except (StoppedBySignalError, BadStepError) as error:
+    except ENDS_OF_ALL_RANKS as error:
         return error
     return None
 

@@ -7,6 +7,7 @@ wrong there goes wrong on all.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from fullshard.checkpoint.team import Team
+from fullshard.checkpoint.writing import log as checkpoint_log
 from fullshard.errors import FullshardError
 from fullshard.train.config import RunConfig
 from fullshard.train.data import open_data
@@ -30,11 +32,7 @@ from fullshard.train.place import Place
 from fullshard.train.progress import RunProgress, showing_progress
 from fullshard.train.result import TrainResult
 from fullshard.train.run_folder import RunFolder
-from fullshard.train.stopping import (
-    BadStepError,
-    StoppedBySignalError,
-    noticing_stop_requests,
-)
+from fullshard.train.stopping import ENDS_OF_ALL_RANKS, noticing_stop_requests
 
 
 def run_rank(config: RunConfig, place: Place, *, fresh: bool = False) -> TrainResult:
@@ -49,7 +47,10 @@ def run_rank(config: RunConfig, place: Place, *, fresh: bool = False) -> TrainRe
         ConfigurationError: the run cannot be begun or gone on with.
         StoppedBySignalError: it was asked to stop, and saved where it stood.
         BadStepError: a step was bad.
+        CheckpointError: one cannot be written, or the newest cannot be read.
     """
+    # An error of a save is raised where the loop waits for it; each rank would log it besides.
+    checkpoint_log.addHandler(logging.NullHandler())
     device = _claim_device(place)
     # Read before the process group exists: what fails here must not leave other ranks waiting in a
     # collective.
@@ -125,7 +126,7 @@ def _process_group(place: Place, device: torch.device, timeout_s: float) -> Iter
     )
     try:
         yield
-    except (StoppedBySignalError, BadStepError):  # all ranks raise these together
+    except ENDS_OF_ALL_RANKS:
         dist.destroy_process_group()
         raise
     # Not in a finally: after other errors the other ranks may be inside a collective, and leaving could

@@ -1,4 +1,4 @@
-"""How a run ends before its last step: a signal asks for it, or a step is bad.
+"""How a run ends before its last step: a signal asks for it, a step is bad, or a checkpoint cannot be written.
 
 A signal only sets a flag. All ranks exchange their flags at each step, so they stop after the same one, with a
 checkpoint of it: a rank that left on its own would leave the others in a collective.
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from fullshard.errors import FullshardError
+from fullshard.errors import CheckpointError, FullshardError
 
 
 class StoppedBySignalError(FullshardError, RuntimeError):
@@ -23,6 +23,10 @@ class StoppedBySignalError(FullshardError, RuntimeError):
 
 class BadStepError(FullshardError, RuntimeError):
     """A step's loss or gradients were such that the run must not go on."""
+
+
+ENDS_OF_ALL_RANKS = (StoppedBySignalError, BadStepError, CheckpointError)
+"""All ranks raise these together, with the same message: no rank waits for another, and a traceback says no more."""
 
 
 class StopRequest:
