@@ -1,9 +1,12 @@
 """What the user sees."""
 
+import errno
 import io
 import math
+import os
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from fullshard.train.events import (
@@ -123,6 +126,27 @@ def test_a_run_that_goes_on_says_from_where_and_counts_its_own_tokens() -> None:
         progress(End(step=40, seconds=1.0))
     assert "goes on after step 38" in file.getvalue()
     assert "on 128 tokens in 1.0 s" in file.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_reader_that_leaves_does_not_end_the_run(terminal: bool) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file:
+        with showing_progress(Console(file=file, force_terminal=terminal, width=120)) as progress:
+            progress(START)
+            os.close(reading)
+            follow_a_run(progress)
+            progress.say_last("Report")
+    # Closing it has written what was left in the buffer.
+
+
+def test_a_disk_that_is_full_does_not_end_the_run() -> None:
+    class FullDisk(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with showing_progress(Console(file=FullDisk())) as progress:
+        follow_a_run(progress)
 
 
 def test_an_error_gives_the_cursor_back() -> None:

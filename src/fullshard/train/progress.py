@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import IO, TextIO, cast
 
 from rich.console import Console
 from rich.table import Table
 
+from fullshard.forgiving_stream import ForgivingStream
 from fullshard.progress_line import ProgressLine, showing_line
 from fullshard.train.events import (
     Checkpoint,
@@ -129,7 +131,11 @@ class RunProgress:
 
 @contextmanager
 def showing_progress(console: Console) -> Iterator[RunProgress]:
-    """Give the watcher that suits where the console writes to, and leave the terminal as it was."""
+    """Give the watcher that suits where the console writes to, and leave the terminal as it was.
+
+    From then on, the console is silent when it cannot write: the run goes on, and its files tell.
+    """
+    console.file = cast(IO[str], ForgivingStream(cast(TextIO, console.file)))
     with showing_line(console) as line:
         yield RunProgress(console, line)
 
