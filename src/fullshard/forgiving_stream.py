@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import TextIO
+from typing import IO, cast
+
+
+def forgiving(stream: IO[str]) -> IO[str]:
+    """Return a `ForgivingStream` as what it is for whoever only writes to it."""
+    return cast("IO[str]", ForgivingStream(stream))
 
 
 class ForgivingStream:
     """A text stream that says nothing more once it cannot: its reader has left, its terminal is closed, its disk full."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
         self._is_broken = False
 

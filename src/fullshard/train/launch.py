@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from fullshard.errors import ConfigurationError, FullshardError
+from fullshard.forgiving_stream import forgiving
 from fullshard.train import slurm
 from fullshard.train.config import OFFLOAD_ON_CPU, DeviceChoice, Problem, RunConfig
 from fullshard.train.config_fields import config_sections
@@ -126,7 +127,7 @@ def _say_stopping(by: signal.Signals) -> None:
     cause = "Ctrl-C" if by == signal.SIGINT else by.name
     print(
         f"\n{cause}: the ranks save a checkpoint and leave. Ctrl-C ends them at once.",
-        file=sys.stderr,
+        file=forgiving(sys.stderr),  # after a SIGHUP there is no terminal
         flush=True,
     )
 

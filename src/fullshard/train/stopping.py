@@ -16,6 +16,16 @@ from types import FrameType
 
 from fullshard.errors import CheckpointError, FullshardError
 
+STOP_SIGNALS = tuple(
+    signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if name in signal.Signals.__members__
+)
+"""What asks a process to stop; SIGHUP comes when its terminal is closed, and not every platform has it."""
+
+
+def is_nohup(number: signal.Signals) -> bool:
+    """Say whether it is a SIGHUP that this process was started to ignore, by nohup or as a rank."""
+    return number.name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN
+
 
 class StoppedBySignalError(FullshardError, RuntimeError):
     """A run was asked to stop, and did so after it had saved where it stood."""
@@ -43,7 +53,7 @@ class StopRequest:
 
 @contextmanager
 def noticing_stop_requests() -> Iterator[StopRequest]:
-    """Within it, SIGTERM is noted instead of ending the process.
+    """Within it, SIGTERM and SIGHUP are noted instead of ending the process.
 
     Python lets only the main thread decide about signals; ranks that are other threads notice none.
     """
@@ -55,8 +65,11 @@ def noticing_stop_requests() -> Iterator[StopRequest]:
     def note(number: int, frame: FrameType | None) -> None:
         request.signal = signal.Signals(number)
 
-    before = signal.signal(signal.SIGTERM, note)
+    before = {
+        number: signal.signal(number, note) for number in STOP_SIGNALS if not is_nohup(number)
+    }
     try:
         yield request
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
