@@ -89,6 +89,7 @@ def test_what_happens_besides_steps_gets_a_line_of_its_own() -> None:
     file = io.StringIO()
     with showing_progress(Console(file=file, width=120)) as progress:
         progress(START)
+        progress(step(1))
         progress(Trouble(step=9, what="loss is nan", action="skip"))
         progress(step(9, math.nan))
         progress(Stopped(step=9, why="SIGTERM"))
