@@ -167,6 +167,7 @@ def refusal(file: Path | None, *wanted: str, **options: Any) -> str:
         ("optimizer.betas=[0.9]", "an array of 2, each a number, at least 0 and below 1"),
         ("optimizer.betas=[0.9, 1]", "--set says [0.9, 1]."),
         ("data.held_out=1", "data.held_out must be a number, above 0 and below 1; --set says 1."),
+        ("run.timeout=1e300", "run.timeout must be a number, above 0 and at most 604800; --set"),
         ("data.path=a\0b", "data.path must be a path, or left out"),
         ("data.path=\udcff", "data.path must be a path, or left out"),
         ("run.device=gpu", 'run.device must be one of auto, cpu, cuda; --set says "gpu".'),

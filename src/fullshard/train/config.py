@@ -43,6 +43,7 @@ Count = Annotated[int, Limits(0)]
 PositiveCount = Annotated[int, Limits(1)]
 NotNegative = Annotated[float, Limits(0)]
 Positive = Annotated[float, Limits(0, open_low=True)]
+Timeout = Annotated[float, Limits(0, 7 * 24 * 3600, open_low=True)]
 Part = Annotated[float, Limits(0, 1)]
 PartBelowOne = Annotated[float, Limits(0, 1, open_high=True)]
 ProperPart = Annotated[float, Limits(0, 1, open_low=True, open_high=True)]
@@ -78,7 +79,7 @@ class RunSection:
     device: DeviceChoice = "auto"
     """Where to train; auto takes CUDA when there is a GPU."""
 
-    timeout: Positive = 600.0
+    timeout: Timeout = 600.0
     """Seconds a rank waits for the others before it gives up: what is left of a run ends so long after a host is lost."""
 
     seed: Count = field(default=0, metadata=FIXED)

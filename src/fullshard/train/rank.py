@@ -76,8 +76,7 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
             if fresh and (old := folder.move_aside()) and progress is not None:
                 progress.say_last(f"The run that was in {folder.path} is now in {old}.")
             stack.enter_context(folder.locked())
-            folder.begin(config)
-            if folder.is_finished(config.train.steps):
+            if not folder.begin(config):
                 return False
             metrics = MetricsFile(folder.metrics, every=config.log.every)
             watchers.append(stack.enter_context(closing(metrics)))
