@@ -92,11 +92,11 @@ def test_what_happens_besides_steps_gets_a_line_of_its_own() -> None:
         progress(step(1))
         progress(Trouble(step=9, what="loss is nan", action="skip"))
         progress(step(9, math.nan))
-        progress(Stopped(step=9, why="SIGTERM"))
+        progress(Stopped(step=9, why="a signal"))
     assert file.getvalue().splitlines()[-3:] == [
         "step 9: loss is nan; its update is skipped",
         "step  9/40  loss nan  lr 3.0e-03  norm 0.75  128 tokens/s  123.5 MB",
-        "step 9: stopped by SIGTERM",
+        "step 9: stopped by a signal",
     ]
     output = seen(terminal=False)
     assert "step 0: held-out loss 5.5000\n" in output

@@ -44,7 +44,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(
     world(2).run(run, undisturbed, dropout)
     for outcome in world(2).outcomes(run, config, dropout, Incident("SIGTERM", call=3 * parts)):
         assert isinstance(outcome, StoppedBySignalError)
-        assert "after step 3 of 6" in str(outcome) and "step_00000003" in str(outcome)
+        assert "by a signal after step 3 of 6" in str(outcome) and "step_00000003" in str(outcome)
     assert records(config, "stopped")[0]["step"] == 3
     for result in world(2).run(run, config, dropout):
         assert list(result.losses) == [4, 5, 6]

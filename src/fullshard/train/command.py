@@ -4,7 +4,7 @@ Exit codes:
     0     trained, or the run in the folder was finished already
     1     a rank failed, and its traceback was shown; or a bad step stopped the run, or a
           checkpoint that cannot be written or read
-    2     wrong configuration; one message, no traceback, no rank was started
+    2     wrong configuration or data; one message, no traceback
     129   stopped by SIGHUP: its terminal was closed
     130   stopped by Ctrl-C
     143   stopped by SIGTERM

@@ -299,9 +299,9 @@ class Training:
         """Save where the run stands, and leave it."""
         self.checkpoints.save(self.state)
         self.checkpoints.finish()
-        self.watch(Stopped(step=self.state.step, why="SIGTERM"))
+        self.watch(Stopped(step=self.state.step, why="a signal"))
         raise StoppedBySignalError(
-            f"Stopped by SIGTERM after step {self.state.step} of {self.config.train.steps}, which is saved in "
+            f"Stopped by a signal after step {self.state.step} of {self.config.train.steps}, which is saved in "
             f"{self.checkpoints.newest}. Give the same command again to go on."
         )
 
