@@ -50,6 +50,7 @@ LAYERS = [
     ],
     ["__init__"],  # `from fullshard import ...`: what users see, and the programs below are users
     [
+        "forgiving_stream",
         "progress_line",
         "tables",
         "report",

@@ -108,7 +108,12 @@ def happen(what: str, scores: Tensor) -> Tensor:
     return scores
 
 
-def run(config: RunConfig, *incidents: Incident, shown: io.StringIO | None = None) -> TrainResult:
+def run(
+    config: RunConfig,
+    *incidents: Incident,
+    shown: io.StringIO | None = None,
+    fresh: bool = False,
+) -> TrainResult:
     """Run it on all ranks of a test; what the user would see goes to ``shown``."""
     source: Any = open_model(config)
     if incidents:
@@ -116,7 +121,7 @@ def run(config: RunConfig, *incidents: Incident, shown: io.StringIO | None = Non
     data = open_data(config, source)
     with noticing_stop_requests() as stop:
         job = Job(config=config, source=source, data=data, device=torch.device("cpu"), stop=stop)
-        return run_in_folder(job, Console(file=shown or io.StringIO()))
+        return run_in_folder(job, Console(file=shown or io.StringIO()), fresh=fresh)
 
 
 def records(config: RunConfig, kind: str) -> list[dict[str, Any]]:

@@ -12,8 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from fullshard import cli
+from fullshard.errors import CheckpointError
 from fullshard.train import launch
+from fullshard.train.config import RunConfig
 from fullshard.train.config_file import read_config, to_toml
+from fullshard.train.place import Place
 from tests.helpers.runs import last_losses, records, tiny
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +57,7 @@ def refusal(*arguments: str, environment: dict[str, str] | None = None) -> str:
     return " ".join(result.output.split())
 
 
-def must_not_start(*_: object) -> None:
+def must_not_start(*_: object, **__: object) -> None:
     raise AssertionError("this run was to be refused")
 
 
@@ -99,6 +102,18 @@ def test_all_problems_come_in_one_message() -> None:
     )
     for part in ("4 problems", "train.stepz", "optimizer.lr", "nowhere", "16 / (3 * 1)"):
         assert part in message
+
+
+def test_a_fresh_run_leaves_the_old_one_to_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    begun: list[object] = []
+    monkeypatch.setattr(launch, "launch", lambda *_, fresh: begun.append(fresh))
+    arguments = ["train", "--fresh", "--folder", "run", *settings("run.device=cpu")]
+    assert CliRunner().invoke(cli.build_app(), arguments).exit_code == 0
+    assert begun == [True]
+    assert [each.name for each in Path().iterdir()] == ["run"], "model and data come first"
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,12 +220,30 @@ def test_a_run_stops_when_told_to_and_goes_on_when_started_again(tmp_path: Path)
     assert read_config(config.run.folder / "config.toml").train.steps == steps
 
 
+def test_a_checkpoint_that_cannot_be_written_is_a_message_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise CheckpointError("The disk is full.")
+
+    from fullshard.train import rank
+
+    monkeypatch.setattr(rank, "run_rank", fail)
+    place = Place(rank=0, world=1, local_rank=0, local_world=1, device="cpu", rendezvous="")
+    error = launch._launched_rank(RunConfig(), place, fresh=False)
+    assert isinstance(error, CheckpointError)
+    monkeypatch.setattr(launch, "launch", fail)
+    result = CliRunner().invoke(cli.build_app(), ["train", *settings("run.device=cpu")])
+    assert result.exit_code == 1
+    assert result.stderr.strip() == "The disk is full."
+
+
 def test_a_failing_rank_is_shown_once(tmp_path: Path) -> None:
     # Ranks import the main program too, so what it puts in the place of the real thing is there in them.
     program = (
         "import sys, types\n"
         "from fullshard.cli import main\n"
-        "def fail(config, place):\n"
+        "def fail(config, place, fresh):\n"
         "    raise ValueError('this rank fails')\n"
         "sys.modules['fullshard.train.rank'] = types.SimpleNamespace(run_rank=fail)\n"
         "if __name__ == '__main__':\n"

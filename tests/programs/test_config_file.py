@@ -156,17 +156,26 @@ def refusal(file: Path | None, *wanted: str, **options: Any) -> str:
         ("trian.steps=3", "Did you mean train.steps?"),
         ("steps=3", "Did you mean train.steps or trace.steps?"),
         ("train.steps", "--set takes section.field=value, got 'train.steps'."),
+        ("train=3", "train is a section; --set takes section.field=value, got 'train=3'."),
+        ("=3", "--set takes section.field=value, got '=3'."),
         ("train.steps=0", "train.steps must be a whole number, at least 1; --set says 0."),
         ("train.steps=many", 'a whole number, at least 1; --set says "many".'),
         ("train.steps=true", "a whole number, at least 1; --set says true."),
         ("train.steps=1.5", "a whole number, at least 1; --set says 1.5."),
         ("train.steps=", "train.steps must be a whole number, at least 1; --set says nothing."),
-        ("optimizer.lr=nan", "optimizer.lr must be a number, above 0; --set says nan."),
-        ("optimizer.lr=inf", "a number, above 0; --set says inf."),
-        ("optimizer.lr=1" + "0" * 400, "a number, above 0"),
-        ("optimizer.betas=[0.9]", "an array of 2, each a number, at least 0 and below 1"),
+        ("optimizer.lr=nan", "optimizer.lr must be a finite number, above 0; --set says nan."),
+        ("optimizer.lr=inf", "a finite number, above 0; --set says inf."),
+        ("optimizer.lr=1" + "0" * 400, "a finite number, above 0"),
+        ("optimizer.betas=[0.9]", "an array of 2, each a finite number, at least 0 and below 1"),
         ("optimizer.betas=[0.9, 1]", "--set says [0.9, 1]."),
-        ("data.held_out=1", "data.held_out must be a number, above 0 and below 1; --set says 1."),
+        (
+            "data.held_out=1",
+            "data.held_out must be a finite number, above 0 and below 1; --set says 1.",
+        ),
+        (
+            "run.timeout=1e300",
+            "run.timeout must be a finite number, above 0 and at most 604800; --set",
+        ),
         ("data.path=a\0b", "data.path must be a path, or left out"),
         ("data.path=\udcff", "data.path must be a path, or left out"),
         ("run.device=gpu", 'run.device must be one of auto, cpu, cuda; --set says "gpu".'),
@@ -205,6 +214,11 @@ def test_what_is_wrong_with_a_file_is_told(tmp_path: Path, text: str, message: s
     found = refusal(file)
     assert message in found
     assert str(file) in found
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbf[train]\nsteps = 3\n")
+    assert read_config(tmp_path / "run.toml").train.steps == 3
 
 
 def test_a_file_that_is_none_is_told(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_file(tmp_path: Path) ->
     np.save(tmp_path / "tokens.npy", tokens)
     data = opened(tmp_path / "tokens.npy", vocabulary=8)
     data.training.rows([0, 1])
-    with pytest.raises(ConfigurationError, match=r"number 150 of .*tokens\.npy is -3"):
+    with pytest.raises(ConfigurationError, match=r"number 150 of .*tokens\.npy is -3.*begin a run"):
         data.training.rows([0, 16])
     tokens[150], tokens[195] = 8, 9
     np.save(tmp_path / "tokens.npy", tokens)
@@ -178,6 +178,8 @@ def test_what_is_no_array_of_tokens_is_refused(tmp_path: Path) -> None:
             ConfigurationError, match=f"(?s)broken.npy.*{message}|{message}.*broken.npy"
         ):
             opened(write(tmp_path / "broken.npy", content), vocabulary=100)
+    with pytest.raises(ConfigurationError, match=r"^An array of tokens must have one dimension"):
+        opened(tmp_path / "x.npy", vocabulary=100)
     with pytest.raises(ConfigurationError, match=r"odd\.bin must be tokens of 2 bytes.*101 bytes"):
         opened(write(tmp_path / "odd.bin", b"x" * 101), vocabulary=100)
 

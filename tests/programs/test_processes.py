@@ -17,6 +17,7 @@ import pytest
 from fullshard.errors import ConfigurationError
 from fullshard.train import processes
 from fullshard.train.processes import Ended, RankFailedError, StoppedError, run_in_processes
+from fullshard.train.stopping import noticing_stop_requests
 
 LONG_S = 50.0
 
@@ -161,7 +162,7 @@ def signalled(folder: Path, *numbers: signal.Signals, pause_s: float = 0.3) -> I
             os.kill(os.getpid(), number)
             time.sleep(pause_s)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in processes.HEEDED}
     sender = threading.Thread(target=send)
     sender.start()
     try:
@@ -171,13 +172,37 @@ def signalled(folder: Path, *numbers: signal.Signals, pause_s: float = 0.3) -> I
     assert all(signal.getsignal(number) == handler for number, handler in before.items())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ranks_that_are_told_to_stop_may_save_first(tmp_path: Path, number: signal.Signals) -> None:
     told: list[signal.Signals] = []
     with signalled(tmp_path, number, pause_s=0):
         ended = run_in_processes(partial(save_when_told, tmp_path), [0, 1], on_stop=told.append)
     assert ended == Ended(("rank 0 saved", "rank 1 saved"), stopped_by=number)
     assert told == [number]
+
+
+def hears_terminal(rank: int) -> bool:
+    handlers = map(signal.getsignal, (signal.SIGINT, signal.SIGHUP))
+    return any(handler != signal.SIG_IGN for handler in handlers)
+
+
+def test_a_closed_terminal_is_the_matter_of_the_parent_unless_it_is_to_be_ignored(
+    tmp_path: Path,
+) -> None:
+    assert run_in_processes(hears_terminal, [0]).results == (False,)
+    with noticing_stop_requests() as request:
+        signal.raise_signal(signal.SIGHUP)
+        assert request.signal == signal.SIGHUP
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with noticing_stop_requests() as request:
+            signal.raise_signal(signal.SIGHUP)
+            assert not request.is_made
+        with signalled(tmp_path, signal.SIGHUP, signal.SIGTERM):
+            ended = run_in_processes(partial(save_when_told, tmp_path), [0, 1])
+        assert ended.stopped_by == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_interrupt_ends_ranks_at_once(tmp_path: Path) -> None:

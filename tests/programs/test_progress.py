@@ -1,9 +1,12 @@
 """What the user sees."""
 
+import errno
 import io
 import math
+import os
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from fullshard.train.events import (
@@ -86,13 +89,14 @@ def test_what_happens_besides_steps_gets_a_line_of_its_own() -> None:
     file = io.StringIO()
     with showing_progress(Console(file=file, width=120)) as progress:
         progress(START)
+        progress(step(1))
         progress(Trouble(step=9, what="loss is nan", action="skip"))
         progress(step(9, math.nan))
-        progress(Stopped(step=9, why="SIGTERM"))
+        progress(Stopped(step=9, why="a signal"))
     assert file.getvalue().splitlines()[-3:] == [
         "step 9: loss is nan; its update is skipped",
         "step  9/40  loss nan  lr 3.0e-03  norm 0.75  128 tokens/s  123.5 MB",
-        "step 9: stopped by SIGTERM",
+        "step 9: stopped by a signal",
     ]
     output = seen(terminal=False)
     assert "step 0: held-out loss 5.5000\n" in output
@@ -123,6 +127,27 @@ def test_a_run_that_goes_on_says_from_where_and_counts_its_own_tokens() -> None:
         progress(End(step=40, seconds=1.0))
     assert "goes on after step 38" in file.getvalue()
     assert "on 128 tokens in 1.0 s" in file.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_reader_that_leaves_does_not_end_the_run(terminal: bool) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file:
+        with showing_progress(Console(file=file, force_terminal=terminal, width=120)) as progress:
+            progress(START)
+            os.close(reading)
+            follow_a_run(progress)
+            progress.say_last("Report")
+    # Closing it has written what was left in the buffer.
+
+
+def test_a_disk_that_is_full_does_not_end_the_run() -> None:
+    class FullDisk(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with showing_progress(Console(file=FullDisk())) as progress:
+        follow_a_run(progress)
 
 
 def test_an_error_gives_the_cursor_back() -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from fullshard import checkpoint
-from fullshard.errors import CheckpointError
-from fullshard.train.config import RunConfig
+from fullshard.errors import CheckpointError, ConfigurationError
+from fullshard.train.config import RunConfig, TrainSection
 from fullshard.train.config_file import to_toml
+from fullshard.train.loop import ways_out
 from fullshard.train.models import open_model
 from fullshard.train.run_folder import RunFolder
 from fullshard.train.stopping import BadStepError, StoppedBySignalError
@@ -43,7 +44,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(
     world(2).run(run, undisturbed, dropout)
     for outcome in world(2).outcomes(run, config, dropout, Incident("SIGTERM", call=3 * parts)):
         assert isinstance(outcome, StoppedBySignalError)
-        assert "after step 3 of 6" in str(outcome) and "step_00000003" in str(outcome)
+        assert "by a signal after step 3 of 6" in str(outcome) and "step_00000003" in str(outcome)
     assert records(config, "stopped")[0]["step"] == 3
     for result in world(2).run(run, config, dropout):
         assert list(result.losses) == [4, 5, 6]
@@ -95,6 +96,20 @@ def test_a_finished_run_is_left_alone(world: MakeWorld, tmp_path: Path) -> None:
     assert (config.run.folder / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_fresh_run_moves_the_old_one_aside_once_nothing_stands_against_it(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    config = tiny(tmp_path, "train.steps=2")
+    world(2).run(run, config)
+    before = (config.run.folder / "metrics.jsonl").read_bytes()
+    for outcome in world(2).outcomes(run, tiny(tmp_path, "model.vocabulary=10"), fresh=True):
+        assert isinstance(outcome, ConfigurationError)
+    assert (config.run.folder / "metrics.jsonl").read_bytes() == before
+    for result in world(2).run(run, tiny(tmp_path, "train.steps=1", "optimizer.lr=1"), fresh=True):
+        assert list(result.losses) == [1]
+    assert (tmp_path / "run.old-1" / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_request_in_the_last_step_is_no_reason_to_stop(world: MakeWorld, tmp_path: Path) -> None:
     config = tiny(tmp_path, "train.steps=3")
     for result in world(2).run(run, config, Incident("SIGTERM", call=3)):
@@ -138,13 +153,26 @@ def test_a_bad_step_stops_the_run_on_all_ranks_and_leaves_the_checkpoint_from_be
     for outcome in outcomes:
         assert isinstance(outcome, BadStepError)
         assert str(outcome).startswith("Step 3 was bad: loss is nan. Its update was not made")
-        assert "the last checkpoint is " in str(outcome) and "step_00000002" in str(outcome)
+        assert 'with train.on_bad_step = "skip" goes on from the last checkpoint' in str(outcome)
+        assert "step_00000002" in str(outcome)
     newest = checkpoint.latest(config.run.folder / "checkpoints")
     assert newest is not None and newest.name == "step_00000002"
     [trouble] = records(config, "trouble")
     assert (trouble["step"], trouble["what"], trouble["action"]) == (3, "loss is nan", "stop")
     assert records(config, "step")[-1]["loss"] is None
     assert not records(config, "end")
+    skipping = tiny(tmp_path, "checkpoint.every=1", "train.on_bad_step=skip")
+    for result in world(2).run(run, skipping, Incident("nan", call=1)):
+        assert list(result.losses) == [3, 4, 5, 6], "the same run goes on past the bad step"
+
+
+def test_what_may_help_after_a_bad_step_is_what_the_run_does_not_have_yet() -> None:
+    stopping = ways_out(TrainSection(max_norm=5.0), Path("step_2"), is_finite=True)
+    assert 'with train.on_bad_step = "skip" or a higher train.max_norm goes on' in stopping
+    assert "from the last checkpoint, step_2." in stopping and "a lower train.clip" in stopping
+    skipping = ways_out(TrainSection(on_bad_step="skip", clip=0.0), None, is_finite=False)
+    assert "with a larger train.max_bad_steps goes on from the start: there is no" in skipping
+    assert "lower train.clip" not in skipping and "max_norm" not in skipping
 
 
 @pytest.mark.parametrize("door", ["fully_shard", "wrapper"])

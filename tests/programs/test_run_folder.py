@@ -128,6 +128,8 @@ def test_a_run_is_finished_when_its_last_steps_were_the_last_wanted(tmp_path: Pa
     assert not folder.is_finished(40)
     metrics(End(step=40, seconds=1.0))
     assert folder.is_finished(40) and not folder.is_finished(41)
+    assert not folder.begin(replace(CONFIG, train=TrainSection(steps=20)))
+    assert read_config(folder.config) == CONFIG, "it was trained for 40"
     metrics(START)  # it was begun again, for more steps
     assert not folder.is_finished(40)
     metrics.close()

@@ -80,6 +80,8 @@ def read_header(path: Path, bin_dtype: TokenDtype) -> ArrayFile:
             return _read_npy_header(path, size)
     except OSError as error:
         raise ConfigurationError(f"Arrays of tokens must be readable: {error}.") from error
+    except ConfigurationError:  # a ValueError, too, and says all there is
+        raise
     except ValueError as error:
         raise ConfigurationError(
             f"{path} is not an array as numpy.save writes it: {error}. Write it again."

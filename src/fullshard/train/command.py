@@ -2,8 +2,10 @@
 
 Exit codes:
     0     trained, or the run in the folder was finished already
-    1     a rank failed, and its traceback was shown; or a bad step stopped the run
-    2     wrong configuration; one message, no traceback, no rank was started
+    1     a rank failed, and its traceback was shown; or a bad step stopped the run, or a
+          checkpoint that cannot be written or read
+    2     wrong configuration or data; one message, no traceback
+    129   stopped by SIGHUP: its terminal was closed
     130   stopped by Ctrl-C
     143   stopped by SIGTERM
 Stopped runs have saved where they stood, unless the message says that they could not.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +25,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fullshard.errors import ConfigurationError
+from fullshard.errors import CheckpointError, ConfigurationError
+from fullshard.forgiving_stream import forgiving
 from fullshard.train.config_file import read_config, toml_value
 from fullshard.train.config_reference import print_reference
 from fullshard.train.launch import problems_here, speaks_for_all, start
@@ -96,7 +100,7 @@ def _ends_well(*, is_heard: bool) -> Iterator[None]:
         return
     except ConfigurationError as error:
         message, code = f"Error: {error}", 2
-    except (RankFailedError, BadStepError) as error:
+    except (RankFailedError, BadStepError, CheckpointError) as error:
         message, code = str(error), 1
     except StoppedError as error:
         message, code = str(error), 128 + error.by
@@ -106,13 +110,14 @@ def _ends_well(*, is_heard: bool) -> Iterator[None]:
         message, code = "Stopped.", 128 + signal.SIGINT
     if is_heard:
         _restore_terminal()
-        Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(message)
+        stream = forgiving(sys.stderr)
+        Console(file=stream, highlight=False, markup=False, soft_wrap=True).print(message)
     raise typer.Exit(code)
 
 
 def _restore_terminal() -> None:
     """Close the live line that rank 0 may have had no time to close: a new line, and the cursor back."""
-    console = Console()
+    console = Console(file=forgiving(sys.stdout))
     if console.is_terminal:
         console.print()
         console.show_cursor(True)

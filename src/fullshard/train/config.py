@@ -14,7 +14,8 @@ a run, the command's answers and the documentation. A field's type says which va
 what concerns several fields is said by the `problems` of their section, or of `RunConfig`.
 
 Fields marked `FIXED` decide the trajectory of a run; a run that is resumed must have them as they
-were.
+were. What is done about bad steps is not among them, though it has a part in the trajectory: a run
+that a bad step has stopped could not go on otherwise.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ Count = Annotated[int, Limits(0)]
 PositiveCount = Annotated[int, Limits(1)]
 NotNegative = Annotated[float, Limits(0)]
 Positive = Annotated[float, Limits(0, open_low=True)]
+Timeout = Annotated[float, Limits(0, 7 * 24 * 3600, open_low=True)]
 Part = Annotated[float, Limits(0, 1)]
 PartBelowOne = Annotated[float, Limits(0, 1, open_high=True)]
 ProperPart = Annotated[float, Limits(0, 1, open_low=True, open_high=True)]
@@ -77,7 +79,7 @@ class RunSection:
     device: DeviceChoice = "auto"
     """Where to train; auto takes CUDA when there is a GPU."""
 
-    timeout: Positive = 600.0
+    timeout: Timeout = 600.0
     """Seconds a rank waits for the others before it gives up: what is left of a run ends so long after a host is lost."""
 
     seed: Count = field(default=0, metadata=FIXED)
@@ -183,11 +185,11 @@ class TrainSection:
     clip: NotNegative = field(default=1.0, metadata=FIXED)
     """Largest norm of the gradients; larger ones are scaled down to it. 0 does not clip."""
 
-    on_bad_step: BadStep = field(default="stop", metadata=FIXED)
+    on_bad_step: BadStep = "stop"
     """What to do when loss or gradient norm are not finite, or the norm exceeds `max_norm`: stop the run, skip the
     update, or ignore it."""
 
-    max_norm: NotNegative = field(default=0.0, metadata=FIXED)
+    max_norm: NotNegative = 0.0
     """Norm of the gradients above which a step is bad; 0 for none."""
 
     max_bad_steps: PositiveCount = 10

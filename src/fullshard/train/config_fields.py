@@ -197,7 +197,7 @@ def _take_path(value: object) -> Path:
 PLAIN_KINDS: dict[Any, Kind] = {
     bool: Kind("true or false", _take_bool),
     int: Kind("a whole number", _take_whole_number),
-    float: Kind("a number", _take_number),
+    float: Kind("a finite number", _take_number),
     str: Kind("a text", _take_text),
     Path: Kind("a path", _take_path),
 }

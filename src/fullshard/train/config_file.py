@@ -84,7 +84,8 @@ class _Reading:
 
     def add_file(self, file: Path) -> None:
         try:
-            document = tomllib.loads(file.read_text(encoding="utf-8"))
+            # Some editors begin a file with a byte order mark.
+            document = tomllib.loads(file.read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             self.problems.append(f"There is no file {file}.")
         except IsADirectoryError:
@@ -117,8 +118,12 @@ class _Reading:
     def add_setting(self, setting: str) -> None:
         name, equals, text = setting.partition("=")
         name = name.strip()
-        if not equals:
+        if not equals or not name:
             self.problems.append(f"--set takes section.field=value, got {setting!r}.")
+        elif name in config_sections():
+            self.problems.append(
+                f"{name} is a section; --set takes section.field=value, got {setting!r}."
+            )
         elif not text:
             self._add_value(name, [None, ""], source="--set")
         else:

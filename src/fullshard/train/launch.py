@@ -20,7 +20,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from fullshard.errors import ConfigurationError
+from fullshard.errors import ConfigurationError, FullshardError
+from fullshard.forgiving_stream import forgiving
 from fullshard.train import slurm
 from fullshard.train.config import OFFLOAD_ON_CPU, DeviceChoice, Problem, RunConfig
 from fullshard.train.config_fields import config_sections
@@ -34,7 +35,7 @@ from fullshard.train.place import (
 from fullshard.train.preflight import data_problems, model_problems
 from fullshard.train.processes import StoppedError, run_in_processes
 from fullshard.train.run_folder import RunFolder
-from fullshard.train.stopping import BadStepError, StoppedBySignalError
+from fullshard.train.stopping import ENDS_OF_ALL_RANKS, StoppedBySignalError
 
 DEFAULT_CPU_RANKS = 2
 
@@ -50,6 +51,7 @@ def start(config: RunConfig, *, fresh: bool = False) -> None:
         ConfigurationError: it does not fit this machine; no rank was started.
         RankFailedError: a rank started here failed; all of them have ended.
         BadStepError: a step was bad, and the configuration says to stop then.
+        CheckpointError: a checkpoint cannot be written, or read.
         StoppedError, StoppedBySignalError: this process was told to stop, and did.
     """
     device = choose_device(config.run.device)
@@ -60,9 +62,7 @@ def start(config: RunConfig, *, fresh: bool = False) -> None:
     else:
         ranks = config.run.ranks or (num_gpus() if device == "cuda" else DEFAULT_CPU_RANKS)
         _check_machine(config, device, world=ranks, ranks_here=ranks)
-        if fresh and (old := RunFolder(config.run.folder).move_aside()):
-            print(f"The run that was in {config.run.folder} is now in {old}.", flush=True)
-        launch(config, ranks, device)
+        launch(config, ranks, device, fresh=fresh)
 
 
 # --- who is a rank ---------------------------------------------------------------------------------------
@@ -93,13 +93,14 @@ def join(config: RunConfig, place: Place) -> None:
     run_rank(config, place)
 
 
-def launch(config: RunConfig, ranks: int, device: Device) -> None:
-    """Train on ranks started here."""
+def launch(config: RunConfig, ranks: int, device: Device, *, fresh: bool) -> None:
+    """Train on ranks started here; `fresh` as in `start`."""
     with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
         # A file to meet at, not a port: a free port can be taken before the ranks get to it.
         rendezvous = (Path(folder) / "rendezvous").as_uri()
         places = places_on_this_machine(ranks, device, rendezvous=rendezvous)
-        ended = run_in_processes(partial(_launched_rank, config), places, on_stop=_say_stopping)
+        work = partial(_launched_rank, config, fresh=fresh)
+        ended = run_in_processes(work, places, on_stop=_say_stopping)
     error = ended.results[0]
     if isinstance(error, StoppedBySignalError):
         raise StoppedError(str(error), ended.stopped_by or signal.SIGTERM)
@@ -107,7 +108,7 @@ def launch(config: RunConfig, ranks: int, device: Device) -> None:
         raise error
 
 
-def _launched_rank(config: RunConfig, place: Place) -> StoppedBySignalError | BadStepError | None:
+def _launched_rank(config: RunConfig, place: Place, *, fresh: bool) -> FullshardError | None:
     """Train as a rank; return what made all ranks end alike, which is no failure of this one."""
     # All ranks are here, so gloo need not find out which network the machine's name belongs to.
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
@@ -116,8 +117,8 @@ def _launched_rank(config: RunConfig, place: Place) -> StoppedBySignalError | Ba
     from fullshard.train.rank import run_rank
 
     try:
-        run_rank(config, place)
-    except (StoppedBySignalError, BadStepError) as error:
+        run_rank(config, place, fresh=fresh)
+    except ENDS_OF_ALL_RANKS as error:
         return error
     return None
 
@@ -126,7 +127,7 @@ def _say_stopping(by: signal.Signals) -> None:
     cause = "Ctrl-C" if by == signal.SIGINT else by.name
     print(
         f"\n{cause}: the ranks save a checkpoint and leave. Ctrl-C ends them at once.",
-        file=sys.stderr,
+        file=forgiving(sys.stderr),  # after a SIGHUP there is no terminal
         flush=True,
     )
 

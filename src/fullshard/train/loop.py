@@ -23,6 +23,7 @@ import random
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from fullshard.checkpoint.team import Team
 from fullshard.errors import ConfigurationError
-from fullshard.train.config import RunConfig
+from fullshard.train.config import RunConfig, TrainSection
 from fullshard.train.data import Data
 from fullshard.train.evaluating import held_out_loss, window_losses
 from fullshard.train.events import (
@@ -84,6 +85,11 @@ class Agreement:
     """Some rank says so."""
     is_asked_to_stop: bool
     """Some rank was."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and norm are."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def trouble(self, max_norm: float) -> str | None:
         """Say what is wrong with the step, if anything is."""
@@ -183,7 +189,7 @@ class Training:
         if trouble is not None and action is not None:
             self.watch(Trouble(step=number, what=trouble, action=action))
             if action == "stop":
-                self._give_up(number, trouble)
+                self._give_up(number, trouble, agreed)
         return agreed.is_asked_to_stop
 
     def _compute_gradients(self) -> Tensor:
@@ -293,24 +299,21 @@ class Training:
         """Save where the run stands, and leave it."""
         self.checkpoints.save(self.state)
         self.checkpoints.finish()
-        self.watch(Stopped(step=self.state.step, why="SIGTERM"))
+        self.watch(Stopped(step=self.state.step, why="a signal"))
         raise StoppedBySignalError(
-            f"Stopped by SIGTERM after step {self.state.step} of {self.config.train.steps}, which is saved in "
+            f"Stopped by a signal after step {self.state.step} of {self.config.train.steps}, which is saved in "
             f"{self.checkpoints.newest}. Give the same command again to go on."
         )
 
-    def _give_up(self, number: int, trouble: str) -> None:
+    def _give_up(self, number: int, trouble: str, agreed: Agreement) -> None:
         """Leave the run because of a bad step, whose update was not made."""
         self.checkpoints.finish()
-        newest = self.checkpoints.newest
-        saved = "there is no checkpoint" if newest is None else f"the last checkpoint is {newest}"
-        in_a_row = self.state.bad_steps
+        in_a_row, newest = self.state.bad_steps, self.checkpoints.newest
         raise BadStepError(
             f"Step {number} was bad: {trouble}"
             + (f", and {in_a_row} steps in a row were" if in_a_row > 1 else "")
-            + f". Its update was not made, and the run was stopped; {saved}, from before it. "
-            "Look at the data of this step, or begin anew with a lower optimizer.lr, a lower train.clip, or "
-            'train.on_bad_step = "skip".'
+            + ". Its update was not made, and the run was stopped. "
+            + ways_out(self.config.train, newest, is_finite=agreed.is_finite)
         )
 
     # --- at the start ---------------------------------------------------------------------------------
@@ -340,6 +343,26 @@ class Training:
             },
             resumed_from=self.state.step or None,
         )
+
+
+def ways_out(train: TrainSection, newest: Path | None, *, is_finite: bool) -> str:
+    """Say what may help a run that a bad step has stopped; if the step was finite, its norm was above the limit."""
+    changes = [
+        "a larger train.max_bad_steps"
+        if train.on_bad_step == "skip"
+        else 'train.on_bad_step = "skip"',
+        *(["a higher train.max_norm"] if is_finite else []),
+    ]
+    start = (
+        "the start: there is no checkpoint yet"
+        if newest is None
+        else f"the last checkpoint, {newest}"
+    )
+    anew = ["a lower optimizer.lr", "a lower train.clip" if train.clip else "a train.clip above 0"]
+    return (
+        f"The same command with {' or '.join(changes)} goes on from {start}. If it comes to a bad step again, look "
+        f"at the data, or begin anew with {' or '.join(anew)}."
+    )
 
 
 def check_batch(config: RunConfig, world: int) -> None:

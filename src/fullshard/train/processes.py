@@ -8,11 +8,11 @@ failure makes others fail, the message of the first is already there, and that i
 
 Whoever wants the run to stop says so to this process, which passes it on:
 
-    Ctrl-C or SIGTERM here   -> SIGTERM to every rank, which may finish what it has to, for SAVE_GRACE_S
-    Ctrl-C again             -> they end at once
+    Ctrl-C, SIGTERM or SIGHUP here   -> SIGTERM to every rank, which may finish what it has to, for SAVE_GRACE_S
+    Ctrl-C again                     -> they end at once
 
-The processes themselves ignore Ctrl-C, which a terminal sends to all of them. They also end when the
-parent is gone, whatever ended it.
+The processes themselves ignore Ctrl-C and SIGHUP, which a terminal sends to all of them. They also end when
+the parent is gone, whatever ended it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from multiprocessing.process import BaseProcess
 from typing import Generic, NoReturn, TypeVar
 
 from fullshard.errors import ConfigurationError, FullshardError
+from fullshard.train.stopping import STOP_SIGNALS, is_nohup
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
@@ -40,8 +41,11 @@ Result = TypeVar("Result")
 SAVE_GRACE_S = 120.0
 """How long ranks may take to save what they have after they were told to stop."""
 
-HEEDED = (signal.SIGINT, signal.SIGTERM)
+HEEDED = (signal.SIGINT, *STOP_SIGNALS)
 """What tells this process to stop."""
+
+FROM_TERMINALS = tuple(number for number in HEEDED if number != signal.SIGTERM)
+"""Of these, what a terminal sends to this process and the ranks alike."""
 
 
 class RankFailedError(FullshardError, RuntimeError):
@@ -94,7 +98,7 @@ def run_in_processes(
 ) -> Ended[Result]:
     """Call `work` with each argument, the n-th as rank n, in a process of its own.
 
-    Must be called in the main thread, since it takes over SIGINT and SIGTERM until it returns.
+    Must be called in the main thread, since it takes over the signals in `HEEDED` until it returns.
     After: all processes have ended, also when this raises.
 
     Args:
@@ -118,7 +122,7 @@ def run_in_processes(
                 process = spawn.Process(
                     target=_process_main, args=(work, argument, rank, sender), daemon=True
                 )
-                with _ignoring_interrupts():
+                with _ignoring_terminals():
                     process.start()
                 sender.close()  # the rank's copy is now the only one: its end is the pipe's end
                 processes.append(process)
@@ -237,7 +241,9 @@ def _heeding_signals() -> Iterator[socket.socket]:
     writing.setblocking(False)
     fd_before = signal.set_wakeup_fd(writing.fileno())
     # A handler of Python's own must be there, or nothing is written; there is nothing left for it to do.
-    before = {number: signal.signal(number, lambda *_: None) for number in HEEDED}
+    before = {
+        number: signal.signal(number, lambda *_: None) for number in HEEDED if not is_nohup(number)
+    }
     try:
         yield reading
     finally:
@@ -249,13 +255,14 @@ def _heeding_signals() -> Iterator[socket.socket]:
 
 
 @contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Start processes that ignore Ctrl-C from their first instruction on: they inherit it."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _ignoring_terminals() -> Iterator[None]:
+    """Start processes that ignore a terminal's signals from their first instruction on: they inherit it."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in FROM_TERMINALS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _process_main(

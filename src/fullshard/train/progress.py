@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.table import Table
 
+from fullshard.forgiving_stream import forgiving
 from fullshard.progress_line import ProgressLine, showing_line
 from fullshard.train.events import (
     Checkpoint,
@@ -107,9 +108,10 @@ class RunProgress:
     def _show_step(self, step: Step) -> None:
         assert self._start is not None, "runs begin with their start"
         self._steps = [*self._steps[:1], step]
+        mean = self._loss.add(step.loss)
         status = status_of(
             step,
-            loss=self._loss.add(step.loss),
+            loss=mean if math.isfinite(step.loss) else step.loss,
             speed=self._start.tokens_per_step / self._step_s.add(step.step_s),
         )
         self._line.show(step.step, step_of(step.step, self._start.steps), status)
@@ -129,7 +131,11 @@ class RunProgress:
 
 @contextmanager
 def showing_progress(console: Console) -> Iterator[RunProgress]:
-    """Give the watcher that suits where the console writes to, and leave the terminal as it was."""
+    """Give the watcher that suits where the console writes to, and leave the terminal as it was.
+
+    From then on, the console is silent when it cannot write: the run goes on, and its files tell.
+    """
+    console.file = forgiving(console.file)
     with showing_line(console) as line:
         yield RunProgress(console, line)
 
@@ -140,7 +146,7 @@ def step_of(step: int, steps: int) -> str:
 
 
 def status_of(step: Step, *, loss: float, speed: float) -> str:
-    """Return loss, rate, norm, speed and memory in a few words."""
+    """Return loss, rate, norm, speed and memory in a few words; loss and speed are means of the last steps."""
     return (
         f"loss {loss:.3f}  lr {step.lr:.1e}  norm {step.grad_norm:.2f}  "
         f"{speed:,.0f} tokens/s  {megabytes(step.memory_bytes)}"

@@ -7,6 +7,7 @@ wrong there goes wrong on all.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from fullshard.checkpoint.team import Team
+from fullshard.checkpoint.writing import log as checkpoint_log
 from fullshard.errors import FullshardError
 from fullshard.train.config import RunConfig
 from fullshard.train.data import open_data
@@ -30,21 +32,25 @@ from fullshard.train.place import Place
 from fullshard.train.progress import RunProgress, showing_progress
 from fullshard.train.result import TrainResult
 from fullshard.train.run_folder import RunFolder
-from fullshard.train.stopping import (
-    BadStepError,
-    StoppedBySignalError,
-    noticing_stop_requests,
-)
+from fullshard.train.stopping import ENDS_OF_ALL_RANKS, noticing_stop_requests
 
 
-def run_rank(config: RunConfig, place: Place) -> TrainResult:
+def run_rank(config: RunConfig, place: Place, *, fresh: bool = False) -> TrainResult:
     """Train as one of the ranks; the first one shows the progress.
+
+    Args:
+        config: what the run is to be.
+        place: which of the ranks this is.
+        fresh: begin anew; a run that is in the folder is moved aside, once nothing stands against this one.
 
     Raises:
         ConfigurationError: the run cannot be begun or gone on with.
         StoppedBySignalError: it was asked to stop, and saved where it stood.
         BadStepError: a step was bad.
+        CheckpointError: one cannot be written, or the newest cannot be read.
     """
+    # An error of a save is raised where the loop waits for it; each rank would log it besides.
+    checkpoint_log.addHandler(logging.NullHandler())
     device = _claim_device(place)
     # Read before the process group exists: what fails here must not leave other ranks waiting in a
     # collective.
@@ -53,11 +59,11 @@ def run_rank(config: RunConfig, place: Place) -> TrainResult:
     # Only then are signals noted: until the ranks have met there is nothing to save, and SIGTERM may end them.
     with _process_group(place, device, config.run.timeout), noticing_stop_requests() as stop:
         job = Job(config=config, source=source, data=data, device=device, stop=stop)
-        return run_in_folder(job, Console())
+        return run_in_folder(job, Console(), fresh=fresh)
 
 
-def run_in_folder(job: Job, console: Console) -> TrainResult:
-    """Begin or go on with a run in its folder, over all ranks of the default process group."""
+def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainResult:
+    """Begin or go on with a run in its folder, over all ranks of the default process group; `fresh` as in `run_rank`."""
     team, config, folder = Team(), job.config, job.folder
     with ExitStack() as stack:
         watchers: list[Watcher] = []
@@ -67,9 +73,10 @@ def run_in_folder(job: Job, console: Console) -> TrainResult:
 
         def begin() -> bool:
             """Take the folder, and say whether there is something left to do in it."""
+            if fresh and (old := folder.move_aside()) and progress is not None:
+                progress.say_last(f"The run that was in {folder.path} is now in {old}.")
             stack.enter_context(folder.locked())
-            folder.begin(config)
-            if folder.is_finished(config.train.steps):
+            if not folder.begin(config):
                 return False
             metrics = MetricsFile(folder.metrics, every=config.log.every)
             watchers.append(stack.enter_context(closing(metrics)))
@@ -118,7 +125,7 @@ def _process_group(place: Place, device: torch.device, timeout_s: float) -> Iter
     )
     try:
         yield
-    except (StoppedBySignalError, BadStepError):  # all ranks raise these together
+    except ENDS_OF_ALL_RANKS:
         dist.destroy_process_group()
         raise
     # Not in a finally: after other errors the other ranks may be inside a collective, and leaving could

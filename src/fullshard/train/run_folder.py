@@ -85,12 +85,18 @@ class RunFolder:
                 f"{', '.join(others[:10])}. Choose another folder."
             )
 
-    def begin(self, config: RunConfig) -> None:
-        """Check the folder, and write the configuration as it is from now on. Under the lock."""
+    def begin(self, config: RunConfig) -> bool:
+        """Check the folder, and write the configuration as it is from now on; say whether there is something left to do.
+
+        The configuration of a finished run stays as it is. Under the lock.
+        """
         self.check(config)
+        if self.is_finished(config.train.steps):
+            return False
         unfinished = self.path / f"{CONFIG}.tmp"
         unfinished.write_text(to_toml(config))
         unfinished.replace(self.config)
+        return True
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -90,5 +90,5 @@ def check_tokens(tokens: Tokens, vocabulary: int) -> None:
         raise ConfigurationError(
             f"Tokens must be at least 0 and below the model's vocabulary of {vocabulary}, but token "
             f"number {tokens.first + place} of {tokens.source} is {int(values[place])}. "
-            "Take the tokenizer and the model that belong together, or set model.vocabulary."
+            "Take the tokenizer and the model that belong together, or begin a run with a larger model.vocabulary."
         )
