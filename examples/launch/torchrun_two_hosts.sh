@@ -3,8 +3,8 @@
 #
 #     bash torchrun_two_hosts.sh first-host
 
-# Without the next line a host that replaces another waits for ever: torchrun's agents share a store
-# whose address they tell each other only once.
+# Without the next line a host that replaced another was seen to wait (torch 2.13): agents seem to tell each
+# other the address of their shared store only once.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 torchrun \

@@ -13,6 +13,11 @@ from rich.text import Text
 Row = Sequence[str]
 
 
+def errors() -> Console:
+    """Where trouble is told."""
+    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+
 def counted(number: int, noun: str) -> str:
     """So many of something."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -35,7 +35,7 @@ def join_run(host: Host, first: Host, config: Path, log: Path) -> subprocess.Pop
         | {
             "PYTHONPATH": os.pathsep.join(filter(None, map(os.path.abspath, sys.path))),
             "GLOO_SOCKET_IFNAME": INTERFACE,
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or a new agent waits for ever
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or a new agent was seen to wait
         },
         log=log,
     )

@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 
 from fullshard.errors import FullshardError
+from fullshard.tables import errors
 
 if TYPE_CHECKING:
     from fullshard.checkpoint.source import Source
@@ -121,11 +122,6 @@ def diff(first: Checkpoint, second: Checkpoint) -> None:
         showing.print_differences(Console(), found)
         if found:
             raise typer.Exit(1)
-
-
-def errors() -> Console:
-    """Where trouble is told."""
-    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from fullshard.errors import ConfigurationError, FullshardError
+from fullshard.tables import errors
 from fullshard.train.config import Problem, RunConfig, Size
 from fullshard.train.config_file import read_config, toml_value
 from fullshard.train.preflight import model_problems
@@ -71,7 +72,7 @@ def inspect(
 
         print_plan(Console(), measure(config, ranks))
     except FullshardError as error:
-        Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(f"Error: {error}")
+        errors().print(f"Error: {error}")
         raise typer.Exit(2) from None
 
 

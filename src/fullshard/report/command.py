@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from fullshard.errors import FullshardError
+from fullshard.tables import errors
 
 
 def report(
@@ -38,8 +39,7 @@ def report(
     try:
         written = write_report(run, output)
     except FullshardError as error:
-        errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-        errors.print(f"Error: {error}")
+        errors().print(f"Error: {error}")
         raise typer.Exit(2) from None
     Console(highlight=False, markup=False, soft_wrap=True).print(str(written))
     if show:

@@ -44,7 +44,6 @@ class RunFolder:
         self.trace = path / "trace"
         self.tensorboard = path / "tensorboard"
         self.exported_model = path / "model"
-        self.report = path / "report.html"
 
     def check(self, config: RunConfig) -> None:
         """Raise unless the folder is new, empty, or that of the run that ``config`` describes.
