@@ -128,9 +128,10 @@ class FSDPModule:
         state.runtime.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Wait for reductions at the end of the next backward (True), or leave them in flight (False).
+        """Say whether the next backward is the last one of the forwards that have run; on the root.
 
-        With several backwards per step, only the last one's end needs complete gradients. On the root.
+        With False, parts that ``reshard_after_forward=n`` keeps for backward are kept for the next one. Gradients
+        are complete in `.grad` after every backward that synchronises, last or not.
         """
         _check_bool("is_last_backward", is_last_backward)
         _state(self).is_last_backward = is_last_backward
@@ -313,7 +314,8 @@ class FSDPModule:
     ) -> None:
         """Give trainable parameters that backward did not use a gradient of zero, and reduce it.
 
-        Needed where ranks use different parameters of a group: all of them then reduce the same.
+        Needed where ranks use different parameters of a group: all of them then reduce the same. Parameters of a
+        module that has never run get none.
         """
         _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
         _change_reduction(self, recurse, zero_unused=reduce_scatter_unused_params)

@@ -174,11 +174,16 @@ class GroupGradients:
         """Hand what is held over to a reduction, to be issued now; None if there is nothing to reduce.
 
         Parameters that have partial sums from earlier, and with ``with_unused`` all trainable ones, take part
-        as zeros if they have no gradient now.
+        as zeros if they have no gradient now. But not those of a group that has never been gathered: no rank
+        has used them, as gathering is collective, and zeros would let weight decay shrink them.
         """
         missing = set(self._partial) if self._partial and settings.all_reduce else set()
         if with_unused:
-            missing.update(index for index, param in enumerate(self._params) if param.trainable)
+            missing.update(
+                index
+                for index, param in enumerate(self._params)
+                if param.trainable and param.unsharded_param is not None
+            )
         missing -= self._held
         if not self._held and not missing:
             return None

@@ -103,7 +103,7 @@ class FSDPState:
         """Whether inputs are cast if this is the root, whatever its policy says."""
         self.unshard_in_backward = True
         self.is_last_backward = True
-        """Of the root: whether the end of backward waits for reductions."""
+        """Of the root: whether the end of backward gives back what was kept for it."""
         self.post_optim_event: Any = None
         """Of the root: what the next forward's gathers wait for, instead of the current stream."""
         self.max_reductions = 1
@@ -529,11 +529,10 @@ class Runtime:
                 self._finish_state(state)
         self._passes.remove(this_pass)
         if not self._passes:
-            for (
-                state
-            ) in self.states:  # those that backward did not reach, but other ranks' may have
+            # Those that backward did not reach, but other ranks' may have.
+            for state in self.states:
                 if state not in self._reduced and any(
-                    g.reduction.zero_unused for g in state.groups
+                    group.reduction.zero_unused for group in state.groups
                 ):
                     self._reduce(state)
             self._reduced.clear()
@@ -551,7 +550,8 @@ class Runtime:
                     state.reshard()
             if self.root.is_last_backward:
                 self._drop_parts()
-                self.context.join()
+            # Always: nobody can be told to wait who reads `.grad` after a backward, the last one or not.
+            self.context.join()
 
     def _drop_parts(self) -> None:
         """Give back what was kept for a backward that did not come by."""

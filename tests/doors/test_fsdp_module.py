@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fullshard import (
@@ -195,8 +196,6 @@ def partial_sums_of_different_parameters() -> None:
 
 
 def shard_halves(model: nn.Module, replicas: int = 1) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-
     world = dist.get_world_size()
     if replicas == 1:
         return fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
@@ -210,7 +209,25 @@ def test_partial_sums_survive_a_microbatch_that_does_not_use_the_parameter(world
     world(4).run(partial_sums_of_different_parameters)
 
 
+def after_every_backward(api: str) -> list[dict[str, Tensor]]:
+    """Gradients and weights in three steps, no backward of which is said to be the last."""
+    model = shard(make_decoder(), api, Run())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for step in range(3):
+        model.set_is_last_backward(False)
+        model(mine(batch_of(step))).backward()
+        seen.append({name: gradient.clone() for name, gradient in gradients(model).items()})
+        optimizer.step()
+        seen.append({name: whole(param).clone() for name, param in model.named_parameters()})
+    return seen
+
+
 def is_last_backward() -> None:
+    ours, torchs = (after_every_backward(api) for api in (FULLSHARD, TORCH))
+    for one, other in zip(ours, torchs, strict=True):
+        assert len(one) == len(other) > 10
+        assert_close(one, other, rtol=1e-5, atol=1e-6)
     model, reference = shard(make_decoder(), FULLSHARD, Run()), make_decoder()
     for step in range(3):
         model.set_is_last_backward(step == 2)
@@ -219,7 +236,7 @@ def is_last_backward() -> None:
     assert_close(gradients(model), gradients(reference), rtol=1e-5, atol=1e-6)
 
 
-def test_only_the_last_backward_waits_for_reductions(world) -> None:
+def test_gradients_are_there_after_every_backward_the_last_or_not(world) -> None:
     world(2).run(is_last_backward)
 
 
@@ -251,6 +268,61 @@ def unused_everywhere(enabled: bool) -> list[str]:
         n for n, p in model.named_parameters() if p.grad is not None and not whole(p.grad).any()
     ]
     return zeros
+
+
+class Some(nn.Module):
+    """Uses the layers it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.later, self.never = Halves(), Halves(), Halves()
+
+    def forward(self, x: Tensor, names: list[str]) -> Tensor:
+        return torch.stack([getattr(self, name)(x, "left").sum() for name in names]).sum()
+
+
+def kinds_of_gradients(api: str, replicas: int) -> list[dict[str, str]]:
+    """Per step, which gradients there are; of two modules, one runs from the second step on and one never."""
+    torch.manual_seed(0)
+    model: Any = Some()
+    lib = importlib.import_module("fullshard" if api == FULLSHARD else "torch.distributed.fsdp")
+    mesh = init_device_mesh(
+        "cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("r", "s")
+    )
+    for module in (*model.children(), model):
+        lib.fully_shard(module, mesh=mesh if replicas > 1 else mesh["s"])
+    model.set_reduce_scatter_unused_params(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    before = {name: whole(param).clone() for name, param in model.named_parameters()}
+    seen = []
+    for names in (["always"], ["always", "later"], ["always"]):
+        model(torch.ones(2, 4), names).backward()
+        kinds = {name: param.grad for name, param in model.named_parameters()}
+        seen.append(
+            {
+                name: "none" if grad is None else "value" if whole(grad).any() else "zero"
+                for name, grad in kinds.items()
+            }
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, param in model.named_parameters():
+        if name.startswith("never"):
+            assert torch.equal(whole(param), before[name]), name
+    return seen
+
+
+def unused_like_torch() -> None:
+    for replicas in (1, dist.get_world_size()):
+        ours = kinds_of_gradients(FULLSHARD, replicas)
+        assert ours == kinds_of_gradients(TORCH, replicas)
+        assert [step["never.left.weight"] for step in ours] == ["none"] * 3
+        assert [step["later.left.weight"] for step in ours] == ["none", "value", "zero"]
+        assert [step["always.right.bias"] for step in ours] == ["zero"] * 3
+
+
+def test_parameters_of_a_module_that_never_ran_get_no_zeros(world) -> None:
+    world(2).run(unused_like_torch)
 
 
 def test_unused_parameters_get_zeros_only_if_asked_for(world) -> None:
