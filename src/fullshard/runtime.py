@@ -187,12 +187,14 @@ class FSDPState:
 
         The outermost module's inputs are moved to its device, too.
         """
-        runtime = self.runtime or lazy_init(self)
+        with torch_border.outside_transforms():
+            runtime = self.runtime or lazy_init(self)
         with torch_border.profiler_range(self.labels.pre_forward):
             if runtime.root.call is None and self.device.type != "cpu":
                 with torch_border.profiler_range("FSDP::inputs_to_device"):
                     args, kwargs = to_device(args, self.device), to_device(kwargs, self.device)
-            runtime.enter(self)
+            with torch_border.outside_transforms():
+                runtime.enter(self)
             dtype = self.mp_policy.param_dtype
             if dtype is not None and (
                 self.mp_policy.cast_forward_inputs
@@ -218,7 +220,9 @@ class FSDPState:
             if self.mp_policy.output_dtype is not None:
                 output = cast_floating(output, self.mp_policy.output_dtype)
             self.modules_run.add(module)
-            runtime.leave(self, output)
+            outputs = _graph_outputs(output) if torch.is_grad_enabled() else []
+            with torch_border.outside_transforms():
+                runtime.leave(self, outputs)
             return output
 
 
@@ -343,11 +347,11 @@ class Runtime:
             self._kept.reshard_after_call()
             self._kept = None
 
-    def leave(self, state: FSDPState, output: Any) -> None:
+    def leave(self, state: FSDPState, outputs: Sequence[Tensor]) -> None:
         """A module of ``state`` has ended its forward."""
         if state.call is None:
             return  # recomputed after backward had reached the state
-        self._watch_output(state.call, output)
+        self._watch_outputs(state.call, outputs)
         state.depth -= 1
         in_forward = torch_border.backward_pass_id() == -1
         # Outside of the model's forward there is no telling whether a group's other modules follow.
@@ -400,19 +404,18 @@ class Runtime:
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def _watch_output(self, call: Call[FSDPState], output: Any) -> None:
+    def _watch_outputs(self, call: Call[FSDPState], outputs: Sequence[Tensor]) -> None:
         """Have `_pre_backward` run when the gradient of any output is there, before backward goes on from it."""
-        if not torch.is_grad_enabled():
+        if not outputs:
             return
         hook = functools.partial(_pre_backward, weakref.ref(self), call)
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(hook)
-                call.has_backward = True
-                # If the caller changes a view in place, backward comes through its base instead.
-                base = torch_border.base_of(tensor)
-                if base is not None and base.grad_fn is not None:
-                    base.register_hook(hook)
+        call.has_backward = True
+        for tensor in outputs:
+            tensor.register_hook(hook)
+            # If the caller changes a view in place, backward comes through its base instead.
+            base = torch_border.base_of(tensor)
+            if base is not None and base.grad_fn is not None:
+                base.register_hook(hook)
 
     def _enter_recomputation(self, state: FSDPState) -> None:
         state.recomputes = True
@@ -592,20 +595,33 @@ class _Reached:
         """Whether gradients are to be sent off when backward leaves: see [Note: memory first]."""
 
 
+def _graph_outputs(output: Any) -> list[Tensor]:
+    """What of a module's output has a graph, at whatever level of whichever transform."""
+    return [
+        part
+        for tensor in tensors_in(output)
+        for part in torch_border.graph_tensors(tensor)
+        if part.grad_fn is not None
+    ]
+
+
 # Hooks that autograd holds refer to the runtime weakly: a graph that outlives its model must not
-# keep it.
+# keep it. Transforms run backward passes of their own (`torch.func.grad`, say), so these hooks step
+# out of them as those of forward do.
 
 
 def _pre_backward(runtime: weakref.ref[Runtime], call: Call[FSDPState], gradient: Tensor) -> None:
     alive = runtime()
     if alive is not None:
-        alive.pre_backward(call)
+        with torch_border.outside_transforms():
+            alive.pre_backward(call)
 
 
 def _end_of_pass(runtime: weakref.ref[Runtime], this_pass: int) -> None:
     alive = runtime()
     if alive is not None:
-        alive.end_of_pass(this_pass)
+        with torch_border.outside_transforms():
+            alive.end_of_pass(this_pass)
 
 
 def _watch_gradient(state: FSDPState, param: Any) -> None:

@@ -18,6 +18,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _functorch
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -352,6 +354,77 @@ def arrived(tensor: Tensor) -> Tensor:
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor that this one is a view of, or None."""
     return tensor._base if tensor._is_view() else None
+
+
+# --- function transforms: torch.func and forward-mode differentiation ------------------------------
+
+
+class _OutsideTransforms:
+    """Takes the transforms of `torch.func` off this thread's stack, and puts them back."""
+
+    def __init__(self) -> None:
+        self._layers: list[Any] = []
+
+    def __enter__(self) -> None:
+        while _functorch.peek_interpreter_stack() is not None:
+            self._layers.append(_functorch.pop_dynamic_layer_stack())
+
+    def __exit__(self, *_: object) -> None:
+        while self._layers:
+            _functorch.push_dynamic_layer_stack(self._layers.pop())
+
+
+_NO_TRANSFORM = contextlib.nullcontext()
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[None]:
+    """Within it, operations on tensors that no transform made are ordinary ones.
+
+    A transform (`torch.func.jvp`, `grad`, `vmap`, ...) forbids in-place writes to tensors from outside
+    of it, and makes wrapped tensors of new ones. Tensors that it has wrapped must not be touched within.
+    """
+    if _functorch.peek_interpreter_stack() is None:
+        return _NO_TRANSFORM
+    return _OutsideTransforms()
+
+
+def with_tangent(tensor: Tensor) -> Sequence[Tensor]:
+    """The tensor, and its tangent if it is a dual number of forward-mode differentiation."""
+    tangent = forward_ad.unpack_dual(tensor).tangent
+    return (tensor,) if tangent is None else (tensor, tangent)
+
+
+def graph_tensors(tensor: Tensor) -> Sequence[Tensor]:
+    """All tensors that make up one: each may have a backward graph of its own.
+
+    Outside of transforms these are the tensor and its tangent. A transform wraps tensors; it builds its
+    graph on the wrapper, and the transforms outside of it, or ordinary autograd, build theirs on what is
+    wrapped.
+    """
+    if _functorch.peek_interpreter_stack() is None:
+        return with_tangent(tensor)
+    found: dict[int, Tensor] = {}
+    layers: list[Any] = []
+    tensors: Sequence[Tensor] = (tensor,)
+    try:
+        while True:
+            top = _functorch.peek_interpreter_stack()
+            if top is None or top.key() == _functorch.TransformType.Jvp:
+                tensors = [part for whole in tensors for part in with_tangent(whole)]
+            found.update((id(part), part) for part in tensors)
+            if top is None:
+                return tuple(found.values())
+            level = top.level()
+            layers.append(_functorch.pop_dynamic_layer_stack())
+            tensors = [
+                _functorch.get_unwrapped(part)
+                if _functorch.maybe_get_level(part) == level
+                else part
+                for part in tensors
+            ]
+    finally:
+        while layers:
+            _functorch.push_dynamic_layer_stack(layers.pop())
 
 
 class OpenGradScaler(torch.amp.GradScaler):

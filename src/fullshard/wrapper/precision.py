@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from .. import torch_border
 from ..ownership import managed_modules
 from ..policies import MixedPrecisionPolicy
 from ..runtime import FSDPState
@@ -60,9 +61,10 @@ class Precision:
         if low is self._is_low:
             return
         self._is_low = low
-        for module, name, dtype in self._buffers:
-            buffer = getattr(module, name)
-            setattr(module, name, buffer.to(self._buffer_dtype if low else dtype))
+        with torch_border.outside_transforms():  # the buffers stay
+            for module, name, dtype in self._buffers:
+                buffer = getattr(module, name)
+                setattr(module, name, buffer.to(self._buffer_dtype if low else dtype))
         if self._follows_mode:
             state.mp_policy = self._low if low else self._full
             state.cast_root_inputs = low and self._casts_root_inputs

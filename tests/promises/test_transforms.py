@@ -1,0 +1,260 @@
+"""Derivatives beyond one backward: `torch.func`, forward-mode differentiation, gradients of gradients.
+
+A program computes a loss, values, or both, with a model that it takes as a function. It runs for two
+steps on every door, and weights and values must be those of one process: a gradient that does not
+arrive shows in the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+    replicate,
+)
+from fullshard.wrap import ModuleWrapPolicy
+from tests.helpers.compare import assert_close
+from tests.helpers.training import FULLSHARD, gradients, weights
+from tests.helpers.wrapping import library, whole_params
+
+WIDTH = 5
+Result = tuple[Tensor | None, Any]
+"""A loss to go backward from, and values to compare."""
+Program = Callable[[nn.Module, Tensor, Tensor], Result]
+
+
+class Layer(nn.Module):
+    """A residual layer; ``scale`` is saved by autograd as it is, ``up`` and ``down`` as views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 7)
+        self.scale = nn.Parameter(torch.rand(7) + 0.5)
+        self.down = nn.Linear(7, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)) * self.scale)
+
+
+class Flow(nn.Module):
+    """Two layers and a head, a velocity field say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(torch.sin(x))  # type: ignore[no-any-return]
+
+
+def make_flow() -> Flow:
+    torch.manual_seed(0)
+    return Flow()
+
+
+# --- doors ----------------------------------------------------------------------------------------
+
+
+def sharded(model: Flow, **options: Any) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def replicated(model: Flow) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        replicate(layer, mesh=mesh)
+    return replicate(model, mesh=mesh)
+
+
+def wrapped(model: Flow, **options: Any) -> nn.Module:
+    policy = ModuleWrapPolicy({Layer})
+    device = torch.device("cpu")
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device, **options)
+
+
+DOORS: dict[str, Callable[[Flow], nn.Module]] = {
+    "fully_shard": sharded,
+    "fully_shard, kept after forward": partial(sharded, reshard_after_forward=False),
+    "replicate": replicated,
+    "wrapper": partial(wrapped, use_orig_params=True),
+    "wrapper, flat parameters": wrapped,
+    "wrapper, SHARD_GRAD_OP": partial(
+        wrapped, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True
+    ),
+}
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+def tangent_loss(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    out, tangent = torch.func.jvp(model, (x,), (v,))
+    return tangent.square().mean(), (out, tangent)
+
+
+def consistency_loss(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    """As consistency and mean-flow models are trained: the tangent makes the target."""
+    out, tangent = torch.func.jvp(model, (x,), (v,))
+    return (out - (v - 0.5 * tangent.detach())).square().mean(), None
+
+
+def several_calls(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    plain = model(x)
+    tangents = [torch.func.jvp(model, (x + shift,), (v,))[1] for shift in (0.0, 1.0)]
+    return (plain * tangents[0] + tangents[1]).square().mean(), None
+
+
+def second_tangent(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    def first(x: Tensor) -> Tensor:
+        return torch.func.jvp(model, (x,), (v,))[1]  # type: ignore[no-any-return]
+
+    curvature = torch.func.jvp(first, (x,), (v,))[1]
+    return curvature.square().mean(), curvature
+
+
+def dual_numbers(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    with forward_ad.dual_level():
+        out, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, v)))
+    assert tangent is not None
+    return (tangent * out).square().mean(), tangent
+
+
+def batched(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    out = torch.func.vmap(model)(x)
+    return (out * v).square().mean(), out
+
+
+def batched_tangents(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    def tangent(x: Tensor, v: Tensor) -> Tensor:
+        return torch.func.jvp(model, (x,), (v,))[1]  # type: ignore[no-any-return]
+
+    out = torch.func.vmap(tangent)(x, v)
+    return out.square().mean(), out
+
+
+def derivatives(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    """No loss: all kinds of derivatives by inputs, with weights as constants."""
+
+    def scalar(x: Tensor) -> Tensor:
+        return model(x).square().sum()  # type: ignore[no-any-return]
+
+    one = x[0]
+    return None, {
+        "grad": torch.func.grad(scalar)(x),
+        "vjp": torch.func.vjp(model, x)[1](v)[0],
+        "per row": torch.func.vmap(torch.func.grad(scalar))(x),
+        "jacrev": torch.func.jacrev(model)(one),
+        "jacfwd": torch.func.jacfwd(model)(one),
+        "hessian": torch.func.hessian(scalar)(one),
+    }
+
+
+# --- running them ---------------------------------------------------------------------------------
+
+
+def rows_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x, v = torch.randn(2, 3, WIDTH, generator=generator)
+    return x, v
+
+
+def in_one_process(program: Program) -> tuple[list[Any], dict[str, Tensor]]:
+    """This rank's values in every step, and the weights after two."""
+    model = make_flow()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for step in range(2):
+        for rank in range(dist.get_world_size()):
+            loss, values = program(model, *rows_of(step, rank))
+            if loss is not None:
+                (loss / dist.get_world_size()).backward()
+            if rank == dist.get_rank():
+                seen.append(values)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, weights(model)
+
+
+def through(door: str, program: Program) -> tuple[list[Any], dict[str, Tensor]]:
+    model = DOORS[door](make_flow())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for step in range(2):
+        loss, values = program(model, *rows_of(step, dist.get_rank()))
+        if loss is not None:
+            loss.backward()
+        seen.append(values)
+        optimizer.step()
+        optimizer.zero_grad()
+    if isinstance(model, FullyShardedDataParallel):
+        return seen, whole_params(library(FULLSHARD), model)
+    return seen, weights(model)
+
+
+def entries(seen: list[Any]) -> list[Any]:
+    return [values for values in seen if values is not None]
+
+
+def check(programs: Sequence[Program], doors: Sequence[str] = tuple(DOORS)) -> None:
+    faults = []
+    for program in programs:
+        expected_values, expected_weights = in_one_process(program)
+        for door in doors:
+            try:
+                values, found = through(door, program)
+                assert_close(found, expected_weights, rtol=1e-4, atol=1e-6)
+                assert_close(entries(values), entries(expected_values), rtol=1e-4, atol=1e-6)
+            except Exception as error:
+                faults.append(f"{program.__name__}, {door}: {type(error).__name__}: {error}")
+    assert not faults, "\n".join(faults)
+
+
+BOTH_DOORS = ("fully_shard", "wrapper, flat parameters")
+
+
+def test_gradients_of_tangents_are_those_of_one_process(world: Any) -> None:
+    world(2).run(check, [tangent_loss])
+
+
+def test_losses_in_forward_mode_are_those_of_one_process(world: Any) -> None:
+    programs = [consistency_loss, several_calls, second_tangent, dual_numbers]
+    world(3).run(check, [*programs, batched, batched_tangents], BOTH_DOORS)
+
+
+def test_derivatives_by_inputs_are_those_of_one_process(world: Any) -> None:
+    world(2).run(check, [derivatives], ("replicate", *BOTH_DOORS))
+
+
+def train_in_low_precision() -> None:
+    """The tangents are cast with the inputs; gradients come back through the cast."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model, reference = sharded(make_flow(), mp_policy=policy), make_flow().bfloat16()
+    low = partial(torch.Tensor.to, dtype=torch.bfloat16)
+    for rank in range(dist.get_world_size()):
+        x, v = rows_of(0, rank)
+        loss = torch.func.jvp(reference, (low(x),), (low(v),))[1].float().square().mean()
+        (loss / dist.get_world_size()).backward()
+    x, v = rows_of(0, dist.get_rank())
+    torch.func.jvp(model, (x,), (v,))[1].float().square().mean().backward()
+    assert_close(gradients(model), gradients(reference), rtol=2e-2, atol=2e-2)
+
+
+def test_tangents_pass_mixed_precision(world: Any) -> None:
+    world(2).run(train_in_low_precision)
