@@ -35,7 +35,7 @@ LAYERS = [
         "resting_shards",
     ],
     ["comm", "gathering", "kept_part", "self_gathered", "gradients", "group_gradients"],
-    ["param_group", "whole_params", "runtime", "ownership"],
+    ["param_group", "whole_params", "optimizer_checks", "runtime", "ownership"],
     [
         "fsdp_module",
         "functional",

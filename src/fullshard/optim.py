@@ -245,8 +245,8 @@ def _check_class(optimizer_class: type[optim.Optimizer], elementwise: bool) -> N
     known = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
     raise ConfigurationError(
         "ShardedOptimizer updates many parameters as one tensor, so each element's update must depend on this element "
-        f"only. That is known of torch's {known}, not of {optimizer_class!r}. Use {optimizer_class.__name__} itself on "
-        "model.parameters(), or promise it with elementwise=True."
+        f"only. That is known of torch's {known}, not of {optimizer_class!r}. If it is true of this class, promise it "
+        "with elementwise=True; else use the class itself, on parameters that are whole (docs/optimizers.md)."
     )
 
 

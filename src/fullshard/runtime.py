@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import torch_border
+from . import optimizer_checks, torch_border
 from .errors import ConfigurationError, LifecycleError
 from .names import clean_name
 from .param_group import FSDPParamGroup, ShardedState
@@ -648,6 +648,7 @@ def state_of(module: nn.Module) -> FSDPState | None:
 
 def attach_state(module: nn.Module, state: FSDPState) -> None:
     """Make ``state`` the module's."""
+    optimizer_checks.install()
     module.__dict__["_fullshard_state"] = state
 
 

@@ -1,0 +1,264 @@
+"""All of torch.optim on both doors: it computes what it computes in one process, or is refused by name.
+
+`docs/optimizers.md` says which, and the tests run every entry of its table.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+
+from fullshard import (
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    UnsupportedError,
+    fully_shard,
+    optimizer_checks,
+    replicate,
+)
+from fullshard.optim import ShardedOptimizer
+from fullshard.optimizer_checks import RULES
+
+PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
+
+COLUMNS = [
+    "fully_shard",
+    "replicate",
+    "wrapper, orig",
+    "wrapper, flat",
+    "no shard, orig",
+    "ShardedOptimizer",
+]
+"""Of the table, from left to right."""
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+def table() -> dict[str, list[str]]:
+    """The entries of the page's table: for every optimizer, what is said of it per column."""
+    rows = {}
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        for call in re.findall(r"`(\w+\([^`]*\))`", cells[0]):
+            rows[call] = cells[1:]
+    return rows
+
+
+def parsed(call: str) -> tuple[type[optim.Optimizer], dict[str, Any]]:
+    """`Adam(fused=True)` as a class and its options."""
+    tree = ast.parse(call, mode="eval").body
+    assert isinstance(tree, ast.Call)
+    assert isinstance(tree.func, ast.Name)
+    options = {str(word.arg): ast.literal_eval(word.value) for word in tree.keywords}
+    return getattr(optim, tree.func.id), options
+
+
+class Net(nn.Module):
+    """Rows that do not divide, ranks without any, and a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(5, 7)
+        self.b = nn.Linear(7, 1, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Any:
+        return (self.b(self.a(x).tanh()) * self.scale - 1).square().mean()
+
+
+def make_net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def wrapped(net: nn.Module, **options: Any) -> Any:
+    return FullyShardedDataParallel(net, device_id=torch.device("cpu"), **options)
+
+
+def built(column: str) -> Any:
+    net = make_net()
+    if column == "replicate":
+        return replicate(net)
+    if column in ("fully_shard", "ShardedOptimizer"):
+        fully_shard(net.a)
+        return fully_shard(net)
+    options: dict[str, Any] = {"use_orig_params": column.endswith("orig")}
+    if column.startswith("no shard"):
+        options["sharding_strategy"] = ShardingStrategy.NO_SHARD
+    return wrapped(net, **options) if column else net
+
+
+def trained(model: Any, column: str, call: str, start: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank holds of the parameters after training from ``start``."""
+    cls, options = parsed(call)
+    for name, param in model.named_parameters():
+        param.data.copy_(start[name])
+    params = list(model.parameters())
+    if cls is optim.Muon and "wrapper" not in column:
+        params = [param for param in params if param.ndim == 2]
+    make: Callable[..., optim.Optimizer] = cls
+    if column == "ShardedOptimizer":
+        make = partial(ShardedOptimizer, cls)
+    optimizer = make(params, lr=0.1, **options)
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)).double()
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        return loss
+
+    if cls is optim.LBFGS:
+        optimizer.step(closure)
+    else:
+        for _ in range(2):
+            closure()
+            optimizer.step()
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def whole(params: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """The same, gathered, under the names of the unwrapped model."""
+    if not isinstance(model, FullyShardedDataParallel):
+        return {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in params.items()}
+    for name, param in model.named_parameters():
+        param.data.copy_(params[name])
+    with FullyShardedDataParallel.summon_full_params(model):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def in_one_process(calls: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+    net = make_net()
+    start = {name: param.detach().clone() for name, param in net.named_parameters()}
+    return {call: trained(net, "", call, start) for call in calls}
+
+
+def what_happens(column: str, calls: list[str], expected: dict[str, Any]) -> dict[str, str]:
+    """What each optimizer does in a column of the table, on this rank."""
+    model = built(column)
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    found = {}
+    for call in calls:
+        try:
+            params = trained(model, column, call, start)
+        except (UnsupportedError, ValueError) as error:
+            by_name = call.split("(")[0] in str(error)
+            unchanged = all(torch.equal(p, start[n]) for n, p in model.named_parameters())
+            found[call] = "refused" if by_name and unchanged else f"refused badly: {error}"
+            model.zero_grad()
+            continue
+        gathered = whole(params, model)
+        same = gathered.keys() == expected[call].keys() and all(
+            torch.allclose(gathered[name], value, rtol=1e-6, atol=1e-9)
+            for name, value in expected[call].items()
+        )
+        found[call] = "equal" if same else "different"
+    return found
+
+
+def in_columns(columns: list[str], calls: list[str], expected: dict[str, Any]) -> dict[str, Any]:
+    return {column: what_happens(column, calls, expected) for column in columns}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "columns"), [(2, COLUMNS), (3, ["fully_shard", "wrapper, orig", "wrapper, flat"])]
+)
+def test_every_optimizer_does_what_the_table_says(ranks, columns, world):
+    said = table()
+    expected = in_one_process(call for call in said if not call.startswith("SparseAdam"))
+    for found in world(ranks).run(in_columns, columns, list(said), expected):
+        for column in columns:
+            assert found[column] == {
+                call: cells[COLUMNS.index(column)] for call, cells in said.items()
+            }
+
+
+def test_the_table_has_all_of_torch_optim():
+    classes = {
+        name
+        for name, value in vars(optim).items()
+        if isinstance(value, type) and issubclass(value, optim.Optimizer)
+    }
+    assert {call.split("(")[0] for call in table()} == classes - {"Optimizer"}
+    assert {cls.__name__ for cls in RULES} == {
+        call.split("(")[0] for call, row in table().items() if "refused" in row[:-1]
+    }
+
+
+def test_a_flat_parameter_that_is_whole_is_a_vector_but_no_matrix(world):
+    calls = ["LBFGS()", "Adafactor()"]
+    expected = in_one_process(calls)
+    for found in world(2).run(in_columns, ["no shard, flat"], calls, expected):
+        assert found == {"no shard, flat": {"LBFGS()": "equal", "Adafactor()": "refused"}}
+
+
+def without_checks(calls: list[str], expected: dict[str, Any]) -> list[str]:
+    """What becomes of refused optimizers on `fully_shard` and on the wrapper's pieces if nothing refuses them."""
+    rules = optimizer_checks.RULES.copy()
+    optimizer_checks.RULES.clear()
+    optimizer_checks._rule_of.cache_clear()
+    try:
+        found = []
+        for call in calls:
+            for column in ("fully_shard", "wrapper, orig"):
+                try:
+                    found.append(what_happens(column, [call], expected)[call])
+                except Exception:
+                    found.append("fails")
+        return found
+    finally:
+        optimizer_checks.RULES.update(rules)
+        optimizer_checks._rule_of.cache_clear()
+
+
+def test_what_is_refused_would_fail_in_torch_or_compute_something_else(world):
+    # A rule that torch has made needless shows up here.
+    calls = ["Rprop()", "SGD(fused=True)", "Adagrad(fused=True)", "Adafactor()"]
+    expected = in_one_process(calls)
+    for found in world(2).run(without_checks, calls, expected):
+        assert found == ["fails", "equal"] * 3 + ["fails", "different"]
+
+
+class SameStep(optim.Adafactor):
+    """Torch's under another name."""
+
+
+class OwnStep(optim.Adafactor):
+    """Might know what it has parts of."""
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+def refusals() -> list[str]:
+    net = make_net()
+    before = [cls(net.parameters(), lr=0.1) for cls in (optim.Adafactor, SameStep, OwnStep)]
+    model = wrapped(net, use_orig_params=True)
+    model(torch.ones(2, 5).double()).backward()
+    found = []
+    for optimizer in before:
+        try:
+            optimizer.step()
+            found.append("")
+        except UnsupportedError as error:
+            found.append(str(error))
+    return found
+
+
+def test_refusals_name_the_parameters_and_spare_classes_with_a_step_of_their_own(world):
+    first, *others = world(2).run(refusals)
+    assert others == [first]
+    itself, derived, other = first
+    assert itself.startswith("Adafactor computes with whole matrices")
+    assert all(name in itself for name in ("scale", "a.weight", "a.bias", "b.weight"))
+    assert derived == itself.replace("Adafactor", "SameStep")
+    assert other == ""
