@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any, ClassVar, NoReturn, cast
@@ -166,11 +166,11 @@ class FSDPModule:
         for state in _states(self, recurse):
             state.reshard_after_backward = reshard_after_backward
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
         """Gather these modules' parameters while this one computes its forward, instead of the forecast."""
         _state(self).forward_prefetch = _sharded_states(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
         """Gather these modules' parameters while this one computes its backward, instead of the forecast."""
         _state(self).backward_prefetch = _sharded_states(modules)
 
@@ -396,7 +396,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, MethodType(method, module))
 
 
-def share_comm_ctx(modules: list[FSDPModule]) -> None:
+def share_comm_ctx(modules: Iterable[FSDPModule]) -> None:
     """Let several root modules use the same streams, and so the same memory pools.
 
     For models that run one after the other in a step, such as the chunks of a pipeline.
@@ -553,11 +553,12 @@ def _check_one_input_buffer(symmetric: Sequence[FSDPState], max_input_buffers: i
         )
 
 
-def _sharded_states(modules: Sequence[FSDPModule]) -> tuple[FSDPState, ...]:
-    if not isinstance(modules, (list, tuple)):
+def _sharded_states(modules: Iterable[FSDPModule]) -> tuple[FSDPState, ...]:
+    if not isinstance(modules, Iterable):
         raise ConfigurationError(
             f"A list of sharded modules is needed, got {type(modules).__name__}."
         )
+    modules = tuple(modules)  # it may be a generator, which can be read once
     foreign = [type(module).__name__ for module in modules if not isinstance(module, FSDPModule)]
     if foreign:
         raise ConfigurationError(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast, overload
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -62,7 +62,7 @@ def fully_shard(
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> list[ModuleT]: ...
 
@@ -76,7 +76,7 @@ def fully_shard(
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> ModuleT: ...
 
@@ -89,7 +89,7 @@ def fully_shard(
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> ModuleT | list[ModuleT]:
     """Shard a module's parameters over ranks, in place; gather them only while they are needed.
@@ -124,10 +124,11 @@ def fully_shard(
         The same object, now also an `FSDPModule`.
     """
     modules = _checked_modules("fully_shard", module)
-    _check_options(mp_policy, offload_policy, ignored_params, dp_mesh_dims)
+    _check_options(mp_policy, offload_policy, dp_mesh_dims)
+    ignored = _checked_params("ignored_params", ignored_params)
     info = sharding_mesh_info(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
     keeping = _keeping_after_forward(reshard_after_forward, info)
-    found = _params_to_shard(modules, ignored_params or (), shard_placement_fn, info)
+    found = _params_to_shard(modules, ignored, shard_placement_fn, info)
     _check_parts(found, info, keeping.part_size)
     _check_wire(found, mp_policy)
     _apply(modules, found, info, mp_policy, offload_policy, keeping, FSDPModule)
@@ -141,7 +142,7 @@ def replicate(
     mesh: DeviceMesh | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> list[ModuleT]: ...
 
@@ -153,7 +154,7 @@ def replicate(
     mesh: DeviceMesh | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> ModuleT: ...
 
@@ -164,7 +165,7 @@ def replicate(
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> ModuleT | list[ModuleT]:
     """Keep a module's parameters whole on every rank, and average their gradients: plain data parallelism.
@@ -184,10 +185,11 @@ def replicate(
         The same object, now also a `ReplicateModule`.
     """
     modules = _checked_modules("replicate", module)
-    _check_options(mp_policy, offload_policy, ignored_params, dp_mesh_dims)
+    _check_options(mp_policy, offload_policy, dp_mesh_dims)
+    ignored = _checked_params("ignored_params", ignored_params)
     own_mesh = mesh if mesh is not None else default_mesh(dim_names=("replicate",))
     info = replicating_mesh_info(own_mesh, dp_mesh_dims)
-    found = _params_to_shard(modules, ignored_params or (), None, info)
+    found = _params_to_shard(modules, ignored, None, info)
     _check_wire(found, mp_policy)
     _apply(modules, found, info, mp_policy, offload_policy, _Keeping(False), ReplicateModule)
     return module
@@ -314,9 +316,7 @@ def _checked_modules(door: str, module: object) -> list[nn.Module]:
     return checked
 
 
-def _check_options(
-    mp_policy: object, offload_policy: object, ignored_params: object, dp_mesh_dims: object
-) -> None:
+def _check_options(mp_policy: object, offload_policy: object, dp_mesh_dims: object) -> None:
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise ConfigurationError(
             f"mp_policy must be a fullshard.MixedPrecisionPolicy, got {_class_of(mp_policy)}."
@@ -329,13 +329,18 @@ def _check_options(
         raise ConfigurationError(
             f"dp_mesh_dims must be a fullshard.DataParallelMeshDims, got {_class_of(dp_mesh_dims)}."
         )
-    if ignored_params is not None and (
-        not isinstance(ignored_params, Iterable)
-        or not all(isinstance(param, nn.Parameter) for param in ignored_params)
-    ):
+
+
+def _checked_params(name: str, given: object) -> tuple[nn.Parameter, ...]:
+    """The parameters of an argument, read once: it may be a generator."""
+    if given is None:
+        return ()
+    params = tuple(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else None
+    if params is None or not all(isinstance(param, nn.Parameter) for param in params):
         raise ConfigurationError(
-            f"ignored_params must be a set of nn.Parameter, got {type(ignored_params).__name__}."
+            f"{name} must be a set of nn.Parameter, got {type(given).__name__}."
         )
+    return params
 
 
 def _check_wire(found: Sequence[_Found], mp_policy: MixedPrecisionPolicy) -> None:

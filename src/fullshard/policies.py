@@ -5,6 +5,7 @@ Frozen, so that one value can be shared by many modules and never changes under 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -65,6 +66,10 @@ class DataParallelMeshDims:
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Iterator):  # can be read once
+                object.__setattr__(self, field.name, tuple(value))
         if not self.shard_names and not self.replicate_names:
             raise ConfigurationError(
                 "DataParallelMeshDims must name a shard axis, a replicate axis or both; got neither."

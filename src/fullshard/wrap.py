@@ -60,14 +60,16 @@ def transformer_auto_wrap_policy(
     transformer_layer_cls: set[type[nn.Module]],
 ) -> bool:
     """Wrap the modules of the given classes."""
-    return recurse or isinstance(module, _classes("transformer_layer_cls", transformer_layer_cls))
+    return recurse or isinstance(
+        module, _classes_of_function("transformer_layer_cls", transformer_layer_cls)
+    )
 
 
 def _module_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, module_classes: set[type[nn.Module]]
 ) -> bool:
     """Wrap the modules of the given classes."""
-    return recurse or isinstance(module, _classes("module_classes", module_classes))
+    return recurse or isinstance(module, _classes_of_function("module_classes", module_classes))
 
 
 def size_based_auto_wrap_policy(
@@ -98,7 +100,8 @@ def size_based_auto_wrap_policy(
     if given is None:
         default = "FORCE_LEAF_MODULES" if recurse else "EXCLUDE_WRAP_MODULES"
         given = getattr(size_based_auto_wrap_policy, default)
-    return nonwrapped_numel >= min_num_params and not isinstance(module, _classes(name, given))
+    classes = _classes_of_function(name, given)
+    return nonwrapped_numel >= min_num_params and not isinstance(module, classes)
 
 
 # Containers without a forward; attention that uses its child's weight without calling the child.
@@ -110,6 +113,7 @@ def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[PolicyFn]
 ) -> bool:
     """Wrap the modules that any of the policies wraps."""
+    _check_not_iterator("policies", policies)
     return any(
         policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
         for policy in policies
@@ -196,10 +200,13 @@ class CustomPolicy(_Policy):
                 "lambda_fn of CustomPolicy must return True, False or a dict of keyword arguments; it returned\n  "
                 + "\n  ".join(wrong)
             )
+        chosen = {module: answer for module, (_, answer) in answers.items() if answer}
+        overrides = _readable_again(
+            answer if isinstance(answer, dict) else {} for answer in chosen.values()
+        )
         return {
-            module: {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
-            for module, (_, answer) in answers.items()
-            if answer
+            module: {**root_kwargs, **theirs}
+            for module, theirs in zip(chosen, overrides, strict=True)
         }
 
 
@@ -226,7 +233,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
         raise UnsupportedError(
             "enable_wrap contexts cannot be nested. Override single arguments in the calls of wrap."
         )
-    token = _wrapper.set(functools.partial(wrapper_cls, **wrapper_kwargs))
+    token = _wrapper.set(functools.partial(wrapper_cls, **_readable_again([wrapper_kwargs])[0]))
     try:
         yield
     finally:
@@ -297,6 +304,7 @@ def auto_wrap(
     """
     _check_policy(policy)
     _check_not_wrapped(root, wrapper_cls)
+    root_kwargs = _readable_again([root_kwargs])[0]
     ignored = {below for module in ignored_modules for below in module.modules()}
     forced = _of_classes(root, class_kwargs or {}, ignored)
     if isinstance(policy, _Policy):
@@ -400,7 +408,40 @@ def _places(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
     return places
 
 
+def _readable_again(kwargs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Keyword arguments for several wrappers, with generators replaced by what they yield.
+
+    The first wrapper would exhaust a generator, and all others would find it empty.
+    """
+    read: dict[int, tuple[Any, ...]] = {}
+
+    def again(value: Any) -> Any:
+        if not isinstance(value, Iterator):
+            return value
+        if id(value) not in read:
+            read[id(value)] = tuple(value)
+        return read[id(value)]
+
+    return [{name: again(value) for name, value in each.items()} for each in kwargs]
+
+
 # --- checks ---------------------------------------------------------------------------------------
+
+
+def _classes_of_function(
+    argument: str, given: Iterable[type[nn.Module]]
+) -> tuple[type[nn.Module], ...]:
+    """Classes for `isinstance` that a policy function reads in each of its calls."""
+    _check_not_iterator(argument, given)
+    return _classes(argument, given)
+
+
+def _check_not_iterator(argument: str, given: object) -> None:
+    if isinstance(given, Iterator):
+        raise ConfigurationError(
+            f"{argument} of a policy function is read for every module, but {type(given).__name__} can be read once. Pass "
+            "a set or a list."
+        )
 
 
 def _classes(argument: str, given: Iterable[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
