@@ -489,6 +489,7 @@ class FullyShardedDataParallel(nn.Module):
         """The state dict of an optimizer of ``model``, by the names of the unwrapped model's parameters.
 
         It holds what `set_state_dict_type` says: whole tensors by default, in host memory. Collective.
+        All ranks' optimizers must have the same parameters, groups, options and kinds of state, in any order.
 
         Args:
             model: A model that has all parameters of the optimizer.
@@ -515,7 +516,8 @@ class FullyShardedDataParallel(nn.Module):
         """The reverse of `optim_state_dict`: what ``optim.load_state_dict`` takes on this rank.
 
         It may have been made over other ranks, with other wrappers or by an unwrapped model's names.
-        Whole tensors are cut without communication; with ``rank0_only``, rank 0's are sent to all.
+        Parameters that it does not have get no state; without ``param_groups``, options stay as they are.
+        Whole tensors are cut where they are; with ``rank0_only``, rank 0's are sent to all. Collective.
 
         Args:
             model: A model that has all parameters of the optimizer.
@@ -625,7 +627,7 @@ class FullyShardedDataParallel(nn.Module):
             model: The model without wrappers, or with ``use_orig_params=True``.
             optim_input: What the optimizer was made of, if ``optim`` is not given; by default
                 ``model.parameters()``.
-            optim: The optimizer, whose parameters have numbers in its order.
+            optim: The optimizer. Its parameters have numbers in its own order, which is this rank's.
         """
         return optimizer_params.rekeyed(
             optim_state_dict, optim_state_key_type, model, optim_input, optim

@@ -1,7 +1,7 @@
 """From an optimizer's state dict by names to what the optimizer of this rank loads.
 
     1. outline   the state dict without data: shapes and dtypes in the place of tensors
-    2. check     every name, shape and group is accounted for, or the same error is raised on all ranks
+    2. check     every name, shape and group is accounted for, and ranks agree; or all raise the same error
     3. data      per wrapper and state, whole tensors are fetched and each rank keeps its part
 
 Where whole tensors come from is all that differs between the kinds of state dicts:
@@ -27,8 +27,10 @@ from torch.optim import Optimizer
 from .. import comm
 from ..buffers import own_part
 from ..errors import ConfigurationError
+from ..mesh import global_rank
 from ..tree import map_tensors
 from ..wrapper_options import FullOptimStateDictConfig, StateDictType
+from .optimizer_agreement import Agreement, Membership, membership_of, same
 from .optimizer_params import (
     Entry,
     Listing,
@@ -40,7 +42,7 @@ from .optimizer_params import (
     raise_strangers,
     values_of_all,
 )
-from .optimizer_states import on_cpu, same
+from .optimizer_states import on_cpu
 from .state_dicts import is_spread, settings_of, whole_of_rows
 
 
@@ -93,35 +95,81 @@ def loadable(
         source = _OverRanks(state_dict, foreign)
         if not over_ranks and not any(map(is_spread, source.tensors.values())):
             source = _OnThisRank(state_dict, foreign)
+    keys = _agree_on_keys(source, known, listing, strangers, process_groups)
+    outline = source.outline
+    assert outline is not None, "its faults were raised"
+    states = _cut(outline, known, listing, keys, source)
+    numbers: dict[Entry, Any] = {
+        entry: entry.key if by_name else number for number, entry in enumerate(listing.entries)
+    }
+    result = {
+        **outline.others,
+        "state": {
+            **{numbers[entry]: state for entry, state in states.items()},
+            **{key: copy.deepcopy(value) for key, value in outline.foreign.items()},
+        },
+    }
+    if outline.groups is not None or optim is not None:
+        result["param_groups"] = [
+            {**options, "params": [numbers[entry] for entry in entries]}
+            for entries, options in zip(
+                listing.groups, _matched(outline.groups or [], listing)[0], strict=True
+            )
+        ]
+    return result
+
+
+def _agree_on_keys(
+    source: _Source,
+    known: ModelParams,
+    listing: Listing,
+    strangers: Sequence[str],
+    process_groups: Sequence[ProcessGroup],
+) -> frozenset[str]:
+    """Raise on all ranks what is wrong on any; or return the keys of all parameters to be loaded. Collective."""
     outline, faults = source.outline, list(source.faults)
     if outline is not None:
         faults += _faults(outline, known, listing)
-    if source.agrees:
-        shapes = {} if outline is None else outline.shapes
-        everyone = values_of_all((faults, strangers, shapes), process_groups)
-        strangers = sorted({each for _, theirs, _ in everyone for each in theirs})
-        faults = list(dict.fromkeys(fault for theirs, _, _ in everyone for fault in theirs))
-        faults += _differences([each for _, _, each in everyone])
-    raise_strangers(strangers)
-    if faults or outline is None:
-        raise ConfigurationError("\n".join(faults))
-    states = _cut(outline, known, listing, source)
-    keys: dict[Entry, Any] = {
-        entry: entry.key if by_name else number for number, entry in enumerate(listing.entries)
-    }
-    return {
-        **outline.others,
-        "state": {
-            **{keys[entry]: state for entry, state in states.items()},
-            **{key: copy.deepcopy(value) for key, value in outline.foreign.items()},
-        },
-        "param_groups": [
-            {**options, "params": [keys[entry] for entry in entries]}
-            for entries, options in zip(
-                listing.groups, _matched(outline.groups, listing)[0], strict=True
-            )
-        ],
-    }
+    own = _Said(
+        membership_of(known, listing, listing.groups),
+        faults,
+        strangers,
+        {} if outline is None else outline.shapes,
+    )
+    everyone = values_of_all(own, process_groups)
+    raise_strangers(stranger for said in everyone.values() for stranger in said.strangers)
+    agreement = Agreement(
+        {rank: said.membership for rank, said in everyone.items()}, known, global_rank()
+    )
+    paragraphs = [*_by_rank({rank: said.faults for rank, said in everyone.items()})]
+    if not paragraphs:
+        compared = (
+            None
+            if source.collective
+            else {n for n, e in known.by_name.items() if e.group is not None}
+        )
+        paragraphs = _differences({r: said.shapes for r, said in everyone.items()}, compared)
+    paragraphs += agreement.faults
+    if paragraphs:
+        raise ConfigurationError("\n".join(paragraphs))
+    return agreement.keys
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a rank says before anything is loaded."""
+
+    membership: Membership
+    faults: list[str]
+    strangers: Sequence[str]
+    shapes: dict[tuple[str, str], _Shape]
+
+
+def _by_rank(faults: Mapping[int, Sequence[str]]) -> Iterator[str]:
+    """What is wrong on ranks, with those on which it is, unless it is the same on all."""
+    for fault in dict.fromkeys(fault for theirs in faults.values() for fault in theirs):
+        ranks = [rank for rank, theirs in faults.items() if fault in theirs]
+        yield fault if len(ranks) == len(faults) else f"On ranks {ranks}: {fault}"
 
 
 # --- outline --------------------------------------------------------------------------------------
@@ -143,7 +191,8 @@ class _Outline:
     """By names of parameters."""
     foreign: dict[Any, Any]
     """Entries of the state that are no parameter's."""
-    groups: list[dict[str, Any]]
+    groups: list[dict[str, Any]] | None
+    """None if it says nothing about groups: the optimizer keeps its own."""
     others: dict[str, Any]
     """What the state dict has beside state and groups."""
 
@@ -166,7 +215,8 @@ def _outline_of(state_dict: Mapping[str, Any], foreign_keys: Collection[Any]) ->
         else:
             foreign[key] = map_tensors(on_cpu, state)
     others = {key: v for key, v in state_dict.items() if key not in ("state", "param_groups")}
-    return _Outline(states, foreign, [dict(each) for each in state_dict["param_groups"]], others)
+    groups = state_dict.get("param_groups")
+    return _Outline(states, foreign, groups and [dict(each) for each in groups], others)
 
 
 def _outlined(value: Any) -> Any:
@@ -178,8 +228,8 @@ def _outlined(value: Any) -> Any:
 class _Source:
     """Where the tensors of a state dict are."""
 
-    agrees = False
-    """Whether fetching is collective, so that ranks must agree on what to fetch."""
+    collective = False
+    """Whether fetching is collective, so that ranks must fetch the same."""
 
     def __init__(self, state_dict: Mapping[str, Any] | None, foreign: Collection[Any]) -> None:
         """Read the state dict; ``foreign`` keys of its state are known to be no parameter's."""
@@ -211,7 +261,7 @@ class _OnThisRank(_Source):
 
 
 class _OverRanks(_OnThisRank):
-    agrees = True
+    collective = True
 
     def fetch(
         self, wanted: Sequence[tuple[str, str]], shapes: Sequence[_Shape], device: torch.device
@@ -221,7 +271,7 @@ class _OverRanks(_OnThisRank):
 
 
 class _FromFirst(_Source):
-    agrees = True
+    collective = True
 
     def __init__(
         self,
@@ -242,7 +292,7 @@ class _FromFirst(_Source):
             )
         own = (self.outline, self.faults) if self._has_tensors else None
         sent = values_of_all(own, process_groups)
-        self.outline, self.faults = next(each for each in sent if each is not None)
+        self.outline, self.faults = next(each for each in sent.values() if each is not None)
 
     def fetch(
         self, wanted: Sequence[tuple[str, str]], shapes: Sequence[_Shape], device: torch.device
@@ -264,8 +314,10 @@ class _FromFirst(_Source):
 
 def _faults(outline: _Outline, known: ModelParams, listing: Listing) -> list[str]:
     """Everything that is wrong with a state dict, in paragraphs."""
-    names = set(listing.names)
-    in_groups = [name for group in outline.groups for name in group["params"]]
+    # An optimizer may lack what its rank holds nothing of; whether others' have it, they know.
+    empty = [n for e in known.entries.values() if not e.holds_elements for n in e.names]
+    names = {*listing.names, *empty}
+    in_groups = [name for group in outline.groups or () for name in group["params"]]
     unknown = [name for name in (*outline.states, *in_groups) if name not in names]
     return [
         *listed(
@@ -281,18 +333,13 @@ def _faults(outline: _Outline, known: ModelParams, listing: Listing) -> list[str
             "rekey_optim_state_dict turns ids into names.",
         ),
         *listed(
-            names.difference(in_groups),
-            "Every parameter of the optimizer must be in a group of the state dict, but these are missing:",
-            "Load it with the optimizer that it was saved from, or add them to 'param_groups'.",
-        ),
-        *listed(
             (fault for entry in listing.entries for fault in _entry_faults(entry, outline)),
             "State must be a tensor of its parameter's shape, a single number or no tensor, and that of parameters "
             "in one FlatParameter must be of the same kinds, dtypes and numbers:",
             "Load it for the model that it was saved from; a FlatParameter has one state for all of its "
             "parameters, use_orig_params=True one for each.",
         ),
-        *_matched(outline.groups, listing)[1],
+        *([] if outline.groups is None else _matched(outline.groups, listing)[1]),
     ]
 
 
@@ -328,15 +375,21 @@ def _agree(one: Any, other: Any) -> bool:
     return type(one) is type(other) and same(one, other)
 
 
-def _differences(everyones: Sequence[Mapping[tuple[str, str], _Shape]]) -> list[str]:
-    """What ranks do not agree on, though they are about to fetch it together."""
-    keys = dict.fromkeys(key for shapes in everyones for key in shapes)
+def _differences(
+    everyones: Mapping[int, Mapping[tuple[str, str], _Shape]], compared: Collection[str] | None
+) -> list[str]:
+    """What ranks are about to load that is not the same on all, of all parameters or of those named."""
+    keys = dict.fromkeys(key for shapes in everyones.values() for key in shapes)
+    lines = []
+    for name, each in keys:
+        if compared is not None and name not in compared:
+            continue
+        found = {rank: shapes.get((name, each)) for rank, shapes in everyones.items()}
+        if len(set(found.values())) > 1:
+            lacking = [rank for rank, shape in found.items() if shape is None]
+            lines.append(f"{name}: {each}" + (f", not on ranks {lacking}" if lacking else ""))
     return listed(
-        (
-            f"{name}: {each}"
-            for name, each in keys
-            if len({shapes.get((name, each)) for shapes in everyones}) > 1
-        ),
+        lines,
         "All ranks must load the same tensors, but some lack these or have others:",
         "Pass every rank's own part of the same checkpoint.",
     )
@@ -345,7 +398,10 @@ def _differences(everyones: Sequence[Mapping[tuple[str, str], _Shape]]) -> list[
 def _matched(
     saved: Sequence[Mapping[str, Any]], listing: Listing
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The saved options of each of the optimizer's groups; and faults: groups must be of the same parameters."""
+    """The options of each of the optimizer's groups, and faults.
+
+    They are the saved ones; its own, where nothing is saved of any parameter in it.
+    """
     homes = {name: number for number, group in enumerate(saved) for name in group["params"]}
     empty = [number for number, group in enumerate(saved) if not group["params"]]
     matched, taken, faults = [], list[int](), []
@@ -354,20 +410,24 @@ def _matched(
         found = list(dict.fromkeys(homes[name] for name in names))
         if not entries:
             found, empty = empty[:1], empty[1:]
-        if len(found) != 1:
+        if len(found) > 1:
             parts = {home: [n for n in names if homes[n] == home] for home in found}
-            faults.append(f"group {number} of the optimizer is in groups {parts or 'none'}")
+            faults.append(f"group {number} of the optimizer is in groups {parts}")
             continue
         taken += found
         own = listing.options[number]
-        options = {k: v for k, v in saved[found[0]].items() if k not in ("params", "param_names")}
+        options = {
+            name: value
+            for name, value in (saved[found[0]] if found else own).items()
+            if name not in ("params", "param_names")
+        }
         if "param_names" in own:  # they are of wrappers, and so of this optimizer
             options["param_names"] = list(own["param_names"])
         matched.append(copy.deepcopy(options))
     faults += [
         f"group {home} of the state dict is in {taken.count(home)} groups of the optimizer"
         for home in range(len(saved))
-        if taken.count(home) != 1
+        if taken.count(home) > 1
     ]
     return matched, listed(
         faults,
@@ -380,13 +440,21 @@ def _matched(
 
 
 def _cut(
-    outline: _Outline, known: ModelParams, listing: Listing, source: _Source
+    outline: _Outline,
+    known: ModelParams,
+    listing: Listing,
+    keys: Collection[str],
+    source: _Source,
 ) -> dict[Entry, dict[str, Any]]:
-    """This rank's part of all states, in memory of their own; nothing of parameters whose piece is empty."""
+    """This rank's part of all states, in memory of their own; nothing of parameters whose piece is empty.
+
+    What is fetched, and in which order, must not depend on this rank's optimizer, since fetching may be
+    collective: all of ``keys``, in the order of the model.
+    """
     parts: dict[Entry, dict[str, Any]] = {}
     by_owner: dict[Any, list[Entry]] = {}
-    for entry in listing.entries:
-        if not any(name in outline.states for name in entry.names):
+    for entry in known.entries.values():
+        if entry.key not in keys or not any(name in outline.states for name in entry.names):
             continue
         parts[entry] = {}
         if isinstance(entry.param, DTensor):  # of another parallelism, and so is its state
@@ -413,7 +481,7 @@ def _cut(
             for each, value in outline.states[entry.names[0]].items()
         }
         for entry, part in parts.items()
-        if entry.holds_elements or entry.flat  # which has padding, at least
+        if entry in listing and (entry.holds_elements or entry.flat)  # which has padding, at least
     }
 
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from .. import comm
 from ..errors import ConfigurationError, LifecycleError
 from ..faces import FlatFace
+from ..mesh import global_rank
 from ..names import clean_name
 from ..param_group import FSDPParamGroup
 from ..wrapper_options import OptimStateKeyType
@@ -49,6 +50,11 @@ class Entry:
     def flat(self) -> bool:
         """Whether it is a `FlatParameter`."""
         return self.group is not None and isinstance(self.group.params[0].face, FlatFace)
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return f"{clean_name(self.key)} ({', '.join(self.names)})" if self.flat else self.names[0]
 
     @property
     def holds_elements(self) -> bool:
@@ -199,12 +205,16 @@ def raise_strangers(faults: Iterable[str]) -> None:
         raise ConfigurationError(paragraph)
 
 
-def values_of_all(value: T, groups: Iterable[ProcessGroup]) -> list[T]:
-    """A small picklable value of all ranks that are in any of the groups, or reached through them. Collective."""
-    values = [value]
+def values_of_all(value: T, groups: Iterable[ProcessGroup]) -> dict[int, T]:
+    """A small picklable value of all ranks that are in any of the groups, or reached through them; by rank.
+
+    Collective.
+    """
+    values = {global_rank(): value}
     for group in groups:
-        values = [each for theirs in comm.values_of_all_ranks(values, group) for each in theirs]
-    return values
+        everyones = comm.values_of_all_ranks(values, group)
+        values = {rank: each for theirs in everyones for rank, each in theirs.items()}
+    return dict(sorted(values.items()))
 
 
 def is_first(groups: Iterable[ProcessGroup]) -> bool:
@@ -214,8 +224,7 @@ def is_first(groups: Iterable[ProcessGroup]) -> bool:
 
 def missing_parts(state_dict: object) -> list[str]:
     """Why something is no optimizer's state dict, or nothing."""
-    parts = ("state", "param_groups")
-    if isinstance(state_dict, Mapping) and all(part in state_dict for part in parts):
+    if isinstance(state_dict, Mapping) and "state" in state_dict:
         return []
     found = (
         f"a dict with keys {list(state_dict)}"
@@ -223,7 +232,7 @@ def missing_parts(state_dict: object) -> list[str]:
         else type(state_dict).__name__
     )
     return [
-        f"An optimizer's state dict has the keys 'state' and 'param_groups', got {found}. Pass what "
+        f"An optimizer's state dict has the key 'state', and mostly 'param_groups', got {found}. Pass what "
         "optim_state_dict returned; for one that only rank 0 has, set "
         "FullOptimStateDictConfig(rank0_only=True)."
     ]
@@ -277,21 +286,23 @@ def rekeyed(
         else zip(ids.values(), wanted, strict=True)
     )
     table.update((key, key) for key in wanted)
-    used = dict.fromkeys([*state_dict["state"], *_params_in(state_dict["param_groups"])])
+    groups = state_dict.get("param_groups", ())
+    used = dict.fromkeys([*state_dict["state"], *_params_in(groups)])
     unknown = [key for key in used if key not in table]
     if unknown:
         raise ConfigurationError(
             f"Every key of the state dict must be a parameter of the optimizer; these are not: {unknown}. "
             "Pass the model and the optimizer that the state dict is for."
         )
-    return {
+    result = {
         **state_dict,
         "state": {table[key]: value for key, value in state_dict["state"].items()},
-        "param_groups": [
-            {**group, "params": sorted(table[key] for key in group["params"])}
-            for group in state_dict["param_groups"]
-        ],
     }
+    if "param_groups" in state_dict:
+        result["param_groups"] = [
+            {**group, "params": sorted(table[key] for key in group["params"])} for group in groups
+        ]
+    return result
 
 
 def _params_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:

@@ -15,7 +15,6 @@ The way back is in `optimizer_loading`.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +27,7 @@ from torch.optim import Optimizer
 from .. import whole_params
 from ..buffers import in_memory_order
 from ..errors import ConfigurationError
+from ..mesh import global_rank
 from ..param_group import FSDPParamGroup
 from ..tree import map_tensors, tensors_in
 from ..wrapper_options import (
@@ -35,6 +35,7 @@ from ..wrapper_options import (
     StateDictSettings,
     StateDictType,
 )
+from .optimizer_agreement import Agreement, Membership, membership_of, same
 from .optimizer_params import (
     Entry,
     Listing,
@@ -108,28 +109,30 @@ def saved(
     state_dict = optim.state_dict() if state_dict is None else state_dict
     malformed = missing_parts(state_dict)
     if malformed or strangers:  # numbers would mean other parameters
-        state_dict = {"state": {}, "param_groups": []}
+        state_dict = {"state": {}}
     states, others = _by_entry(known, listing, state_dict["state"])
-    facts = _facts(states)
+    groups: list[dict[str, Any]] | None = state_dict.get("param_groups")
+    facts = _facts(states, _membership(known, listing, groups))
     facts.strangers, facts.malformed = strangers, malformed
     facts.unknown = _unknown_keys(known, listing, state_dict)
-    plan = _plan(known, facts, process_groups)
-    keeps = not style.first_only or is_first(process_groups)
+    facts.keeps = keeps = not style.first_only or is_first(process_groups)
+    plan, agreement = _plan(known, facts, process_groups)
     result = _Result(style, keeps)
     for entry in states if keeps else ():
         if entry.group is None:
             result.add(entry.names[0], {name: result.moved(v) for name, v in states[entry].items()})
-    for group in _groups(known):
-        _gather_group(group, plan, states, result)
+    for entries in _groups(known):
+        _gather_group(entries, plan, states, result)
     if not keeps:
         return {}
     return {
         **{key: value for key, value in state_dict.items() if key not in ("state", "param_groups")},
-        "state": {
-            **{name: result.state[name] for name in _order(known, listing, result.state)},
-            **others,
-        },
-        "param_groups": _named_groups(known, listing, state_dict["param_groups"]),
+        "state": {**{name: result.state[name] for name in _order(known, result.state)}, **others},
+        **(
+            {}
+            if groups is None
+            else {"param_groups": _named_groups(known, listing, groups, agreement)}
+        ),
     }
 
 
@@ -158,34 +161,54 @@ def _entry_of(known: ModelParams, listing: Listing, key: Any) -> Entry | None:
 
 def _unknown_keys(known: ModelParams, listing: Listing, state_dict: Mapping[str, Any]) -> list[str]:
     """Keys that should be of parameters and are not; other than numbers may be of anything in the state."""
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    keys = [key for group in state_dict.get("param_groups", ()) for key in group["params"]]
     keys += [key for key in state_dict["state"] if isinstance(key, int)]
     return [repr(key) for key in keys if _entry_of(known, listing, key) is None]
 
 
+def _membership(
+    known: ModelParams, listing: Listing, groups: Sequence[Mapping[str, Any]] | None
+) -> Membership:
+    if groups is None:
+        return membership_of(known, listing, None)
+    found = [[_entry_of(known, listing, key) for key in group["params"]] for group in groups]
+    entries = [[entry for entry in group if entry is not None] for group in found]
+    return membership_of(known, listing, entries, groups)
+
+
 def _named_groups(
-    known: ModelParams, listing: Listing, groups: Sequence[Mapping[str, Any]]
+    known: ModelParams,
+    listing: Listing,
+    groups: Sequence[Mapping[str, Any]],
+    agreement: Agreement,
 ) -> list[dict[str, Any]]:
-    named = []
-    for group in groups:
-        entries = [_entry_of(known, listing, key) for key in group["params"]]
-        names = [name for entry in entries if entry is not None for name in entry.names]
-        named.append({**copy.deepcopy(dict(group)), "params": names})
-    return named
+    """The groups of a state dict by names, in the same order on all ranks."""
+    assert agreement.groups is not None, "all ranks have groups"
+    result = []
+    for entries, place in zip(agreement.groups, agreement.places, strict=True):
+        options = copy.deepcopy({k: v for k, v in groups[place].items() if k != "params"})
+        if "param_names" in options:  # parallel to the optimizer's own parameters
+            own = [_entry_of(known, listing, key) for key in groups[place]["params"]]
+            called = dict(zip(own, options["param_names"], strict=True))
+            options["param_names"] = [called.get(entry, entry.key) for entry in entries]
+        result.append({**options, "params": [name for entry in entries for name in entry.names]})
+    return result
 
 
-def _order(known: ModelParams, listing: Listing, state: Mapping[str, Any]) -> list[str]:
-    """Names of parameters in torch's order.
+def _order(known: ModelParams, state: Mapping[str, Any]) -> list[str]:
+    """Names of parameters in torch's order, which is the same on all ranks.
 
-    The optimizer's if all wrappers have FlatParameters. Otherwise by name, plain parameters first
+    That of the model if all wrappers have FlatParameters. Otherwise by name, plain parameters first
     and those of a wrapper together.
     """
-    in_listing = [name for name in listing.names if name in state]
-    managed = [entry for entry in listing.entries if entry.group is not None]
+    in_model = [name for name in known.by_name if name in state]
+    managed = [
+        entry for entry in map(known.by_name.__getitem__, in_model) if entry.group is not None
+    ]
     if all(entry.flat for entry in managed):
-        return in_listing
+        return in_model
     by_owner: dict[Any, list[str]] = {None: []}
-    for name in sorted(in_listing):
+    for name in sorted(in_model):
         by_owner.setdefault(known.by_name[name].group, []).append(name)
     return [name for names in by_owner.values() for name in names]
 
@@ -201,16 +224,19 @@ class _Fact:
     """Of elements; None for a value."""
     value: Any
     """None for elements, unless they could be a value, too."""
-    holds_elements: bool
-    """Whether the rank has a part of the parameter: otherwise its optimizer may never have touched the state."""
 
 
 @dataclass(slots=True)
 class _Facts:
     """What a rank says."""
 
+    membership: Membership
     states: dict[str, dict[str, _Fact]] = field(default_factory=dict)
     """By keys of entries and names of states; of sharded parameters only."""
+    plain: set[str] = field(default_factory=set)
+    """Keys of other parameters that have state."""
+    keeps: bool = True
+    """Whether the rank gets the state dict."""
     strangers: list[str] = field(default_factory=list)
     malformed: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -226,10 +252,11 @@ class _Planned:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-def _facts(states: Mapping[Entry, State]) -> _Facts:
-    facts = _Facts()
+def _facts(states: Mapping[Entry, State], membership: Membership) -> _Facts:
+    facts = _Facts(membership)
     for entry, state in states.items():
         if entry.group is None:
+            facts.plain.add(entry.key)
             continue
         own = facts.states[entry.key] = {}
         for name, value in state.items():
@@ -242,17 +269,16 @@ def _facts(states: Mapping[Entry, State]) -> _Facts:
 
 
 def _fact(entry: Entry, value: Any) -> _Fact | None:
-    holds = entry.holds_elements
     if not isinstance(value, Tensor):
         if any(tensor.ndim for tensor in tensors_in(value)) and _is_divided(entry):
             return None
-        return _Fact(None, map_tensors(on_cpu, value), holds)
+        return _Fact(None, map_tensors(on_cpu, value))
     if not value.ndim:
-        return _Fact(None, on_cpu(value), holds)
+        return _Fact(None, on_cpu(value))
     if value.numel() == entry.param.numel():
         # A single number for a piece of a single element may be either: other ranks know.
-        return _Fact(value.dtype, on_cpu(value) if value.numel() == 1 else None, holds)
-    return _Fact(None, on_cpu(value), holds) if value.numel() == 1 else None
+        return _Fact(value.dtype, on_cpu(value) if value.numel() == 1 else None)
+    return _Fact(None, on_cpu(value)) if value.numel() == 1 else None
 
 
 def _is_divided(entry: Entry) -> bool:
@@ -272,42 +298,109 @@ def _described(value: Any) -> str:
 
 def _plan(
     known: ModelParams, own: _Facts, process_groups: Sequence[ProcessGroup]
-) -> dict[str, _Planned]:
+) -> tuple[dict[str, _Planned], Agreement]:
     """What to gather, from the facts of all ranks, alike on all; by keys of entries. Collective."""
     everyone = values_of_all(own, process_groups)
-    mixed: list[str] = []
-    differing: list[str] = []
+    _raise_unreadable([*everyone.values()])
+    agreement = Agreement(
+        {rank: facts.membership for rank, facts in everyone.items()}, known, global_rank()
+    )
+    differing = _Differing()
     plan = {}
     for entry in known.entries.values():
-        theirs = [facts.states[entry.key] for facts in everyone if entry.key in facts.states]
-        names = dict.fromkeys(name for state in theirs for name in state)
-        if not names:
-            continue
-        planned = plan[entry.key] = _Planned()
-        for name in sorted(names):
-            found = [state[name] for state in theirs if name in state]
-            holders = [fact for fact in found if fact.holds_elements] or found
-            dtypes = {fact.dtype for fact in holders}
-            if len(dtypes) == 1 and None not in dtypes:
-                (planned.elements[name],) = (dtype for dtype in dtypes if dtype is not None)
-            elif any(fact.dtype is not None and fact.value is None for fact in holders):
-                mixed.append(f"{entry.key}: {name} is {sorted(map(str, dtypes))}")
-            else:
-                first = holders[0].value
-                planned.values[name] = first
-                if not all(same(first, fact.value) for fact in holders):
-                    differing.append(f"{entry.key}: {name}")
-    _raise_faults(everyone, mixed)
-    if differing:
-        warnings.warn(
-            "State that is no tensor of its parameter's elements should be the same on all ranks; the first rank's "
-            f"is saved of these, which differ: {differing}",
-            stacklevel=5,
-        )
-    return plan
+        planned = _planned(entry, everyone, differing)
+        if planned is not None:
+            plan[entry.key] = planned
+    paragraphs = [*agreement.faults, *differing.paragraphs, *_unkept(known, everyone)]
+    if paragraphs:
+        raise ConfigurationError("\n".join(paragraphs))
+    return plan, agreement
 
 
-def _raise_faults(everyone: Sequence[_Facts], mixed: Sequence[str]) -> None:
+@dataclass(slots=True)
+class _Differing:
+    """States that ranks do not agree on."""
+
+    missing: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)
+
+    @property
+    def paragraphs(self) -> list[str]:
+        """Of an error, or nothing."""
+        return [
+            *listed(
+                self.missing,
+                "Every rank that holds elements of a parameter must have the state that others have of it; these are "
+                "missing:",
+                "Let the optimizers of all ranks take the same steps, or load the same checkpoint on all.",
+            ),
+            *listed(
+                self.dtypes,
+                "State of a parameter must be in one dtype on all ranks, but these are in several (None: no tensor of "
+                "elements):",
+                "Load the same checkpoint on all ranks, or make the optimizer anew.",
+            ),
+            *listed(
+                self.values,
+                "State that is no tensor of its parameter's elements must be the same on all ranks, but:",
+                "Let the optimizers of all ranks take the same steps, or load the same checkpoint on all.",
+            ),
+        ]
+
+
+def _planned(
+    entry: Entry, everyone: Mapping[int, _Facts], differing: _Differing
+) -> _Planned | None:
+    """What ranks have of one parameter, if any has something; what they do not agree on is noted."""
+    theirs = {rank: facts.states.get(entry.key, {}) for rank, facts in everyone.items()}
+    # A rank without elements may have any state, or none; if all are without, any is right.
+    holders = {r for r in theirs if entry.key not in everyone[r].membership.empty} or set(theirs)
+    names = {name for rank in holders for name in theirs[rank]}
+    if not names:
+        return None
+    planned = _Planned()
+    for name in sorted(names):
+        found = {
+            rank: theirs[rank][name] for rank in theirs if rank in holders and name in theirs[rank]
+        }
+        differing.missing += [
+            f"{entry.label}: {name} on rank {rank}" for rank in sorted(holders - found.keys())
+        ]
+        dtypes = {fact.dtype for fact in found.values()}
+        first, value = next((rank, fact.value) for rank, fact in found.items())
+        if len(dtypes) == 1 and None not in dtypes:
+            (planned.elements[name],) = (dtype for dtype in dtypes if dtype is not None)
+        elif any(fact.dtype is not None and fact.value is None for fact in found.values()):
+            kinds = {rank: str(fact.dtype) for rank, fact in found.items()}
+            differing.dtypes.append(f"{entry.label}: {name}, by rank: {kinds}")
+        else:
+            planned.values[name] = value
+            differing.values += [
+                f"{entry.label}: {name} is {value} on rank {first}, {fact.value} on rank {rank}"
+                for rank, fact in found.items()
+                if not same(value, fact.value)
+            ]
+    return planned
+
+
+def _unkept(known: ModelParams, everyone: Mapping[int, _Facts]) -> list[str]:
+    """State of plain parameters, of which each rank keeps its own, that only ranks have which keep nothing."""
+    kept = {key for facts in everyone.values() if facts.keeps for key in facts.plain}
+    labels = {entry.key: entry.label for entry in known.entries.values()}
+    return listed(
+        (
+            f"{labels.get(key, key)} on rank {rank}"
+            for rank, facts in everyone.items()
+            for key in facts.plain - kept
+        ),
+        "Of parameters that no wrapper manages, the first rank's state is saved; it has none of these:",
+        "Let the optimizers of all ranks take the same steps, or save the state dicts of all ranks.",
+    )
+
+
+def _raise_unreadable(everyone: Sequence[_Facts]) -> None:
+    """Refuse state dicts of which it is not known what they mean."""
     paragraphs = [
         *dict.fromkeys(fault for facts in everyone for fault in facts.malformed),
         *listed(
@@ -323,23 +416,9 @@ def _raise_faults(everyone: Sequence[_Facts], mixed: Sequence[str]) -> None:
             "this rank), a single number, or no tensor at all:",
             "Leave these parameters to no wrapper (ignored_states), or use another optimizer.",
         ),
-        *listed(
-            mixed,
-            "State of a parameter must be in one dtype on all ranks, but these are in several (None: no tensor of "
-            "elements):",
-            "Load the same checkpoint on all ranks, or make the optimizer anew.",
-        ),
     ]
     if paragraphs:
         raise ConfigurationError("\n".join(paragraphs))
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, as far as they can be compared."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one.to("cpu"), other.to("cpu"))
-    plain = (int, float, complex, str, bytes, type(None))
-    return not isinstance(one, plain) or not isinstance(other, plain) or one == other
 
 
 # --- data -----------------------------------------------------------------------------------------
