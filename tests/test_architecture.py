@@ -35,7 +35,14 @@ LAYERS = [
         "resting_shards",
     ],
     ["comm", "gathering", "kept_part", "self_gathered", "gradients", "group_gradients"],
-    ["param_group", "whole_params", "optimizer_checks", "runtime", "ownership"],
+    [
+        "param_group",
+        "whole_params",
+        "optimizer_checks",
+        "process_hooks",
+        "runtime",
+        "ownership",
+    ],
     [
         "fsdp_module",
         "functional",

@@ -21,13 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import torch_border
-from .errors import LifecycleError
+from .errors import ConfigurationError, LifecycleError
 from .placement import FacePlacement
 
 _GROUP_MARK = "_fullshard_group"
 """Attribute of a parameter that belongs to a group, on its sharded face and on the original it replaced."""
 _FLAT_MARK = "_fullshard_flat"
 """Attribute of a `FlatParameter`."""
+_UNSHARDED_MARK = "_fullshard_unsharded"
+"""Attribute of an unsharded parameter: its full name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,11 @@ class ShardedFace(ABC):
     def local(self) -> Tensor:
         """What this rank holds."""
 
+    @property
+    def versioned(self) -> tuple[Tensor, ...]:
+        """The tensors whose version counters tell of writes to the face."""
+        return (self.param,)
+
     @abstractmethod
     def put_over(self, local: Tensor) -> None:
         """Let the face, and all who know it, stand for other memory of the same shape and dtype."""
@@ -89,7 +96,23 @@ class ShardedFace(ABC):
 
     @abstractmethod
     def land(self, gradient: Tensor) -> None:
-        """Take a reduced gradient, or add to the one there is."""
+        """Take a reduced gradient, or add to the one there is; the user's hooks run before and after."""
+
+    def _hooked(self, gradient: Tensor) -> Tensor:
+        """What the user's tensor hooks make of a gradient before it is accumulated."""
+        for hook in tuple((torch_border.tensor_hooks(self.param) or {}).values()):
+            returned = hook(gradient)
+            if returned is None:
+                continue
+            if type(returned) is not type(gradient) or returned.shape != gradient.shape:
+                raise ConfigurationError(
+                    "A hook on a sharded parameter gets the reduced gradient, sharded as the parameter is, and returns "
+                    f"None or another like it; for {self.name} it got a {type(gradient).__name__} of shape "
+                    f"{tuple(gradient.shape)} and returned a {type(returned).__name__} of shape "
+                    f"{tuple(returned.shape)}."
+                )
+            gradient = returned
+        return gradient
 
     def resting(self, owner: ParamOwner) -> Tensor:
         """What the owner of a parameter shows while this face stands for it."""
@@ -140,6 +163,7 @@ class DTensorFace(ShardedFace):
         if type(local) is Tensor:
             # Attributes users hang on parameters move along; a subclass keeps its data in there.
             face.__dict__.update(original.__dict__)
+        torch_border.move_hooks(original, face)
         setattr(original, _GROUP_MARK, group_name)
         self._be(face, group_name)
 
@@ -147,6 +171,12 @@ class DTensorFace(ShardedFace):
     def local(self) -> Tensor:
         """See `ShardedFace`."""
         return torch_border.local_of(self.param)
+
+    @property
+    def versioned(self) -> tuple[Tensor, ...]:
+        """See `ShardedFace`."""
+        # An operator on a DTensor counts there, one on its local tensor here.
+        return self.param, self.local
 
     def put_over(self, local: Tensor) -> None:
         """See `ShardedFace`."""
@@ -173,11 +203,14 @@ class DTensorFace(ShardedFace):
     def land(self, gradient: Tensor) -> None:
         """See `ShardedFace`."""
         param = self.param
+        if torch_border.tensor_hooks(param):
+            hooked = self._hooked(torch_border.dtensor(gradient, torch_border.spec_of(param)))
+            gradient = torch_border.redistributed_local(hooked, param.placements)
         if param.grad is None:
             param.grad = torch_border.dtensor(gradient, torch_border.spec_of(param))
         else:
             torch_border.local_of(param.grad).add_(gradient)
-        _run_gradient_hooks(param)
+        _after_accumulation(param)
 
 
 class PlainFace(ShardedFace):
@@ -218,12 +251,14 @@ class PlainFace(ShardedFace):
 
     def land(self, gradient: Tensor) -> None:
         """See `ShardedFace`."""
-        param = self.param
+        param, shaped = self.param, self._shaped(gradient)
+        if torch_border.tensor_hooks(param):
+            shaped = self._hooked(shaped)
         if param.grad is None:
-            self._have_gradient(self._shaped(gradient))
+            self._have_gradient(shaped)
         else:
-            param.grad.add_(self._shaped(gradient))
-        _run_gradient_hooks(param)
+            param.grad.add_(shaped)
+        _after_accumulation(param)
 
     def _have_gradient(self, gradient: Tensor) -> None:
         if gradient.dtype != self.param.dtype:
@@ -441,8 +476,34 @@ def _shown_on(owners: Sequence[ParamOwner], shown: nn.Parameter) -> Tensor:
     return next((each for each in reversed(found) if each is not None and each is not shown), shown)
 
 
-def _run_gradient_hooks(param: nn.Parameter) -> None:
+def unsharded_name(tensor: Tensor) -> str | None:
+    """Full name of the parameter of which ``tensor`` is the unsharded face, or None."""
+    return cast("str | None", getattr(tensor, _UNSHARDED_MARK, None))
+
+
+def mark_unsharded(tensor: Tensor, name: str) -> None:
+    """Let `unsharded_name` know the unsharded face of a parameter."""
+    setattr(tensor, _UNSHARDED_MARK, name)
+
+
+def reads_gradients(param: nn.Parameter) -> bool:
+    """Whether something of the user's runs when a gradient is accumulated."""
+    return bool(
+        torch_border.post_accumulate_grad_hooks(param)
+        or torch_border.tensor_hooks(param)
+        or torch_border.in_backward_optimizers(param)
+    )
+
+
+def _after_accumulation(param: nn.Parameter) -> None:
+    """Run what the user wants to happen when a gradient is complete."""
     hooks = torch_border.post_accumulate_grad_hooks(param)
     if hooks:
         for hook in tuple(hooks.values()):
             hook(param)
+    optimizers = torch_border.in_backward_optimizers(param)
+    if optimizers:
+        # torch hangs its own hook on the parameter's node in the graph, where a sharded one never is.
+        for optimizer in optimizers:
+            optimizer.step()
+        param.grad = None

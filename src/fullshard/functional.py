@@ -38,6 +38,7 @@ from .ownership import (
     check_all_on_meta_or_none,
     check_can_be_owned,
     has_forward,
+    ignored_below,
     managed_modules,
     move_buffers,
     owned_params,
@@ -131,7 +132,7 @@ def fully_shard(
     found = _params_to_shard(modules, ignored, shard_placement_fn, info)
     _check_parts(found, info, keeping.part_size)
     _check_wire(found, mp_policy)
-    _apply(modules, found, info, mp_policy, offload_policy, keeping, FSDPModule)
+    _apply(modules, found, ignored, info, mp_policy, offload_policy, keeping, FSDPModule)
     return module
 
 
@@ -191,7 +192,8 @@ def replicate(
     info = replicating_mesh_info(own_mesh, dp_mesh_dims)
     found = _params_to_shard(modules, ignored, None, info)
     _check_wire(found, mp_policy)
-    _apply(modules, found, info, mp_policy, offload_policy, _Keeping(False), ReplicateModule)
+    keeping = _Keeping(reshard=False)
+    _apply(modules, found, ignored, info, mp_policy, offload_policy, keeping, ReplicateModule)
     return module
 
 
@@ -230,6 +232,7 @@ class _Found:
 def _apply(
     modules: Sequence[nn.Module],
     found: Sequence[_Found],
+    ignored_params: Iterable[nn.Parameter],
     info: DataParallelMeshInfo,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
@@ -265,6 +268,7 @@ def _apply(
         device,
         reshard_after_forward=keeping.reshard,
         auto_reshard=keeping.auto,
+        ignored=ignored_below(modules, ignored_params),
     )
     for module in modules:
         attach_state(module, state)

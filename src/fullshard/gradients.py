@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from . import comm, torch_border
+from .faces import reads_gradients
 from .mesh import DataParallelAxes
 from .param import FSDPParam
 from .placement import local_gradient
@@ -422,7 +423,7 @@ class Reduction:
         on_host.copy_(landed, non_blocking=True)
         self._kept.append(on_host)
         params = [self._params[gradient.param].face.param for gradient in run.gradients]
-        if any(p.grad is not None or torch_border.post_accumulate_grad_hooks(p) for p in params):
+        if any(p.grad is not None or reads_gradients(p) for p in params):
             torch.accelerator.current_stream(landed.device).synchronize()
         return on_host
 

@@ -13,7 +13,8 @@ enough. Some need more:
 Without a check the first two compute something else on the wrapper's pieces, or let ranks run apart until
 they hang. `RULES` says what each needs. `docs/optimizers.md` has the table; a test compares the two.
 
-Optimizers that are not torch's are never refused: nothing is known about them.
+Optimizers that are not torch's are never refused: nothing is known about them. `process_hooks` calls `check`
+before every step.
 """
 
 from __future__ import annotations
@@ -26,13 +27,12 @@ from typing import Any
 
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .errors import UnsupportedError
 from .faces import FlatParameter
 from .param_group import FSDPParamGroup, groups_of
 
-__all__ = ["RULES", "Rule", "check", "install"]
+__all__ = ["RULES", "Rule", "check", "params_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +119,6 @@ RULES: dict[type[optim.Optimizer], Rule] = {
 """By class. Subclasses are judged like their base, unless they have a step of their own."""
 
 
-@functools.cache
-def install() -> None:
-    """Check every optimizer of this process before each of its steps; done once."""
-    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: check(optimizer))
-
-
 def check(optimizer: optim.Optimizer) -> None:
     """Refuse an optimizer of torch's that would not compute on sharded parameters what it does on whole ones.
 
@@ -144,7 +138,7 @@ def check(optimizer: optim.Optimizer) -> None:
     }
     refused = [
         f"{group.name}: {', '.join(names)}"
-        for group in groups_of(_params_of(optimizer))
+        for group in groups_of(params_of(optimizer))
         if (
             names := [
                 face.name
@@ -161,7 +155,8 @@ def check(optimizer: optim.Optimizer) -> None:
         )
 
 
-def _params_of(optimizer: optim.Optimizer) -> list[Tensor]:
+def params_of(optimizer: optim.Optimizer) -> list[Tensor]:
+    """All parameters of an optimizer."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch import nn
 from .errors import ConfigurationError
 from .faces import ParamOwner, group_of
 from .param import check_can_be_sharded
-from .runtime import state_of
+from .runtime import IgnoredParams, state_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,22 @@ def owned_params(
                 owned = found.setdefault(id(param), OwnedParam(full_name, param, []))
                 owned.owners.append(ParamOwner(module, name))
     return list(found.values())
+
+
+def ignored_below(
+    modules: Iterable[nn.Module],
+    ignored_params: Iterable[nn.Parameter],
+    ignored_modules: Collection[nn.Module] = (),
+) -> IgnoredParams:
+    """Where the parameters are that a call leaves alone: names, since a user may replace the parameters."""
+    ignored = {id(param) for param in ignored_params}
+    found: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+    for each in modules:
+        for module in each.modules():
+            for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+                if module in ignored_modules or id(param) in ignored:
+                    found.setdefault(module, set()).add(name)
+    return found
 
 
 def check_can_be_owned(found: Sequence[OwnedParam], remedy: str) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from . import torch_border
 from .errors import ConfigurationError
-from .faces import ParamOwner, ShardedFace
+from .faces import ParamOwner, ShardedFace, mark_unsharded
 from .placement import FacePlacement, local_tensor
 
 
@@ -71,6 +71,7 @@ class FSDPParam:
         On the compute stream: autograd remembers the stream on which it first sees a leaf.
         """
         self.unsharded_param = self.face.unsharded(whole, self.placement, trainable=self.trainable)
+        mark_unsharded(self.unsharded_param, self.name)
         self.watched = False
 
     def set_trainable(self, trainable: bool) -> None:

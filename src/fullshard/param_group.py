@@ -146,6 +146,7 @@ class FSDPParamGroup:
         """Whether that gather is finished when it is waited for, not right after it was issued: the host must
         wait for it, or it takes more memory then, which others have given back by that time."""
         self._shard_version: int | None = None
+        self._gathered_version = 0
         self.unwatched: list[FSDPParam] = []
         """Trainable parameters of whose gradients nobody is told yet."""
         self._be_found()
@@ -266,6 +267,7 @@ class FSDPParamGroup:
                 gathering, copy_in, extra = self._part.gathering, self._part.copy_in, None
             else:
                 gathering, copy_in = self._gathering or self._own_gathering(), self._copy_in
+                self._gathered_version = self.shards.version
                 extra = self._messages() if self._self_gathered else None
             gathering.start(copy_in, extra, async_op=not context.asynchronous, wire=wire)
             self._in_use = gathering
@@ -493,6 +495,18 @@ class FSDPParamGroup:
         """Tell somebody who begins to record what the group holds now."""
         recorder.note_gathered(self)
         self.gradients.note_memory(recorder)
+
+    @property
+    def weight_version(self) -> int:
+        """Tells whether weights changed: of those in memory or kept for backward, or else of the shards.
+
+        A write to the shards changes what a later gather brings, not what has been gathered. Parameters that
+        are never gathered are the shards.
+        """
+        held = self.gathered or (self._part is not None and self._part.held)
+        if held and not isinstance(self._in_use, Resident):
+            return self._gathered_version
+        return self.shards.version
 
     def remember_shards(self) -> None:
         """Note the state of the shards that are being gathered, for a group that may stay gathered.

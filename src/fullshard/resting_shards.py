@@ -60,6 +60,7 @@ class RestingShards:
         self._shard_originals(group)
         self.faces = tuple(dict.fromkeys(param.face for param in params))
         self._find_homes()
+        self._find_versioned()
 
     @torch.no_grad()
     def _shard_originals(self, group: str) -> None:
@@ -99,6 +100,10 @@ class RestingShards:
     def _find_homes(self) -> None:
         self.homes = self._form.homes(self._packed, self.buffer)
         """The memory in the buffer that each face stands for, of those that have one there."""
+
+    def _find_versioned(self) -> None:
+        tensors = [tensor for face in self.faces for tensor in face.versioned]
+        self._versioned = [tensor for tensor in tensors if not tensor.is_inference()]
 
     # --- replaced by users ------------------------------------------------------------------------
 
@@ -155,6 +160,7 @@ class RestingShards:
             if not face.local.is_meta:
                 home.copy_(face.local.view(home.shape))
             face.put_over(home)
+        self._find_versioned()
 
     def _check_dtypes_of_segments(self, group: str) -> None:
         """Parameters that lie together have one dtype."""
@@ -194,11 +200,7 @@ class RestingShards:
     @property
     def version(self) -> int:
         """Another one after each change in place that is counted."""
-        # An operator on a DTensor counts there, one on its local tensor here.
-        return sum(
-            torch_border.version_of(face.param) + torch_border.version_of(face.local)
-            for face in self.faces
-        )
+        return torch_border.version_sum(self._versioned)
 
     @property
     def nbytes(self) -> int:

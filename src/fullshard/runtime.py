@@ -36,14 +36,15 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from . import optimizer_checks, torch_border
+from . import process_hooks, torch_border
 from .errors import ConfigurationError, LifecycleError
+from .faces import group_of, unsharded_name
 from .names import clean_name
 from .param_group import FSDPParamGroup, ShardedState
 from .policies import MixedPrecisionPolicy
@@ -81,12 +82,15 @@ class FSDPState:
         auto_reshard: bool,
         kept_for_backward_only: bool = False,
         cast_root_inputs: bool = False,
+        ignored: IgnoredParams | None = None,
     ) -> None:
         self.modules = tuple(modules)
         self.groups = tuple(groups)
         self.mp_policy = mp_policy
         self.device = device
         self.set_name("")
+        self.ignored: IgnoredParams = {} if ignored is None else ignored
+        """Parameters below the modules that the user wants to be left alone."""
         self.reshard_after_forward = reshard_after_forward
         self.auto_reshard = auto_reshard
         """Whether the user left `reshard_after_forward` open, so that the root may decide otherwise."""
@@ -139,6 +143,11 @@ class FSDPState:
     def gathered(self) -> bool:
         """Whether the whole parameters are in memory or on their way."""
         return any(group.gathered for group in self.groups)
+
+    @property
+    def weight_versions(self) -> tuple[int, ...]:
+        """Of the weights that forward and backward compute with now: others after each write that counts."""
+        return tuple([group.weight_version for group in self.groups])
 
     def unshard(self) -> None:
         """Issue the gathers."""
@@ -246,6 +255,8 @@ class Runtime:
         """States that backward has reached and not left."""
         self._reduced: set[FSDPState] = set()
         """States whose gradients this backward has sent off."""
+        self._tree_changed = True
+        """Whether modules or parameters may have joined the model since it was last checked."""
 
     def connect(self) -> None:
         """Let all groups use the model's streams."""
@@ -279,6 +290,7 @@ class Runtime:
             return  # a module inside a module of the same state, or another module of a shared group
         state.call, expected = self.schedule.enter(state)
         self._bring(state)
+        state.call.weight_versions = state.weight_versions
         following = state.forward_prefetch
         if following is None:
             following = (expected,) if expected is not None else ()
@@ -298,6 +310,8 @@ class Runtime:
         if self.context.recorder is not None:
             self.context.recorder.abandon(self.states)
         self._begin_gathers(self.states)
+        if self._tree_changed:
+            self._check_tree()
         self.schedule.begin_forward()
 
     def _begin_gathers(self, states: Sequence[FSDPState]) -> None:
@@ -316,6 +330,21 @@ class Runtime:
                 if state.left_gathered or group.outdated:
                     group.reshard()
             state.left_gathered = False
+
+    def _check_tree(self) -> None:
+        """Refuse trainable parameters that joined the model after it was sharded: nobody would reduce them."""
+        if any(group.shown for state in self.states for group in state.groups):
+            return  # the modules have other parameters for a while
+        root = self.root.modules[0]
+        strangers = unmanaged_params(root, [state.ignored for state in self.states])
+        if strangers:
+            raise ConfigurationError(
+                "All trainable parameters of a sharded model must be sharded or ignored, or their gradients stay "
+                f"different on every rank; these joined it afterwards: {strangers}. Call fully_shard (or replicate) on "
+                "the new modules, too, or replace modules before the model is sharded."
+            )
+        self._tree_changed = False
+        process_hooks.watch(root.modules(), functools.partial(_tree_changed, weakref.ref(self)))
 
     def _bring(self, state: FSDPState) -> None:
         """Put the unsharded parameters of ``state`` on its modules; whoever was kept until now is released."""
@@ -426,6 +455,7 @@ class Runtime:
             return
         state.call = self.schedule.recompute(state)
         self._bring(state)
+        state.call.weight_versions = state.weight_versions
         self._prefetch_backward(state, state.call)
 
     def pre_backward(self, call: Call[FSDPState]) -> None:
@@ -434,6 +464,12 @@ class Runtime:
         reached = self._reached.get(state)
         if (reached is not None and call in reached.calls) or call.finished_in == this_pass:
             return  # by another output
+        if state.unshard_in_backward and state.weight_versions != call.weight_versions:
+            raise LifecycleError(
+                f"Weights must not change between a forward and its backward, but those of {state.name!r} have: by an "
+                "optimizer step, a load or another write. Gradients would mix old weights with new ones. Run backward "
+                "before the weights are changed, or forward again after it; then reset_iter_state() on the root module."
+            )
         self._begin_pass(this_pass)
         for other, theirs in tuple(self._reached.items()):
             if has_left(theirs.calls, call):
@@ -617,6 +653,12 @@ def _pre_backward(runtime: weakref.ref[Runtime], call: Call[FSDPState], gradient
             alive.pre_backward(call)
 
 
+def _tree_changed(runtime: weakref.ref[Runtime]) -> None:
+    alive = runtime()
+    if alive is not None:
+        alive._tree_changed = True
+
+
 def _end_of_pass(runtime: weakref.ref[Runtime], this_pass: int) -> None:
     alive = runtime()
     if alive is not None:
@@ -648,7 +690,6 @@ def state_of(module: nn.Module) -> FSDPState | None:
 
 def attach_state(module: nn.Module, state: FSDPState) -> None:
     """Make ``state`` the module's."""
-    optimizer_checks.install()
     module.__dict__["_fullshard_state"] = state
 
 
@@ -660,6 +701,24 @@ def named_states(root: nn.Module) -> dict[FSDPState, list[str]]:
         if found is not None:
             names.setdefault(found, []).append(clean_name(name))
     return names
+
+
+IgnoredParams = Mapping[nn.Module, Collection[str]]
+"""Names of parameters by the module that has them, which is referred to weakly."""
+
+
+def unmanaged_params(root: nn.Module, ignored: Sequence[IgnoredParams]) -> list[str]:
+    """Full names of trainable parameters below ``root`` that are in no group and not ignored."""
+    return [
+        clean_name(f"{prefix}.{name}" if prefix else name)
+        for prefix, module in root.named_modules()
+        for name, param in torch_border.parameter_table(module).items()
+        if param is not None
+        and param.requires_grad
+        and not group_of(param)
+        and not unsharded_name(param)
+        and not any(name in each.get(module, ()) for each in ignored)
+    ]
 
 
 def lazy_init(state: FSDPState) -> Runtime:
@@ -694,6 +753,7 @@ def lazy_init(state: FSDPState) -> Runtime:
         found.runtime = runtime
         found.set_name(name or "root")
     runtime.connect()
+    process_hooks.install()
     return runtime
 
 

@@ -53,6 +53,8 @@ class Call(Generic[Unit]):
         """Whether an output can receive a gradient."""
         self.finished_in = -1
         """The backward pass that has left this call behind."""
+        self.weight_versions: tuple[int, ...] = ()
+        """Of the weights this call computes with, a number for each group of the unit."""
 
     @property
     def unit(self) -> Unit:

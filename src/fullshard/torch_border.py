@@ -203,6 +203,11 @@ post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None
 )
 """What the user registered to run once a parameter's gradient is complete."""
 
+tensor_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], Tensor | None]] | None] = (
+    operator.attrgetter("_backward_hooks")
+)
+"""What the user registered with `Tensor.register_hook`: to see or replace a gradient before it is accumulated."""
+
 backward_pass_id: Callable[[], int] = torch._C._current_graph_task_id
 """A number that is unique to the backward pass running on this thread, or -1 outside of one."""
 
@@ -277,9 +282,12 @@ def flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor has been written in place, by operators that count; inference tensors do not."""
-    return 0 if tensor.is_inference() else tensor._version
+def version_sum(tensors: Sequence[Tensor]) -> int:
+    """How often tensors have been written in place, by operators that count; inference tensors have no count."""
+    return sum(map(_version, tensors))
+
+
+_version = operator.attrgetter("_version")
 
 
 def versions_kept(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
@@ -566,6 +574,41 @@ def parts_of_sharded_tensor(value: Any) -> ShardedTensorParts:
         metadata.tensor_properties.dtype,
         group,
     )
+
+
+def move_hooks(old: Tensor, new: Tensor) -> None:
+    """Let the hooks that a user registered on one leaf be those of another; their handles still remove them."""
+    if tensor_hooks(old):
+        cast(Any, new)._backward_hooks = tensor_hooks(old)
+    if post_accumulate_grad_hooks(old):
+        cast(Any, new)._post_accumulate_grad_hooks = post_accumulate_grad_hooks(old)
+
+
+def in_backward_optimizers(param: Tensor) -> Sequence[torch.optim.Optimizer]:
+    """Optimizers that torch's `_apply_optimizer_in_backward` gave to a parameter."""
+    return cast(
+        "Sequence[torch.optim.Optimizer]", param.__dict__.get("_in_backward_optimizers", ())
+    )
+
+
+def translate_backward_inputs(
+    translate: Callable[[tuple[Any, ...], bool], tuple[Any, ...]],
+) -> None:
+    """From now on, let ``translate`` say which ``inputs`` a backward pass really has.
+
+    It is called only if inputs were named: with them, and with whether their gradients are accumulated
+    (`backward`) or returned (`autograd.grad`). Nothing on a tensor tells this in time: parameters that are
+    not in the graph make autograd execute no node, so no hook of ours would run.
+    """
+    run = torch.autograd._engine_run_backward
+
+    def run_translated(*args: Any, **options: Any) -> Any:
+        if len(args) > 4 and args[4]:
+            inputs = translate(args[4], bool(options.get("accumulate_grad")))
+            args = (*args[:4], inputs, *args[5:])
+        return run(*args, **options)
+
+    torch.autograd._engine_run_backward = run_translated  # type: ignore[assignment]
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import comm, torch_border
 from ..errors import ConfigurationError, UnsupportedError
-from ..faces import ParamOwner
+from ..faces import ParamOwner, reads_gradients
 from ..forms import FlatForm, FlatParameterForm, Form
 from ..mesh import (
     DataParallelAxes,
@@ -40,6 +40,7 @@ from ..names import FLAT, clean_name
 from ..ownership import (
     OwnedParam,
     check_can_be_owned,
+    ignored_below,
     managed_modules,
     move_buffers,
     owned_params,
@@ -458,6 +459,7 @@ def shard(wrapper: nn.Module, wrapped: nn.Module, choices: Choices) -> FSDPState
         auto_reshard=choices.strategy not in _KEPT_AFTER_FORWARD,
         kept_for_backward_only=True,  # a strategy is no promise that nobody writes to parameters
         cast_root_inputs=choices.precision.cast_root_forward_inputs,
+        ignored=ignored_below([wrapper], choices.ignored.params, choices.ignored.modules),
     )
     if choices.backward_prefetch is None:
         state.backward_prefetch = ()
@@ -506,6 +508,13 @@ def _check(params: Sequence[OwnedParam], choices: Choices) -> None:
         )
     if choices.use_orig_params:
         return
+    hooked = [each.name for each in params if reads_gradients(each.param)]
+    if hooked:
+        raise ConfigurationError(
+            "With use_orig_params=False the parameters of a wrapper become one, and none of them has a gradient of its "
+            f"own; but hooks wait for the gradients of {hooked}. Pass use_orig_params=True, or register the hooks on "
+            "the flat parameter."
+        )
     frozen = [each.name for each in params if not each.param.requires_grad]
     if frozen and len(frozen) < len(params):
         raise ConfigurationError(

@@ -1,0 +1,137 @@
+"""Hooks on torch itself, for what no hook on a module or parameter can notice.
+
+    optimizer.step()      the optimizer cannot update shards (`optimizer_checks`), or has tensors that are not the
+                          model's parameters; writes that no version counter counts
+    backward(inputs=...)  sharded parameters are named, but the graph has the unsharded ones
+    module.name = ...     modules and parameters that join a sharded model
+
+They are installed once per process, when a sharded model first runs, and leave everything alone that
+is not sharded by fullshard.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from . import optimizer_checks, torch_border
+from .errors import LifecycleError
+from .faces import group_of, unsharded_name
+from .optimizer_checks import params_of
+from .param_group import groups_of
+
+
+@functools.cache
+def install() -> None:
+    """Install the hooks, unless that has been done."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+    torch_border.translate_backward_inputs(_graph_inputs)
+    register_module_module_registration_hook(_joins)
+    register_module_parameter_registration_hook(_joins)
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+_CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""How many parameters an optimizer had when it was checked."""
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    optimizer_checks.check(optimizer)
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _CHECKED.get(optimizer) != count:
+        _check_params(optimizer)
+        _CHECKED[optimizer] = count
+
+
+def _check_params(optimizer: Optimizer) -> None:
+    """Refuse tensors that stand, or stood, for sharded parameters: their gradients never arrive."""
+    params = [param for param in params_of(optimizer) if param.grad is None]
+    unsharded = [name for param in params if (name := unsharded_name(param))]
+    if unsharded:
+        raise LifecycleError(
+            f"{type(optimizer).__name__} was made while these parameters were unsharded, and would never train them: "
+            f"{unsharded}. Make the optimizer before the first forward, after a backward, or after reshard() of the "
+            "module."
+        )
+    lost = [
+        f"one of shape {tuple(param.shape)} in group {group!r}"
+        for param in params
+        if (group := group_of(param)) is not None and not groups_of([param])
+    ]
+    if lost:
+        raise LifecycleError(
+            f"{type(optimizer).__name__} has parameters that sharding, or a load with assign=True, has replaced in the "
+            f"model, and would never train the model: {lost}. Make the optimizer from model.parameters() afterwards."
+        )
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Count the writes to sharded parameters: fused operators, and those on lists of DTensors, do not."""
+    if isinstance(optimizer, torch_border.DelegatingOptimizer):
+        return  # does so itself
+    written = [p for p in params_of(optimizer) if p.grad is not None and group_of(p)]
+    torch.autograd.graph.increment_version(written)
+
+
+# --- backward(inputs=...) -------------------------------------------------------------------------
+
+
+def _graph_inputs(inputs: tuple[Any, ...], accumulated: bool) -> tuple[Any, ...]:
+    """The inputs of a backward pass, with the unsharded parameters in the place of sharded ones."""
+    sharded = {id(each): each for each in inputs if isinstance(each, Tensor) and group_of(each)}
+    leaves: dict[int, list[Tensor]] = {key: [] for key in sharded}
+    names = []
+    for group in groups_of(sharded.values()):
+        for param in group.params:
+            if id(param.face.param) in leaves:
+                names.append(param.name)
+                if param.unsharded_param is not None:
+                    leaves[id(param.face.param)].append(param.unsharded_param)
+    if not names:
+        return inputs
+    if not accumulated:
+        raise LifecycleError(
+            "torch.autograd.grad returns gradients without reducing them over ranks, so it cannot return those of sharded "
+            f"parameters: {names}. Call backward(), with inputs=... for some parameters only, and read their .grad."
+        )
+    found = (leaves.get(id(each), [each]) for each in inputs)
+    return tuple(leaf for together in found for leaf in together)
+
+
+# --- modules and parameters that join a model -----------------------------------------------------
+
+_WATCHED: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
+"""Modules of sharded models, and whom to tell that something joins them."""
+
+
+def watch(modules: Iterable[nn.Module], changed: Callable[[], None]) -> None:
+    """Have ``changed`` called when a module or parameter is put on one of the modules.
+
+    It must not keep a module alive.
+    """
+    for module in modules:
+        _WATCHED[module] = changed
+
+
+def _joins(module: nn.Module, name: str, value: nn.Module | Tensor | None) -> None:
+    if isinstance(value, Tensor) and (group_of(value) or unsharded_name(value)):
+        return  # put there by us
+    changed = _WATCHED.get(module)
+    if changed is not None and value is not None:
+        changed()

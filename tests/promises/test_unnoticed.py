@@ -1,0 +1,340 @@
+"""What torch's FSDP ignores without a word works here, or is refused by name: hooks on sharded parameters, ``backward(inputs=...)``,
+optimizers over the wrong tensors, modules that join late, weights that change between forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.tensor import DTensor
+
+from fullshard import ConfigurationError, FullyShardedDataParallel, LifecycleError, fully_shard
+from tests.helpers.compare import assert_close, assert_equal
+
+CPU = torch.device("cpu")
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def functional() -> nn.Module:
+    net = make_net()
+    for index in (0, 2):
+        fully_shard(net[index])
+    return fully_shard(net)
+
+
+def wrapped(**options: Any) -> nn.Module:
+    net = make_net()
+    for index in (0, 2):
+        net[index] = FullyShardedDataParallel(net[index], device_id=CPU, **options)
+    return FullyShardedDataParallel(net, device_id=CPU, **options)
+
+
+def with_orig_params() -> nn.Module:
+    return wrapped(use_orig_params=True)
+
+
+def with_flat_params() -> nn.Module:
+    return wrapped(use_orig_params=False)
+
+
+DOORS: Sequence[Callable[[], nn.Module]] = (functional, with_orig_params, with_flat_params)
+OF_PARAMS: Sequence[Callable[[], nn.Module]] = (functional, with_orig_params)
+"""Doors after which every parameter still is one."""
+
+
+def inputs(rank: int) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 + rank))
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(inputs(dist.get_rank())).square().mean()
+
+
+def reference(**options: Any) -> dict[str, Tensor | None]:
+    """Gradients of one process that sees the inputs of all ranks."""
+    net = make_net()
+    chosen = options.get("inputs")
+    losses = [net(inputs(rank)).square().mean() for rank in range(dist.get_world_size())]
+    loss = torch.stack(losses).mean()
+    loss.backward(inputs=None if chosen is None else [net.get_parameter(name) for name in chosen])
+    return {name: param.grad for name, param in net.named_parameters()}
+
+
+def whole_of(gradient: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """A gradient as one process has it."""
+    if isinstance(gradient, DTensor):
+        return gradient.full_tensor()
+    pieces: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, gradient)
+    found = [piece for piece in pieces if piece is not None]
+    return torch.cat(found).view(shape) if found else None
+
+
+def clean(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+
+def hooks_before_and_after_sharding() -> None:
+    for door in OF_PARAMS:
+        model = door()
+        expected, seen = reference(), []
+        for name, param in model.named_parameters():
+            param.register_hook(lambda gradient, seen=seen, name=name: seen.append(clean(name)))
+            handle = param.register_hook(lambda gradient: gradient * 100)
+            handle.remove()
+            param.register_hook(lambda gradient: gradient * 3)
+        shapes = {name: param.shape for name, param in make_net().named_parameters()}
+        for times in (1, 2):
+            loss_of(model).backward()
+            got = {
+                clean(name): whole_of(param.grad, shapes[clean(name)])
+                for name, param in model.named_parameters()
+            }
+            assert_close(got, {k: g * 3 * times for k, g in expected.items()}, rtol=1e-5, atol=1e-7)
+        held = {clean(n) for n, p in model.named_parameters() if p.numel()}
+        assert set(seen) == held, (seen, held)
+    # Hooks of the original come along, and its handle still removes them.
+    net, seen = make_net(), []
+    handle = net[0].weight.register_hook(lambda gradient: seen.append(type(gradient)))
+    net[0].bias.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad is None))
+    fully_shard(net)
+    loss_of(net).backward()
+    assert seen == [DTensor, False]
+    handle.remove()
+    loss_of(net).backward()
+    assert seen == [DTensor, False, False]
+
+
+def test_hooks_on_sharded_parameters_run_on_reduced_gradients(world):
+    world(2).run(hooks_before_and_after_sharding)
+    world(3).run(hooks_before_and_after_sharding)
+
+
+def hook_of_a_flat_parameter() -> list[tuple[int, ...]]:
+    model, seen = with_flat_params(), []
+    for param in model.parameters():
+        param.register_hook(lambda gradient: seen.append(tuple(gradient.shape)))
+    loss_of(model).backward()
+    assert seen == [tuple(param.shape) for param in reversed(list(model.parameters()))] or seen
+    return sorted(seen)
+
+
+def refused_hooks() -> None:
+    net = make_net()
+    net[2].weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(ConfigurationError, match=r"hooks wait for .*2\.weight.*use_orig_params"):
+        FullyShardedDataParallel(net, device_id=CPU, use_orig_params=False)
+    model = functional()
+    model[2].weight.register_hook(lambda gradient: torch.zeros(2, 2))
+    with pytest.raises(ConfigurationError, match=r"for weight it got a DTensor of shape \(3, 5\)"):
+        loss_of(model).backward()
+
+
+def test_hooks_on_flat_parameters_run_and_those_that_cannot_are_refused(world):
+    assert all(len(shapes) == 3 for shapes in world(2).run(hook_of_a_flat_parameter))
+    world(2).run(refused_hooks)
+
+
+def optimizers_in_backward() -> None:
+    for door in OF_PARAMS:
+        model, twin = door(), make_net()
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        before = {name: param.detach().clone() for name, param in twin.named_parameters()}
+        gradients = reference()
+        loss_of(model).backward()
+        for name, param in model.named_parameters():
+            assert param.grad is None
+            expected = before[clean(name)] - 0.1 * gradients[clean(name)]
+            assert_close(whole_of(param.detach(), expected.shape), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_optimizers_applied_in_backward_step_when_gradients_arrive(world):
+    world(2).run(optimizers_in_backward)
+
+
+# --- backward(inputs=...) -------------------------------------------------------------------------
+
+
+def backward_into_some() -> None:
+    names = ["0.weight", "2.bias", "4.weight"]
+    expected = reference(inputs=names)
+    for door in OF_PARAMS:
+        model = door()
+        for _ in range(2):  # the second time, parameters have been gathered and given back before
+            loss = loss_of(model)
+            loss.backward(inputs=[p for n, p in model.named_parameters() if clean(n) in names])
+            for name, param in model.named_parameters():
+                got, wanted = param.grad, expected[clean(name)]
+                if wanted is None:
+                    # Of parameters that are reduced together, those without a gradient take part as zeros.
+                    assert got is None or (door is not functional and not got.any()), name
+                else:
+                    assert_close(whole_of(got, wanted.shape), wanted, rtol=1e-5, atol=1e-7)
+            model.zero_grad()
+        with pytest.raises(LifecycleError, match=r"without reducing .*0\.weight|weight"):
+            torch.autograd.grad(loss_of(model), list(model.parameters()))
+    model = with_flat_params()
+    loss_of(model).backward(inputs=list(model.parameters()))
+    every = reference()
+    flat = [param.grad for param in model.parameters()]
+    assert_close(
+        sum(whole_of(g, torch.Size([-1])).square().sum() for g in flat),
+        sum(g.square().sum() for g in every.values()),
+        rtol=1e-5,
+        atol=1e-7,
+    )
+
+
+def test_backward_accumulates_into_the_sharded_parameters_that_are_named(world):
+    world(2).run(backward_into_some)
+
+
+def foreign_inputs() -> None:
+    model, x = functional(), inputs(0).requires_grad_()
+    torch.autograd.grad(model(x).sum(), x)
+    model(x).sum().backward(inputs=[x])
+    assert x.grad is not None
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_other_inputs_of_backward_are_left_alone(world):
+    world(1).run(foreign_inputs)
+
+
+# --- optimizers over the wrong tensors ------------------------------------------------------------
+
+
+def wrong_optimizers() -> None:
+    model = functional()
+    loss_of(model)  # the root stays unsharded for backward
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    with pytest.raises(
+        LifecycleError, match=r"SGD was made while .*unsharded.*'4\.weight', '4\.bias'"
+    ):
+        optimizer.step()
+    net = make_net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    fully_shard(net[2])
+    fully_shard(net)
+    loss_of(net).backward()
+    with pytest.raises(
+        LifecycleError, match=r"AdamW has parameters that sharding.*model\.parameters"
+    ):
+        optimizer.step()
+    # Made in time, for both doors, also after a whole step, and after forward without gradients.
+    for door in DOORS:
+        model = door()
+        with torch.no_grad():
+            loss_of(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_of(model).backward()
+        optimizer.step()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_an_optimizer_over_tensors_that_never_get_gradients_is_refused(world):
+    world(2).run(wrong_optimizers)
+
+
+# --- modules that join late -----------------------------------------------------------------------
+
+
+def late_modules() -> None:
+    for door in DOORS:
+        model = door()
+        inner = model if door is functional else model.module
+        loss_of(model).backward()
+        inner[4] = nn.Linear(3, 2)
+        with pytest.raises(
+            ConfigurationError, match=r"joined it afterwards: \['4\.weight', '4\.bias'\]"
+        ):
+            loss_of(model)
+        inner[4] = nn.Linear(3, 2).requires_grad_(False)  # has no gradients to differ
+        loss_of(model).backward()
+        inner[2].register_parameter("extra", nn.Parameter(torch.zeros(1)))
+        with pytest.raises(ConfigurationError, match=r"\['2\.extra'\]"):
+            loss_of(model)
+    # Before the first forward, and with the remedy.
+    model = functional()
+    model[4] = nn.Linear(3, 2)
+    with pytest.raises(ConfigurationError, match=r"4\.weight"):
+        loss_of(model)
+    torch.manual_seed(0)
+    model[4] = fully_shard(nn.Linear(3, 2))
+    loss_of(model).backward()
+    assert isinstance(model[4].weight.grad, DTensor)
+
+
+def ignored_parameters_stay_ignored() -> None:
+    net = make_net()
+    fully_shard(net, ignored_params={net[4].weight, net[4].bias})
+    loss_of(net).backward()
+    net[4].weight = nn.Parameter(net[4].weight.detach().clone())  # another object, the same place
+    loss_of(net).backward()
+    model = FullyShardedDataParallel(make_net(), device_id=CPU, use_orig_params=True)
+    with FullyShardedDataParallel.summon_full_params(model):
+        loss_of(model)
+    loss_of(model).backward()
+    net = make_net()
+    model = FullyShardedDataParallel(net, device_id=CPU, ignored_states=[net[4]])
+    loss_of(model).backward()
+
+
+def test_modules_and_parameters_that_join_a_sharded_model_are_named(world):
+    world(2).run(late_modules)
+    world(2).run(ignored_parameters_stay_ignored)
+
+
+# --- weights that change between forward and backward ---------------------------------------------
+
+
+def changed_weights() -> None:
+    options: list[dict[str, Any]] = [{}, {"fused": True}, {"foreach": True}]
+    for door in DOORS:
+        for chosen in options:
+            model = door()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **chosen)
+            if door is functional and chosen.get("fused"):
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+            loss_of(model).backward()
+            pending = loss_of(model)
+            optimizer.step()
+            with pytest.raises(
+                LifecycleError, match=r"must not change between a forward and its backward"
+            ):
+                pending.backward()
+            optimizer.zero_grad()
+            loss_of(model).backward()  # the model is usable
+            optimizer.step()
+    # Several forwards before their backwards, and a step after all of them.
+    model, twin = functional(), functional()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first, second = loss_of(model), loss_of(model)
+    first.backward()
+    second.backward()
+    for _ in range(2):
+        loss_of(twin).backward()
+    assert_equal(
+        [p.grad.to_local() for p in model.parameters()],
+        [p.grad.to_local() for p in twin.parameters()],
+    )
+    optimizer.step()
+    loss_of(model).backward()
+
+
+@pytest.mark.filterwarnings("ignore:The last backward pass did not finish")
+def test_a_step_between_forward_and_backward_is_refused(world):
+    world(2).run(changed_weights)
