@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fullshard import CheckpointError
-from fullshard.checkpoint.agreement import Outline, agreed
+from fullshard.checkpoint.agreement import Outline, agreed, parts_to_write
+from fullshard.checkpoint.holdings import Held
 from fullshard.checkpoint.manifest import StoredTensor
 from fullshard.checkpoint.source import TensorRef
 from fullshard.checkpoint.spread import Spread, undivided
@@ -90,31 +91,83 @@ def test_stages_of_a_pipeline_add_up() -> None:
     assert set(agreed_outline(stages).tensors) == {"model/a", "model/b"}
 
 
-def test_conflicts_are_named() -> None:
-    """Two meshes, whose ranks have been told different things."""
+def two_meshes(*facts: tuple[float, float, int]) -> list[Outline]:
+    """What four ranks have of a parameter that lies on two meshes: how often it was updated, the rate, its size."""
     views = []
-    for ranks, step, lr, size in (((0, 2), 1.0, 0.1, 4), ((1, 3), 2.0, 0.2, 6)):
+    for ranks, (step, lr, size) in zip(((0, 2), (1, 3)), facts, strict=True):
         spread = Spread(shape=(size,), cuts=((0, 2),), holders=(ranks,))
         tree = {
             "state": {"x": {"step": torch.tensor(step), "agreed": 1}},
             "param_groups": [{"params": ["x"], "lr": lr}],
         }
-        views.append(Outline(tensors={"model/x": of(spread)}, optimizer=tree))
-    told = [views[rank % 2].told_by(rank) for rank in range(4)]
-    errors = []
-    for rank in range(4):
-        with pytest.raises(CheckpointError) as error:
-            agreed(views[rank % 2], told)
-        errors.append(str(error.value))
-    assert len(set(errors)) == 1
-    for line in ("x: step", "group 0: lr", "model/x: torch.float32 (4,), torch.float32 (6,)"):
-        assert line in errors[0]
-    assert "agreed" not in errors[0]
+        views.append(
+            Outline(tensors={"model/x": of(spread)}, optimizer=tree, held=frozenset({"x"}))
+        )
+    return views * 2
+
+
+def refusals(outlines: list[Outline]) -> dict[int, str]:
+    """By rank, why each cannot agree."""
+    told = {rank: outline.told_by(rank) for rank, outline in enumerate(outlines)}
+    errors = {}
+    for rank, outline in enumerate(outlines):
+        try:
+            agreed(outline, told, rank)
+        except CheckpointError as error:
+            errors[rank] = str(error)
+    return errors
+
+
+def test_conflicts_are_named() -> None:
+    """Two meshes, whose ranks have been told different things."""
+    errors = refusals(two_meshes((1.0, 0.1, 4), (2.0, 0.2, 6)))
+    assert errors.keys() == {1, 3} and errors[1] == errors[3]
+    for line in (
+        "state of x: step is 2.0 here, 1.0 on rank 0",
+        "group 0: lr is 0.2 here, 0.1 on rank 0",
+        "model/x: torch.float32 (6,) here, torch.float32 (4,) on rank 0",
+    ):
+        assert f"  {line}\n" in errors[1]
+    assert "agreed" not in errors[1]
+    assert not refusals(two_meshes((1.0, 0.1, 4), (1.0, 0.1, 4)))
 
 
 def test_what_nobody_tells_of_is_named() -> None:
     with_it = Outline(tensors={"model/x": of(undivided((2,), (0,)))})
-    without = Outline(tensors={})
-    told = [without.told_by(0), with_it.told_by(1)]
-    with pytest.raises(CheckpointError, match=r"has not got these:\n  model/x"):
-        agreed(with_it, told)
+    errors = refusals([Outline(tensors={}), with_it])
+    assert errors.keys() == {1} and "  model/x: here, not on rank 0, which" in errors[1]
+
+
+def test_a_part_that_another_rank_counts_on_is_named() -> None:
+    """Rank 1 has another model than rank 0, which divides a parameter over both."""
+    errors = refusals([Outline(tensors={"model/first": of(FLAT)}), Outline(tensors={})])
+    assert errors.keys() == {1} and "  model/first: on rank 0, divided over ranks" in errors[1]
+    # Ranks 2 and 3 are among those of its mesh, and have no elements of it.
+    errors = refusals([Outline(tensors={"model/first": of(FLAT)})] * 2 + [Outline(tensors={})] * 2)
+    assert not errors
+
+
+def test_ranks_need_not_have_what_they_hold_no_elements_of() -> None:
+    of_first, of_later = (
+        replace(outline({name: 1.0}), held=frozenset({name})) for name in ("first", "later")
+    )
+    assert not refusals([of_first, of_first, of_later, outline({})])
+    errors = refusals([of_first, replace(outline({}), held=of_first.held), of_later, outline({})])
+    assert (
+        errors.keys() == {1} and "  state of first: exp_avg, step on rank 0, not here" in errors[1]
+    )
+
+
+def test_a_rank_has_all_it_is_to_write() -> None:
+    tensors = {"model/first": of(FLAT), "model/later": of(LATER)}
+    first, later, other = torch.ones(4), torch.ones(2), torch.ones(4, dtype=torch.float16)
+    assert parts_to_write(tensors, [Held("model/first", first.dtype, (8,), FLAT, first)], 0) == [
+        ("model/first", first)
+    ]
+    for held, message in (
+        ([], r"model/later: nothing, instead of torch.float32 \(4,\)"),
+        ([Held("model/later", torch.float32, (4,), LATER, later)], r"float32 \(2,\), instead of"),
+        ([Held("model/later", torch.float32, (4,), LATER, other)], r"float16 \(4,\), instead of"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            parts_to_write(tensors, held, 2)

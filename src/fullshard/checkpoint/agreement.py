@@ -1,22 +1,28 @@
 """What ranks that save together agree on, when each has read its own part off the model.
 
-Mostly all have read the same, and a digest shows it. They have not where
+Mostly all have read the same, and a digest shows it. They may also know different things, where
 
-    use_orig_params            a rank's optimizer knows nothing of parameters it has no elements of
+    use_orig_params            a rank's optimizer has no state of parameters that the rank has no elements of
     other parallelism          parameters lie on meshes of their own: the ranks of each hold a replica
     pipeline stages            ranks have different modules
 
 Then each rank tells of what it is the first to hold elements of, and all of it together is what is saved. So
 everything is told about once, or once per mesh: however many ranks there are, no more travels than the manifest has.
+
+Every rank then compares all that it has with what was told, and all that was told with what it has. What a rank
+holds elements of must be there on both sides, and be the same: so one rank without an optimizer, without the state of
+a parameter, or with other options or step counts is found before anything is written.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import Tensor
 
 from ..errors import CheckpointError
 from ..wrapper.optimizer_params import listed
@@ -24,8 +30,9 @@ from . import trees
 from .blocks import whole
 from .holdings import Held
 from .manifest import StoredTensor
-from .source import MODEL
+from .source import CLASS, MODEL, TensorRef
 from .spread import Spread
+from .team import ranks_text
 
 Tree = Mapping[str, Any]
 
@@ -38,6 +45,8 @@ class Outline:
     """By key; their spreads name all holders."""
     tied: Mapping[str, str] = field(default_factory=dict)
     optimizer: Tree | None = None
+    held: frozenset[str] = frozenset()
+    """Names in the model of what this rank has elements of. Known to this rank only: others are not told."""
 
     def digest(self) -> str:
         """Equal on ranks that know the same."""
@@ -71,7 +80,7 @@ class Outline:
                 {**group, "params": own} if own else {"params": []}
                 for group, own in zip(self.optimizer["param_groups"], names, strict=True)
             ]
-            optimizer = {"state": state, "param_groups": groups}
+            optimizer = {**self.optimizer, "state": state, "param_groups": groups}
         return Outline(
             tensors={key: each for key, each in self.tensors.items() if first[key] == rank},
             tied={name: stored for name, stored in self.tied.items() if tells(stored)},
@@ -83,81 +92,216 @@ def outline_of(
     tensors: Iterable[Held], tied: Mapping[str, str], optimizer: Tree | None = None
 ) -> Outline:
     """The outline of what this rank holds."""
+    tensors = list(tensors)
     return Outline(
         tensors={held.key: StoredTensor(held.dtype, held.spread) for held in tensors},
         tied=tied,
         optimizer=optimizer,
+        held=frozenset(
+            held.key.removeprefix(MODEL)
+            for held in tensors
+            if held.key.startswith(MODEL) and held.local is not None and held.local.numel()
+        ),
     )
 
 
-def agreed(own: Outline, told: Sequence[Outline]) -> Outline:
+# --- what all have -------------------------------------------------------------------------------------
+
+
+def agreed(own: Outline, told: Mapping[int, Outline], rank: int) -> Outline:
     """The outline of all, from what every rank tells of its own; the same on each of them.
 
+    Args:
+        own: What this rank has.
+        told: By rank, what each of them tells.
+        rank: This one.
+
     Raises:
-        CheckpointError: ranks tell different things of the same, or nobody tells of something that this one has.
+        CheckpointError: this rank has something else than was told, more, or less; or ranks differ in whether they
+            have an optimizer, and which. An error here must be one on all ranks.
     """
-    conflicts: list[str] = []
-    tensors: dict[str, StoredTensor] = {}
-    for key, stored in (item for outline in told for item in outline.tensors.items()):
-        tensors[key] = _joined(tensors.get(key, stored), stored, key, conflicts)
-    tied: dict[str, str] = {}
-    for name, stored_name in (item for outline in told for item in outline.tied.items()):
-        _put(tied, name, stored_name, name, conflicts)
-    optimizer = None
+    _check_optimizers(told)
+    joined = _Joined(told)
+    faults = [*_tensor_differences(own, joined, rank), *_tied_differences(own, joined)]
     if own.optimizer is not None:
-        optimizer = merged_trees([each.optimizer for each in told if each.optimizer], conflicts)
-    paragraphs = [
-        *listed(
-            conflicts,
-            "Ranks must agree on what they save; they have different things under these names:",
-            "Make the same model and optimizer on all ranks, or give different things different names.",
-        ),
-        *listed(
-            own.tensors.keys() - tensors.keys(),
-            "Something is saved by the first rank of those that hold it; that rank has not got these:",
-            "Save on the ranks that share the model only (process_group), or shard it.",
-        ),
-    ]
-    if paragraphs:
-        raise CheckpointError("\n".join(paragraphs))
-    return Outline(tensors=tensors, tied=tied, optimizer=optimizer)
+        faults += _optimizer_differences(own, own.optimizer, joined)
+    for paragraph in listed(
+        faults,
+        "Ranks that save together must have the same model and optimizer, as far as they share parameters. Nothing was "
+        "saved, because on this rank these are not as on others:",
+        "Build the same model and optimizer on all ranks, step the optimizer on all of them alike, and let a parameter have a "
+        "gradient on all ranks or on none. Ranks that share nothing save by themselves (process_group), or shard what "
+        "they have.",
+    ):
+        raise CheckpointError(paragraph)
+    return joined.outline
 
 
-def merged_trees(told: Sequence[Tree], conflicts: list[str]) -> Tree:
-    """Optimizers' trees as one; what is not the same in two of them is added to ``conflicts``, by parameter and key."""
-    state: dict[str, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
-    for tree in told:
-        for name, own in tree["state"].items():
-            known = state.setdefault(name, {})
-            for key, value in own.items():
-                _put(known, key, value, f"{name}: {key}", conflicts)
-        for number, group in enumerate(tree["param_groups"]):
-            if number == len(groups):
-                groups.append({"params": []})
-            names = groups[number]["params"]
-            names += [name for name in group["params"] if name not in names]
-            for option, value in group.items():
-                if option != "params":
-                    _put(groups[number], option, value, f"group {number}: {option}", conflicts)
-    return {"state": state, "param_groups": groups}
+def _check_optimizers(told: Mapping[int, Outline]) -> None:
+    """Raise unless all ranks have an optimizer of one class, or none has any."""
+    ranks_by_class: dict[str, list[int]] = {}
+    for rank, outline in told.items():
+        ranks_by_class.setdefault(_kind(outline.optimizer), []).append(rank)
+    if len(ranks_by_class) > 1:
+        raise CheckpointError(
+            "Nothing was saved. Ranks that save together must all pass an optimizer of one class, or none; here they passed\n  "
+            + "\n  ".join(
+                f"{kind}: {ranks_text(ranks)}" for kind, ranks in sorted(ranks_by_class.items())
+            )
+            + "\nPass the optimizer on all ranks. A rank without parameters to optimize passes one with an empty group."
+        )
 
 
-def _put(table: dict[str, Any], key: str, value: Any, label: str, conflicts: list[str]) -> None:
-    known = table.setdefault(key, value)
-    if known is not value and trees.encode(known, "", []) != trees.encode(value, "", []):
-        conflicts.append(label)
+def _kind(optimizer: Tree | None) -> str:
+    if optimizer is None:
+        return "no optimizer"
+    return next(iter(optimizer.get(CLASS, ())), "an optimizer")
 
 
-def _joined(
-    known: StoredTensor, other: StoredTensor, key: str, conflicts: list[str]
-) -> StoredTensor:
-    """A tensor with the holders of both."""
-    bare = [(each.dtype, replace(each.spread, holders=())) for each in (known, other)]
-    if bare[0] != bare[1]:
-        conflicts.append(f"{key}: {known.dtype} {known.shape}, {other.dtype} {other.shape}")
+class _Joined:
+    """All that ranks have told, as one outline, and who has told of each part first."""
+
+    def __init__(self, told: Mapping[int, Outline]) -> None:
+        self.tensors: dict[str, StoredTensor] = {}
+        self.tied: dict[str, str] = {}
+        self.state: dict[str, Tree] = {}
+        self.groups: list[dict[str, Any]] = []
+        self._optimizer: Tree | None = None
+        self.teller: dict[Any, int] = {}
+        """By keys of tensors, and by numbers of groups."""
+        for rank, outline in told.items():
+            for key, stored in outline.tensors.items():
+                self.teller.setdefault(key, rank)
+                self.tensors[key] = _with_holders_of(self.tensors.get(key, stored), stored)
+            self.tied = {**outline.tied, **self.tied}
+            if outline.optimizer is not None:
+                self._optimizer = outline.optimizer
+                self.state = {**outline.optimizer["state"], **self.state}
+                self._add_groups(rank, outline.optimizer["param_groups"])
+
+    def _add_groups(self, rank: int, groups: Sequence[Tree]) -> None:
+        known = {name for group in self.groups for name in group["params"]}
+        for number, group in enumerate(groups):
+            if number == len(self.groups):
+                self.groups.append({"params": []})
+            if not group["params"]:
+                continue  # nothing is told of this one
+            joined = self.groups[number]
+            if number not in self.teller:
+                self.teller[number] = rank
+                joined |= {option: value for option, value in group.items() if option != "params"}
+            joined["params"] += [name for name in group["params"] if name not in known]
+
+    @property
+    def outline(self) -> Outline:
+        optimizer: Tree | None = None
+        if self._optimizer is not None:
+            optimizer = {
+                **self._optimizer,
+                "state": self.state,
+                "param_groups": self.groups,
+            }
+        return Outline(tensors=self.tensors, tied=self.tied, optimizer=optimizer)
+
+    def rank_of(self, name: str) -> str:
+        """For messages: who has told of a tensor of the model."""
+        teller = self.teller.get(MODEL + name)
+        return "others" if teller is None else f"rank {teller}"
+
+
+def _with_holders_of(known: StoredTensor, other: StoredTensor) -> StoredTensor:
+    """A tensor with the holders of both; or as it is, if the other is something else."""
+    if _without_holders(known) != _without_holders(other):
+        return known
     holders = dict.fromkeys((*known.spread.holders, *other.spread.holders))
     return replace(known, spread=replace(known.spread, holders=tuple(holders)))
+
+
+def _without_holders(stored: StoredTensor) -> StoredTensor:
+    return replace(stored, spread=replace(stored.spread, holders=()))
+
+
+# --- what this rank has otherwise --------------------------------------------------------------------------
+
+
+def _tensor_differences(own: Outline, joined: _Joined, rank: int) -> Iterator[str]:
+    for key, stored in own.tensors.items():
+        if key in joined.tensors:
+            known, where = joined.tensors[key], f"rank {joined.teller[key]}"
+            if (stored.dtype, stored.shape) != (known.dtype, known.shape):
+                yield (
+                    f"{key}: {stored.dtype} {stored.shape} here, {known.dtype} {known.shape} on {where}"
+                )
+            elif _without_holders(stored) != _without_holders(known):
+                yield f"{key}: divided over ranks otherwise than on {where}"
+        elif key.startswith(MODEL):
+            first = _first_holder(stored.spread)
+            yield f"{key}: here, not on rank {first}, which would have to save its first elements"
+    for key, known in joined.tensors.items():
+        cell = known.spread.cell_of(rank) if key not in own.tensors else None
+        if cell is not None and key.startswith(MODEL) and known.spread.extent(cell).numel:
+            yield f"{key}: on rank {joined.teller[key]}, divided over ranks with this one among them; not here"
+
+
+def _tied_differences(own: Outline, joined: _Joined) -> Iterator[str]:
+    for name, stored in own.tied.items():
+        if joined.tied.get(name, stored) != stored:
+            yield f"{name}: another name of {stored} here, of {joined.tied[name]} elsewhere"
+
+
+def _optimizer_differences(own: Outline, optimizer: Tree, joined: _Joined) -> Iterator[str]:
+    groups = optimizer["param_groups"]
+    ours, theirs = _numbers(groups), _numbers(joined.groups)
+    for name in ours | theirs:
+        # What this rank has no elements of, its optimizer need not have.
+        if ours.get(name) != theirs.get(name) and (name in ours or name in own.held):
+            here, there = (_group_text(numbers.get(name)) for numbers in (ours, theirs))
+            yield f"{name}: {here} here, {there} on {joined.rank_of(name)}"
+    for number, group in enumerate(groups):
+        if number in joined.teller and group["params"]:
+            options = {key: value for key, value in group.items() if key != "params"}
+            known = {key: value for key, value in joined.groups[number].items() if key != "params"}
+            where = f"rank {joined.teller[number]}"
+            yield from _differences(options, known, f"group {number}", where)
+    for name in own.held:
+        known, state = joined.state.get(name, {}), optimizer["state"].get(name, {})
+        if known or state:
+            yield from _differences(state, known, f"state of {name}", joined.rank_of(name))
+
+
+def _numbers(groups: Sequence[Tree]) -> dict[str, int]:
+    return {name: number for number, group in enumerate(groups) for name in group["params"]}
+
+
+def _group_text(number: int | None) -> str:
+    return "in no group" if number is None else f"in group {number}"
+
+
+def _differences(ours: Tree, theirs: Tree, what: str, where: str) -> Iterator[str]:
+    """What one part of an optimizer has otherwise, more or less than another rank's."""
+    if more := sorted(ours.keys() - theirs.keys()):
+        yield f"{what}: {', '.join(more)} here, not on {where}"
+    if less := sorted(theirs.keys() - ours.keys()):
+        yield f"{what}: {', '.join(less)} on {where}, not here"
+    for key in ours:
+        if key in theirs and not _same(ours[key], theirs[key]):
+            yield f"{what}: {key} is {_text(ours[key])} here, {_text(theirs[key])} on {where}"
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or bool(trees.encode(one, "", []) == trees.encode(other, "", []))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, TensorRef):
+        return "a tensor"
+    text = json.dumps(_plain(trees.encode(value, "", [])))
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _plain(encoded: Any) -> Any:
+    """A number as it reads, without its dtype."""
+    return encoded.get("value", encoded) if isinstance(encoded, dict) else encoded
 
 
 def _first_holder(spread: Spread) -> int | None:
@@ -166,3 +310,43 @@ def _first_holder(spread: Spread) -> int | None:
     cell = next((part.cell for part in parts), 0)
     ranks = spread.holders[0] if spread.holders else ()
     return ranks[cell] if cell < len(ranks) else None
+
+
+# --- what this rank writes ---------------------------------------------------------------------------------
+
+
+def parts_to_write(
+    tensors: Mapping[str, StoredTensor], own: Iterable[Held], rank: int
+) -> list[tuple[str, Tensor]]:
+    """The cells that this rank was chosen to write, by key: all of them, as the manifest will say they are.
+
+    Cells cover a tensor, and each has one writer. So if every rank has what it is to write, no element is missing
+    from the checkpoint, whatever ranks have agreed on.
+
+    Raises:
+        CheckpointError: this rank does not have a cell, or has it in another shape or dtype.
+    """
+    held = {each.key: each for each in own}
+    parts, faults = [], []
+    for key, stored in tensors.items():
+        cell = stored.spread.cell_of(rank)
+        extent = None if cell is None else stored.spread.extent(cell)
+        if extent is None or not extent.numel:
+            continue
+        local = held[key].local if key in held else None
+        if local is None:
+            faults.append(f"{key}: nothing, instead of {stored.dtype} {extent.shape}")
+        elif (local.dtype, tuple(local.shape)) != (stored.dtype, extent.shape):
+            faults.append(
+                f"{key}: {local.dtype} {tuple(local.shape)}, instead of {stored.dtype} {extent.shape}"
+            )
+        else:
+            parts.append((key, local))
+    for paragraph in listed(
+        faults,
+        "A rank must have the parts of tensors that it is to write. Nothing was saved, because of these this rank has "
+        "something else:",
+        "Build the same model and optimizer on all ranks.",
+    ):
+        raise CheckpointError(paragraph)
+    return parts

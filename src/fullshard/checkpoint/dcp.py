@@ -41,7 +41,7 @@ from . import trees
 from .blocks import Block, slabs, whole
 from .dcp_metadata import METADATA, Chunk, DcpTensor, Item, read_metadata
 from .reading import read_verified, with_tensors
-from .source import MODEL, OPTIMIZER, Source, TensorInfo, TensorRef
+from .source import MODEL, OPTIMIZER, Source, TensorInfo, TensorRef, without_class
 
 EXTRA = "extra/"
 """Begins the keys of tensors in `extra` that are too large to be read when the checkpoint is opened."""
@@ -416,7 +416,7 @@ def _state_dict(source: Source) -> dict[str, Any]:
     model |= {name: _module_state(source, name) for name in names if _is_module_state(name)}
     found: dict[str, Any] = {MODEL_ROOT: model}
     if source.optimizer is not None:
-        found[OPTIMIZER_ROOTS[0]] = source.optimizer
+        found[OPTIMIZER_ROOTS[0]] = without_class(source.optimizer)
     if source.extra is None:
         return found
     ours = {MODEL_ROOT, EXTRA_ROOT, *OPTIMIZER_ROOTS}

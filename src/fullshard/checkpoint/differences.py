@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .blocks import slabs
 from .reading import read_verified
-from .source import MODEL, Source, TensorInfo, TensorRef
+from .source import CLASS, MODEL, Source, TensorInfo, TensorRef, without_class
 from .trees import DeviceScalar, references
 
 COMPARED_AT_ONCE = 1 << 20
@@ -79,8 +79,12 @@ def differences(
             difference = _compare(first, ours[key], second, theirs[key], compared)
             if difference is not None:
                 found.tensors[key] = difference
-    for name in ("optimizer", "extra"):
-        one, other = (_with_scalars(getattr(each, name), each) for each in (first, second))
+    optimizers = [first.optimizer, second.optimizer]
+    if not all(each is not None and CLASS in each for each in optimizers):
+        # Not every format says of which class the optimizer was.
+        optimizers = [each and without_class(each) for each in optimizers]
+    for name, pair in (("optimizer", optimizers), ("extra", [first.extra, second.extra])):
+        one, other = map(_with_scalars, pair, (first, second))
         _compare_trees(one, other, name, found.values)
     return found
 

@@ -79,6 +79,8 @@ def load_source(
         source.close()
     loaded = Loaded(source.path, source.extra, nbytes, time.perf_counter() - began)
     if team.is_first:
+        for note in (note for target in targets for note in target.notes):
+            log.warning("%s", note)
         log.info("%s", loaded)
     return loaded
 

@@ -22,7 +22,7 @@ import torch
 from ..errors import CheckpointError
 from . import trees
 from .dtypes import DTYPE_CODES, DTYPES_BY_CODE
-from .source import MODEL, OPTIMIZER
+from .source import CLASS, MODEL, OPTIMIZER
 from .spread import Cuts, Spread
 
 MANIFEST = "manifest.json"
@@ -91,7 +91,11 @@ def file_name(rank: int) -> str:
 
 
 def text_of(manifest: Manifest) -> str:
-    """The manifest as JSON, a line for each tensor."""
+    """The manifest as JSON, a line for each tensor.
+
+    Raises:
+        CheckpointError: `parse` would refuse it. So no checkpoint is published that cannot be opened.
+    """
     lists: dict[tuple[int, ...], int] = {}
     tensors = {}
     for key, stored in manifest.tensors.items():
@@ -130,7 +134,14 @@ def text_of(manifest: Manifest) -> str:
     }
     assert not faults, f"checked when the save began: {faults}"
     parts["crc32"] = _checksum(parts)
-    return "{" + ",".join(_lines(parts)) + "\n}\n"
+    text = "{" + ",".join(_lines(parts)) + "\n}\n"
+    try:
+        _manifest(_parts(text.encode()))
+    except _FAULTS as error:
+        raise CheckpointError(
+            f"A checkpoint must be one that can be loaded again, and this one could not be: {error}. Nothing was saved."
+        ) from error
+    return text
 
 
 def _lines(parts: Mapping[str, Any]) -> Iterator[str]:
@@ -180,28 +191,28 @@ def parse(text: bytes, path: Path) -> Manifest:
     """Understand a manifest, or say what is wrong with it. All that can be checked without the files is checked."""
     file = path / MANIFEST
     try:
-        parts = json.loads(text, object_pairs_hook=trees.without_repetition, parse_constant=_refuse)
-        if not isinstance(parts, dict) or parts.get("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT!r}")
-        if parts.get("version") != VERSION:
-            raise ValueError(
-                f"this fullshard reads version {VERSION}, not {parts.get('version')!r}"
-            )
-        if parts.pop("crc32", None) != _checksum(parts):
-            raise ValueError("its checksum is wrong: it was changed after it was written")
-        return _manifest(parts)
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        RuntimeError,
-        OverflowError,
-    ) as error:
+        return _manifest(_parts(text))
+    except _FAULTS as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(
             f"{file} is no manifest that can be used: {reason}. Load another checkpoint, or write this one anew."
         ) from error
+
+
+_FAULTS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError)
+"""What reading something else than a manifest may raise."""
+
+
+def _parts(text: bytes) -> dict[str, Any]:
+    """What a manifest consists of, if it is one and was not changed."""
+    parts = json.loads(text, object_pairs_hook=trees.without_repetition, parse_constant=_refuse)
+    if not isinstance(parts, dict) or parts.get("format") != FORMAT:
+        raise ValueError(f"its format is not {FORMAT!r}")
+    if parts.get("version") != VERSION:
+        raise ValueError(f"this fullshard reads version {VERSION}, not {parts.get('version')!r}")
+    if parts.pop("crc32", None) != _checksum(parts):
+        raise ValueError("its checksum is wrong: it was changed after it was written")
+    return parts
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -285,11 +296,27 @@ def _check_references(manifest: Manifest) -> None:
     lost += [key for key in manifest.tensors if key.startswith(OPTIMIZER) and key not in refs]
     if lost:
         raise ValueError(f"these tensors are named or there, not both: {lost[:10]}")
-    optimizer = manifest.optimizer
-    if optimizer is not None and not (
-        isinstance(optimizer.get("state"), dict) and isinstance(optimizer.get("param_groups"), list)
-    ):
+    if manifest.optimizer is not None:
+        _check_optimizer(manifest.optimizer)
+
+
+def _check_optimizer(optimizer: Mapping[str, Any]) -> None:
+    state, groups, names = (optimizer.get(key) for key in ("state", "param_groups", CLASS))
+    if not isinstance(state, dict) or not isinstance(groups, list):
         raise ValueError("its optimizer has no state and param_groups")
+    if not all(isinstance(each, dict) for each in (*state.values(), *groups)) or not all(
+        isinstance(group.get("params"), list) for group in groups
+    ):
+        raise ValueError("its optimizer's state is not by parameters, or a group has none")
+    params = [name for group in groups for name in group["params"]]
+    if not all(isinstance(name, str) for name in (*params, *state)):
+        raise ValueError("its optimizer has parameters that are no names")
+    if names is not None and not (
+        isinstance(names, list)
+        and names
+        and all(isinstance(name, str) and name.isprintable() for name in names)
+    ):
+        raise ValueError("its optimizer's class is not a list of names")
 
 
 def _integer(value: Any, what: str) -> int:

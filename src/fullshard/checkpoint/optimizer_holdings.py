@@ -4,7 +4,8 @@ Nothing goes through the optimizer's own state dict, whose loader casts and move
 names in the bare model, so that it does not matter in which order, over how many ranks, by which door, or in how many
 `FlatParameter`s they were optimized:
 
-    {"state": {"head.weight": {"step": 3.0, "exp_avg": TensorRef("optimizer/head.weight/exp_avg")}},
+    {"class": ["torch.optim.AdamW", "torch.optim.Adam"],
+     "state": {"head.weight": {"step": 3.0, "exp_avg": TensorRef("optimizer/head.weight/exp_avg")}},
      "param_groups": [{"params": ["head.weight"], "lr": 0.1}]}
 """
 
@@ -22,7 +23,8 @@ from ..errors import CheckpointError
 from ..tree import map_tensors, tensors_in
 from ..wrapper.optimizer_params import listed
 from .holdings import Held, HeldParam, ModelHoldings, local_of
-from .source import OPTIMIZER, TensorRef
+from .optimizer_kinds import class_names
+from .source import CLASS, OPTIMIZER, TensorRef
 from .spread import Spread, undivided
 from .trees import DeviceScalar
 
@@ -54,7 +56,8 @@ def optimizer_tree(optimizer: Optimizer, model: ModelHoldings) -> tuple[Tree, li
     collected.raise_faults(
         foreign=[_described(key) for key in known if not any(key is param for param in params)]
     )
-    return _with_scalars_on_cpu({"state": state, "param_groups": groups}), collected.tensors
+    tree = _with_scalars_on_cpu({"state": state, "param_groups": groups})
+    return {CLASS: class_names(optimizer), **tree}, collected.tensors
 
 
 def _described(key: Any) -> str:

@@ -1,4 +1,4 @@
-"""What an optimizer wants of a checkpoint, whatever kind of optimizer of the same parameters has written it.
+"""What an optimizer wants of a checkpoint, behind whatever door it was written.
 
 State is read into the memory of the old one where that is of the same kind, or else built anew, and is the
 optimizer's when all of it was read. Parameters and groups are found by
@@ -22,6 +22,7 @@ from . import trees
 from .blocks import whole
 from .holdings import Held, HeldParam, ModelHoldings, local_of
 from .optimizer_holdings import NOT_OPTIONS, is_number_of_state, named_groups
+from .optimizer_kinds import Fit, fit, with_counts_it_can_read
 from .source import Source, TensorRef
 from .targets import Faults, StoredNames, Want
 from .trees import DeviceScalar
@@ -44,6 +45,7 @@ class OptimizerTarget:
         """Parallel to the optimizer's: options as they were saved."""
         self._saved: list[tuple[_Param, list[State]]] = []
         """Parameters, and the saved states of what they stand for."""
+        self._fit = Fit()
         self._new: _NewStates | None = None
         if source.optimizer is None:
             self.faults.missing.append("the optimizer")
@@ -54,14 +56,38 @@ class OptimizerTarget:
         self._match_groups(named_groups(optimizer, model), saved_groups, names)
         if self.faults.missing or self.faults.others:
             return
+        self._compare_kinds(source.optimizer, model, names)
+        if self.faults.kinds:
+            return
         for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
             counts = _counts_on_device(group), _counts_on_device(saved)
             for param in group["params"]:
                 members = model.params[param]
-                states = [saved_state.get(names.stored(held.name), {}) for held in members]
+                states = [
+                    with_counts_it_can_read(optimizer, saved_state.get(names.stored(held.name), {}))
+                    for held in members
+                ]
                 if any(states):
                     self._saved.append((_Param(param, members, local_of(param), *counts), states))
         self.faults += self._build(allocate=False).faults
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not loaded as it was saved, for people."""
+        return self._fit.notes
+
+    def _compare_kinds(self, saved: State, model: ModelHoldings, names: StoredNames) -> None:
+        """Find out whether this optimizer can go on with the state of the saved one."""
+        states = [
+            {
+                held.name: saved["state"].get(names.stored(held.name), {})
+                for param in group["params"]
+                for held in model.params[param]
+            }
+            for group in self._optimizer.param_groups
+        ]
+        self._fit = fit(self._optimizer, saved, self._groups, states)
+        self.faults.kinds += self._fit.faults
 
     @property
     def wants(self) -> list[Want]:
@@ -116,11 +142,12 @@ class OptimizerTarget:
         for param in [param for group in self._optimizer.param_groups for param in group["params"]]:
             state.pop(param, None)
         state.update(self._new.states)
-        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+        kept = self._fit.own_options
+        for group, saved, own in zip(self._optimizer.param_groups, self._groups, kept, strict=True):
             devices = [local_of(param).device for param in group["params"]]
             device = devices[0] if devices else torch.device("cpu")
             for option, value in saved.items():
-                if option not in _OWN_OPTIONS:
+                if option not in _OWN_OPTIONS and option not in own:
                     group[option] = _option(group.get(option), value, device)
 
 

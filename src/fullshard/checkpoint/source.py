@@ -22,6 +22,8 @@ from .blocks import Block
 
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
+CLASS = "class"
+"""Of an optimizer's tree: the names of its class and of those that it derives from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Source(Protocol):
     optimizer: Mapping[str, Any] | None
     """None, or {"state": {name: {key: value}}, "param_groups": [{"params": [names], option: value}]}.
 
+    Checkpoints of our own also have `CLASS` (see `optimizer_kinds`), but for those that were written before it was.
     Values are trees of dicts, lists, tuples, numbers, strings, None, 0-d tensors and `TensorRef`s."""
 
     extra: Any
@@ -71,3 +74,8 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Let go of files."""
+
+
+def without_class(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's tree as torch's formats have it."""
+    return {key: value for key, value in optimizer.items() if key != CLASS}

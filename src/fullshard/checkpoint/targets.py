@@ -44,6 +44,8 @@ class Faults:
     dtypes: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     """Sentences about the optimizer."""
+    kinds: list[str] = field(default_factory=list)
+    """Why this optimizer cannot go on with that one's state."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
@@ -83,6 +85,11 @@ class Faults:
                 "The optimizer's groups, or its state, are others than in the checkpoint:",
                 "Make the optimizer as it was when it was saved, and change its options afterwards.",
             ),
+            *listed(
+                self.kinds,
+                "The optimizer cannot go on with the checkpoint's state:",
+                "Make the optimizer that was saved, or load the model alone with without_optimizer=True.",
+            ),
         ]
 
 
@@ -92,6 +99,7 @@ class ModelTarget:
     def __init__(self, model: ModelHoldings, source: Source, *, cast: bool = False) -> None:
         """Compare it with a source; with ``cast``, dtypes may differ."""
         self.faults = Faults()
+        self.notes: list[str] = []
         self.wants: list[Want] = []
         self._model = model
         self._cast = cast

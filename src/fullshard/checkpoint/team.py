@@ -6,7 +6,7 @@ raise the same error: none waits in a collective for one that has given up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -83,11 +83,16 @@ def _joined(found: dict[tuple[type[Exception], str], list[int]], ranks: int) -> 
             kind(text) if issubclass(kind, FullshardError) else CheckpointError(_named(kind, text))
         )
     lines = [
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: "
+        f"{ranks_text(ranks)}: "
         + (text if issubclass(kind, FullshardError) else _named(kind, text))
         for (kind, text), ranks in found.items()
     ]
     return CheckpointError("\n".join(lines))
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """For messages."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _named(kind: type[Exception], text: str) -> str:

@@ -28,7 +28,7 @@ from . import trees
 from .blocks import Block, whole
 from .publishing import flush
 from .reading import with_tensors
-from .source import MODEL, OPTIMIZER, Source, TensorInfo, TensorRef
+from .source import MODEL, OPTIMIZER, Source, TensorInfo, TensorRef, without_class
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict")
 _OPTIMIZER_NAMES = ("optimizer", "optimizer_state_dict", "optim")
@@ -116,7 +116,7 @@ def write_torch_file(source: Source, path: str | os.PathLike[str]) -> None:
         raise CheckpointError("\n".join([f"{source.path} is damaged:", *faults]))
     content: dict[str, Any] = {"model": _whole_model(source)}
     if source.optimizer is not None:
-        content["optimizer"] = with_tensors(source.optimizer, source)
+        content["optimizer"] = with_tensors(without_class(source.optimizer), source)
     if source.extra is not None:
         content[_EXTRA] = with_tensors(source.extra, source)
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(6)}.tmp")

@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError, ConfigurationError
 from . import publishing, trees
-from .agreement import Outline, agreed, outline_of
+from .agreement import Outline, agreed, outline_of, parts_to_write
 from .holdings import Held, ModelHoldings
 from .manifest import FileRecord, Manifest, StoredTensor, file_name
 from .optimizer_holdings import optimizer_tree
 from .spread import Spread
-from .team import Team
+from .team import Team, ranks_text
 from .tensor_files import NewEntry, write_file
 
 log = logging.getLogger("fullshard.checkpoint")
@@ -100,7 +100,7 @@ def make_plan(
 ) -> Plan:
     """Find out what there is to write, and who writes it; the same on all ranks, or an error on all."""
     own = team.each(lambda: _hold(team, model, optimizer, extra, keep_last))
-    outline = _agreed(team, own.outline)
+    outline = _agreed(team, own)
     turns = {key: turn for turn, key in enumerate(sorted(outline.tensors))}
     tensors = {
         key: replace(stored, spread=_with_one_writer(stored.spread, turns[key]))
@@ -110,13 +110,7 @@ def make_plan(
         path=Path(path),
         keep_last=keep_last,
         tensors=tensors,
-        own=[
-            (held.key, held.local)
-            for held in own.tensors
-            if held.local is not None
-            and held.local.numel()
-            and tensors[held.key].spread.cell_of(team.rank) is not None
-        ],
+        own=team.each(lambda: parts_to_write(tensors, own.tensors, team.rank)),
         tied=outline.tied,
         optimizer=outline.optimizer,
         extra=own.extra,
@@ -155,12 +149,19 @@ def _hold(
     return _Own(tensors, outline_of(tensors, held.tied, tree), trees.decode(encoded))
 
 
-def _agreed(team: Team, own: Outline) -> Outline:
+def _agreed(team: Team, own: _Own) -> Outline:
     """What all ranks together have; mostly all have the same, and only a digest is sent."""
-    if len(set(team.of_all(own.digest()))) == 1:
-        return own
-    told = team.of_all(own.told_by(team.rank))
-    return team.each(lambda: agreed(own, told))
+    facts = team.of_all((own.outline.digest(), own.extra is not None))
+    with_extra = [rank for rank, (_, has_extra) in zip(team.ranks, facts, strict=True) if has_extra]
+    if with_extra and team.ranks[0] not in with_extra:
+        raise CheckpointError(
+            f"Nothing was saved. The first rank's extra is saved; {ranks_text(with_extra)} passed one, and rank "
+            f"{team.ranks[0]}, which is the first, did not. Pass it there."
+        )
+    if len({digest for digest, _ in facts}) == 1:
+        return own.outline
+    told = dict(zip(team.ranks, team.of_all(own.outline.told_by(team.rank)), strict=True))
+    return team.each(lambda: agreed(own.outline, told, team.rank))
 
 
 def _with_one_writer(spread: Spread, turn: int) -> Spread:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fullshard.checkpoint import manifest as manifests, trees
-from fullshard.checkpoint.source import MODEL, OPTIMIZER, Source
+from fullshard.checkpoint.source import CLASS, MODEL, OPTIMIZER, Source
 from fullshard.checkpoint.stored import StoredCheckpoint
 from fullshard.checkpoint_tool.places import places_in
 
@@ -43,6 +43,7 @@ def describe(source: Source, *, pieces: bool = False) -> dict[str, Any]:
         if optimizer is None
         else {
             **_totals(tensors[key] for key in tensors if key.startswith(OPTIMIZER)),
+            "class": next(iter(optimizer.get(CLASS, ())), None),
             "groups": [
                 {
                     **{

@@ -91,9 +91,11 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if found["optimizer"] is not None:
         groups = found["optimizer"]["groups"]
         sizes = ", ".join(f"{group['params']:,}" for group in groups)
+        kind = found["optimizer"]["class"]
         yield (
             "Optimizer",
-            f"{totals_text(found['optimizer'])}; {counted(len(groups), 'group')} of {sizes} parameters",
+            ("" if kind is None else f"{kind}, ")
+            + f"{totals_text(found['optimizer'])}; {counted(len(groups), 'group')} of {sizes} parameters",
         )
     if found["tied"]:
         yield "Tied", ", ".join(f"{name} = {stored}" for name, stored in found["tied"].items())

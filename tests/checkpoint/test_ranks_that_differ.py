@@ -1,0 +1,168 @@
+"""Ranks that do not have the same optimizer are told so before anything is written, and the last checkpoint stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard import (
+    CheckpointError,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    checkpoint,
+    fully_shard,
+)
+
+ODD_PLACES = {"last": -1, "first": 0}
+"""Which rank is unlike the others: also the one that tells them what is to be saved."""
+
+
+def build(door: str, replicas: int) -> nn.Module:
+    """Two matrices of which every rank has a part."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 6, bias=False), nn.Linear(6, 7, bias=False))
+    sizes = (replicas, dist.get_world_size() // replicas) if replicas > 1 else None
+    mesh = None if sizes is None else init_device_mesh("cpu", sizes, mesh_dim_names=("r", "s"))
+    if door == "functional":
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    options: dict[str, Any] = {"use_orig_params": door == "wrapper", "device_mesh": mesh}
+    if replicas > 1:
+        options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
+    for index, layer in enumerate(model):
+        model[index] = FullyShardedDataParallel(layer, **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+def step(optimizer: optim.Optimizer, *, without: int | None = None) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, param in enumerate(params):
+        param.grad = None if index == without else torch.ones_like(param)
+    optimizer.step()
+
+
+def adam(model: nn.Module, **options: Any) -> optim.Optimizer:
+    optimizer = optim.Adam(model.parameters(), lr=0.1, **options)
+    step(optimizer)
+    return optimizer
+
+
+def stepped_again(model: nn.Module) -> optim.Optimizer:
+    optimizer = adam(model)
+    step(optimizer)
+    return optimizer
+
+
+def without_a_gradient(model: nn.Module) -> optim.Optimizer:
+    optimizer = optim.Adam(model.parameters(), lr=0.1)
+    step(optimizer, without=1)
+    return optimizer
+
+
+def with_another_rate(model: nn.Module) -> optim.Optimizer:
+    optimizer = adam(model)
+    optimizer.param_groups[0]["lr"] = 0.2
+    return optimizer
+
+
+def with_another_option(model: nn.Module) -> optim.Optimizer:
+    optimizer = adam(model)
+    optimizer.param_groups[0]["note"] = "here"
+    return optimizer
+
+
+def in_two_groups(model: nn.Module) -> optim.Optimizer:
+    optimizer = optim.Adam([{"params": [param]} for param in model.parameters()], lr=0.1)
+    step(optimizer)
+    return optimizer
+
+
+def of_one_parameter(model: nn.Module) -> optim.Optimizer:
+    optimizer = optim.Adam([next(model.parameters())], lr=0.1)
+    step(optimizer)
+    return optimizer
+
+
+def of_another_class(model: nn.Module) -> optim.Optimizer:
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    step(optimizer)
+    return optimizer
+
+
+ODD_OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], optim.Optimizer | None], list[str]]] = {
+    "no optimizer": (lambda model: None, ["no optimizer: rank "]),
+    "no step": (
+        lambda model: optim.Adam(model.parameters(), lr=0.1),
+        ["state of 0.weight: exp_avg, exp_avg_sq, step ", "state of 1.weight: exp_avg, exp_avg_sq"],
+    ),
+    "no gradient": (without_a_gradient, ["state of 1.weight: exp_avg, exp_avg_sq, step "]),
+    "another step": (stepped_again, ["state of 0.weight: step is ", "state of 1.weight: step is "]),
+    "amsgrad": (
+        lambda model: adam(model, amsgrad=True),
+        ["state of 0.weight: max_exp_avg_sq ", "group 0: amsgrad is "],
+    ),
+    "another rate": (with_another_rate, ["group 0: lr is "]),
+    "another option": (with_another_option, ["group 0: note "]),
+    "two groups": (in_two_groups, ["1.weight: in group "]),
+    "one parameter": (of_one_parameter, ["1.weight: in "]),
+    "another class": (of_another_class, ["torch.optim.SGD: rank ", "torch.optim.Adam: rank"]),
+}
+
+
+def save_what_differs(folder: Path, door: str, replicas: int) -> dict[str, str]:
+    """Errors by case, and by which rank was the odd one."""
+    model = build(door, replicas)
+    checkpoint.save(folder / "good", model, adam(model), extra=1, keep_last=1)
+    errors = {}
+    for place, index in ODD_PLACES.items():
+        is_odd = dist.get_rank() == range(dist.get_world_size())[index]
+        for case, (make, _) in ODD_OPTIMIZERS.items():
+            optimizer = make(model) if is_odd else adam(model)
+            save = checkpoint.save if place == "last" else checkpoint.async_save
+            with pytest.raises(CheckpointError) as error:
+                save(folder / "bad", model, optimizer, extra=2, keep_last=1)
+            errors[f"{case}, {place}"] = str(error.value)
+    with pytest.raises(CheckpointError) as error:
+        extra = None if dist.get_rank() == 0 else {"step": 3}
+        checkpoint.save(folder / "bad", model, extra=extra, keep_last=1)
+    errors["extra"] = str(error.value)
+    # It takes no more than equal ones, and an extra on the first rank.
+    optimizer = adam(model)
+    extra = 1 if dist.get_rank() == 0 else None
+    checkpoint.save(folder / "good", model, optimizer, extra=extra)
+    assert checkpoint.load(folder / "good", model, optimizer).extra == 1
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("door", "ranks", "replicas"),
+    [
+        ("functional", 2, 1),
+        ("wrapper", 2, 1),
+        ("functional", 3, 1),
+        ("wrapper", 3, 1),
+        ("flat", 3, 1),
+        ("functional", 4, 2),
+        ("wrapper", 4, 2),
+    ],
+)
+def test_no_rank_saves_what_another_has_otherwise(
+    world: Any, tmp_path: Path, door: str, ranks: int, replicas: int
+) -> None:
+    errors, *others = world(ranks).run(save_what_differs, tmp_path, door, replicas)
+    assert all(other == errors for other in others), "the same on every rank"
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
+    for case, (_, expected) in ODD_OPTIMIZERS.items():
+        for place in ODD_PLACES:
+            text = errors[f"{case}, {place}"]
+            assert all(line in text for line in expected), (case, place, text)
+            assert "Nothing was saved" in text and "rank " in text
+    assert f"rank{'s' if ranks > 2 else ''} 1" in errors["extra"]
