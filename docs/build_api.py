@@ -59,6 +59,7 @@ CHAPTERS = {
     "Errors": [
         "FullshardError",
         "ConfigurationError",
+        "OptionTypeError",
         "LayoutError",
         "LifecycleError",
         "CheckpointError",

@@ -24,6 +24,7 @@ if _TYPE_CHECKING:
         FullshardError,
         LayoutError,
         LifecycleError,
+        OptionTypeError,
         UnsupportedError,
     )
     from .faces import FlatParameter
@@ -86,6 +87,7 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "OptionTypeError",
     "PlannedGroup",
     "Recording",
     "ReplicateModule",

@@ -2,6 +2,7 @@
 
     FullshardError
       ConfigurationError   (ValueError)     what was asked for cannot be: options, meshes, modules
+        OptionTypeError    (TypeError)      ... since a value is of the wrong type
       LayoutError          (ValueError)     shapes, dtypes and world size do not make a layout
       LifecycleError       (RuntimeError)   the right call at the wrong time
       CommunicationError   (RuntimeError)   a collective or a comm object broke its contract
@@ -22,6 +23,10 @@ class FullshardError(Exception):
 
 class ConfigurationError(FullshardError, ValueError):
     """An option, mesh, module or parameter cannot be used as asked."""
+
+
+class OptionTypeError(ConfigurationError, TypeError):
+    """An option is of the wrong type; torch raises ValueError for some of these and TypeError for others."""
 
 
 class LayoutError(FullshardError, ValueError):

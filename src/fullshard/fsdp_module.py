@@ -11,6 +11,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from numbers import Real
 from types import MethodType
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -27,9 +28,10 @@ from .comm import (
     check_group_allocates,
     choose_symmetric_memory,
 )
-from .errors import ConfigurationError, LifecycleError
+from .errors import ConfigurationError, LifecycleError, OptionTypeError
 from .mesh import twin_group
 from .param_group import FSDPParamGroup
+from .policies import switch
 from .runtime import FSDPState, state_of
 from .streams import FSDPCommContext
 
@@ -91,10 +93,7 @@ class FSDPModule:
         state.reshard()
         # The class this one is mixed with has nn.Module's _apply.
         result = super()._apply(fn, recurse)  # type: ignore[misc]
-        for group in state.groups:
-            # Of several modules the others follow; if they do not, the first forward says so.
-            if len(state.modules) == 1 or _is_on_one_device(group):
-                group.repack()
+        repack_when_complete(state)
         return result
 
     def reshard(self) -> None:
@@ -133,25 +132,27 @@ class FSDPModule:
         With False, parts that ``reshard_after_forward=n`` keeps for backward are kept for the next one. Gradients
         are complete in `.grad` after every backward that synchronises, last or not.
         """
-        _check_bool("is_last_backward", is_last_backward)
-        _state(self).is_last_backward = is_last_backward
+        _state(self).is_last_backward = switch("is_last_backward", is_last_backward)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Reduce gradients at backward, or only accumulate them locally (gradient accumulation)."""
-        _check_bool("requires_gradient_sync", requires_gradient_sync)
+        synchronises = switch("requires_gradient_sync", requires_gradient_sync)
         for state in _states(self, recurse):
-            state.requires_gradient_sync = requires_gradient_sync
+            state.requires_gradient_sync = synchronises
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With HSDP, sum reduced gradients over replicas at backward, or keep partial sums for later."""
-        _check_bool("requires_all_reduce", requires_all_reduce)
-        _change_reduction(self, recurse, all_reduce=requires_all_reduce)
+        all_reduce = switch("requires_all_reduce", requires_all_reduce)
+        _change_reduction(self, recurse, all_reduce=all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free the unsharded parameters after forward and gather them again for backward, or keep them."""
-        _check_bool("reshard_after_forward", reshard_after_forward)
+        if not isinstance(reshard_after_forward, bool):  # an int means something else elsewhere
+            raise ConfigurationError(
+                f"reshard_after_forward must be True or False, got {reshard_after_forward!r}."
+            )
         for state in _states(self, recurse):
             state.reshard_after_forward = reshard_after_forward
             state.auto_reshard = False
@@ -162,9 +163,9 @@ class FSDPModule:
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Free the unsharded parameters after backward, or keep them for the next microbatch."""
-        _check_bool("reshard_after_backward", reshard_after_backward)
+        reshards = switch("reshard_after_backward", reshard_after_backward)
         for state in _states(self, recurse):
-            state.reshard_after_backward = reshard_after_backward
+            state.reshard_after_backward = reshards
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
         """Gather these modules' parameters while this one computes its forward, instead of the forecast."""
@@ -179,8 +180,7 @@ class FSDPModule:
 
         An embedding's backward, for one, needs no weight.
         """
-        _check_bool("unshard_in_backward", unshard_in_backward)
-        _state(self).unshard_in_backward = unshard_in_backward
+        _state(self).unshard_in_backward = switch("unshard_in_backward", unshard_in_backward)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Let the next forward's gathers wait for this event instead of the current stream; on the root.
@@ -215,7 +215,7 @@ class FSDPModule:
         the module pay for it with a copy from and to the staging memory. Not together with comm
         objects, symmetric memory or a ``wire_dtype``. Collective: call it on all ranks.
         """
-        _check_bool("enable", enable)
+        enable = switch("enable", enable)
         name, groups = "set_allocate_memory_from_process_group_for_comm", _state(self).groups
         _check_comms_can_be_chosen(self, name)
         _check_reduce_scatters(self, name)
@@ -286,8 +286,10 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this group's summed gradients by ``factor`` instead of by the number of ranks."""
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
-            raise ConfigurationError(f"factor must be a positive number, got {factor!r}.")
+        if not isinstance(factor, Real):
+            raise OptionTypeError(f"factor must be a positive number, got {factor!r}.")
+        if not factor > 0:
+            raise ConfigurationError(f"factor must be positive, got {factor!r}.")
         _change_reduction(self, recurse=False, divide_by=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -301,7 +303,7 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Let this group's collectives only sum, and divide in a step of its own."""
-        _check_bool("enable", enable)
+        enable = switch("enable", enable)
         if not enable and _reduces_symmetrically(_state(self)):
             raise ConfigurationError(
                 "Reductions in symmetric memory can only sum, and this module has them: "
@@ -317,8 +319,8 @@ class FSDPModule:
         Needed where ranks use different parameters of a group: all of them then reduce the same. Parameters of a
         module that has never run get none.
         """
-        _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        _change_reduction(self, recurse, zero_unused=reduce_scatter_unused_params)
+        zero_unused = switch("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        _change_reduction(self, recurse, zero_unused=zero_unused)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -329,9 +331,7 @@ class FSDPModule:
         memory of their inputs.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise ConfigurationError(
-                f"max_input_buffers must be an int, got {max_input_buffers!r}."
-            )
+            raise OptionTypeError(f"max_input_buffers must be an int, got {max_input_buffers!r}.")
         if max_input_buffers < 1:
             raise ConfigurationError(
                 f"max_input_buffers must be at least 1, got {max_input_buffers}."
@@ -353,7 +353,7 @@ class FSDPModule:
 
         Collective: call it on all ranks.
         """
-        _check_bool("enable", enable)
+        enable = switch("enable", enable)
         for state in _states(self, recurse):
             for group in state.groups:
                 shared = group.mesh_info.shard_process_group
@@ -367,25 +367,33 @@ class FSDPModule:
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for torch's sake: gathers here never stop the host or the compute stream."""
-        _check_bool("async_op", async_op)
+        switch("async_op", async_op)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Gather a sharded module's parameters around another of its methods, as around forward.
 
+    A module of `fully_shard`, or a `FullyShardedDataParallel` that has the method from the module it wraps.
     Nothing happens to a module that is not sharded.
     """
-    if not isinstance(module, FSDPModule):
+    state = state_of(module)
+    if state is None:
         return
     if not hasattr(module, method_name):
         raise ConfigurationError(
             f"{type(module).__name__} has no method {method_name!r} to gather parameters around."
         )
-    original, state = getattr(module, method_name), _state(module)
+    original = getattr(module, method_name)
+    # A wrapper has buffers to cast as well, and says so itself.
+    prepare = (
+        functools.partial(state.pre_forward, module)
+        if isinstance(module, FSDPModule)
+        else cast(Any, module)._pre_forward
+    )
 
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = state.pre_forward(self, args, kwargs)
+        args, kwargs = prepare(args, kwargs)
         output = None
         try:
             output = original(*args, **kwargs)
@@ -462,10 +470,17 @@ def _states(module: FSDPModule, recurse: bool) -> Iterator[FSDPState]:
             yield state
 
 
-def _is_on_one_device(group: FSDPParamGroup) -> bool:
-    """Whether the parameters now on the group's modules are on one device."""
-    found = [face.found() for face in group.faces]
-    return len({param.device for param in found if param is not None}) <= 1
+def repack_when_complete(state: FSDPState) -> None:
+    """Pack the parameters of a state anew, after a module of it was moved, cast or loaded.
+
+    Of several modules the others follow one by one, so meanwhile parameters are on two devices. If they do
+    not follow, the first forward says so.
+    """
+    for group in state.groups:
+        found = [face.found() for face in group.faces]
+        devices = {param.device for param in found if param is not None}
+        if len(state.modules) == 1 or len(devices) <= 1:
+            group.repack()
 
 
 def _change_reduction(module: FSDPModule, recurse: bool, **changes: Any) -> None:
@@ -565,11 +580,6 @@ def _sharded_states(modules: Iterable[FSDPModule]) -> tuple[FSDPState, ...]:
             f"Only modules that fully_shard was applied to can be given here, got {foreign}."
         )
     return tuple(_state(module) for module in modules)
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{name} must be True or False, got {value!r}.")
 
 
 def _check_type(name: str, value: object, expected: type) -> None:

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from . import comm
-from .errors import ConfigurationError, LifecycleError
+from .errors import ConfigurationError
 from .faces import ParamOwner
 from .forms import RowForm
-from .fsdp_module import FSDPModule, ReplicateModule, sharded_class
+from .fsdp_module import FSDPModule, ReplicateModule, repack_when_complete, sharded_class
 from .mesh import (
     DataParallelMeshInfo,
     FSDPMeshInfo,
@@ -105,7 +105,7 @@ def fully_shard(
 
     Args:
         module: A module, or a list of modules that form one group.
-        mesh: 1-D (shard) or 2-D (replicate, shard) with named axes. By default all ranks, 1-D.
+        mesh: 1-D (shard) or 2-D (replicate, shard). By default all ranks, 1-D.
             Parameters may be DTensors on other axes of the mesh this one was cut from (tensor
             parallelism).
         reshard_after_forward: Free the gathered parameters after forward and gather them again for
@@ -306,17 +306,6 @@ def _checked_modules(door: str, module: object) -> list[nn.Module]:
             f"{door} is applied to a module once; it was applied before to: {twice or checked}. Remove "
             "the second call."
         )
-    started = [
-        f"{type(each).__name__} (through {name or 'itself'})"
-        for each in checked
-        for name, below in each.named_modules()
-        if (state := state_of(below)) is not None and state.runtime is not None
-    ]
-    if started:
-        raise LifecycleError(
-            f"{door} must be applied before the first forward; these have run already: {started}. Apply "
-            "it to the layers, then to the model, and only then run it."
-        )
     return checked
 
 
@@ -468,8 +457,7 @@ def _after_load_state_dict(module: nn.Module, _incompatible: object) -> None:
     """Loading may have put other parameters on the modules (``assign=True``)."""
     state = state_of(module)
     assert state is not None, "the hook was registered with the state"
-    for group in state.groups:
-        group.repack()
+    repack_when_complete(state)
 
 
 def _provisional_name(modules: Sequence[nn.Module]) -> str:

@@ -99,8 +99,11 @@ class DataParallelMeshInfo(DataParallelAxes):
         if self.mesh.ndim == 1:
             return self.mesh
         names, dim = self.mesh.mesh_dim_names, self.shard_mesh_dim
-        assert names is not None and dim is not None, "a mesh of two axes names them"
-        return self.mesh[names[dim]]
+        assert dim is not None, "asked for where something is sharded"
+        if names is not None:
+            return self.mesh[names[dim]]
+        assert self.shard_process_group is not None, "an axis of a mesh has one"
+        return DeviceMesh.from_group(self.shard_process_group, self.mesh.device_type)
 
 
 def _axis(mesh: DeviceMesh, dim: int | None) -> tuple[int, int, dist.ProcessGroup | None]:
@@ -198,7 +201,7 @@ def sharding_mesh_info(
 
     Raises:
         ConfigurationError: the mesh has not one or two axes (or, with ``dp_mesh_dims``, not those
-            named), lacks axis names, or leaves this rank out.
+            named), or leaves this rank out.
     """
     check_mesh(mesh)
     if dp_mesh_dims is not None:
@@ -208,11 +211,6 @@ def sharding_mesh_info(
             f"fully_shard takes a 1-D mesh (shard) or a 2-D mesh (replicate, shard), got {mesh.ndim} axes: "
             f"{mesh}. Pass the data-parallel part of the mesh, for example mesh['replicate', 'shard']; or, if "
             "all parameters are DTensors on the whole mesh, name that part with dp_mesh_dims."
-        )
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise ConfigurationError(
-            f"A 2-D mesh must name its axes, got {mesh}. Pass "
-            "mesh_dim_names=('replicate', 'shard') to init_device_mesh."
         )
     if mesh.ndim == 1:
         return FSDPMeshInfo(mesh, shard_mesh_dim=0)

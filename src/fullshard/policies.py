@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from .errors import ConfigurationError
+from .errors import ConfigurationError, OptionTypeError
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,8 @@ class MixedPrecisionPolicy:
             value = getattr(self, field.name)
             if field.name.endswith("_dtype") and value is not None:
                 check_floating_dtype(field.name, value)
-        if not isinstance(self.cast_forward_inputs, bool):
-            raise ConfigurationError(
-                f"cast_forward_inputs must be True or False, got {self.cast_forward_inputs!r}."
-            )
+        casts = switch("cast_forward_inputs", self.cast_forward_inputs)
+        object.__setattr__(self, "cast_forward_inputs", casts)
         check_wire_dtype(self.wire_dtype, self.reduce_dtype)
 
 
@@ -56,6 +54,9 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     pin_memory: bool = True
     """Page-locked host memory: copies run beside compute, at the price of memory the host cannot page out."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pin_memory", switch("pin_memory", self.pin_memory))
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,19 @@ def check_wire_dtype(wire_dtype: torch.dtype | None, reduce_dtype: torch.dtype |
             f"that; got wire_dtype={wire_dtype} with reduce_dtype={reduce_dtype}. Allowed are {', '.join(pairs)}. "
             "Pass one of these, or leave wire_dtype out."
         )
+
+
+def switch(name: str, value: object) -> bool:
+    """The truth of a value given for an option that is on or off: 1 and `numpy.True_` are on, as in torch.
+
+    Text is refused, since "False" is true, and so is what has no truth (a tensor of several elements).
+    """
+    try:
+        if not isinstance(value, (str, bytes)):
+            return bool(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise OptionTypeError(f"{name} must be True or False, got {value!r}.")
 
 
 def check_floating_dtype(name: str, value: object) -> None:

@@ -269,6 +269,22 @@ class Runtime:
         """Let as many reductions be in flight as the most demanding state asks for."""
         self.context.max_reductions = max(state.max_reductions for state in self.states)
 
+    def hand_over(self, states: Collection[FSDPState]) -> None:
+        """Let another root have these of our states: a model was wrapped again, or one of its parts ran first.
+
+        Between steps. A backward that is still to come finds its states by itself. Our own root, if it is not
+        among them, runs as before, and knows all its states still; those handed over then run as parts of the
+        other's model.
+        """
+        self._release_kept()
+        for state in self._prefetched.intersection(states):
+            state.reshard()
+        self._prefetched.difference_update(states)
+        self.context.join()
+        with self.context.all_gather:
+            # From now on groups gather on streams that know nothing of our releases: rule 1 for our memory.
+            self.context.wait_for_releases()
+
     @property
     def busy(self) -> bool:
         """Whether a forward or backward is running."""
@@ -357,7 +373,7 @@ class Runtime:
 
     def _prefetch(self, states: Sequence[FSDPState]) -> None:
         for state in states:
-            if not state.gathered:
+            if not state.gathered and state.runtime is self:  # and has not gone to another root
                 labels = state.labels
                 label = labels.backward_prefetch if self._passes else labels.forward_prefetch
                 with torch_border.profiler_range(label):
@@ -437,7 +453,7 @@ class Runtime:
         """Have `_pre_backward` run when the gradient of any output is there, before backward goes on from it."""
         if not outputs:
             return
-        hook = functools.partial(_pre_backward, weakref.ref(self), call)
+        hook = functools.partial(_pre_backward, call)
         call.has_backward = True
         for tensor in outputs:
             tensor.register_hook(hook)
@@ -570,8 +586,10 @@ class Runtime:
         if not self._passes:
             # Those that backward did not reach, but other ranks' may have.
             for state in self.states:
-                if state not in self._reduced and any(
-                    group.reduction.zero_unused for group in state.groups
+                if (
+                    state.runtime is self
+                    and state not in self._reduced
+                    and any(group.reduction.zero_unused for group in state.groups)
                 ):
                     self._reduce(state)
             self._reduced.clear()
@@ -641,16 +659,17 @@ def _graph_outputs(output: Any) -> list[Tensor]:
     ]
 
 
-# Hooks that autograd holds refer to the runtime weakly: a graph that outlives its model must not
-# keep it. Transforms run backward passes of their own (`torch.func.grad`, say), so these hooks step
-# out of them as those of forward do.
+# Hooks that autograd holds refer to the model weakly: a graph that outlives it must not keep it. Which
+# runtime a state belongs to, they ask when they run: it may have gone to another root meanwhile. Transforms
+# run backward passes of their own (`torch.func.grad`, say), so these hooks step out of them as those of
+# forward do.
 
 
-def _pre_backward(runtime: weakref.ref[Runtime], call: Call[FSDPState], gradient: Tensor) -> None:
-    alive = runtime()
-    if alive is not None:
+def _pre_backward(call: Call[FSDPState], gradient: Tensor) -> None:
+    state = call.living_unit
+    if state is not None and state.runtime is not None:
         with torch_border.outside_transforms():
-            alive.pre_backward(call)
+            state.runtime.pre_backward(call)
 
 
 def _tree_changed(runtime: weakref.ref[Runtime]) -> None:
@@ -734,27 +753,42 @@ def lazy_init(state: FSDPState) -> Runtime:
     states = {
         found: ", ".join(of_modules) for found, of_modules in named_states(state.modules[0]).items()
     }
-    taken = [name for found, name in states.items() if found.runtime is not None]
-    if taken:
-        raise LifecycleError(
-            "The first forward must be that of the outermost sharded module; these below it have run as roots "
-            f"of their own: {taken}. Run the whole model first, or shard only the part you run."
-        )
+    former = _former_runtimes(states)
     for found in states:
         for group in found.groups:
             # Not one the user has unsharded before, or has summoned.
             if group.sharded_state is ShardedState.SHARDED and not group.shown:
                 group.repack()
     _check_ready(states)
-    if state.auto_reshard:
-        state.reshard_after_forward = False  # needed again at once in backward
-    runtime = Runtime(state, tuple(states), state.shared_context or FSDPCommContext(state.device))
+    context = state.shared_context or (
+        former[0].context if former else FSDPCommContext(state.device)
+    )
+    runtime = Runtime(state, tuple(states), context)
+    for other in former:
+        other.hand_over(states)
     for found, name in states.items():
+        if found.auto_reshard:  # the root is needed again at once in backward
+            found.reshard_after_forward = found is not state
         found.runtime = runtime
         found.set_name(name or "root")
     runtime.connect()
     process_hooks.install()
     return runtime
+
+
+def _former_runtimes(states: dict[FSDPState, str]) -> list[Runtime]:
+    """Those that states have run under before, as a root of their own or below another."""
+    former = list(dict.fromkeys(each.runtime for each in states if each.runtime is not None))
+    running = [
+        name for each, name in states.items() if each.runtime in former and each.runtime.busy
+    ]
+    if running:
+        raise LifecycleError(
+            "A sharded module gets its outermost module between steps, but these are part of a model whose forward or "
+            f"backward is running: {running}. Call the new outermost module outside of it. (After a failed step, run a "
+            "forward of that model first, or call its reset_iter_state().)"
+        )
+    return former
 
 
 def _check_ready(states: dict[FSDPState, str]) -> None:

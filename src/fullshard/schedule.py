@@ -1,7 +1,8 @@
 """The order in which units are used, and what follows from it.
 
 A unit is whatever is gathered and released together (here: an `FSDPState`). A `Call` is one use of
-a unit in forward, with the ticks of a clock at which it began and ended.
+a unit in forward, with the ticks of a clock at which it began and ended. All schedules have one clock,
+so that calls of units that went from one schedule to another can be compared.
 
     forward    tick  1     2      3      4      5      6
                unit  root( block0        block1         )
@@ -27,6 +28,7 @@ outside of it; what arrives late is then still reduced at the end of backward.)
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
@@ -57,6 +59,11 @@ class Call(Generic[Unit]):
         """Of the weights this call computes with, a number for each group of the unit."""
 
     @property
+    def living_unit(self) -> Unit | None:
+        """Who was called, or None if the model is gone."""
+        return self._unit()
+
+    @property
     def unit(self) -> Unit:
         """Who was called; asked for only while its schedule lives, and so do its units."""
         unit = self._unit()
@@ -64,11 +71,13 @@ class Call(Generic[Unit]):
         return unit
 
 
+_CLOCK = itertools.count(1)
+
+
 class Schedule(Generic[Unit]):
     """Who was used when, in this forward and in the one before."""
 
     def __init__(self) -> None:
-        self._clock = 0
         self._order: list[Unit] = []
         self._previous_order: list[Unit] = []
         self._on_track = False
@@ -96,8 +105,7 @@ class Schedule(Generic[Unit]):
 
     def enter(self, unit: Unit) -> tuple[Call[Unit], Unit | None]:
         """A unit's forward begins; returns its call and the unit expected next, if the order holds so far."""
-        self._clock += 1
-        call = self._latest[unit] = Call(unit, self._clock)
+        call = self._latest[unit] = Call(unit, next(_CLOCK))
         previous, position = self._previous_order, len(self._order)
         if self._in_forward:
             self._order.append(unit)
@@ -112,14 +120,12 @@ class Schedule(Generic[Unit]):
 
     def recompute(self, unit: Unit) -> Call[Unit]:
         """A unit's forward begins again, within backward; its place in the order is that of its latest call."""
-        self._clock += 1
         latest = self._latest.get(unit)
-        return Call(unit, self._clock, previous=latest.previous if latest else None)
+        return Call(unit, next(_CLOCK), previous=latest.previous if latest else None)
 
     def leave(self, call: Call[Unit]) -> None:
         """A call's forward has ended."""
-        self._clock += 1
-        call.end = self._clock
+        call.end = next(_CLOCK)
         if self._in_forward and self._latest.get(call.unit) is call:
             call.previous = self._last_ended
             self._last_ended = call

@@ -15,7 +15,7 @@ import torch
 
 from . import torch_border
 from .errors import ConfigurationError
-from .policies import check_floating_dtype, check_wire_dtype
+from .policies import check_floating_dtype, check_wire_dtype, switch
 
 
 class ShardingStrategy(Enum):
@@ -64,7 +64,9 @@ class _Checked:
     """Whose attributes are checked whenever they are written, also by ``__init__``."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in _CHECKS:
+        if name in _SWITCHES:
+            value = switch(name, value)
+        elif name in _CHECKS:
             _CHECKS[name](name, value)
         super().__setattr__(name, value)
 
@@ -185,11 +187,6 @@ def _check_dtype(name: str, value: object) -> None:
         check_floating_dtype(name, value)
 
 
-def _check_switch(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{name} must be True or False, got {value!r}.")
-
-
 def _check_classes(name: str, value: object) -> None:
     if not isinstance(value, Collection) or isinstance(value, str):
         raise ConfigurationError(
@@ -212,19 +209,23 @@ def _check_instance(expected: type, name: str, value: object) -> None:
         )
 
 
+_SWITCHES = {
+    "keep_low_precision_grads",
+    "cast_forward_inputs",
+    "cast_root_forward_inputs",
+    "offload_params",
+    "offload_to_cpu",
+    "rank0_only",
+    "_use_dtensor",
+}
+"""Attributes that are on or off, in any of the options."""
+
 _CHECKS: dict[str, Callable[[str, object], None]] = {
     "param_dtype": _check_dtype,
     "reduce_dtype": _check_dtype,
     "buffer_dtype": _check_dtype,
     "wire_dtype": _check_dtype,
-    "keep_low_precision_grads": _check_switch,
-    "cast_forward_inputs": _check_switch,
-    "cast_root_forward_inputs": _check_switch,
     "_module_classes_to_ignore": _check_classes,
-    "offload_params": _check_switch,
-    "offload_to_cpu": _check_switch,
-    "rank0_only": _check_switch,
-    "_use_dtensor": _check_switch,
     "state_dict_type": partial(_check_instance, StateDictType),
     "state_dict_config": partial(_check_instance, StateDictConfig),
     "optim_state_dict_config": partial(_check_instance, OptimStateDictConfig),

@@ -498,22 +498,22 @@ def test_one_separate_group_serves_all_modules(world) -> None:
 # --- arguments ---------------------------------------------------------------------------------------
 
 WRONG: list[tuple[str, tuple[Any, ...], str]] = [
-    ("set_is_last_backward", (1,), "is_last_backward"),
+    ("set_is_last_backward", ("1",), "is_last_backward"),
     ("set_requires_all_reduce", ("yes",), "requires_all_reduce"),
     ("set_gradient_divide_factor", (0,), "positive"),
-    ("set_gradient_divide_factor", (True,), "positive"),
-    ("set_force_sum_reduction_for_comms", (1,), "enable"),
-    ("set_reduce_scatter_unused_params", (None,), "reduce_scatter_unused_params"),
+    ("set_gradient_divide_factor", ("1",), "positive"),
+    ("set_force_sum_reduction_for_comms", ("1",), "enable"),
+    ("set_reduce_scatter_unused_params", ("",), "reduce_scatter_unused_params"),
     ("set_reduce_scatter_max_input_buffers", (0,), "at least 1"),
     ("set_reduce_scatter_max_input_buffers", (True,), "int"),
-    ("set_separate_reduce_scatter_group", (1,), "enable"),
-    ("set_unshard_in_backward", (1,), "unshard_in_backward"),
+    ("set_separate_reduce_scatter_group", ("1",), "enable"),
+    ("set_unshard_in_backward", ("1",), "unshard_in_backward"),
     ("set_post_optim_event", (3,), "torch.Event"),
     ("set_all_reduce_hook", (3,), "callable"),
     ("set_reshard_after_forward", (2,), "reshard_after_forward"),
-    ("set_allocate_memory_from_process_group_for_comm", (1,), "enable"),
+    ("set_allocate_memory_from_process_group_for_comm", ("1",), "enable"),
     ("set_symm_mem_for_comm", ("CUDA",), "backend must be 'NCCL'"),
-    ("_set_unshard_async_op", (1,), "async_op"),
+    ("_set_unshard_async_op", ("1",), "async_op"),
 ]
 
 

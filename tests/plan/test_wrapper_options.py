@@ -177,9 +177,9 @@ def test_every_field_refuses_what_makes_no_sense_when_made_and_when_changed(name
     before = copy.copy(option)
     for field in dataclasses.fields(option):
         with pytest.raises(ConfigurationError, match=field.name):
-            dataclasses.replace(option, **{field.name: 3.5})
+            dataclasses.replace(option, **{field.name: "3.5"})
         with pytest.raises(ConfigurationError, match=field.name):
-            setattr(option, field.name, 3.5)
+            setattr(option, field.name, "3.5")
     assert option == before
 
 
@@ -194,7 +194,7 @@ def test_a_dtype_must_be_floating_point(field: str, wrong: object) -> None:
     )
 
 
-@pytest.mark.parametrize("wrong", [1, None, "yes"], ids=repr)
+@pytest.mark.parametrize("wrong", ["yes", b"", torch.ones(2)], ids=repr)
 def test_a_switch_is_a_yes_or_no(wrong: Any) -> None:
     with pytest.raises(ConfigurationError) as caught:
         CPUOffload(wrong)

@@ -190,7 +190,9 @@ def _device_of(device_id: Any) -> torch.device:
             f"device_id must be a device of this machine, {' or '.join(sorted(known))}, got {device_id!r}. Leave it "
             "out to compute where the module is, or on the accelerator if there is one."
         )
-    if cast("int | None", device.index) is None and device.type != "cpu":
+    if device.type == "cpu":
+        return torch.device("cpu")  # what tensors say, whatever index they were made with
+    if cast("int | None", device.index) is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return device
 

@@ -21,6 +21,7 @@ from ..mesh import DataParallelAxes
 from ..names import WRAPPED
 from ..ownership import has_forward
 from ..param_group import FSDPParamGroup
+from ..policies import switch
 from ..runtime import FSDPState, Runtime, lazy_init, state_of
 from ..wrap import auto_wrap
 from ..wrapper_options import (
@@ -54,6 +55,7 @@ from .construction import (
     choose_ignored,
     shard,
 )
+from .direct_calls import DirectCalls
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -124,10 +126,10 @@ class FullyShardedDataParallel(nn.Module):
         _check_type("mixed_precision", precision_, MixedPrecision)
         if backward_prefetch is not None:
             _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch)
-        _check_type("sync_module_states", sync_module_states, bool)
-        _check_type("forward_prefetch", forward_prefetch, bool)
-        _check_type("limit_all_gathers", limit_all_gathers, bool)
-        _check_type("use_orig_params", use_orig_params, bool)
+        sync_module_states = switch("sync_module_states", sync_module_states)
+        forward_prefetch = switch("forward_prefetch", forward_prefetch)
+        limit_all_gathers = switch("limit_all_gathers", limit_all_gathers)
+        use_orig_params = switch("use_orig_params", use_orig_params)
         if param_init_fn is not None and not callable(param_init_fn):
             raise ConfigurationError(
                 f"param_init_fn must be a function of a module, got {param_init_fn!r}."
@@ -201,6 +203,7 @@ class FullyShardedDataParallel(nn.Module):
                 sync_module_states=sync_module_states,
             ),
         )
+        self._direct_calls = DirectCalls(self, module)
         self._precision = precision.Precision(self, precision_)
         state_dicts.register_hooks(self)
 
@@ -247,19 +250,27 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward, with its parameters gathered."""
-        state = self._fsdp_state
         if self._summoned:
             return summoning.forward(self, args, kwargs)
-        if self._shown_groups:
-            state_dicts.put_back(self)  # loading a module around this one has failed
-        self._precision.prepare_forward(state, training=self.training)
-        args, kwargs = state.pre_forward(self, args, kwargs)
+        args, kwargs = self._pre_forward(args, kwargs)
         output = None
+        self._direct_calls.through_wrapper += 1
         try:
             output = self._fsdp_wrapped_module(*args, **kwargs)
         finally:  # nobody stays unsharded when it raises
-            output = state.post_forward(self, args, output)
+            self._direct_calls.through_wrapper -= 1
+            output = self._fsdp_state.post_forward(self, args, output)
         return output
+
+    def _pre_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gather, and return the inputs in the compute dtype."""
+        if self._shown_groups:
+            state_dicts.put_back(self)  # loading a module around this one has failed
+        state = self._fsdp_state
+        self._precision.prepare_forward(state, training=self.training)
+        return state.pre_forward(self, args, kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Move or cast: parameters are sharded while it happens, and packed again afterwards."""
@@ -657,9 +668,8 @@ def _listed(values: Any) -> Any:
 def _check_type(name: str, value: object, expected: type) -> None:
     if not isinstance(value, expected):
         found = type(value)
-        kind = f"a {expected.__name__}" if expected is not bool else "True or False"
         ours = expected.__module__.startswith("fullshard")
         raise ConfigurationError(
-            f"{name} must be {kind}{' of fullshard' if ours else ''}, got {value!r} "
+            f"{name} must be a {expected.__name__}{' of fullshard' if ours else ''}, got {value!r} "
             f"({found.__module__}.{found.__qualname__}).{' Import it from fullshard.' if ours else ''}"
         )

@@ -86,6 +86,12 @@ def forward(
     wrapper: FullyShardedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The forward of a wrapper whose whole parameters are on its modules."""
+    check_whole(wrapper)
+    return wrapper._fsdp_wrapped_module(*args, **kwargs)
+
+
+def check_whole(wrapper: FullyShardedDataParallel) -> None:
+    """Refuse a forward within `summon_full_params` on ranks that have no whole parameters."""
     state = wrapper._fsdp_state
     if any(not group.shown for group in state.groups):
         raise LifecycleError(
@@ -94,7 +100,6 @@ def forward(
         )
     if state.runtime is None:
         lazy_init(state)  # wrappers below that are not summoned must know whom they belong to
-    return wrapper._fsdp_wrapped_module(*args, **kwargs)
 
 
 class _Shown:
