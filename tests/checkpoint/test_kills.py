@@ -102,7 +102,7 @@ def test_the_newest_complete_one_survives_every_kill(world: Any, tmp_path: Path)
         steps.append(newest_step(tmp_path))
     assert steps == sorted(steps)  # what was complete is never lost
     assert steps[-1] > steps[0]  # some were completed between kills
-    # What the killed ones left is gone after the next save.
+    # After the next save, all that is left is its run's last checkpoints, and nothing of the killed ones.
     world(2).run(save_once, tmp_path)
     assert len(list(tmp_path.iterdir())) <= 3
     for path in tmp_path.iterdir():
@@ -111,4 +111,7 @@ def test_the_newest_complete_one_survives_every_kill(world: Any, tmp_path: Path)
 
 def save_once(folder: Path) -> None:
     model, optimizer = build()
+    newest = checkpoint.latest(folder)
+    assert newest is not None
+    checkpoint.load(newest, model, optimizer)
     checkpoint.save(folder / "last", model, optimizer, keep_last=3)

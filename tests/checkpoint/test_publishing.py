@@ -12,26 +12,34 @@ import pytest
 from fullshard import CheckpointError
 from fullshard.checkpoint import manifest as manifests, publishing
 from fullshard.checkpoint.manifest import FileRecord, Manifest, file_name
+from fullshard.checkpoint.unfinished import unlock
 
 
 def write(path: Path, content: bytes = b"data") -> Manifest:
     """A checkpoint of one file."""
     serial = publishing.next_serial(path)
-    folder = publishing.begin(path)
-    (folder / file_name(0)).write_bytes(content)
+    save = publishing.begin(path)
+    (save.folder / file_name(0)).write_bytes(content)
     manifest = Manifest(
-        data=folder.name,
+        data=save.folder.name,
         world=1,
         tensors={},
         files={0: FileRecord(len(content), 0)},
         serial=serial,
     )
-    publishing.publish(path, manifest)
+    publishing.publish(save, manifest)
     return manifest
 
 
 def content(path: Path) -> bytes:
     return (path / manifests.read(path).data / file_name(0)).read_bytes()
+
+
+def kill_a_save(path: Path) -> Path:
+    """What is left if a process dies while it saves: the kernel lets go of its lock."""
+    save = publishing.begin(path)
+    unlock(save._file)
+    return save.folder
 
 
 def test_the_newest_is_what_was_written_last(tmp_path: Path) -> None:
@@ -88,7 +96,7 @@ def test_files_are_flushed_before_they_are_named(
 def test_unfinished_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
     good = tmp_path / "good"
     write(good)
-    publishing.begin(tmp_path / "killed")
+    kill_a_save(tmp_path / "killed")
     assert publishing.latest(tmp_path) == good
     manifest = write(tmp_path / "short")
     (tmp_path / "short" / manifest.data / file_name(0)).write_bytes(b"dat")
@@ -104,31 +112,11 @@ def test_unfinished_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
         assert publishing.latest(tmp_path) == tmp_path / "next"
 
 
-def test_retention_keeps_the_newest_and_clears_what_was_killed(tmp_path: Path) -> None:
-    for step in range(5):
-        write(tmp_path / f"step-{step}")
-    publishing.begin(tmp_path / "killed")
-    publishing.begin(tmp_path / "step-3")  # killed while it was replaced
-    (tmp_path / "step-3" / "manifest.json.0123456789ab.tmp").touch()
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "mine.txt").write_text("keep")
-    (tmp_path / "empty").mkdir()
-    publishing.retain(tmp_path, 2)
-    assert sorted(each.name for each in tmp_path.iterdir()) == [
-        "empty",
-        "notes",
-        "step-3",
-        "step-4",
-    ]
-    assert len(list((tmp_path / "step-3").iterdir())) == 2
-    assert content(tmp_path / "step-3") == b"data"
-
-
 def test_removing_begins_with_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "a")
+    manifest = write(tmp_path / "a")
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: pytest.fail("killed here"))
     with pytest.raises(pytest.fail.Exception):
-        publishing.remove(tmp_path / "a")
+        publishing.remove(tmp_path / "a", manifest, 0.0)
     assert publishing.latest(tmp_path) is None
 
 
@@ -142,10 +130,10 @@ def test_other_folders_are_not_written_to(tmp_path: Path) -> None:
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    publishing.abandon(publishing.begin(tmp_path / "new"))
+    publishing.begin(tmp_path / "new").abandon()
     assert list(tmp_path.iterdir()) == []
     manifest = write(tmp_path / "old")
-    publishing.abandon(publishing.begin(tmp_path / "old"))
+    publishing.begin(tmp_path / "old").abandon()
     assert sorted(e.name for e in (tmp_path / "old").iterdir()) == [manifest.data, "manifest.json"]
 
 
@@ -155,8 +143,10 @@ def test_a_manifest_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.M
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
+    save = publishing.begin(tmp_path / "a")
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CheckpointError, match=r"cannot be completed: .*No space left"):
-        publishing.publish(tmp_path / "a", replace(manifest, serial=9))
+        publishing.publish(save, replace(manifest, serial=9))
+    save.abandon()
     assert manifests.read(tmp_path / "a") == manifest
     assert len(list((tmp_path / "a").iterdir())) == 2

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import CheckpointError, ConfigurationError, checkpoint, fully_shard
 from fullshard.checkpoint import manifest as manifests, publishing
+from fullshard.checkpoint.unfinished import UnfinishedSave
 from tests.helpers.checkpointed import Setting, train, whole_state
 from tests.helpers.compare import assert_equal
 
@@ -112,7 +113,7 @@ class Gate:
         self.open.set()
         publishing.begin = self._begin
 
-    def _wait(self, path: Path) -> Path:
+    def _wait(self, path: Path) -> UnfinishedSave:
         assert self.open.wait(30)
         return self._begin(path)
 

@@ -16,7 +16,7 @@ from ..errors import CheckpointError, ConfigurationError
 from . import publishing, trees
 from .blocks import Block
 from .dcp import write_dcp
-from .formats import open_source
+from .formats import use_source
 from .huggingface import write_huggingface
 from .manifest import Manifest, StoredTensor, file_name
 from .reading import read_verified
@@ -43,11 +43,7 @@ def convert(
         to: One of `FORMATS`.
         files: Over how many files a checkpoint of our own is divided: so many can be read at once.
     """
-    opened = open_source(source)
-    try:
-        write(opened, target, to=to, files=files)
-    finally:
-        opened.close()
+    use_source(source, lambda opened: write(opened, target, to=to, files=files))
 
 
 def write(
@@ -119,15 +115,15 @@ def write_checkpoint(source: Source, path: str | os.PathLike[str], *, files: int
         key: StoredTensor(info.dtype, _in_rows(info.shape, files))
         for key, info in source.tensors.items()
     }
-    folder = publishing.begin(path)
+    save = publishing.begin(path)
     try:
         records = {}
         for rank in range(files):
             entries = _entries(source, tensors, rank)
             if entries:
-                records[rank] = write_file(folder / file_name(rank), entries)
+                records[rank] = write_file(save.folder / file_name(rank), entries)
         manifest = Manifest(
-            data=folder.name,
+            data=save.folder.name,
             world=files,
             tensors=tensors,
             files=records,
@@ -135,9 +131,9 @@ def write_checkpoint(source: Source, path: str | os.PathLike[str], *, files: int
             optimizer=source.optimizer,
             extra=source.extra,
         )
-        publishing.publish(path, publishing.stamped(path, manifest))
+        publishing.publish(save, publishing.stamped(path, manifest))
     except BaseException:
-        publishing.abandon(folder)
+        save.abandon()
         raise
 
 

@@ -8,8 +8,12 @@ torch            a file of torch.save with state dicts
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import TypeVar
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -22,11 +26,15 @@ from .dcp_metadata import METADATA
 from .huggingface import HuggingFaceFolder
 from .loading import Loaded, load_source
 from .manifest import MANIFEST
+from .runs import note_loaded
 from .source import Source
 from .stored import StoredCheckpoint
 from .team import Team
 from .torch_files import TorchFile
+from .unfinished import MOST_TRIES
 from .writing import OnProgress
+
+T = TypeVar("T")
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
@@ -34,9 +42,9 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     path = Path(path)
     if path.is_file():
         return TorchFile(path)
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST).exists():
         return StoredCheckpoint(path, manifests.read(path))
-    if (path / METADATA).is_file():
+    if (path / METADATA).exists():
         return DcpCheckpoint(path)
     if any(path.glob("*.safetensors*")):
         return HuggingFaceFolder(path)
@@ -74,25 +82,106 @@ def load(
         on_progress: Is called with the bytes this rank has read, and will read.
     """
     team = Team(process_group)
-    # One rank says which it is, and reads the manifest: another save may replace it while the others would look.
-    folder, text = team.first(lambda: (str(path), _manifest_bytes(Path(path))))
-    source = team.each(lambda: _opened(Path(folder), text))
-    return load_source(
-        source,
-        model,
-        optimizer,
-        without_optimizer=without_optimizer,
-        cast=cast,
-        team=team,
-        on_progress=on_progress,
+
+    def load_once(look: _Look) -> Loaded:
+        source = team.each(look.opened)
+        loaded = load_source(
+            source,
+            model,
+            optimizer,
+            without_optimizer=without_optimizer,
+            cast=cast,
+            team=team,
+            on_progress=on_progress,
+        )
+        if isinstance(source, StoredCheckpoint) and not without_optimizer:
+            note_loaded(model, source.path, source.manifest)
+        return loaded
+
+    for _ in range(MOST_TRIES):
+        # One rank says which it is, and reads the manifest: another save may replace it while the others would look.
+        look = team.first(lambda: _Look(Path(os.path.abspath(path))))
+        try:
+            return load_once(look)
+        except CheckpointError:  # the same on all ranks
+            if not team.first(look.is_outdated):
+                raise
+    raise _never_the_same(look.path)
+
+
+def use_source(
+    path: str | os.PathLike[str],
+    use: Callable[[Source], T],
+    *,
+    is_good: Callable[[T], bool] = lambda _: True,
+) -> T:
+    """Open a checkpoint of any format and use it; if it is replaced meanwhile, use the new one instead.
+
+    Args:
+        path: Where it is.
+        use: Is called again with the new one if it raised `CheckpointError`, or its result is not good.
+        is_good: Whether what ``use`` returned can be believed without asking whether there is a new one.
+    """
+    for _ in range(MOST_TRIES):
+        look = _Look(Path(path))
+        try:
+            with closing(open_source(path)) as source:
+                result = use(source)
+        except (CheckpointError, FileNotFoundError):
+            if not look.is_outdated():
+                raise
+        else:
+            if is_good(result) or not look.is_outdated():
+                return result
+    raise _never_the_same(look.path)
+
+
+class _Look:
+    """Which checkpoint was at a path when somebody looked: it may be replaced while it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._version = _version(path)
+
+    def opened(self) -> Source:
+        """That checkpoint; of one of our own, only the manifest is known to be that one's."""
+        if not isinstance(self._version, bytes):
+            return open_source(self.path)
+        return StoredCheckpoint(self.path, manifests.parse(self._version, self.path))
+
+    def is_outdated(self) -> bool:
+        """Whether there is another one by now.
+
+        Raises:
+            CheckpointError: there is none any more.
+        """
+        now = _version(self.path)
+        if self._version is not None and (now is None or type(now) is not type(self._version)):
+            raise CheckpointError(
+                f"The checkpoint {self.path} was removed while it was read: a run that saves with keep_last removes its "
+                "old ones. fullshard.checkpoint.latest(folder) finds the newest complete one in a folder."
+            )
+        return bool(now != self._version)
+
+
+def _version(path: Path) -> bytes | tuple[int, int, int] | None:
+    """What is another one once the checkpoint at ``path`` is another one; None if there is none.
+
+    Our own manifest is read, and not only asked for its times: a network file system may know these late.
+    """
+    try:
+        for file in (path / MANIFEST, path / METADATA, path):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                status = file.stat()
+                if file.name == MANIFEST:
+                    return manifests.read_bytes(path)
+                return status.st_dev, status.st_ino, status.st_mtime_ns
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return None
+
+
+def _never_the_same(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} was replaced {MOST_TRIES} times while it was read. Save there less often, or read a copy."
     )
-
-
-def _manifest_bytes(path: Path) -> bytes | None:
-    return manifests.read_bytes(path) if (path / MANIFEST).is_file() else None
-
-
-def _opened(path: Path, text: bytes | None) -> Source:
-    if text is None:
-        return open_source(path)
-    return StoredCheckpoint(path, manifests.parse(text, path))

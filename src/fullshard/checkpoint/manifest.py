@@ -13,7 +13,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,6 +60,18 @@ class FileRecord:
     """Of the first bytes: the length and the header itself."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunMark:
+    """Which run wrote a checkpoint, if it may be removed when that run has newer ones."""
+
+    run: str
+    """An id of its own for each model in each process."""
+    name: str
+    """Of the checkpoint's folder when it was written; what was copied or renamed is kept for another reason."""
+    before: Mapping[str, int] = field(default_factory=dict)
+    """Runs that this one goes on with, and the serial number that each had come to."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """All that is known of a checkpoint without reading tensors."""
@@ -77,6 +89,8 @@ class Manifest:
     extra: Any = None
     serial: int = 0
     """One more than the highest among the checkpoints that were beside this one when it was written."""
+    run: RunMark | None = None
+    """None if it was not saved with ``keep_last``: then it is never removed."""
     created: str = ""
     fullshard: str = ""
     torch: str = ""
@@ -120,6 +134,7 @@ def text_of(manifest: Manifest) -> str:
         "torch": manifest.torch,
         "created": manifest.created,
         "serial": manifest.serial,
+        "run": None if manifest.run is None else asdict(manifest.run),
         "world": manifest.world,
         "data": manifest.data,
         "files": {
@@ -240,12 +255,20 @@ def _manifest(parts: dict[str, Any]) -> Manifest:
         optimizer=trees.decode(parts["optimizer"]),
         extra=trees.decode(parts["extra"]),
         serial=_count(parts["serial"], "serial"),
+        run=_run(parts.get("run")),  # older manifests do not have it
         created=str(parts["created"]),
         fullshard=str(parts["fullshard"]),
         torch=str(parts["torch"]),
     )
     _check_references(manifest)
     return manifest
+
+
+def _run(record: Any) -> RunMark | None:
+    if record is None:
+        return None
+    before = {str(run): _count(serial, "a serial") for run, serial in record["before"].items()}
+    return RunMark(str(record["run"]), str(record["name"]), before)
 
 
 def _tensor(key: str, record: Mapping[str, Any], lists: Sequence[tuple[int, ...]]) -> StoredTensor:

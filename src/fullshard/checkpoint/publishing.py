@@ -4,71 +4,63 @@
     path/data-<id>/rank-*.safetensors  written before the manifest that names them
 
 A save writes a data folder of its own, flushes it, and replaces the manifest by a rename, which is the one moment
-in which the checkpoint changes. Only then is the old data removed. Removing a checkpoint begins with
+in which the checkpoint changes (`unfinished`). Only then is the old data removed. Removing a checkpoint begins with
 its manifest. So whenever a process dies, what is found is complete, old or new, and all else is a folder that
-no manifest names: the next save removes those beside its own data.
+no manifest names.
 
-All of this is done by one rank.
+What is beside a checkpoint may be anybody's: it may be unreadable, and come and go while it is looked at.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
-import secrets
-import shutil
 import warnings
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import IO
 
 import torch
 
 from ..errors import CheckpointError
 from ..version import __version__
 from . import manifest as manifests
-from .manifest import DATA_FOLDER, MANIFEST, Manifest, file_name
+from .manifest import MANIFEST, Manifest, file_name
+from .unfinished import (
+    MOST_TRIES,
+    UnfinishedSave,
+    changing,
+    flush,
+    names_in,
+    remove_leftovers,
+    unlock,
+)
 
-_UNFINISHED_MANIFEST = re.compile(re.escape(MANIFEST) + r"\.[0-9a-f]{12}\.tmp")
+
+def begin(path: Path) -> UnfinishedSave:
+    """Begin a new checkpoint at ``path``."""
+    return UnfinishedSave(path)
 
 
-def begin(path: Path) -> Path:
-    """Make the folder for the data of a new checkpoint at ``path``."""
+def publish(save: UnfinishedSave, manifest: Manifest, *, keep_lock: bool = False) -> IO[str]:
+    """Let ``manifest`` be the checkpoint from now on, and remove what it replaces.
+
+    Returns the manifest's file, closed, or locked with ``keep_lock``.
+    """
+    file = save.publish(manifest)
+    if not keep_lock:
+        unlock(file)
+    remove_leftovers(save.path, file_system_time(save.path))
+    return file
+
+
+def file_system_time(path: Path) -> float:
+    """When the checkpoint at ``path``, just written, was written: by the clock that all times of files go by."""
     try:
-        if path.exists():
-            strange = [entry.name for entry in path.iterdir() if not _is_ours(entry)]
-            if strange:
-                raise CheckpointError(
-                    f"A checkpoint is written to a folder that is new, empty or a checkpoint; {path} has other things "
-                    f"in it: {sorted(strange)[:10]}. Choose another folder."
-                )
-        folder = path / f"data-{secrets.token_hex(6)}"
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise CheckpointError(f"No checkpoint can be written to {path}: {error}") from error
-    return folder
-
-
-def publish(path: Path, manifest: Manifest) -> None:
-    """Let ``manifest`` be the checkpoint at ``path`` from now on; its data are complete and flushed."""
-    unfinished = path / f"{MANIFEST}.{secrets.token_hex(6)}.tmp"
-    try:
-        with unfinished.open("x") as file:
-            file.write(manifests.text_of(manifest))
-            file.flush()
-            os.fsync(file.fileno())
-        # Names are flushed before they are referred to: files, their folder, its name, then the manifest's.
-        for folder in (path / manifest.data, path):
-            flush(folder)
-        unfinished.replace(path / MANIFEST)
-        for folder in (path, path.absolute().parent):
-            flush(folder)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise CheckpointError(f"The checkpoint {path} cannot be completed: {error}") from error
-    _remove_leftovers(path, keep=manifest.data)
+        return (path / MANIFEST).stat().st_mtime
+    except OSError:  # replaced or removed already
+        return 0.0
 
 
 def stamped(path: Path, manifest: Manifest) -> Manifest:
@@ -82,95 +74,137 @@ def stamped(path: Path, manifest: Manifest) -> Manifest:
     )
 
 
-def abandon(folder: Path) -> None:
-    """Remove the data of a checkpoint that will not be completed, and its folder if that was made for it.
+def next_serial(path: Path) -> int:
+    """The number of a checkpoint that is written now: above those of all beside it, and of the one it replaces."""
+    serials = [manifest.serial for manifest in manifests_in(path.absolute().parent).values()]
+    return max(serials, default=0) + 1
 
-    What has been published already stays.
+
+def manifests_in(folder: Path) -> dict[Path, Manifest]:
+    """Those that can be read, by the path of their checkpoint."""
+    found = {}
+    with contextlib.suppress(OSError):  # one may write to a folder, and not list it
+        for name in names_in(folder):
+            with contextlib.suppress(CheckpointError):
+                found[folder / name] = manifests.read(folder / name)
+    return found
+
+
+def remove(path: Path, manifest: Manifest, now: float) -> None:
+    """Remove the checkpoint that ``manifest`` is of, unless another one is there by now.
+
+    Raises:
+        OSError: it cannot be removed.
     """
-    published = manifest_or_none(folder.parent)
-    if published is not None and published.data == folder.name:
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        folder.parent.rmdir()  # if it is empty
+    with changing(path):
+        try:
+            if manifests.read(path).data != manifest.data:
+                return
+        except CheckpointError:
+            return  # somebody else was faster
+        (path / MANIFEST).unlink()
+    with contextlib.suppress(
+        FileNotFoundError
+    ):  # another one's retention has cleared it away already
+        flush(path)
+    remove_leftovers(path, now)
+
+
+# --- finding them ------------------------------------------------------------------------------------------
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in a folder, or None.
 
     Newest is the one that was written last, whatever clocks said. Folders without a manifest are no
-    checkpoints; one whose manifest is damaged, or whose files are not all there in full length, is
-    passed over with a warning.
+    checkpoints; one that cannot be read, whose manifest is damaged, or whose files are not all there in full length, is
+    passed over with a warning. Others may save in the folder meanwhile.
+
+    Raises:
+        CheckpointError: the folder itself cannot be listed.
     """
-    found = complete_ones(Path(folder))
-    return found[-1][1] if found else None
+    scan = _settled_scan(Path(folder))
+    for path, fault in scan.faults.items():
+        warnings.warn(f"{path} is passed over: {fault}", stacklevel=2)
+    return max(scan.serials)[1] if scan.serials else None
 
 
-def next_serial(path: Path) -> int:
-    """The number of a checkpoint that is written now: above those of all beside it, and of the one it replaces."""
-    beside = map(manifest_or_none, _candidates(path.absolute().parent))
-    serials = [manifest.serial for manifest in beside if manifest is not None]
-    return max(serials, default=0) + 1
-
-
-def retain(folder: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints in a folder, and what is left of saves that never ended."""
-    found = complete_ones(folder)
-    for _, kept in found[-keep:]:
-        manifest = manifest_or_none(kept)
-        if manifest is not None:
-            _remove_leftovers(kept, keep=manifest.data)
-    for _, old in found[:-keep]:
+def _settled_scan(folder: Path) -> _Scan:
+    """What is in a folder at some moment, although writers may publish and remove while it is looked at."""
+    before = None
+    for _ in range(MOST_TRIES):
         try:
-            remove(old)
+            scan = _Scan(folder)
         except OSError as error:
-            warnings.warn(f"An old checkpoint cannot be removed: {error}", stacklevel=2)
-    for each in folder.iterdir():
-        if each.is_dir() and not (each / MANIFEST).exists() and _is_leftover(each):
-            shutil.rmtree(each, ignore_errors=True)
+            raise CheckpointError(
+                f"{folder} cannot be searched for checkpoints: {error}"
+            ) from error
+        # A writer may publish one where we have looked already, then remove the one we come to next. So that there is
+        # none is believed when it is seen twice.
+        if scan.is_settled and (scan.complete or scan.seen == before):
+            break
+        before = scan.seen
+    return scan
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint."""
-    (path / MANIFEST).unlink()
-    flush(path)
-    _remove_leftovers(path, keep=None)
-    with contextlib.suppress(OSError):
-        path.rmdir()
+class _Scan:
+    """What is found in a folder, looked at once while others may change it."""
 
+    def __init__(self, folder: Path) -> None:
+        self.complete: dict[Path, Manifest] = {}
+        self.faults: dict[Path, str] = {}
+        self.seen: dict[str, bytes | None] = {}
+        """The text of each manifest by the name of its folder; None where there is none."""
+        self.is_settled = True
+        """Whether nothing was replaced or removed while it was looked at."""
+        for name in names_in(folder):
+            self._look_at(folder / name)
 
-def complete_ones(folder: Path) -> list[tuple[int, Path]]:
-    """Serial numbers and paths of the complete checkpoints in a folder, the oldest first."""
-    found = []
-    for path in _candidates(folder):
+    @property
+    def serials(self) -> list[tuple[int, Path]]:
+        """Of the complete ones."""
+        return [(manifest.serial, path) for path, manifest in self.complete.items()]
+
+    def _look_at(self, path: Path) -> None:
+        text = None
         try:
-            manifest = manifests.read(path)
-            lost = [
-                str(file)
-                for rank, record in manifest.files.items()
-                if not _has_length(file := path / manifest.data / file_name(rank), record.nbytes)
-            ]
-            if lost:
-                raise CheckpointError(f"missing or cut short: {lost[:5]}")
-        except CheckpointError as error:
-            warnings.warn(f"{path} is passed over: {error}", stacklevel=3)
-        else:
-            found.append((manifest.serial, path))
-    return sorted(found)
+            text = _text_of_manifest(path)
+            if text is not None:
+                manifest = manifests.parse(text, path)
+                lost = [
+                    str(file)
+                    for rank, record in manifest.files.items()
+                    if not _has_length(
+                        file := path / manifest.data / file_name(rank), record.nbytes
+                    )
+                ]
+                if lost:
+                    raise CheckpointError(f"missing or cut short: {lost[:5]}")
+                self.complete[path] = manifest
+        except (OSError, CheckpointError) as error:
+            with contextlib.suppress(OSError, CheckpointError):
+                if _text_of_manifest(path) != text:
+                    self.is_settled = False
+                    return
+            self.faults[path] = str(error)
+        self.seen[path.name] = text
 
 
-def _candidates(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(each for each in folder.iterdir() if (each / MANIFEST).is_file())
-
-
-def manifest_or_none(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint, unless there is none that can be read."""
+def _text_of_manifest(path: Path) -> bytes | None:
+    """None if there is no manifest; an error if there is one that cannot be read, or if that cannot be known."""
     try:
-        return manifests.read(path)
-    except CheckpointError:
+        (path / MANIFEST).stat()
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    return manifests.read_bytes(path)
+
+
+def complete_ones(folder: Path) -> dict[Path, Manifest]:
+    """The complete checkpoints in a folder, as far as they can be read; nothing if it cannot be listed."""
+    try:
+        return _Scan(folder).complete
+    except OSError:
+        return {}
 
 
 def _has_length(file: Path, nbytes: int) -> bool:
@@ -178,32 +212,3 @@ def _has_length(file: Path, nbytes: int) -> bool:
         return file.stat().st_size == nbytes
     except OSError:
         return False
-
-
-def _is_ours(entry: Path) -> bool:
-    if entry.is_dir():
-        return DATA_FOLDER.fullmatch(entry.name) is not None
-    return entry.name == MANIFEST or _UNFINISHED_MANIFEST.fullmatch(entry.name) is not None
-
-
-def _is_leftover(path: Path) -> bool:
-    """Whether a folder is what a save leaves that was killed: nothing but data that no manifest names."""
-    entries = list(path.iterdir())
-    return bool(entries) and all(map(_is_ours, entries))
-
-
-def _remove_leftovers(path: Path, *, keep: str | None) -> None:
-    for entry in path.iterdir():
-        if entry.is_dir() and DATA_FOLDER.fullmatch(entry.name) and entry.name != keep:
-            shutil.rmtree(entry, ignore_errors=True)
-        elif _UNFINISHED_MANIFEST.fullmatch(entry.name):
-            entry.unlink(missing_ok=True)
-
-
-def flush(path: Path) -> None:
-    """Let a file, or the names in a folder, be on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

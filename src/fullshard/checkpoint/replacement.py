@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .publishing import flush
 from .team import Team
+from .unfinished import flush
 
 NEW = "new"
 _OLD = "old"

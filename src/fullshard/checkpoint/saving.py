@@ -46,7 +46,8 @@ def save(
         optimizer: Its state is saved, too.
         extra: Anything JSON can say, tuples, and small tensors: the step, a scheduler's state, a generator's. The
             first rank's is saved.
-        keep_last: Afterwards remove all but so many of the newest checkpoints beside this one.
+        keep_last: Afterwards remove all but so many of the newest checkpoints beside this one that the same run has saved with
+            ``keep_last``: this model, in this process and in those it goes on from by `load`. All others stay.
         process_group: The ranks that save together; all by default.
         on_progress: Is called with the bytes this rank has written, and will write.
     """

@@ -42,7 +42,7 @@ class StoredCheckpoint:
         self.tied = manifest.tied
         self.optimizer = manifest.optimizer
         self.extra = manifest.extra
-        self._manifest = manifest
+        self.manifest = manifest
         self._files: dict[int, TensorFile] = {}
         """By the rank that wrote it; those whose headers have been read."""
         self._open: OrderedDict[int, TensorFile] = OrderedDict()
@@ -52,7 +52,7 @@ class StoredCheckpoint:
 
     def read(self, key: str, wanted: Block, out: Tensor) -> None:
         """Read a block into ``out``, a CPU tensor of the block's shape and the stored dtype, strided or not."""
-        stored = self._manifest.tensors[key]
+        stored = self.manifest.tensors[key]
         if stored.spread.order is not None:
             out = out.permute(stored.spread.order)
         wanted = _as_stored(stored, wanted)
@@ -71,10 +71,21 @@ class StoredCheckpoint:
         """Check headers and data of all files with parts of these blocks: a line for each fault."""
         parts: dict[int, list[tuple[str, CellPart]]] = defaultdict(list)
         for key, block in wanted:
-            stored = self._manifest.tensors[key]
+            stored = self.manifest.tensors[key]
             for part in stored.spread.overlapping(_as_stored(stored, block)):
                 parts[stored.spread.holders[0][part.cell]].append((key, part))
         return [fault for rank in sorted(parts) for fault in self._faults(rank, parts[rank])]
+
+    def verify_file(self, rank: int, *, thorough: bool) -> list[str]:
+        """Check that the file of a rank has what the manifest says, and, if ``thorough``, all data: a line for each fault."""
+        parts = []
+        for key, stored in self.manifest.tensors.items():
+            cell = stored.spread.cell_of(rank)
+            if cell is not None and (extent := stored.spread.extent(cell)).numel:
+                parts.append((key, CellPart(cell, extent, 0, extent)))
+        if not parts and rank not in self.manifest.files:
+            return []
+        return self._faults(rank, parts, data=thorough)
 
     def close(self) -> None:
         """Let go of files."""
@@ -82,7 +93,9 @@ class StoredCheckpoint:
             self._files.clear()
             self._open.clear()
 
-    def _faults(self, rank: int, parts: list[tuple[str, CellPart]]) -> list[str]:
+    def _faults(
+        self, rank: int, parts: list[tuple[str, CellPart]], *, data: bool = True
+    ) -> list[str]:
         try:
             file = self._file(rank)
         except CheckpointError as error:
@@ -91,7 +104,7 @@ class StoredCheckpoint:
         ranges = []
         for key, part in parts:
             try:
-                entry = _checked_entry(file, key, self._manifest.tensors[key], part.cell)
+                entry = _checked_entry(file, key, self.manifest.tensors[key], part.cell)
             except CheckpointError as error:
                 faults.append(str(error))
                 continue
@@ -101,19 +114,19 @@ class StoredCheckpoint:
             for first, count in part.wanted.runs_in(part.block, largest_gap=gap):
                 begin = entry.begin + (part.offset + first) * size
                 ranges.append((begin, begin + count * size))
-        return list(dict.fromkeys(faults)) + file.verify(ranges)
+        return list(dict.fromkeys(faults)) + (file.verify(ranges) if data else [])
 
     def _file(self, rank: int) -> TensorFile:
         """The file that a rank wrote."""
         with self._lock:
             file = self._files.get(rank)
             if file is None:
-                record = self._manifest.files.get(rank)
+                record = self.manifest.files.get(rank)
                 if record is None:
                     raise CheckpointError(
                         f"The manifest of {self.path} has tensors that rank {rank} wrote, but no file of it."
                     )
-                file = TensorFile(self.path / self._manifest.data / file_name(rank), record)
+                file = TensorFile(self.path / self.manifest.data / file_name(rank), record)
                 self._files[rank] = file
             self._open[rank] = file
             self._open.move_to_end(rank)

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from . import trees
 from .blocks import Block, whole
-from .publishing import flush
 from .reading import with_tensors
 from .source import MODEL, OPTIMIZER, Source, TensorInfo, TensorRef, without_class
+from .unfinished import flush
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict")
 _OPTIMIZER_NAMES = ("optimizer", "optimizer_state_dict", "optim")

@@ -2,8 +2,8 @@
 
     plan      what is where: arithmetic on every rank alike; ranks compare digests, and tell each other more only
               if these differ (`agreement`)
-    write     one file a rank, flushed
-    publish   the manifest, by a rename
+    write     one file a rank, flushed; then each rank reads another one's
+    publish   the manifest, by a rename; only then is anything old removed
 
 Each of these ends with all ranks knowing how it went. A save that fails anywhere leaves no trace.
 """
@@ -21,15 +21,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, ConfigurationError
+from ..errors import CheckpointError, ConfigurationError, FullshardError
 from . import publishing, trees
 from .agreement import Outline, agreed, outline_of, parts_to_write
 from .holdings import Held, ModelHoldings
-from .manifest import FileRecord, Manifest, StoredTensor, file_name
+from .manifest import MANIFEST, FileRecord, Manifest, StoredTensor, file_name
 from .optimizer_holdings import optimizer_tree
+from .runs import Run, retain, run_of
 from .spread import Spread
+from .stored import StoredCheckpoint
 from .team import Team, ranks_text
 from .tensor_files import NewEntry, write_file
+from .unfinished import UnfinishedSave
 
 log = logging.getLogger("fullshard.checkpoint")
 
@@ -63,6 +66,8 @@ class Plan:
 
     path: Path
     keep_last: int | None
+    run: Run | None
+    """That the model is in, if older checkpoints of it are to be removed."""
     tensors: dict[str, StoredTensor]
     """All of them, with the ranks that write them."""
     own: list[tuple[str, Tensor]]
@@ -109,6 +114,7 @@ def make_plan(
     return Plan(
         path=Path(path),
         keep_last=keep_last,
+        run=None if keep_last is None else run_of(model),
         tensors=tensors,
         own=team.each(lambda: parts_to_write(tensors, own.tensors, team.rank)),
         tied=outline.tied,
@@ -178,17 +184,33 @@ def _with_one_writer(spread: Spread, turn: int) -> Spread:
 
 
 def write(team: Team, plan: Plan, on_progress: OnProgress | None = None) -> Saved:
-    """Write what was planned, and publish it."""
-    folder = Path(team.first(lambda: str(publishing.begin(plan.path))))
+    """Write what was planned, read it back, and publish it."""
+    save: UnfinishedSave | None = None
+
+    def begin() -> tuple[str, bool]:
+        nonlocal save
+        # The first rank's path for all: others may have been given another, or be in another folder.
+        save = publishing.begin(Path(os.path.abspath(plan.path)))
+        return str(save.folder), (save.path / MANIFEST).exists()
+
+    begun = team.first(begin)
+    folder, replaces = Path(begun[0]), begun[1]
     try:
         record = team.each(lambda: _write_own(folder, team.rank, plan, on_progress))
-        records = team.of_all(record)
-        team.first(lambda: _publish(team, plan, folder, records))
-    except Exception:
-        team.first(lambda: publishing.abandon(folder))  # the error is on all ranks alike
+        manifest = _manifest(team, plan, folder, team.of_all(record))
+        # Data is read back where older data is to be removed afterwards.
+        thorough = replaces or plan.run is not None
+        team.each(lambda: _read_back(team, folder.parent, manifest, thorough))
+        team.first(lambda: None if save is None else _publish(save, plan, manifest))
+    except FullshardError:  # the same on all ranks
+        team.first(lambda: None if save is None else save.abandon())
         raise
-    nbytes = sum(record.nbytes for record in records if record is not None)
-    saved = Saved(plan.path, nbytes, time.perf_counter() - plan.began)
+    except BaseException:  # the other ranks may not answer any more
+        if save is not None:
+            save.abandon()
+        raise
+    nbytes = sum(record.nbytes for record in manifest.files.values())
+    saved = Saved(folder.parent, nbytes, time.perf_counter() - plan.began)
     if team.is_first:
         log.info("%s", saved)
     return saved
@@ -217,8 +239,10 @@ def _fetching(local: Tensor) -> Callable[[], Tensor]:
     return lambda: local.detach().to("cpu").resolve_conj().contiguous()
 
 
-def _publish(team: Team, plan: Plan, folder: Path, records: Sequence[FileRecord | None]) -> None:
-    manifest = Manifest(
+def _manifest(
+    team: Team, plan: Plan, folder: Path, records: Sequence[FileRecord | None]
+) -> Manifest:
+    return Manifest(
         data=folder.name,
         world=max(team.ranks) + 1,
         tensors=plan.tensors,
@@ -231,6 +255,34 @@ def _publish(team: Team, plan: Plan, folder: Path, records: Sequence[FileRecord 
         optimizer=plan.optimizer,
         extra=plan.extra,
     )
-    publishing.publish(plan.path, publishing.stamped(plan.path, manifest))
-    if plan.keep_last is not None:
-        publishing.retain(plan.path.absolute().parent, plan.keep_last)
+
+
+def _read_back(team: Team, path: Path, manifest: Manifest, thorough: bool) -> None:
+    """Read the file that the next rank wrote, as `load` will: all ranks together read all files, none its own.
+
+    Lengths and headers are checked, and, if ``thorough``, every byte.
+    """
+    place = team.ranks.index(team.rank)
+    source = StoredCheckpoint(path, manifest)
+    try:
+        faults = source.verify_file(team.ranks[(place + 1) % len(team.ranks)], thorough=thorough)
+    finally:
+        source.close()
+    if faults:
+        raise CheckpointError(
+            "A checkpoint is published once every rank has read what another one wrote; here that failed, and what was "
+            f"at {path} before is still there:\n  "
+            + "\n  ".join(faults)
+            + "\nAll ranks must see the same folder, on a file system that keeps what is written."
+        )
+
+
+def _publish(save: UnfinishedSave, plan: Plan, manifest: Manifest) -> None:
+    run = plan.run
+    mark = None if run is None else run.mark_for(save.path)
+    manifest = publishing.stamped(save.path, replace(manifest, run=mark))
+    if run is None or mark is None or plan.keep_last is None:
+        publishing.publish(save, manifest)
+        return
+    run.note_published(publishing.publish(save, manifest, keep_lock=True))
+    retain(save.path, mark, plan.keep_last)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +25,7 @@ from fullshard.errors import FullshardError
 from fullshard.tables import errors
 
 if TYPE_CHECKING:
+    from fullshard.checkpoint.differences import Differences
     from fullshard.checkpoint.source import Source
 
 app = typer.Typer(no_args_is_help=True)
@@ -53,10 +54,11 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
     """Show what a checkpoint has: tensors, optimizer state, who wrote it."""
-    with ends_well(), opened(path) as source:
+    with ends_well():
+        from fullshard.checkpoint.formats import use_source
         from fullshard.checkpoint_tool import contents, showing
 
-        found = contents.describe(source, pieces=pieces)
+        found = use_source(path, lambda source: contents.describe(source, pieces=pieces))
         if as_json:
             showing.print_json(found)
         else:
@@ -69,11 +71,15 @@ def verify(path: Checkpoint) -> None:
 
     Exit code 1 if anything is wrong.
     """
-    with ends_well(trouble=1), opened(path) as source:
+    with ends_well(trouble=1):
+        from fullshard.checkpoint.formats import use_source
         from fullshard.checkpoint_tool import checking, showing
 
-        with showing.progress(Console(), "verify", checking.bytes_in(source)) as advance:
-            report = checking.check(source, advance)
+        def check(source: Source) -> checking.Report:
+            with showing.progress(Console(), "verify", checking.bytes_in(source)) as advance:
+                return checking.check(source, advance)
+
+        report = use_source(path, check, is_good=lambda report: not report.faults)
         showing.print_report(Console(), errors(), report)
         if report.faults:
             raise typer.Exit(1)
@@ -96,14 +102,20 @@ def convert(
     ] = 1,
 ) -> None:
     """Write a checkpoint in another format."""
-    with ends_well(), opened(source) as opened_source:
+    with ends_well():
         from fullshard.checkpoint import converting
+        from fullshard.checkpoint.formats import use_source
         from fullshard.checkpoint_tool import checking, showing
 
         began = time.perf_counter()
-        nbytes = checking.bytes_in(opened_source)
-        with showing.progress(Console(), "convert", nbytes) as advance:
-            converting.write(opened_source, target, to=to, files=files, on_bytes=advance)
+
+        def write(opened: Source) -> int:
+            nbytes = checking.bytes_in(opened)
+            with showing.progress(Console(), "convert", nbytes) as advance:
+                converting.write(opened, target, to=to, files=files, on_bytes=advance)
+            return nbytes
+
+        nbytes = use_source(source, write)
         showing.print_written(Console(), target, nbytes, time.perf_counter() - began)
 
 
@@ -113,24 +125,19 @@ def diff(first: Checkpoint, second: Checkpoint) -> None:
 
     Exit code 0 if they are equal, 1 if they differ.
     """
-    with ends_well(), opened(first) as one, opened(second) as other:
+    with ends_well():
         from fullshard.checkpoint.differences import differences
+        from fullshard.checkpoint.formats import use_source
         from fullshard.checkpoint_tool import checking, showing
 
-        with showing.progress(Console(), "compare", checking.bytes_in(one)) as advance:
-            found = differences(one, other, compared=advance)
+        def compare(one: Source, other: Source) -> Differences:
+            with showing.progress(Console(), "compare", checking.bytes_in(one)) as advance:
+                return differences(one, other, compared=advance)
+
+        found = use_source(first, lambda one: use_source(second, lambda other: compare(one, other)))
         showing.print_differences(Console(), found)
         if found:
             raise typer.Exit(1)
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[Source]:
-    """The checkpoint at ``path``, whatever its format."""
-    from fullshard.checkpoint.formats import open_source
-
-    with closing(open_source(path)) as source:
-        yield source
 
 
 @contextmanager

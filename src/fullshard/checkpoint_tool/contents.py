@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from fullshard.checkpoint import manifest as manifests, trees
+from fullshard.checkpoint import trees
 from fullshard.checkpoint.source import CLASS, MODEL, OPTIMIZER, Source
 from fullshard.checkpoint.stored import StoredCheckpoint
 from fullshard.checkpoint_tool.places import places_in
@@ -74,7 +74,7 @@ def _totals(tensors: Iterable[dict[str, Any]]) -> dict[str, int]:
 def _written(source: Source) -> dict[str, Any] | None:
     if not isinstance(source, StoredCheckpoint):
         return None
-    manifest = manifests.read(source.path)
+    manifest = source.manifest
     return {
         "created": manifest.created,
         "fullshard": manifest.fullshard,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.blocks import whole
 from fullshard.checkpoint.dcp import DcpCheckpoint
 from fullshard.checkpoint.huggingface import HuggingFaceFolder
@@ -47,7 +46,7 @@ class Places(Protocol):
 def places_in(source: Source) -> Places:
     """Where the tensors of ``source`` are."""
     if isinstance(source, StoredCheckpoint):
-        return _StoredPlaces(source.path)
+        return _StoredPlaces(source)
     if isinstance(source, DcpCheckpoint):
         return _DcpPlaces(source)
     if isinstance(source, HuggingFaceFolder):
@@ -56,9 +55,9 @@ def places_in(source: Source) -> Places:
 
 
 class _StoredPlaces:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._manifest = manifests.read(path)
+    def __init__(self, source: StoredCheckpoint) -> None:
+        self._path = source.path
+        self._manifest = source.manifest
         self._opened: dict[int, TensorFile] = {}
 
     def files(self) -> list[Path]:
