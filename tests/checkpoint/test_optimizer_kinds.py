@@ -154,6 +154,17 @@ def test_states_that_are_missing_or_left_over_are_named() -> None:
         assert "without_optimizer=True" in text
 
 
+def test_state_that_one_of_the_same_class_needs_must_be_there() -> None:
+    source = saved(optim.AdamW)
+    assert source.optimizer is not None
+    state = source.optimizer["state"]["weight"]
+    state["older"] = state.pop("exp_avg")  # more than it needs is no fault
+    text = refusal(source, optim.AdamW) or ""
+    assert "state of weight: missing: exp_avg\n" in text
+    state["exp_avg"] = state["older"]
+    assert refusal(source, optim.AdamW) is None
+
+
 def test_adam_and_adamw_go_on_with_each_other_and_keep_their_own_decay(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

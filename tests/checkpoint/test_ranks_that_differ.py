@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import (
     CheckpointError,
@@ -28,6 +28,8 @@ def build(door: str, replicas: int) -> nn.Module:
     """Two matrices of which every rank has a part."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 6, bias=False), nn.Linear(6, 7, bias=False))
+    if door == "plain":
+        return model
     sizes = (replicas, dist.get_world_size() // replicas) if replicas > 1 else None
     mesh = None if sizes is None else init_device_mesh("cpu", sizes, mesh_dim_names=("r", "s"))
     if door == "functional":
@@ -139,12 +141,19 @@ def save_what_differs(folder: Path, door: str, replicas: int) -> dict[str, str]:
     extra = 1 if dist.get_rank() == 0 else None
     checkpoint.save(folder / "good", model, optimizer, extra=extra)
     assert checkpoint.load(folder / "good", model, optimizer).extra == 1
+    # And those who load must be alike.
+    for case in ("no optimizer", "another class"):
+        other = ODD_OPTIMIZERS[case][0](model) if is_odd else optimizer
+        with pytest.raises(CheckpointError, match="together must all pass an optimizer") as error:
+            checkpoint.load(folder / "good", model, other, without_optimizer=other is None)
+        errors[f"{case}, load"] = str(error.value)
     return errors
 
 
 @pytest.mark.parametrize(
     ("door", "ranks", "replicas"),
     [
+        ("plain", 2, 1),
         ("functional", 2, 1),
         ("wrapper", 2, 1),
         ("functional", 3, 1),
@@ -165,4 +174,25 @@ def test_no_rank_saves_what_another_has_otherwise(
             text = errors[f"{case}, {place}"]
             assert all(line in text for line in expected), (case, place, text)
             assert "Nothing was saved" in text and "rank " in text
+    assert "\n  no optimizer: rank 0\n" in errors["no optimizer, load"]
     assert f"rank{'s' if ranks > 2 else ''} 1" in errors["extra"]
+
+
+def save_stages(folder: Path) -> None:
+    """Of a pipeline: one stage is frozen, so that its rank has nothing to optimize."""
+    rank = dist.get_rank()
+    stage = nn.ModuleDict({f"stage{rank}": nn.Linear(3, 3)})
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    fully_shard(stage[f"stage{rank}"], mesh=DeviceMesh.from_group(groups[rank], "cpu"))
+    optimizer = optim.Adam([{"params": [] if rank else list(stage.parameters())}], lr=0.1)
+    step(optimizer)
+    checkpoint.save(folder / "a", stage, optimizer)
+    optimizer.state.clear()
+    checkpoint.load(folder / "a", stage, optimizer)
+    assert [state["step"] for state in optimizer.state.values()] == [1.0, 1.0][rank * 2 :]
+
+
+def test_a_rank_without_parameters_to_optimize_passes_an_empty_group(
+    world: Any, tmp_path: Path
+) -> None:
+    world(2).run(save_stages, tmp_path)

@@ -51,7 +51,8 @@ def test_inspect_lists_tensors_and_totals(made: Path) -> None:
     lines = result.stdout.splitlines()
     assert any("by 2 ranks, fullshard" in line for line in lines)
     assert "Model       32 elements in 4 tensors, 128 B" in lines
-    assert "Optimizer   64 elements in 8 tensors, 256 B; 1 group of 4 parameters" in lines
+    totals = "64 elements in 8 tensors, 256 B; 1 group of 4 parameters"
+    assert f"Optimizer   torch.optim.AdamW, {totals}" in lines
     assert 'Extra       {"step": "first"}' in lines
     rows = [line.split() for line in lines]
     assert ["0.weight", "float32", "5", "x", "3", "60", "B", "2"] in rows

@@ -20,7 +20,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -120,7 +120,7 @@ def agreed(own: Outline, told: Mapping[int, Outline], rank: int) -> Outline:
         CheckpointError: this rank has something else than was told, more, or less; or ranks differ in whether they
             have an optimizer, and which. An error here must be one on all ranks.
     """
-    _check_optimizers(told)
+    check_kinds({rank: _kind(outline.optimizer) for rank, outline in told.items()}, "save")
     joined = _Joined(told)
     faults = [*_tensor_differences(own, joined, rank), *_tied_differences(own, joined)]
     if own.optimizer is not None:
@@ -137,25 +137,30 @@ def agreed(own: Outline, told: Mapping[int, Outline], rank: int) -> Outline:
     return joined.outline
 
 
-def _check_optimizers(told: Mapping[int, Outline]) -> None:
-    """Raise unless all ranks have an optimizer of one class, or none has any."""
-    ranks_by_class: dict[str, list[int]] = {}
-    for rank, outline in told.items():
-        ranks_by_class.setdefault(_kind(outline.optimizer), []).append(rank)
-    if len(ranks_by_class) > 1:
+def check_kinds(kinds: Mapping[int, str | None], task: Literal["save", "load"]) -> None:
+    """Raise unless all ranks have passed an optimizer of one class, or none has passed any.
+
+    Args:
+        kinds: By rank, the name of the class, or None.
+        task: What ranks do together.
+    """
+    ranks_by_kind: dict[str, list[int]] = {}
+    for rank, kind in kinds.items():
+        ranks_by_kind.setdefault(kind or "no optimizer", []).append(rank)
+    if len(ranks_by_kind) > 1:
+        done = {"save": "saved", "load": "loaded"}[task]
+        lines = sorted(f"{kind}: {ranks_text(ranks)}" for kind, ranks in ranks_by_kind.items())
         raise CheckpointError(
-            "Nothing was saved. Ranks that save together must all pass an optimizer of one class, or none; here they passed\n  "
-            + "\n  ".join(
-                f"{kind}: {ranks_text(ranks)}" for kind, ranks in sorted(ranks_by_class.items())
-            )
-            + "\nPass the optimizer on all ranks. A rank without parameters to optimize passes one with an empty group."
+            f"Ranks that {task} together must all pass an optimizer of one class, or none. Nothing was {done}, because "
+            "they passed\n  "
+            + "\n  ".join(lines)
+            + "\nPass the optimizer on all ranks. A rank without parameters to "
+            "optimize passes one with an empty group."
         )
 
 
-def _kind(optimizer: Tree | None) -> str:
-    if optimizer is None:
-        return "no optimizer"
-    return next(iter(optimizer.get(CLASS, ())), "an optimizer")
+def _kind(optimizer: Tree | None) -> str | None:
+    return None if optimizer is None else next(iter(optimizer.get(CLASS, ())), "an optimizer")
 
 
 class _Joined:

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
+from .agreement import check_kinds
 from .blocks import Block, whole
 from .holdings import ModelHoldings
+from .optimizer_kinds import class_names
 from .optimizer_target import OptimizerTarget
 from .source import MODEL, Source
 from .targets import Faults, ModelTarget, Want
@@ -69,7 +71,7 @@ def load_source(
                 source, model, optimizer, without_optimizer=without_optimizer, cast=cast
             )
         )
-        targets = _fitting(team, comparison)
+        targets = _fitting(team, comparison, optimizer)
         wants = team.each(lambda: [want for target in reversed(targets) for want in target.wants])
         team.each(lambda: _verify(source, wants))
         team.first(lambda: _check_copies(source, comparison.tied))
@@ -133,13 +135,18 @@ def compare(
     return Comparison(source, targets, faults, others, held.tied)
 
 
-def _fitting(team: Team, comparison: Comparison) -> list[ModelTarget | OptimizerTarget]:
+def _fitting(
+    team: Team, comparison: Comparison, optimizer: Optimizer | None
+) -> list[ModelTarget | OptimizerTarget]:
     """The targets, if nothing is wrong with any rank's.
 
     What one rank has nothing to take with, another may have: stages of a pipeline.
     """
     faults = comparison.faults
-    by_nobody = set[str].intersection(*map(set, team.of_all(faults.unexpected)))
+    kind = None if optimizer is None else class_names(optimizer)[0]
+    kinds, unexpected = zip(*team.of_all((kind, faults.unexpected)), strict=True)
+    check_kinds(dict(zip(team.ranks, kinds, strict=True)), "load")
+    by_nobody = set[str].intersection(*map(set, unexpected))
     faults.unexpected = [name for name in faults.unexpected if name in by_nobody]
     team.each(comparison.raise_faults)
     return comparison.targets

@@ -146,8 +146,8 @@ def fit(
     for number, (group, saved_group, states) in enumerate(pairs):
         if not found or is_related:
             result.faults += _option_faults(own, names[0], number, group, saved_group, not found)
-        if not is_same:
-            result.faults += _state_faults(classes, group, states)
+        # One of the same class may have state that its options do not ask for any more.
+        result.faults += _state_faults(classes, group, states, may_have_more=is_same)
         keeps_decay = (
             not is_same and optim.Adam in classes and _decays_otherwise(group, saved_group, found)
         )
@@ -199,7 +199,11 @@ def _options_of_torch() -> set[str]:
 
 
 def _state_faults(
-    classes: Sequence[type[Optimizer]], group: Group, states: Mapping[str, Mapping[str, Any]]
+    classes: Sequence[type[Optimizer]],
+    group: Group,
+    states: Mapping[str, Mapping[str, Any]],
+    *,
+    may_have_more: bool,
 ) -> Iterator[str]:
     """Parameters whose saved state is not what the optimizer keeps."""
     known = next((each for each in classes if each in STATES), None)
@@ -212,8 +216,8 @@ def _state_faults(
         missing, left = min(
             ((each - there, there - each) for each in kept), key=lambda sets: sum(map(len, sets))
         )
-        if known is not classes[0]:
-            left = frozenset()  # what it keeps beside is not known
+        if may_have_more or known is not classes[0]:  # of users' classes more is not known
+            left = frozenset()
         if state and (missing or left):
             names_by_difference.setdefault((missing, left), []).append(name)
     for (missing, left), names in names_by_difference.items():
