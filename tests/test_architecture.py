@@ -34,7 +34,15 @@ LAYERS = [
         "forms",
         "resting_shards",
     ],
-    ["comm", "gathering", "kept_part", "self_gathered", "gradients", "group_gradients"],
+    [
+        "comm",
+        "gathering",
+        "kept_part",
+        "self_gathered",
+        "gradients",
+        "unreduced_gradients",
+        "group_gradients",
+    ],
     [
         "param_group",
         "whole_params",

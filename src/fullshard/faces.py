@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -113,6 +114,13 @@ class ShardedFace(ABC):
                 )
             gradient = returned
         return gradient
+
+    def clear_gradient(self, *, set_to_none: bool) -> None:
+        """Do what ``zero_grad`` does."""
+        if set_to_none:
+            self.param.grad = None
+        elif self.param.grad is not None:
+            self.param.grad.zero_()
 
     def resting(self, owner: ParamOwner) -> Tensor:
         """What the owner of a parameter shows while this face stands for it."""
@@ -219,6 +227,13 @@ class PlainFace(ShardedFace):
     For a while, other tensors can be shown in the place of what it stands for: whole parameters, say.
     """
 
+    stands_for_several = False
+    """Whether it is one parameter for all of a segment."""
+    _unreduced_shape: torch.Size | None = None
+    """Of the gradient that `show_unreduced` has put into `.grad`, if it has."""
+    _reduced_gradient: Tensor | None = None
+    """What was in `.grad` before."""
+
     @abstractmethod
     def show(self, values: Sequence[Tensor]) -> None:
         """Let the modules have these as parameters, one for each that the face stands for."""
@@ -260,8 +275,44 @@ class PlainFace(ShardedFace):
             param.grad.add_(shaped)
         _after_accumulation(param)
 
+    def show_unreduced(self, whole: Tensor) -> None:
+        """Let `.grad` be this rank's own gradient of all that the face stands for, until `show_reduced`."""
+        if self.unreduced is None:
+            self._reduced_gradient = self.param.grad
+        self._unreduced_shape = whole.shape
+        self._assign_gradient(whole)
+
+    @property
+    def unreduced(self) -> Tensor | None:
+        """The gradient of `show_unreduced` as it is now; None if it was cleared, or another assigned."""
+        found = self.param.grad
+        return found if found is not None and found.shape == self._unreduced_shape else None
+
+    def show_reduced(self) -> None:
+        """Let `.grad` be what it was before `show_unreduced`; if it was cleared since then, it stays so."""
+        if self.unreduced is not None:
+            self._assign_gradient(self._reduced_gradient)
+        self._unreduced_shape = self._reduced_gradient = None
+
+    def forget_reduced(self) -> None:
+        """Let there be no gradient after `show_reduced`: it has been cleared."""
+        self._reduced_gradient = None
+
+    def _assign_gradient(self, gradient: Tensor | None) -> None:
+        """Let `.grad` be a tensor of any shape, dtype and device."""
+        param = self.param
+        param.grad = None
+        if gradient is None:
+            return
+        if gradient.shape == param.shape and gradient.device == param.device:
+            self._have_gradient(gradient)
+        else:
+            # torch looks at it when it is assigned, and lets it become another afterwards.
+            param.grad = like_param = torch.empty_like(param, dtype=param.grad_dtype)
+            like_param.data = gradient
+
     def _have_gradient(self, gradient: Tensor) -> None:
-        if gradient.dtype != self.param.dtype:
+        if gradient.dtype != self.param.grad_dtype:
             self.param.grad_dtype = gradient.dtype
         self.param.grad = gradient
 
@@ -303,7 +354,7 @@ class PieceFace(PlainFace):
         self.param.data = self._hidden
         gradient = self.param.grad
         if gradient is not None and gradient is not self._gradient_before:  # of the whole one
-            self.param.grad = self._gradient_before
+            self._assign_gradient(self._gradient_before)
         del self._hidden, self._gradient_before
         if not self.in_place:  # somebody assigned another
             self._install()
@@ -358,6 +409,8 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
 
 class FlatFace(PlainFace):
     """One parameter for all of a segment; meanwhile the modules show what the parameters were."""
+
+    stands_for_several = True
 
     def __init__(
         self,

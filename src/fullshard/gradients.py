@@ -1,7 +1,6 @@
 """Taking gradients from unsharded parameters, reducing them, landing them in sharded ones.
 
     take        .grad of the unsharded faces, cleared there
-    fill        one fused cast-copy (or add, when accumulating) into the group's reduce buffer
     Reduction   reduce-scatter, or exchange and sum; all-reduce over replicas, division, cast, land in .grad of
                 the sharded faces
 
@@ -105,16 +104,6 @@ def take(params: Sequence[FSDPParam]) -> dict[int, Tensor]:
                 gradient = local_gradient(param.placement, gradient)
             gradients[index] = gradient
     return gradients
-
-
-def fill(buffer: ReduceBuffer, gradients: dict[int, Tensor], held: set[int]) -> None:
-    """Copy or add gradients into the reduce buffer; ``held`` says which it has already, and is updated."""
-    first = {i: each for i, each in gradients.items() if i not in held} if held else gradients
-    if first:
-        buffer.put(first)
-    if len(first) < len(gradients):
-        buffer.add({i: each for i, each in gradients.items() if i in held})
-    held.update(gradients)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,22 @@
 """The gradients of one group, from backward to their reduction.
 
-    collect            unsharded gradients are moved into a reduce buffer, or added to what waits there
+    collect            unsharded gradients wait as they are, or are moved into a reduce buffer with all that waited
     prepare_reduction  ... and handed over to a reduction, which carries them to the sharded parameters
-    drop               ... or forgotten
+    clear, drop        ... or forgotten
 
 Reduce buffers are reserved and given back here and by the reductions that read them, nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import gradients
-from .errors import ConfigurationError
 from .layout import Layout, has_large_pieces
 from .mesh import DataParallelAxes
 from .param import FSDPParam
@@ -24,6 +24,7 @@ from .policies import MixedPrecisionPolicy
 from .recording import Recorder
 from .reduce_buffer import ReduceBuffer
 from .streams import FSDPCommContext
+from .unreduced_gradients import UnreducedGradients
 
 
 class ReduceTraffic(NamedTuple):
@@ -36,10 +37,7 @@ class ReduceTraffic(NamedTuple):
 
 
 class GroupGradients:
-    """What of a group's gradients waits to be reduced, in which memory and dtypes.
-
-    Invariant: gradients that wait are all in one buffer, whose memory is present.
-    """
+    """What of a group's gradients waits to be reduced, in which memory and dtypes."""
 
     def __init__(
         self,
@@ -73,12 +71,12 @@ class GroupGradients:
         """Of each parameter: in which gradients are summed over ranks, and in which they land."""
         self.wire_dtype: torch.dtype | None = None
         """In which gradients travel, if it is not the reduce dtype."""
-        self._buffers: dict[torch.dtype | None, ReduceBuffer] = {}
-        """By wire dtype; None is for accumulating, and for sending if gradients have no other."""
-        self._held: set[int] = set()
-        """Parameters whose gradients wait in a reduce buffer."""
-        self._held_in: ReduceBuffer | None = None
-        """Which buffer that is; None if there are none."""
+        self._buffer: ReduceBuffer | None = None
+        """For the gradients that are sent off; None until they are, or if it does not fit any longer."""
+        self._filled: set[int] = set()
+        """Parameters whose gradients are in it and not handed over yet."""
+        self.unreduced = UnreducedGradients(params, layout)
+        """Gradients of backwards without synchronisation."""
         self._partial: dict[int, Tensor] = {}
         """Reduced shards that wait to be summed over replicas."""
 
@@ -97,67 +95,68 @@ class GroupGradients:
         if self._low_precision:
             sharded = self._mesh_info.shard_process_group is not None
             gradient_dtypes = [*compute_dtypes] if sharded else reduce_dtypes
-        if (reduce_dtypes, gradient_dtypes) != (self.reduce_dtypes, self.gradient_dtypes):
-            self.reduce_dtypes, self.gradient_dtypes = reduce_dtypes, gradient_dtypes
-            self.forget_buffers()
         # What stays on its rank is not rounded.
-        self.wire_dtype = policy.wire_dtype if self._mesh_info.shard_mesh_size > 1 else None
+        wire_dtype = policy.wire_dtype if self._mesh_info.shard_mesh_size > 1 else None
+        dtypes = reduce_dtypes, gradient_dtypes, wire_dtype
+        if dtypes != (self.reduce_dtypes, self.gradient_dtypes, self.wire_dtype):
+            self.reduce_dtypes, self.gradient_dtypes, self.wire_dtype = dtypes
+            self.forget_buffer()
 
-    def forget_buffers(self) -> None:
-        """Make reduce buffers anew: their dtypes, or which parameters are trainable, have changed."""
-        self._buffers.clear()
+    def forget_buffer(self) -> None:
+        """Make the reduce buffer anew: dtypes, or which parameters are trainable, have changed."""
+        self._buffer = None
 
     # --- collect ----------------------------------------------------------------------------------
 
     def collect(self, *, to_send: bool) -> None:
-        """Move the unsharded parameters' gradients into a reduce buffer, adding to what is held.
+        """Take the unsharded parameters' gradients, to wait; or with ``to_send`` to be reduced with all that waited.
 
-        With ``to_send``, `prepare_reduction` comes next, and what comes alone may be rounded for the
-        wire at once. What is added up over several backwards is rounded when the sum is complete.
+        `prepare_reduction` comes next then. What is added up over several backwards is rounded for the wire when
+        the sum is complete.
         """
         taken = gradients.take(self._params)
-        if not taken:
+        if not to_send:
+            self.unreduced.add(taken, self.reduce_dtypes)
+            self._note_waiting()
             return
-        alone = to_send and self._held_in is None
-        self._held_in = self._reserve_buffer(self.wire_dtype if alone else None)
-        gradients.fill(self._held_in, taken, self._held)
+        if self.unreduced:
+            taken = self.unreduced.take(taken)
+            self._note_waiting()
+        if taken:
+            self._reserve_buffer(taken).put(taken)
+            self._filled = set(taken)
 
-    def _reserve_buffer(self, wire_dtype: torch.dtype | None) -> ReduceBuffer:
-        """A reduce buffer with its memory present, and nobody else reading it."""
-        buffer = self._buffers.get(wire_dtype) or self._new_buffer(wire_dtype)
-        if buffer is not self._held_in:
-            self._context.make_room_for_reduction()
-            if buffer.allocated:  # this very group's previous reduction still reads it
-                self._context.finish_inputs()
-            buffer.allocate()
-            if self._context.recorder is not None:
-                self._context.recorder.note_reducing(buffer, buffer.nbytes)
-        return buffer
+    def _note_waiting(self) -> None:
+        """Let those who call, observe or record know whether and how much waits."""
+        (_WAITING.add if self.unreduced or self._partial else _WAITING.discard)(self)
+        if self._context.recorder is not None:
+            self._context.recorder.note_reducing(self.unreduced, self.unreduced.nbytes)
 
-    def _new_buffer(self, wire_dtype: torch.dtype | None) -> ReduceBuffer:
-        """Make a reduce buffer for the parameters that are trainable now or have gradients."""
-        if self._held and not self._buffers:
-            raise ConfigurationError(
-                f"requires_grad of parameters in group {self._name!r} changed while gradients were accumulated "
-                "without synchronisation. Change it after a step that synchronises, or call "
-                "reset_iter_state() to drop what was accumulated."
-            )
+    def _reserve_buffer(self, params: Collection[int]) -> ReduceBuffer:
+        """The reduce buffer, with room for parameters, its memory present and nobody else reading it."""
         self._context.make_room_for_reduction()
-        buffer = self._buffer_on(self._device, wire_dtype)
-        buffer.release()
-        self._buffers[wire_dtype] = buffer
+        buffer = self._buffer
+        if buffer is None or not buffer.targets.keys() >= set(params):
+            buffer = self._buffer = self._buffer_on(self._device, params)
+            buffer.release()
+        if buffer.allocated:  # this very group's previous reduction still reads it
+            self._context.finish_inputs()
+        buffer.allocate()
+        if self._context.recorder is not None:
+            self._context.recorder.note_reducing(buffer, buffer.nbytes)
         return buffer
 
-    def _buffer_on(self, device: torch.device, wire_dtype: torch.dtype | None) -> ReduceBuffer:
-        trainable = [index for index, param in enumerate(self._params) if param.trainable]
+    def _buffer_on(self, device: torch.device, params: Collection[int] = ()) -> ReduceBuffer:
+        """A reduce buffer for the parameters that are trainable now, and for ``params``."""
+        indices = [i for i, param in enumerate(self._params) if param.trainable or i in params]
         # gloo carries every message of a call by itself; an exchange is a call each.
-        rank_major = self._device.type == "cpu"
+        rank_major, wire_dtype = self._device.type == "cpu", self.wire_dtype
         if wire_dtype is not None:
             rank_major = not has_large_pieces(self._layout, [wire_dtype] * len(self._params))
         return ReduceBuffer(
             self._layout,
             self._mesh_info.shard_mesh_rank,
-            trainable,
+            indices,
             self.reduce_dtypes,
             self.gradient_dtypes,
             device,
@@ -184,48 +183,62 @@ class GroupGradients:
                 for index, param in enumerate(self._params)
                 if param.trainable and param.unsharded_param is not None
             )
-        missing -= self._held
-        if not self._held and not missing:
+        missing -= self._filled
+        if not self._filled and not missing:
             return None
-        context, buffer = self._context, self._reserve_buffer(self.wire_dtype)
-        if self._held_in is not None and self._held_in is not buffer:
-            buffer.copy_from(self._held_in, self._held)
-            self._held_in.release()
-            if context.recorder is not None:
-                context.recorder.note_reducing(self._held_in, 0)
+        used = self._filled | missing
+        buffer = self._buffer if self._filled else self._reserve_buffer(missing)
+        assert buffer is not None and buffer.targets.keys() >= used, "made for these"
         if missing:
             torch._foreach_zero_([t for index in sorted(missing) for t in buffer.targets[index]])
         reduction = gradients.Reduction(
-            context,
+            self._context,
             self._events,
             self._mesh_info,
             settings,
             buffer,
             self._params,
-            self._held | missing,
+            used,
             self._partial,
         )
-        self._held, self._held_in = set(), None
+        self._filled = set()
+        if not settings.all_reduce:
+            _WAITING.add(self)
         return reduction
+
+    def clear(self, cleared: Collection[int]) -> None:
+        """Forget what waits of parameters whose gradients somebody has cleared; ``cleared`` has ids of parameters."""
+        indices = [
+            index
+            for index, param in enumerate(self._params)
+            if id(param.face.param) in cleared or id(param.unsharded_param) in cleared
+        ]
+        self.unreduced.clear(indices)
+        for index in indices:
+            if index in self._partial:
+                self._context.keep_until_joined(self._partial.pop(index))
+        if indices:
+            self._note_waiting()
 
     def drop(self) -> None:
         """Forget gradients that were not reduced: after a failed step, when no reduction is in flight."""
         gradients.take(self._params)
-        self._held.clear()
-        self._held_in = None
+        self.unreduced.drop()
+        self._filled.clear()
         self._partial.clear()
-        for buffer in self._buffers.values():
-            if buffer.allocated:
-                buffer.release()
-                if self._context.recorder is not None:
-                    self._context.recorder.note_reducing(buffer, 0)
+        self._note_waiting()
+        if self._buffer is not None and self._buffer.allocated:
+            self._buffer.release()
+            if self._context.recorder is not None:
+                self._context.recorder.note_reducing(self._buffer, 0)
 
     # --- what is said about them ------------------------------------------------------------------
 
     def note_memory(self, recorder: Recorder) -> None:
         """Tell somebody who begins to record which reduce buffers have memory now."""
-        for buffer in self._buffers.values():
-            recorder.note_reducing(buffer, buffer.nbytes if buffer.allocated else 0)
+        recorder.note_reducing(self.unreduced, self.unreduced.nbytes)
+        if self._buffer is not None and self._buffer.allocated:
+            recorder.note_reducing(self._buffer, self._buffer.nbytes)
 
     def traffic(self, settings: gradients.ReductionSettings) -> ReduceTraffic:
         """What reducing with the settings takes, on any device and before anything has been reduced.
@@ -234,7 +247,7 @@ class GroupGradients:
         """
         sent = all_reduced = 0
         world = self._layout.world
-        buffer = self._buffer_on(torch.device("meta"), self.wire_dtype)
+        buffer = self._buffer_on(torch.device("meta"))
         custom, replicas = settings.custom, self._mesh_info.replicate_mesh_size
         for run in buffer.runs(frozenset(buffer.targets)):
             reduced = run.numel * run.reduce_dtype.itemsize
@@ -242,3 +255,23 @@ class GroupGradients:
             sent += message - message // world
             all_reduced += gradients.all_reduce_bytes(reduced, replicas)
         return ReduceTraffic(sent, all_reduced)
+
+
+_WAITING: weakref.WeakSet[GroupGradients] = weakref.WeakSet()
+"""Those of whose gradients some wait; usually none."""
+
+
+def gradients_were_cleared(params: Callable[[], Iterable[Tensor]]) -> None:
+    """Let no gradients of parameters wait any longer: ``zero_grad`` was called for them."""
+    if _WAITING:
+        cleared = {id(param) for param in params()}
+        for waiting in tuple(_WAITING):
+            waiting.clear(cleared)
+
+
+def not_to_be_updated(params: Callable[[], Iterable[Tensor]]) -> list[str]:
+    """Names of parameters that no optimizer can update now: see `UnreducedGradients.sharded_names`."""
+    if not _WAITING:
+        return []
+    wanted = {id(param) for param in params()}
+    return [name for waiting in tuple(_WAITING) for name in waiting.unreduced.sharded_names(wanted)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -402,6 +402,7 @@ class FSDPParamGroup:
                 assert member.whole is not None, "the gather has been finished"
                 member.param.make_unsharded_face(member.whole)
         self._find_unwatched()
+        _GROUPS_OF_UNSHARDED.update((id(param.unsharded_param), self) for param in self.params)
         self._faces = FaceSwitch(self.params)
         return self._faces
 
@@ -410,7 +411,7 @@ class FSDPParamGroup:
         for param in self.params:
             if param.face is face:
                 param.set_trainable(trainable)
-        self.gradients.forget_buffers()
+        self.gradients.forget_buffer()
         self._find_unwatched()
 
     def _find_unwatched(self) -> None:
@@ -550,6 +551,12 @@ class FSDPParamGroup:
         reduction.issue(None if recorder is None else recorder.transfer("reduce", self))
         context.note_reduction(reduction)
 
+    def clear_gradients(self, unsharded: Collection[int], *, set_to_none: bool) -> None:
+        """Clear the gradients of sharded parameters: ``zero_grad`` found the unsharded ones, with these ids."""
+        for param in self.params:
+            if id(param.unsharded_param) in unsharded:
+                param.face.clear_gradient(set_to_none=set_to_none)
+
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced: after a failed step."""
         self.gradients.drop()
@@ -575,9 +582,22 @@ class FSDPParamGroup:
 
 _GROUPS: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
 """By the ids of their sharded parameters; of one that is gone, its id may have been given to another tensor."""
+_GROUPS_OF_UNSHARDED: weakref.WeakValueDictionary[int, FSDPParamGroup] = (
+    weakref.WeakValueDictionary()
+)
+"""By the ids of their unsharded parameters."""
 
 
 def groups_of(params: Iterable[Tensor]) -> list[FSDPParamGroup]:
     """The groups to which some of the parameters belong, and maybe others."""
-    found = (_GROUPS.get(id(param)) for param in params)
+    return _found(_GROUPS, params)
+
+
+def groups_of_unsharded(params: Iterable[Tensor]) -> list[FSDPParamGroup]:
+    """The same of unsharded parameters; a group is asked which of its own are meant."""
+    return _found(_GROUPS_OF_UNSHARDED, params)
+
+
+def _found(known: Mapping[int, FSDPParamGroup], params: Iterable[Tensor]) -> list[FSDPParamGroup]:
+    found = (known.get(id(param)) for param in params)
     return list(dict.fromkeys(group for group in found if group is not None))

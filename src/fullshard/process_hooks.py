@@ -1,7 +1,8 @@
 """Hooks on torch itself, for what no hook on a module or parameter can notice.
 
     optimizer.step()      the optimizer cannot update shards (`optimizer_checks`), or has tensors that are not the
-                          model's parameters; writes that no version counter counts
+                          model's parameters, or gradients that were not reduced; writes that no version counter counts
+    zero_grad()           gradients that wait to be reduced, and are not in `.grad`, are to be cleared, too
     backward(inputs=...)  sharded parameters are named, but the graph has the unsharded ones
     module.name = ...     modules and parameters that join a sharded model
 
@@ -31,8 +32,9 @@ from torch.optim.optimizer import (
 from . import optimizer_checks, torch_border
 from .errors import LifecycleError
 from .faces import group_of, unsharded_name
+from .group_gradients import gradients_were_cleared, not_to_be_updated
 from .optimizer_checks import params_of
-from .param_group import groups_of
+from .param_group import groups_of, groups_of_unsharded
 
 
 @functools.cache
@@ -40,6 +42,7 @@ def install() -> None:
     """Install the hooks, unless that has been done."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
+    torch_border.observe_zero_grad(_cleared_by_optimizer, _cleared_by_module)
     torch_border.translate_backward_inputs(_graph_inputs)
     register_module_module_registration_hook(_joins)
     register_module_parameter_registration_hook(_joins)
@@ -57,6 +60,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _CHECKED.get(optimizer) != count:
         _check_params(optimizer)
         _CHECKED[optimizer] = count
+    unreduced = not_to_be_updated(lambda: params_of(optimizer))
+    if unreduced:
+        raise LifecycleError(
+            "Gradients must be reduced before an optimizer updates sharded parameters; those of these were only added up, "
+            f"in no_sync(): {unreduced}. Run the last backward before step() outside of no_sync()."
+        )
 
 
 def _check_params(optimizer: Optimizer) -> None:
@@ -87,6 +96,21 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return  # does so itself
     written = [p for p in params_of(optimizer) if p.grad is not None and group_of(p)]
     torch.autograd.graph.increment_version(written)
+
+
+# --- zero_grad ------------------------------------------------------------------------------------
+
+
+def _cleared_by_optimizer(optimizer: Optimizer, set_to_none: bool) -> None:
+    gradients_were_cleared(lambda: params_of(optimizer))
+
+
+def _cleared_by_module(module: nn.Module, set_to_none: bool) -> None:
+    """Between forward and backward a module may have unsharded parameters, whose `.grad` is another one."""
+    params = list(module.parameters())
+    gradients_were_cleared(lambda: params)
+    for group in groups_of_unsharded(params):
+        group.clear_gradients({id(param) for param in params}, set_to_none=set_to_none)
 
 
 # --- backward(inputs=...) -------------------------------------------------------------------------

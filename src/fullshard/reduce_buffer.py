@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,10 +99,9 @@ class ReduceRun:
 
 
 class ReduceBuffer:
-    """The whole gradients of a group's trainable parameters in the dtype in which they travel, or accumulate.
+    """The whole gradients of a group's trainable parameters in the dtype in which they travel.
 
-    Filled by one fused cast-copy when gradients arrive; kept over steps that accumulate without
-    reducing; given back when the collective has read it.
+    Filled by one fused cast-copy when gradients are sent off; given back when the collective has read it.
     """
 
     def __init__(
@@ -254,21 +253,13 @@ class ReduceBuffer:
         return cut
 
     def put(self, gradients: dict[int, Tensor]) -> None:
-        """Copy gradients of parameters here, over what was there."""
-        torch._foreach_copy_(*self._copies(gradients))
-
-    def add(self, gradients: dict[int, Tensor]) -> None:
-        """Add gradients of parameters to what is here."""
-        torch._foreach_add_(*self._copies(gradients))
-
-    def _copies(self, gradients: dict[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Where gradients of parameters go, and the gradients cut alike."""
+        """Copy gradients of parameters here, in one fused cast-copy."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for param, gradient in gradients.items():
             targets += self.targets[param]
             sources += self._cutters[param](gradient)
-        return targets, sources
+        torch._foreach_copy_(targets, sources)
 
     def runs(self, used: frozenset[int]) -> tuple[ReduceRun, ...]:
         """The calls that reduce the segments of parameters ``used``; planned once for each such set."""
@@ -360,15 +351,6 @@ class ReduceBuffer:
         partly = self._view(segment, ranks * step + rest, (piece - rest,), (1,))
         empty = layout.world - ranks - 1
         return [partly, self._view(segment, (ranks + 1) * step, (empty, piece), (step, 1))]
-
-    def copy_from(self, other: ReduceBuffer, params: Collection[int]) -> None:
-        """Take what another buffer of the same layout holds of parameters, in this one's dtype."""
-        segments = {self.layout.slots[param].segment for param in params}
-        here, there = (
-            [buffer._pieces_of_all_ranks(i).view(self.layout.world, -1) for i in segments]
-            for buffer in (self, other)
-        )
-        torch._foreach_copy_(here, there)
 
     @property
     def nbytes(self) -> int:

@@ -104,6 +104,7 @@ class FSDPCommContext:
         self._releases: list[Event] = []
         self._inputs: deque[InFlight] = deque()
         self._reductions: deque[InFlight] = deque()
+        self._kept: list[object] = []
 
     def _stream(self, *, priority: int) -> Any:
         return torch.Stream(self.device, priority=priority) if self.asynchronous else _HOST_STREAM
@@ -149,6 +150,11 @@ class FSDPCommContext:
         self._inputs.append(reduction)
         self._reductions.append(reduction)
 
+    def keep_until_joined(self, memory: object) -> None:
+        """Keep alive what a reduction may still use and nobody else wants: rule 2."""
+        if self._reductions:
+            self._kept.append(memory)
+
     def finish_inputs(self) -> None:
         """Order the current stream after the last read of every reduce input in flight."""
         while self._inputs:
@@ -159,6 +165,7 @@ class FSDPCommContext:
         self.finish_inputs()
         while self._reductions:
             self._reductions.popleft().finish(land=land)
+        self._kept.clear()
         if self.host_reads_results:
             self.synchronize()
 

@@ -486,6 +486,29 @@ class DelegatingOptimizer(torch.optim.Optimizer):
         step(self.inner)
 
 
+def observe_zero_grad(
+    by_optimizer: Callable[[torch.optim.Optimizer, bool], None],
+    by_module: Callable[[nn.Module, bool], None],
+) -> None:
+    """Have functions called after ``zero_grad`` of every optimizer and module, with it and ``set_to_none``.
+
+    torch has no hook for it. Classes that override it without calling the one they inherit are not observed.
+    """
+    _tell_of_zero_grad(torch.optim.Optimizer, by_optimizer)
+    _tell_of_zero_grad(nn.Module, by_module)
+
+
+def _tell_of_zero_grad(cls: Any, told: Callable[[Any, bool], None]) -> None:
+    original, told = cls.zero_grad, opaque_to_compiler(told)
+
+    @functools.wraps(original)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        original(self, set_to_none)
+        told(self, set_to_none)
+
+    cls.zero_grad = zero_grad
+
+
 def sparse_values(tensor: Tensor) -> Tensor:
     """The values of a sparse tensor themselves; several may be of the same element."""
     return tensor._values()

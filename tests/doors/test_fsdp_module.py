@@ -460,8 +460,8 @@ def inputs_in_flight(limit: int) -> int:
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal most
-        held = sum(b.allocated for group in groups for b in group.gradients._buffers.values())
-        most = max(most, held)
+        buffers = [group.gradients._buffer for group in groups]
+        most = max(most, sum(buffer is not None and buffer.allocated for buffer in buffers))
         return reduce_scatter(*args, **kwargs)
 
     comm.reduce_scatter = counted

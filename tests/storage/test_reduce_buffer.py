@@ -260,9 +260,8 @@ def test_what_was_accumulated_is_sent_in_another_dtype(group: Group, rank_major:
     wide = [DOUBLE] * len(group.dtypes)
     narrow = reduce_buffers(group, params, wide, rank_major=rank_major, wire_dtype=HALF)
     gradients = whole_params(group)
-    for sent, held in zip(narrow, reduce_buffers(group, params, wide), strict=True):
-        fill(held, {param: gradients[param] for param in params})
-        sent.copy_from(held, params)
+    for sent in narrow:
+        fill(sent, {param: gradients[param].to(DOUBLE) for param in params})
     runs = narrow[0].runs(frozenset(params))
     assert all(run.exchanged and run.reduce_dtype is DOUBLE for run in runs)
     assert all(tensor.dtype is HALF for run in runs for tensor in run.inputs)

@@ -164,3 +164,15 @@ def _check_gradients_can_be_shown(
             f"Only parameters that kept their identity can show gradients, but these wrappers have a FlatParameter: "
             f"{flat}. Pass use_orig_params=True to them."
         )
+    unreduced = [
+        name
+        for wrapper in wrappers
+        for group in wrapper._fsdp_state.groups
+        for name in group.gradients.unreduced.sharded_names()
+    ]
+    if unreduced:
+        raise LifecycleError(
+            "with_grads=True shows gradients that ranks have reduced, but those of these were only added up, in "
+            f"no_sync(): {unreduced}. Run a backward outside of no_sync() first, or zero_grad(); or read .grad, which is "
+            "whole now."
+        )
