@@ -20,7 +20,7 @@ import fullshard
 FOLDER = Path(fullshard.__file__).parent
 
 LAYERS = [
-    ["version", "errors", "policies", "names"],
+    ["version", "errors", "policies", "names", "file_content"],
     ["torch_border", "wrapper_options"],
     ["mesh", "layout", "tree", "schedule", "wrap"],
     [

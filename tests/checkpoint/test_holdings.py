@@ -169,7 +169,7 @@ def test_buffers_are_held_in_the_dtype_they_had() -> None:
         found = holdings(model)
         tensors = {held.key: held.local for held in found.tensors}
         assert_equal(tensors["model/middle.shift"], shift)
-        assert found.cast_buffers["model/middle.shift"] is net.middle.shift
+        assert found.copied["model/middle.shift"] is net.middle.shift
 
 
 def test_names_know_nothing_of_compilers() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
-from fullshard import FullyShardedDataParallel, MixedPrecision, fully_shard
+from fullshard import FullyShardedDataParallel, MixedPrecision, checkpoint, fully_shard
 from fullshard.checkpoint.holdings import ModelHoldings
 from fullshard.checkpoint.optimizer_target import OptimizerTarget
 from fullshard.checkpoint.source import TensorRef
@@ -107,6 +108,71 @@ def test_buffers_that_are_cast_for_compute_are_loaded() -> None:
         assert_equal(before.float(), make_odd_net(2).middle.shift)
 
 
+class StrangeBuffers(nn.Module):
+    """Buffers, and an ignored parameter, whose memory is not their elements one by one."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        row, column = values[:3].clone(), values[:4].clone()
+        self.register_buffer("row", row)
+        self.register_buffer("rows", row.expand(2, 3))
+        self.register_buffer("number", values[3].clone().expand(5))
+        self.register_buffer("windows", column.unfold(0, 2, 1))
+        self.register_buffer("gaps", torch.stack([row, row])[:, ::2])
+        phases = torch.complex(row, row + 1)
+        self.register_buffer("conjugates", phases.conj())
+        self.register_buffer("negative", phases[:1].conj().imag)  # contiguous: of one element
+        self.fixed = nn.Parameter(values[:2].clone().expand(3, 2), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def behind_door(door: str, module: StrangeBuffers) -> nn.Module:
+    if door == "plain":
+        return module
+    if door == "wrapper":
+        return FullyShardedDataParallel(module, ignored_states=[module.fixed])
+    return fully_shard(module, ignored_params={module.fixed})
+
+
+def strange_buffers_come_back(folder: str) -> None:
+    saved_values = torch.tensor([1.0, 2.0, -3.0, 4.0])
+    for door in ("plain", "wrapper", "fully_shard"):
+        module = StrangeBuffers(saved_values)
+        checkpoint.save(f"{folder}/{door}", behind_door(door, module))
+        other = StrangeBuffers(torch.zeros(4))
+        row, rows = other.row, other.rows
+        checkpoint.load(f"{folder}/{door}", behind_door(door, other))
+        for name, value in module.named_buffers():
+            assert torch.equal(other.get_buffer(name), value), name
+        assert_equal(other.fixed.data, module.fixed.data)
+        # What shared memory shares it still, and whoever has the tensors has the new values.
+        assert rows is other.rows and rows.data_ptr() == row.data_ptr()
+        assert_equal(row, saved_values[:3])
+
+
+def test_tensors_that_are_not_plain_memory_come_back(world: Any, tmp_path: Path) -> None:
+    world(2).run(strange_buffers_come_back, str(tmp_path))
+
+
+def test_values_that_shared_memory_cannot_hold_get_new_memory(tmp_path: Path) -> None:
+    dense, expanded = nn.Module(), nn.Module()
+    dense.register_buffer("scale", torch.tensor([1.0, 2.0]))
+    number = torch.tensor(5.0)
+    expanded.register_buffer("scale", number.expand(2))
+    checkpoint.save(tmp_path / "a", dense)
+    checkpoint.load(tmp_path / "a", expanded)
+    assert_equal(expanded.scale, torch.tensor([1.0, 2.0]))
+    assert number == 5
+    dense.scale.fill_(torch.nan)
+    checkpoint.save(tmp_path / "b", dense)
+    expanded.scale = number.expand(2)
+    checkpoint.load(tmp_path / "b", expanded)
+    assert number.isnan() and expanded.scale.stride() == (0,)
+
+
 # --- optimizers --------------------------------------------------------------------------------------
 
 
@@ -173,6 +239,19 @@ def test_old_state_stays_until_all_was_read() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
     for param, state in before.items():
         assert all(optimizer.state[param][key] is value for key, value in state.items())
+
+
+def test_expanded_state_and_views_in_extra_come_back(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    optimizer = stepped(net.parameters(), optim.SGD, momentum=0.9)
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = torch.tensor(3.0).expand(state["momentum_buffer"].shape)
+    negative = torch.complex(torch.ones(1), torch.ones(1)).conj().imag
+    extra = {"rows": torch.arange(3.0).expand(2, 3), "negative": negative, "one": negative[0]}
+    checkpoint.save(tmp_path / "a", net, optimizer, extra=extra)
+    loaded = checkpoint.load(tmp_path / "a", net, optimizer).extra
+    assert all((state["momentum_buffer"] == 3).all() for state in optimizer.state.values())
+    assert all(torch.equal(loaded[name], value) for name, value in extra.items())
 
 
 def test_state_that_the_checkpoint_has_not_is_gone() -> None:

@@ -18,6 +18,20 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+MOST_DIMS = 64
+"""Of a tensor that torch can copy."""
+
+
+def are_sizes(values: Any) -> TypeGuard[list[int] | tuple[int, ...]]:
+    """Whether a value from a file is a list of sizes that a tensor can have; to be asked before computing with them."""
+    # JSON's true is an int in Python.
+    return (
+        type(values) in (list, tuple)
+        and len(values) <= MOST_DIMS
+        and all(type(size) is int and 0 <= size < 1 << 63 for size in values)
+    )
 
 
 @dataclass(frozen=True, slots=True)

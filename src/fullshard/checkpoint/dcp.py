@@ -42,6 +42,7 @@ from .blocks import Block, slabs, whole
 from .dcp_metadata import METADATA, Chunk, DcpTensor, Item, read_metadata
 from .reading import read_verified, with_tensors
 from .source import MODEL, OPTIMIZER, Source, TensorInfo, TensorRef, without_class
+from .torch_items import fault_of, refuse_compressed
 
 EXTRA = "extra/"
 """Begins the keys of tensors in `extra` that are too large to be read when the checkpoint is opened."""
@@ -164,7 +165,9 @@ class DcpCheckpoint:
         state = self._values(tree.get("state", {}), OPTIMIZER[:-1])
         if not (
             isinstance(groups, list)
-            and all(isinstance(group, dict) and "params" in group for group in groups)
+            and all(isinstance(group, dict) for group in groups)
+            and all(isinstance(group.get("params"), list | tuple) for group in groups)
+            and all(isinstance(each, str | int) for group in groups for each in group["params"])
             and isinstance(state, dict)
             and all(isinstance(each, dict) for each in state.values())
         ):
@@ -235,12 +238,12 @@ class DcpCheckpoint:
         self._last = None  # room for the next one
         found = self._load(chunk.item, key)
         dtype, shape = self._stored[key].dtype, chunk.block.shape
-        if not isinstance(found, Tensor) or (found.dtype, tuple(found.shape)) != (dtype, shape):
-            kind = (
-                f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found)
-            )
+        kind = fault_of(found)
+        if kind is None and (found.dtype, tuple(found.shape)) != (dtype, shape):
+            kind = f"is {found.dtype} {tuple(found.shape)}"
+        if kind is not None:
             raise CheckpointError(
-                f"{self._place(chunk.item, key)} should be {dtype} {shape} and is {kind}. The checkpoint is damaged."
+                f"{self._place(chunk.item, key)} should be {dtype} {shape} and {kind}. The checkpoint is damaged."
             )
         self._last = chunk.item, found.detach()
         return found.detach()
@@ -248,20 +251,25 @@ class DcpCheckpoint:
     def _load(self, item: Item, key: str) -> Any:
         try:
             stream = cast(IO[bytes], self._open(item))
-            return torch.load(stream, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
+            refuse_compressed(stream, item.nbytes)
+            value = torch.load(stream, map_location="cpu", weights_only=True)
+            trees.check_size(value)
+            return value
+        except Exception as error:  # what is damaged can raise anything
+            reason = str(error).partition("\n")[0] or type(error).__name__
             raise CheckpointError(
-                f"{self._place(item, key)} cannot be read by torch.load(weights_only=True): "
-                f"{str(error).splitlines()[0]}"
+                f"{self._place(item, key)} cannot be read by torch.load(weights_only=True): {reason}"
             ) from error
 
     def _faults(self, item: Item, key: str) -> list[str]:
         try:
-            with zipfile.ZipFile(cast(IO[bytes], self._open(item))) as archive:
+            stream = cast(IO[bytes], self._open(item))
+            refuse_compressed(stream, item.nbytes)
+            with zipfile.ZipFile(stream) as archive:
                 # After torch.serialization.set_crc32_options(False) there are none.
                 has_checksums = any(record.CRC for record in archive.infolist())
                 damaged = archive.testzip() if has_checksums else None
-        except (zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
+        except Exception as error:  # what is damaged can raise anything
             return [f"{self._place(item, key)}: {error}"]
         if damaged is None:
             return []

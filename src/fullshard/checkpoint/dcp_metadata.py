@@ -1,17 +1,18 @@
 """What a torch distributed checkpoint (DCP) says of itself, read without trusting it.
 
-Its ``.metadata`` is a pickle, and unpickling runs what it is told to. So nothing of torch's is called here: each
-class that such a file is made of is replaced by a record that only keeps what it is given, and any other name
-is refused before it is looked up. All that can be wrong with what is found then is checked.
+Its ``.metadata`` is a pickle; `metadata_pickle` makes plain values of it, and all that can be wrong with these is
+checked here. Parts of the values may be the same object in many places, so numbers and lengths are bounded before
+anything is done for each: time and memory are a small multiple of the file's size.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
+import math
 import os
-import pickle
-from collections.abc import Mapping
+import reprlib
+import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,19 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .blocks import Block, whole
+from ..file_content import content_of
+from .blocks import MOST_DIMS, Block, are_sizes, whole
+from .metadata_pickle import Record, unpickle
 
 METADATA = ".metadata"
+MOST_BYTES = 4 << 30
+"""Of metadata that are read."""
+MOST_KEYS = 100
+"""Of a path in a state dict."""
+MOST_CUT_DIMS = 6
+"""Dimensions that the chunks of a tensor divide; all the corners of a chunk in these are looked at."""
+CHUNK_BYTES = 8
+"""Less than any chunk takes in the file: so there cannot be more chunks than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +75,13 @@ def read_metadata(folder: Path) -> DcpMetadata:
     """Read and check what the checkpoint in ``folder`` has, and that its files have room for it."""
     file = folder / METADATA
     try:
-        content = file.read_bytes()
+        content = content_of(file, most_bytes=MOST_BYTES)
     except OSError as error:
         raise CheckpointError(
             f"A torch distributed checkpoint is a folder with a file {METADATA}; {file} cannot be read: {error}"
         ) from error
     try:
-        metadata = _understood(_RecordUnpickler(io.BytesIO(content)).load())
+        metadata = _understood(unpickle(content), most_chunks=len(content) // CHUNK_BYTES)
     except Exception as error:  # a broken pickle can raise anything
         raise CheckpointError(
             f"{file} is not the metadata of a torch distributed checkpoint that can be used: "
@@ -82,137 +93,100 @@ def read_metadata(folder: Path) -> DcpMetadata:
     return metadata
 
 
-# --- the pickle --------------------------------------------------------------------------------------------
-
-
-class _Record:
-    """Stands for an object of another class: keeps what it would be built from, and runs nothing."""
-
-    def __new__(cls, *args: Any) -> _Record:
-        record = object.__new__(cls)
-        record.state = args
-        return record
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    state: Any
-
-
-_RECORDS = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    # Written by torch before 2.3.
-    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
-    # Of the path that was saved to; Python 3.13 has it in a module of its own.
-    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
-}
-_BUILTINS: dict[tuple[str, str], type] = {
-    ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): str,
-    ("collections", "OrderedDict"): dict,
-}
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-
-
-class _RecordUnpickler(pickle.Unpickler):
-    """Makes records, built-in values and dtypes; refuses all else."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self._classes: dict[str, type[_Record]] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _RECORDS.get(module, ()):
-            # A pickle can also set attributes of the classes it names: these live as long as the unpickler.
-            return self._classes.setdefault(name, type(name, (_Record,), {}))
-        if (module, name) in _BUILTINS:
-            return _BUILTINS[module, name]
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        raise pickle.UnpicklingError(
-            f"{module}.{name} is not part of any metadata; the file would run it"
-        )
-
-
 # --- what it means -----------------------------------------------------------------------------------------
 
 
-def _understood(metadata: Any) -> DcpMetadata:
+def _understood(metadata: Any, *, most_chunks: int) -> DcpMetadata:
     fields = _fields(metadata, "Metadata")
-    items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
-    for index, info in (fields.get("storage_data") or {}).items():
-        place, where = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
-        if where.get("transform_descriptors"):
-            raise ValueError(f"{place['fqn']} was written through an extension of torch's")
-        file = where["relative_path"]
-        if os.path.basename(file) != file or file in ("", ".", ".."):
-            raise ValueError(f"{place['fqn']} is in {file!r}, which is not in the folder")
-        item = Item(file, _count(where["offset"]), _count(where["length"]))
-        items[place["fqn"], place.get("offset")] = item
+    items = dict(_items(fields.get("storage_data") or {}))
     tensors, values = {}, {}
-    for name, entry in fields["state_dict_metadata"].items():
-        if type(entry).__name__ == "BytesStorageMetadata":
+    for name, entry in _dict(fields["state_dict_metadata"]).items():
+        if type(name) is not str:
+            raise ValueError(f"the name of an entry is {reprlib.repr(name)}")
+        if type(entry) is Record and entry.kind == "BytesStorageMetadata":
             values[name] = _item(items, name, None)
-        else:
-            tensors[name] = _tensor(name, _fields(entry, "TensorStorageMetadata"), items)
-    paths = fields.get("planner_data") or {}
-    found = {name: tuple(paths.get(name, (name,))) for name in (*tensors, *values)}
-    for name, path in found.items():
-        if not path or not all(isinstance(key, str | int) for key in (name, *path)):
-            raise ValueError(f"{name!r} cannot be at {path!r}")
+            continue
+        tensors[name] = _tensor(name, _fields(entry, "TensorStorageMetadata"), items, most_chunks)
+        most_chunks -= len(tensors[name].chunks)
+    paths = _dict(fields.get("planner_data") or {})
+    found = {name: _path(name, paths.get(name, (name,))) for name in (*tensors, *values)}
     return DcpMetadata(tensors, values, found)
 
 
+_ItemKey = tuple[str, tuple[int, ...] | None]
+"""The name of an entry, and where a chunk of it begins."""
+
+
+def _items(storage_data: Any) -> Iterator[tuple[_ItemKey, Item]]:
+    for index, info in _dict(storage_data).items():
+        place, where = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
+        name, offset, file = place["fqn"], place.get("offset"), where["relative_path"]
+        if type(name) is not str or type(file) is not str:
+            raise ValueError("the name of an entry and that of its file are strings")
+        if where.get("transform_descriptors"):
+            raise ValueError(f"{name} was written through an extension of torch's")
+        if os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
+            raise ValueError(f"{name} is in {file!r}, which is not in the folder")
+        item = Item(file, _count(where["offset"]), _count(where["length"]))
+        yield (name, None if offset is None else _sizes(offset)), item
+
+
+def _path(name: str, path: Any) -> tuple[str | int, ...]:
+    if type(path) not in (tuple, list):
+        raise TypeError(f"the path of {name!r} is {reprlib.repr(path)}")
+    if not 0 < len(path) <= MOST_KEYS or not all(type(key) in (str, int) for key in path):
+        raise ValueError(f"{name!r} cannot be at {reprlib.repr(path)}")
+    return tuple(path)
+
+
 def _tensor(
-    name: str,
-    fields: Mapping[str, Any],
-    items: Mapping[tuple[str, tuple[int, ...] | None], Item],
+    name: str, fields: Mapping[str, Any], items: Mapping[_ItemKey, Item], most_chunks: int
 ) -> DcpTensor:
     dtype, layout, *_ = fields["properties"].state
     if not isinstance(dtype, torch.dtype) or layout != "torch.strided":
-        raise ValueError(f"{name} has dtype {dtype} and layout {layout}")
+        raise ValueError(f"{name} has dtype {reprlib.repr(dtype)}, layout {reprlib.repr(layout)}")
+    shape = _sizes(fields["size"])
+    if math.prod(shape) * dtype.itemsize >= 1 << 63:
+        raise ValueError(f"{name} has the shape {shape}, which is too large")
+    listed = fields["chunks"]
+    if type(listed) is not list or len(listed) > most_chunks:
+        raise ValueError(f"{name} has more chunks than the file has room for, or no list of them")
     chunks = []
-    for chunk in fields["chunks"]:
+    for chunk in listed:
         part = _fields(chunk, "ChunkStorageMetadata")
-        start, shape = _sizes(part["offsets"]), _sizes(part["sizes"])
-        chunks.append(Chunk(Block(start, shape), _item(items, name, start)))
-    return DcpTensor(dtype, _sizes(fields["size"]), tuple(chunks))
+        block = Block(_sizes(part["offsets"]), _sizes(part["sizes"]))
+        chunks.append(Chunk(block, _item(items, name, block.start)))
+    return DcpTensor(dtype, shape, tuple(chunks))
 
 
-def _item(
-    items: Mapping[tuple[str, tuple[int, ...] | None], Item],
-    name: str,
-    offset: tuple[int, ...] | None,
-) -> Item:
+def _item(items: Mapping[_ItemKey, Item], name: str, offset: tuple[int, ...] | None) -> Item:
     if (name, offset) not in items:
         raise ValueError(f"{name} is in no file, at {offset}")
     return items[name, offset]
 
 
 def _fields(record: Any, kind: str) -> Mapping[str, Any]:
-    if type(record).__name__ != kind or not isinstance(record.state, dict):
-        raise ValueError(f"{type(record).__name__} where a {kind} should be")
-    return record.state
+    found = record.kind if type(record) is Record else type(record).__name__
+    if found != kind:
+        raise ValueError(f"{found} where a {kind} should be")
+    return _dict(record.state)
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    if type(value) is not dict:
+        raise ValueError(f"{type(value).__name__} where a dict should be")
+    return value
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
-    return tuple(map(_count, values))
+    if not are_sizes(values):
+        raise ValueError(f"{reprlib.repr(values)} where at most {MOST_DIMS} sizes should be")
+    return tuple(values)
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} where a size should be")
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{reprlib.repr(value)} where a size should be")
     return value
 
 
@@ -224,15 +198,20 @@ def _faults(folder: Path, metadata: DcpMetadata) -> list[str]:
         ends[item.file] = max(ends.get(item.file, 0), item.offset + item.nbytes)
     for file, end in sorted(ends.items()):
         try:
-            size = (folder / file).stat().st_size
+            found = (folder / file).stat()
         except OSError as error:
             faults.append(f"{file}: {error.strerror}")
-        else:
-            if size < end:
-                faults.append(f"{file}: has {size} bytes, and entries up to byte {end}")
+            continue
+        if not stat.S_ISREG(found.st_mode):
+            faults.append(f"{file}: is not a regular file")
+        elif found.st_size < end:
+            faults.append(f"{file}: has {found.st_size} bytes, and entries up to byte {end}")
     for name, tensor in metadata.tensors.items():
         if not _is_tiled(whole(tensor.shape), [chunk.block for chunk in tensor.chunks]):
-            faults.append(f"{name}: its chunks are not, each once, all of its shape {tensor.shape}")
+            faults.append(
+                f"{name}: its chunks are not, each once, all of its shape {tensor.shape}, or divide more than "
+                f"{MOST_CUT_DIMS} of its dimensions"
+            )
     return faults
 
 
@@ -240,14 +219,24 @@ def _is_tiled(outer: Block, blocks: list[Block]) -> bool:
     """Whether the blocks are ``outer`` without gaps and overlaps.
 
     Where blocks meet, their corners meet. If all corners but those of ``outer`` come in pairs, every element is in an
-    odd number of blocks, so in one at least; and if the sizes add up, in no more than one.
+    odd number of blocks, so in one at least; and if the sizes add up, in no more than one. Dimensions that no block
+    divides need not be looked at.
     """
+    dims = range(len(outer.shape))
+    if any(len(block.start) != len(dims) or len(block.shape) != len(dims) for block in blocks):
+        return False
+    blocks = [block for block in blocks if block.numel]
+    if sum(block.numel for block in blocks) != outer.numel:
+        return False
+    cut = [
+        dim
+        for dim in dims
+        if any((each.start[dim], each.shape[dim]) != (0, outer.shape[dim]) for each in blocks)
+    ]
+    if len(cut) > MOST_CUT_DIMS:
+        return False
     corners: set[tuple[int, ...]] = set()
-    for block in (outer, *blocks):
-        if len(block.shape) != len(outer.shape):
-            return False
-        if block.numel:
-            corners.symmetric_difference_update(
-                itertools.product(*zip(block.start, block.stop, strict=True))
-            )
-    return not corners and sum(block.numel for block in blocks) == outer.numel
+    for block in (outer, *blocks) if outer.numel else ():
+        spans = [(block.start[dim], block.start[dim] + block.shape[dim]) for dim in cut]
+        corners.symmetric_difference_update(itertools.product(*spans))
+    return not corners

@@ -31,6 +31,7 @@ from ..wrapper.summoning import wrappers_in
 from . import trees
 from .blocks import Block
 from .param_spreads import dtensor_spread, flat_spread, in_model_order, inverse
+from .plain_memory import in_plain_memory, is_plain_memory
 from .source import MODEL
 from .spread import Spread, undivided
 
@@ -113,8 +114,9 @@ class ModelHoldings:
         """Further names, with the one under which the tensor is held; neither has the prefix of keys."""
         self.params: dict[nn.Parameter, list[HeldParam]] = {}
         """What each parameter that an optimizer may have stands for: several for a `FlatParameter`."""
-        self.cast_buffers: dict[str, Tensor] = {}
-        """By key, buffers that are in another dtype while the model computes: `Held.local` is a copy."""
+        self.copied: dict[str, Tensor] = {}
+        """By key, whole tensors that files are not read into, and `Held.local` is a copy of: buffers that have another
+        dtype while the model computes, and tensors that are not plain memory (expanded ones, for instance)."""
         self.extra_states: dict[str, nn.Module] = {}
         """By key, modules with a state of their own kind: `Held.local` is a copy, or what JSON says of it."""
         self._spreads: dict[Hashable, Spread] = {}
@@ -221,7 +223,7 @@ class ModelHoldings:
             self._add_dtensor(name, buffer)
             return
         if dtype is not None and dtype != buffer.dtype:
-            self.cast_buffers[MODEL + name] = buffer
+            self.copied[MODEL + name] = buffer
             buffer = buffer.to(dtype)
         self._add_plain(name, buffer)
 
@@ -242,6 +244,10 @@ class ModelHoldings:
 
     def _add_plain(self, name: str, tensor: Tensor) -> Spread:
         spread = undivided(tensor.shape, (self.first,))
+        is_usual = type(tensor.data) is Tensor and tensor.layout is torch.strided
+        if is_usual and not tensor.is_meta and not is_plain_memory(tensor):
+            self.copied.setdefault(MODEL + name, tensor)
+            tensor = in_plain_memory(tensor)
         self._add(name, tensor.shape, spread, tensor, cell=0)
         return spread
 
@@ -349,6 +355,8 @@ class _Faults:
             self._meta.append(name)
         elif expected is not None and tuple(local.shape) != expected:
             self._misshapen.append(f"{name}: {tuple(local.shape)}, not {expected}")
+        elif not is_plain_memory(local):
+            self._subclasses.append(f"{name}: a part whose elements share memory, or are a view")
 
     def raise_for(self, method: str) -> None:
         paragraphs = [

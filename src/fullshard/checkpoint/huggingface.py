@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..errors import CheckpointError, ConfigurationError
+from ..file_content import content_of
 from . import manifest as manifests
 from .blocks import Block, whole
 from .loading import Loaded, Staging, load_source, rows_of
@@ -38,6 +39,7 @@ from .source import MODEL, Source, TensorInfo
 from .stored import StoredCheckpoint
 from .team import Team
 from .tensor_files import NewEntry, TensorFile, write_file
+from .trees import without_repetition
 from .writing import OnProgress
 
 T = TypeVar("T")
@@ -48,6 +50,9 @@ Rename = Callable[[str], str | None]
 MAX_FILE_BYTES = 5_000_000_000
 PIECE_BYTES = 4 << 20
 """Of a tensor that is read to be cast."""
+
+MOST_INDEX_BYTES = 1 << 30
+"""Of an index that is read."""
 
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -158,7 +163,8 @@ def _indexed_files(folder: Path) -> list[TensorFile]:
 def _weight_map(index: Path) -> dict[str, str]:
     """The file of every weight. Sizes that an index may say are not used: many do not hold."""
     try:
-        content = json.loads(index.read_bytes())
+        text = content_of(index, most_bytes=MOST_INDEX_BYTES)
+        content = json.loads(text, object_pairs_hook=without_repetition)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{index} cannot be read: {error}") from error
     where = content.get("weight_map") if isinstance(content, dict) else None

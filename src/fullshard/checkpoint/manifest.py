@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import re
+import reprlib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,9 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import CheckpointError
+from ..file_content import content_of
 from . import trees
+from .blocks import are_sizes
 from .dtypes import DTYPE_CODES, DTYPES_BY_CODE
 from .source import CLASS, MODEL, OPTIMIZER
 from .spread import Cuts, Spread
@@ -189,9 +192,7 @@ def read_bytes(path: Path) -> bytes:
     """The same, not yet understood: what ranks can be sent, so that all of them read one checkpoint."""
     file = path / MANIFEST
     try:
-        if file.stat().st_size > MOST_BYTES:
-            raise CheckpointError(f"{file} is larger than any manifest is ({MOST_BYTES} bytes).")
-        return file.read_bytes()
+        return content_of(file, most_bytes=MOST_BYTES)
     except FileNotFoundError:
         raise CheckpointError(
             f"A checkpoint is a folder with a {MANIFEST}, which is there once the checkpoint is complete; {path} "
@@ -251,14 +252,14 @@ def _manifest(parts: dict[str, Any]) -> Manifest:
             )
             for rank, file in parts["files"].items()
         },
-        tied={str(name): str(stored) for name, stored in parts["tied"].items()},
+        tied={name: _text(stored) for name, stored in parts["tied"].items()},
         optimizer=trees.decode(parts["optimizer"]),
         extra=trees.decode(parts["extra"]),
         serial=_count(parts["serial"], "serial"),
         run=_run(parts.get("run")),  # older manifests do not have it
-        created=str(parts["created"]),
-        fullshard=str(parts["fullshard"]),
-        torch=str(parts["torch"]),
+        created=_text(parts["created"]),
+        fullshard=_text(parts["fullshard"]),
+        torch=_text(parts["torch"]),
     )
     _check_references(manifest)
     return manifest
@@ -267,8 +268,8 @@ def _manifest(parts: dict[str, Any]) -> Manifest:
 def _run(record: Any) -> RunMark | None:
     if record is None:
         return None
-    before = {str(run): _count(serial, "a serial") for run, serial in record["before"].items()}
-    return RunMark(str(record["run"]), str(record["name"]), before)
+    before = {run: _count(serial, "a serial") for run, serial in record["before"].items()}
+    return RunMark(_text(record["run"]), _text(record["name"]), before)
 
 
 def _tensor(key: str, record: Mapping[str, Any], lists: Sequence[tuple[int, ...]]) -> StoredTensor:
@@ -277,7 +278,9 @@ def _tensor(key: str, record: Mapping[str, Any], lists: Sequence[tuple[int, ...]
     if record["dtype"] not in DTYPES_BY_CODE:
         raise ValueError(f"tensor {key!r} has dtype {record['dtype']!r}")
     dtype = DTYPES_BY_CODE[record["dtype"]]
-    shape = tuple(_count(size, f"a size of {key!r}") for size in record["shape"])
+    if not are_sizes(record["shape"]):
+        raise ValueError(f"tensor {key!r} has no shape that a tensor can have")
+    shape = tuple(record["shape"])
     numel = math.prod(shape)
     if numel * dtype.itemsize >= 1 << 63:
         raise ValueError(f"tensor {key!r} has {numel} elements")
@@ -342,15 +345,21 @@ def _check_optimizer(optimizer: Mapping[str, Any]) -> None:
         raise ValueError("its optimizer's class is not a list of names")
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{reprlib.repr(value)} is not a text")
+    return value
+
+
 def _integer(value: Any, what: str) -> int:
     if type(value) is not int:
-        raise ValueError(f"{what} is {value!r}, not an integer")
+        raise ValueError(f"{what} is {reprlib.repr(value)}, not an integer")
     return value
 
 
 def _count(value: Any, what: str) -> int:
-    if _integer(value, what) < 0:
-        raise ValueError(f"{what} is {value}")
+    if not 0 <= _integer(value, what) < 1 << 63:
+        raise ValueError(f"{what} is {reprlib.repr(value)}")
     return int(value)
 
 

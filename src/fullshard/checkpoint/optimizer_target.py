@@ -23,6 +23,7 @@ from .blocks import whole
 from .holdings import Held, HeldParam, ModelHoldings, local_of
 from .optimizer_holdings import NOT_OPTIONS, is_number_of_state, named_groups
 from .optimizer_kinds import Fit, fit, with_counts_it_can_read
+from .plain_memory import is_plain_memory
 from .source import Source, TensorRef
 from .targets import Faults, StoredNames, Want
 from .trees import DeviceScalar
@@ -242,7 +243,8 @@ class _NewStates:
             return None
         local = local_of(old)
         kinds = [(each.shape, each.stride(), each.device) for each in (local, param.local)]
-        return old if kinds[0] == kinds[1] and local.dtype == dtype else None
+        fits = kinds[0] == kinds[1] and local.dtype == dtype and is_plain_memory(local)
+        return old if fits else None
 
     def _dtype(self, value: Any) -> torch.dtype:
         if isinstance(value, TensorRef):

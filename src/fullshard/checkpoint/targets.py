@@ -20,6 +20,7 @@ from ..wrapper.optimizer_params import listed
 from . import trees
 from .blocks import Block, whole
 from .holdings import Held, ModelHoldings
+from .plain_memory import fill
 from .source import MODEL, Source, TensorInfo
 
 
@@ -126,18 +127,18 @@ class ModelTarget:
         elif info.dtype != held.dtype and not self._cast:
             self.faults.dtypes.append(f"{name}: {info.dtype}, not {held.dtype}")
         elif held.local is not None:
-            if held.key in self._model.cast_buffers:
+            if held.key in self._model.copied:
                 self._read[held.key] = held.local
             self.wants.append(Want(stored, list(held.parts())))
 
     @torch.no_grad()
     def install(self) -> None:
-        """Let the model have what was read beside its memory: buffers that it casts, states of modules' own kinds."""
+        """Let the model have what was read beside its memory: copied tensors, states of modules' own kinds."""
         for key, value in self._read.items():
-            if key in self._model.cast_buffers:
-                self._model.cast_buffers[key].copy_(value)
+            module = self._model.extra_states.get(key)
+            if module is None:
+                fill(self._model.copied[key], value)
             else:
-                module = self._model.extra_states[key]
                 kept: Any = module.get_extra_state()
                 state = value if isinstance(kept, Tensor) else _extra_state(key, value)
                 module.set_extra_state(state)

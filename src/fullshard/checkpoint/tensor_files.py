@@ -28,13 +28,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .blocks import Block, row_major_strides
+from .blocks import MOST_DIMS, Block, are_sizes, row_major_strides
 from .dtypes import DTYPE_CODES, DTYPES_BY_CODE
 from .manifest import FileRecord
 from .trees import without_repetition
@@ -46,9 +46,6 @@ LARGEST_HEADER = 100_000_000
 """The limit of the safetensors library, which would refuse to read a longer one."""
 LARGEST_WRITE = 16 << 20
 """Bytes of one call, so that progress can be told."""
-MOST_DIMS = 64
-"""Of a tensor that torch can copy."""
-
 SCRATCH_BYTES = 8 << 20
 """Memory for data that are not read straight into their place."""
 SMALLEST_DIRECT_READ = 1 << 20
@@ -368,6 +365,8 @@ class TensorFile:
             if error.errno == errno.ELOOP:
                 raise self._unusable("it is a link") from error
             raise self._unusable(f"it cannot be opened: {error.strerror}") from error
+        except ValueError as error:  # of the path: a zero byte, half a character
+            raise self._unusable(f"it cannot be opened: {error}") from error
         if not stat.S_ISREG(opened.status.st_mode):
             raise self._unusable("it is not a regular file")
         return opened
@@ -458,11 +457,11 @@ def _parse_entry(key: str, field: Any) -> FileEntry:
         raise ValueError(
             f"tensor {key!r} has the dtype {code!r:.100}; readable are {', '.join(DTYPES_BY_CODE)}"
         )
-    if not _are_sizes(shape) or len(shape) > MOST_DIMS:
+    if not are_sizes(shape):
         raise ValueError(
             f"tensor {key!r} must have {MOST_DIMS} sizes at most, none of them negative"
         )
-    if not _are_sizes(offsets) or len(offsets) != 2:
+    if not are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"tensor {key!r} must have two data_offsets, none of them negative")
     begin, end = offsets
     nbytes = math.prod(shape) * dtype.itemsize
@@ -471,11 +470,6 @@ def _parse_entry(key: str, field: Any) -> FileEntry:
             f"tensor {key!r}, {code} {shape}, needs {nbytes} bytes, not those from {begin} to {end}"
         )
     return FileEntry(dtype, tuple(shape), begin, end)
-
-
-def _are_sizes(values: Any) -> TypeGuard[list[int]]:
-    # JSON's true is an int in Python.
-    return isinstance(values, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in values)
 
 
 # --- both ------------------------------------------------------------------------------------------------
@@ -492,7 +486,8 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 def _memory(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, to read and to write. Keep the tensor alive meanwhile."""
-    assert tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj(), (
+    is_view = tensor.is_conj() or tensor.is_neg()
+    assert tensor.is_cpu and tensor.is_contiguous() and not is_view, (
         "only such a tensor is a stretch of bytes"
     )
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())

@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import CheckpointError
 from . import trees
 from .blocks import Block, whole
 from .reading import with_tensors
 from .source import MODEL, OPTIMIZER, Source, TensorInfo, TensorRef, without_class
+from .torch_items import fault_of, refuse_compressed
 from .unfinished import flush
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict")
@@ -89,7 +90,7 @@ class TorchFile:
                 return items if isinstance(value, list) else tuple(items)
             if not isinstance(value, Tensor):
                 return value
-            if fault := _fault_of(value):
+            if fault := fault_of(value):
                 raise CheckpointError(f"{key} in {self.path} {fault}.")
             if not value.ndim:
                 return value.detach().clone()
@@ -153,7 +154,11 @@ def _whole(source: Source, key: str) -> Tensor:
 
 def _content(path: Path) -> Any:
     try:
-        return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+        with path.open("rb") as file:
+            refuse_compressed(file, os.fstat(file.fileno()).st_size)
+        content = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+        trees.check_size(content)
+        return content
     except Exception as error:  # a damaged file can raise anything
         # What torch found, without its advice to load the file in a way that runs what is in it.
         reason = error.__context__ or error
@@ -193,9 +198,7 @@ def _tensors_and_ties(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors by key, and further names of the same memory with the first one."""
     faults = [
-        f"{name} {fault}"
-        for name, value in model.items()
-        if (fault := _fault_of(value)) is not None
+        f"{name} {fault}" for name, value in model.items() if (fault := fault_of(value)) is not None
     ]
     if faults:
         raise CheckpointError(
@@ -214,19 +217,6 @@ def _tensors_and_ties(
         else:
             data[f"{MODEL}{name}"] = tensor.detach()
     return data, tied
-
-
-def _fault_of(value: Any) -> str | None:
-    """Why a value cannot be taken for a whole tensor, or None."""
-    if not isinstance(value, Tensor):
-        return f"is no tensor but {type(value).__name__}"
-    if type(value) not in (Tensor, nn.Parameter):
-        return f"is a {type(value).__name__}"
-    if value.is_meta:
-        return "is a tensor on the meta device, without data"
-    if value.layout != torch.strided or value.is_quantized:
-        return f"is a tensor of layout {value.layout} and dtype {value.dtype}"
-    return None
 
 
 def _by_names(saved: Any, shapes: Mapping[str, torch.Size], path: Path) -> dict[str, Any]:

@@ -27,13 +27,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
+from .blocks import are_sizes
 from .dtypes import DTYPE_CODES, DTYPES_BY_CODE
+from .plain_memory import in_plain_memory
 from .source import TensorRef
 
 TAG = "!"
 MOST_ARRAY_BYTES = 1 << 20
 """Tensors above this do not belong into a manifest."""
 MOST_DEPTH = 100
+MOST_VALUES = 1 << 22
+"""In a tree; a text counts as one for every 16 characters."""
+MOST_BITS = 14_000
+"""Of an integer: beyond it, Python does not write them as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,9 @@ def encode(value: Any, path: str, faults: list[str]) -> Any:
     if value is None or isinstance(value, bool | str):
         return str(value) if isinstance(value, str) else value
     if isinstance(value, int):
+        if value.bit_length() > MOST_BITS:
+            faults.append(f"{path}: an integer of {value.bit_length()} bits; at most {MOST_BITS}")
+            return None
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {TAG: "float", "value": repr(float(value))}
@@ -88,7 +97,8 @@ def _encode_tensor(value: Tensor, path: str, faults: list[str]) -> Any:
     if value.nbytes > MOST_ARRAY_BYTES:
         faults.append(f"{path}: a tensor of {value.nbytes} bytes; at most {MOST_ARRAY_BYTES}")
         return None
-    data = bytes(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
+    dense = in_plain_memory(value.detach().cpu())
+    data = bytes(dense.reshape(-1).view(torch.uint8).tolist())
     text = base64.b64encode(data).decode()
     return {TAG: "array", "dtype": code, "shape": list(value.shape), "base64": text}
 
@@ -128,12 +138,44 @@ def _decode_tagged(value: dict[str, Any], depth: int) -> Any:
         return DeviceScalar(scalar) if value.get("on") == "device" else scalar
     if kind == "array":
         data = base64.b64decode(value["base64"], validate=True)
-        dtype, shape = _dtype(value), [int(size) for size in value["shape"]]
-        if len(data) != math.prod(shape) * dtype.itemsize or len(data) > MOST_ARRAY_BYTES:
+        dtype, shape = _dtype(value), value["shape"]
+        if (
+            not are_sizes(shape)
+            or len(data) != math.prod(shape) * dtype.itemsize
+            or len(data) > MOST_ARRAY_BYTES
+        ):
             raise ValueError("shape and data disagree")
         flat = torch.tensor(list(data), dtype=torch.uint8).view(dtype)
         return flat.reshape(shape)
     raise ValueError(f"unknown tag {kind!r}")
+
+
+def check_size(tree: Any) -> None:
+    """Raise unless a tree that others wrote can be walked: it may have parts that are within it again and again.
+
+    Raises:
+        CheckpointError: it is too deep, or too large if every part is counted wherever it is.
+    """
+    if _extent(tree, 0, {})[0] > MOST_VALUES:
+        raise CheckpointError(f"There are more than {MOST_VALUES} values in it.")
+
+
+def _extent(value: Any, depth: int, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """How many values there are in a value, and how deep they are; each container is looked into once."""
+    if isinstance(value, str | bytes):
+        return 1 + len(value) // 16, 0
+    if not isinstance(value, Mapping | list | tuple):
+        return 1, 0
+    count, height = known.get(id(value), (0, 0))
+    if depth + height > MOST_DEPTH:
+        raise CheckpointError(f"Its values are more than {MOST_DEPTH} levels deep.")
+    if not count:
+        inner = (*value, *value.values()) if isinstance(value, Mapping) else value
+        extents = [_extent(each, depth + 1, known) for each in inner]
+        count = 1 + sum(count for count, _ in extents)
+        height = 1 + max((height for _, height in extents), default=0)
+        known[id(value)] = count, height
+    return count, height
 
 
 def references(tree: Any) -> Iterator[TensorRef]:

@@ -27,6 +27,7 @@ from .agreement import Outline, agreed, outline_of, parts_to_write
 from .holdings import Held, ModelHoldings
 from .manifest import MANIFEST, FileRecord, Manifest, StoredTensor, file_name
 from .optimizer_holdings import optimizer_tree
+from .plain_memory import in_plain_memory
 from .runs import Run, retain, run_of
 from .spread import Spread
 from .stored import StoredCheckpoint
@@ -236,7 +237,7 @@ def _write_own(
 
 
 def _fetching(local: Tensor) -> Callable[[], Tensor]:
-    return lambda: local.detach().to("cpu").resolve_conj().contiguous()
+    return lambda: in_plain_memory(local.detach().to("cpu"))
 
 
 def _manifest(

@@ -14,6 +14,7 @@ from fullshard.checkpoint.manifest import file_name
 from fullshard.checkpoint.source import MODEL, Source
 from fullshard.checkpoint.stored import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import TensorFile
+from fullshard.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,9 @@ class _StoredPlaces:
             if extent.numel:
                 rank = spread.holders[0][cell]
                 file = self._open(rank)
-                entry = file.entries[key]
+                entry = file.entries.get(key)
+                if entry is None:
+                    raise CheckpointError(f"{file.path} has no part of {key!r}.")
                 # Data are at the end of a file, without holes.
                 data = self._manifest.files[rank].nbytes - max(e.end for e in file.entries.values())
                 name = f"{self._manifest.data}/{file_name(rank)}"
@@ -86,6 +89,10 @@ class _StoredPlaces:
 
     def _open(self, rank: int) -> TensorFile:
         if rank not in self._opened:
+            if rank not in self._manifest.files:
+                raise CheckpointError(
+                    f"The manifest of {self._path} has tensors that rank {rank} wrote, but no file of it."
+                )
             self._opened[rank] = TensorFile(self._file(rank), self._manifest.files[rank])
             self._opened[rank].close()  # what its header says is kept
         return self._opened[rank]

@@ -166,7 +166,7 @@ def _take_bool(value: object) -> bool:
 
 
 def _take_whole_number(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 1 << 63:
         raise ValueError
     return value
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +25,10 @@ from fullshard.version import __version__
 Check = Callable[[RunConfig], Iterable[Problem]]
 
 LINE_LENGTH = 100
+LONGEST_SHOWN = 300
+"""Characters of a value in a message."""
+MOST_BYTES = 1 << 20
+"""Of a file that is read."""
 
 
 def read_config(
@@ -84,8 +89,7 @@ class _Reading:
 
     def add_file(self, file: Path) -> None:
         try:
-            # Some editors begin a file with a byte order mark.
-            document = tomllib.loads(file.read_text(encoding="utf-8-sig"))
+            document = _document(_text_of(file))
         except FileNotFoundError:
             self.problems.append(f"There is no file {file}.")
         except IsADirectoryError:
@@ -94,7 +98,7 @@ class _Reading:
             self.problems.append(f"{file} is a folder, not a TOML file.{hint}")
         except OSError as error:
             self.problems.append(f"{file} cannot be read: {error.strerror}.")
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:
             self.problems.append(f"{file} is not TOML: {error}.")
         else:
             self._add_document(document, source=str(file))
@@ -163,11 +167,29 @@ def _taken(field: ConfigField, value: object) -> object:
 def _toml_values(text: str) -> Iterator[Any]:
     """Yield what a text means in TOML, if anything."""
     try:
-        document = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        document = _document(f"value = {text}")
+    except ValueError:
         return
     if document.keys() == {"value"}:  # a text of several lines could say more
         yield document["value"]
+
+
+def _text_of(file: Path) -> str:
+    """Return the text of a file, or of a pipe, which may have no end."""
+    with file.open("rb") as stream:
+        content = stream.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES} bytes")
+    # Some editors begin a file with a byte order mark.
+    return content.decode("utf-8-sig")
+
+
+def _document(text: str) -> dict[str, Any]:
+    """Return what TOML says; ValueError if it is none, or nobody means it: nested too deep, too many digits."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("its values are nested too deep") from None
 
 
 def _find(full_name: str) -> ConfigField | None:
@@ -206,9 +228,12 @@ def _shown(value: object) -> str:
     if value is None:
         return "nothing"
     try:
-        return toml_value(value)
+        text = toml_value(value)
     except TypeError:  # a date, a table
-        return repr(value)
+        text = reprlib.repr(value)
+    except ValueError:  # Python does not write it
+        return "a number of thousands of digits"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 # --- writing ---------------------------------------------------------------------------------------------

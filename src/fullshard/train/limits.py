@@ -22,7 +22,7 @@ class Limits:
 
     def __contains__(self, number: float) -> bool:
         """Say whether a number is within; NaN and infinity never are."""
-        if not math.isfinite(number):
+        if isinstance(number, float) and not math.isfinite(number):
             return False
         above = number > self.low if self.open_low else number >= self.low
         below = number < self.high if self.open_high else number <= self.high
