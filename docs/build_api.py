@@ -28,7 +28,13 @@ Written by `python docs/build_api.py` from the docstrings; do not edit. [guide.m
 """
 
 CHAPTERS = {
-    "Functions": ["fully_shard", "replicate", "register_fsdp_forward_method", "share_comm_ctx"],
+    "Functions": [
+        "fully_shard",
+        "replicate",
+        "clip_grad_norm_",
+        "register_fsdp_forward_method",
+        "share_comm_ctx",
+    ],
     "Groups by plan": ["plan_groups", "GroupPlan", "PlannedGroup"],
     "Sharded modules": ["FSDPModule", "ReplicateModule", "UnshardHandle"],
     "Options": [

@@ -49,6 +49,7 @@ LAYERS = [
         "optimizer_checks",
         "process_hooks",
         "runtime",
+        "clipping",
         "ownership",
     ],
     [

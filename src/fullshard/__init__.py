@@ -17,6 +17,7 @@ from .version import __version__ as __version__
 
 if _TYPE_CHECKING:
     from . import checkpoint as checkpoint, optim as optim
+    from .clipping import clip_grad_norm_
     from .errors import (
         CheckpointError,
         CommunicationError,
@@ -99,6 +100,7 @@ __all__ = [
     "StateDictType",
     "UnshardHandle",
     "UnsupportedError",
+    "clip_grad_norm_",
     "fully_shard",
     "plan_groups",
     "register_fsdp_forward_method",
@@ -135,6 +137,7 @@ _HOMES = {
     "StateDictSettings": "wrapper_options",
     "StateDictType": "wrapper_options",
     "UnshardHandle": "fsdp_module",
+    "clip_grad_norm_": "clipping",
     "fully_shard": "functional",
     "plan_groups": "grouping",
     "register_fsdp_forward_method": "fsdp_module",

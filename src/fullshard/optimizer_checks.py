@@ -127,7 +127,7 @@ def check(optimizer: optim.Optimizer) -> None:
     Raises:
         UnsupportedError: names the parameters.
     """
-    rule = _rule_of(type(optimizer))
+    rule = _rule_of(type(optimizer))  # type: ignore[arg-type]  # classes can be hashed
     if rule is None:
         return
     params = {

@@ -14,6 +14,7 @@ each other. Its verbs stand in the order in which one step uses them:
 from __future__ import annotations
 
 import enum
+import itertools
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -37,6 +38,8 @@ from .recording import Recorder
 from .resting_shards import RestingShards
 from .self_gathered import SelfGathered, agree_on_sizes, gathers_itself
 from .streams import FSDPCommContext
+
+_SERIAL_NUMBERS = itertools.count()
 
 
 class ShardedState(enum.Enum):
@@ -96,6 +99,8 @@ class FSDPParamGroup:
         they were reduced.
         """
         self.params = tuple(params)
+        self.serial_number = next(_SERIAL_NUMBERS)
+        """Larger than that of all groups made before, as on every rank."""
         self.mesh_info = mesh_info
         self.device = device
         self.mp_policy = mp_policy

@@ -125,7 +125,7 @@ def run(common: str, code: str, folder: str) -> Outcome:
     with contextlib.redirect_stdout(output), recorded_collectives() as collectives:
         names = execute(common, code, folder)
     weights = {name: whole(param) for name, param in names["model"].named_parameters()}
-    norms = norms_over_meshes(names) if "clip_over_meshes" in names else []
+    norms = norms_over_meshes(names) if "parallelize_module" in names else []
     return Outcome(output.getvalue(), names["losses"], weights, collectives, norms)
 
 
@@ -144,7 +144,7 @@ def norms_over_meshes(names: dict[str, Any]) -> list[float]:
         RuntimeError, match="same mesh"
     ):  # if this works one day, the guide gets shorter
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    norm = names["clip_over_meshes"](model.parameters(), max_norm=0.5 * expected)
+    norm = names["clip_grad_norm_"](model, max_norm=0.5 * expected)
     return [norm.item(), right_norm(), expected]
 
 
@@ -215,7 +215,7 @@ def test_training_goes_on_from_the_checkpoints_of_the_guide(outcome_of, tmp_path
     assert loss.item() == pytest.approx(saved.losses[5], rel=1e-5)
 
 
-BLOCK, REST = 132_864, 33_024
+BLOCK, REST, NORM = 132_864, 33_024, 8
 COMMUNICATED: dict[str, dict[tuple[str, int, int], int]] = {
     "step_b": {
         ("all_gather", 2, BLOCK): 8,
@@ -228,6 +228,7 @@ COMMUNICATED: dict[str, dict[tuple[str, int, int], int]] = {
         ("all_gather", 2, REST // 2): 2,
         ("reduce_scatter", 2, BLOCK): 4,
         ("reduce_scatter", 2, REST): 1,
+        ("all_reduce", 2, NORM): 1,
     },
     "step_f": {
         ("all_gather", 2, BLOCK): 8,
@@ -249,6 +250,7 @@ COMMUNICATED: dict[str, dict[tuple[str, int, int], int]] = {
         ("all_gather", 2, REST): 1,
         ("reduce_scatter", 2, 66_816): 4,
         ("reduce_scatter", 2, REST): 1,
+        ("all_reduce", 2, NORM): 3,  # what is sharded; what is also tensor-parallel, over both axes
     },
 }
 COMMUNICATED["step_d"] = COMMUNICATED["step_j"] = COMMUNICATED["step_b"]

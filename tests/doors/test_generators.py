@@ -117,7 +117,7 @@ def ignored_states_of_wrappers(collect: Collect) -> Any:
 
 
 def ignored_modules_of_wrappers(collect: Collect) -> Any:
-    model = nn.Sequential(make_model(), make_model())
+    model: Any = nn.Sequential(make_model(), make_model())
     inner = [model[0][0], model[1][0]]
     policy = ModuleWrapPolicy({nn.Sequential})
     return wrapped(model, ignored_modules=collect(inner), auto_wrap_policy=policy)
@@ -129,14 +129,14 @@ def classes_of_a_policy(collect: Collect) -> Any:
 
 
 def answers_of_a_policy(collect: Collect) -> Any:
-    model = nn.Sequential(make_model(), make_model())
+    model: Any = nn.Sequential(make_model(), make_model())
     answer = {"ignored_modules": collect([model[0][0], model[1][0]])}
     policy = CustomPolicy(lambda module: answer if isinstance(module, nn.Sequential) else False)
     return wrapped(model, auto_wrap_policy=policy, ignored_modules=[model[0][0], model[1][0]])
 
 
 def wrapped_by_hand(collect: Collect) -> Any:
-    model = nn.Sequential(make_model(), make_model())
+    model: Any = nn.Sequential(make_model(), make_model())
     inner = collect([model[0][0], model[1][0]])
     with enable_wrap(
         wrapper_cls=FullyShardedDataParallel,

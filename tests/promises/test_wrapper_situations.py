@@ -530,10 +530,11 @@ def differences_from_torch(names: list[str], *forms: bool) -> list[str]:
                 for api in (FULLSHARD, TORCH)
             )
             try:
-                if dist.get_world_size() == 2:
+                if dist.get_world_size() == 2 and "norms" not in name:
                     assert_equal(ours, theirs)
-                else:
-                    assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+                else:  # norms are sums of powers, which are computed in float64 here
+                    rtol = 1e-2 if "low precision" in name else 1e-4
+                    assert_close(ours, theirs, rtol=rtol, atol=1e-5)
             except AssertionError as error:
                 found.append(f"{name}, {use_orig_params=}: {error}")
     return found

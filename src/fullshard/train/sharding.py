@@ -36,6 +36,7 @@ from fullshard import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
+    clip_grad_norm_,
     fully_shard,
     plan_groups,
 )
@@ -114,8 +115,7 @@ class FunctionalModel(ShardedModel):
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """See `ShardedModel`."""
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return clip_grad_norm_(self.module, max_norm)
 
 
 class WrappedModel(ShardedModel):

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from .. import torch_border
+from ..clipping import Clipping
 from ..errors import ConfigurationError, LifecycleError
 from ..fsdp_module import UnshardHandle, unshard_state
 from ..mesh import DataParallelAxes
@@ -36,7 +37,6 @@ from ..wrapper_options import (
     StateDictType,
 )
 from . import (
-    clipping,
     comm_hooks,
     optimizer_loading,
     optimizer_params,
@@ -354,14 +354,25 @@ class FullyShardedDataParallel(nn.Module):
         """Scale all gradients such that their norm, over all ranks, is at most ``max_norm``.
 
         `torch.nn.utils.clip_grad_norm_` would take each rank's norm for the whole. On the outermost
-        wrapper, on all ranks.
+        wrapper, on all ranks. `fullshard.clip_grad_norm_` computes the same and has more options.
 
         Returns:
             The norm before, in the widest dtype of the gradients.
         """
         self._require_root("clip_grad_norm_")
         self._require_idle("clip_grad_norm_")
-        return clipping.clip_grad_norm_(self, self._runtime().states, max_norm, norm_type)
+        clipping = Clipping(self, norm_type)
+        gradients = clipping.gradients
+        norm = clipping.norm()
+        clipping.clip(norm, max_norm)
+        if not gradients:
+            warnings.warn(
+                "clip_grad_norm_ found no gradients on this rank: before backward, or after zero_grad?",
+                stacklevel=3,
+            )
+            return norm
+        dtypes = (gradient.dtype.to_real() for gradient in gradients)
+        return norm.to(functools.reduce(torch.promote_types, dtypes))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook`` reduce gradients instead of the wrapper, averaging included.
