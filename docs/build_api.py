@@ -68,6 +68,7 @@ CHAPTERS = {
         "OptionTypeError",
         "LayoutError",
         "LifecycleError",
+        "UsageError",
         "CheckpointError",
         "CommunicationError",
         "UnsupportedError",

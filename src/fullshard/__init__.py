@@ -27,6 +27,7 @@ if _TYPE_CHECKING:
         LifecycleError,
         OptionTypeError,
         UnsupportedError,
+        UsageError,
     )
     from .faces import FlatParameter
     from .fsdp_module import (
@@ -100,6 +101,7 @@ __all__ = [
     "StateDictType",
     "UnshardHandle",
     "UnsupportedError",
+    "UsageError",
     "clip_grad_norm_",
     "fully_shard",
     "plan_groups",

@@ -5,9 +5,13 @@
         OptionTypeError    (TypeError)      ... since a value is of the wrong type
       LayoutError          (ValueError)     shapes, dtypes and world size do not make a layout
       LifecycleError       (RuntimeError)   the right call at the wrong time
+        UsageError         (ValueError)     ... or a call that does not fit the model's or the machine's state
       CommunicationError   (RuntimeError)   a collective or a comm object broke its contract
       CheckpointError      (RuntimeError)   a checkpoint is damaged, does not fit, or cannot be written
       UnsupportedError     (NotImplementedError)   torch offers it, this version does not yet
+
+The two indented ones are of several built-in kinds: programs written for torch, which raises one kind here and
+another there, catch what they mean to catch. (A UsageError is a ConfigurationError and a LifecycleError.)
 
 Messages say the rule, then what was found with all offenders by full name, then the remedy. Checks
 run on what every rank knows alike, before the first collective, so that all ranks raise the same
@@ -35,6 +39,10 @@ class LayoutError(FullshardError, ValueError):
 
 class LifecycleError(FullshardError, RuntimeError):
     """A call came at a time when it has no meaning."""
+
+
+class UsageError(ConfigurationError, LifecycleError):
+    """A call does not fit the state of the model or of the machine; torch raises ValueError or RuntimeError."""
 
 
 class CommunicationError(FullshardError, RuntimeError):

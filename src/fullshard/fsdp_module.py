@@ -28,7 +28,7 @@ from .comm import (
     check_group_allocates,
     choose_symmetric_memory,
 )
-from .errors import ConfigurationError, LifecycleError, OptionTypeError
+from .errors import ConfigurationError, LifecycleError, OptionTypeError, UsageError
 from .mesh import twin_group
 from .param_group import FSDPParamGroup
 from .policies import switch
@@ -188,7 +188,7 @@ class FSDPModule:
         Record it right after the optimizer's step; it counts once.
         """
         if not callable(getattr(event, "record", None)):
-            raise ConfigurationError(f"event must be a torch.Event, got {type(event).__name__}.")
+            raise OptionTypeError(f"event must be a torch.Event, got {type(event).__name__}.")
         _state(self).post_optim_event = event
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
@@ -248,7 +248,7 @@ class FSDPModule:
         state = _state(self)
         _check_comms_can_be_chosen(self, "set_symm_mem_for_comm")
         if backend != "NCCL":
-            raise ConfigurationError(
+            raise UsageError(
                 f"backend must be 'NCCL', the only one there is, got {backend!r}. Leave it out."
             )
         for group in state.groups:
@@ -276,7 +276,7 @@ class FSDPModule:
             stream: Where to run it, if not in the reduction's own stream. Not with HSDP.
         """
         if not callable(hook):
-            raise ConfigurationError(f"hook must be callable, got {type(hook).__name__}.")
+            raise OptionTypeError(f"hook must be callable, got {type(hook).__name__}.")
         groups = _state(self).groups
         if stream is not None and any(g.mesh_info.replicate_process_group for g in groups):
             raise ConfigurationError(
@@ -570,9 +570,7 @@ def _check_one_input_buffer(symmetric: Sequence[FSDPState], max_input_buffers: i
 
 def _sharded_states(modules: Iterable[FSDPModule]) -> tuple[FSDPState, ...]:
     if not isinstance(modules, Iterable):
-        raise ConfigurationError(
-            f"A list of sharded modules is needed, got {type(modules).__name__}."
-        )
+        raise OptionTypeError(f"A list of sharded modules is needed, got {type(modules).__name__}.")
     modules = tuple(modules)  # it may be a generator, which can be read once
     foreign = [type(module).__name__ for module in modules if not isinstance(module, FSDPModule)]
     if foreign:
@@ -584,6 +582,6 @@ def _sharded_states(modules: Iterable[FSDPModule]) -> tuple[FSDPState, ...]:
 
 def _check_type(name: str, value: object, expected: type) -> None:
     if not isinstance(value, expected):
-        raise ConfigurationError(
+        raise OptionTypeError(
             f"{name} must be an instance of {expected.__name__}, got {type(value).__name__}."
         )

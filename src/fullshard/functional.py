@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from . import comm
-from .errors import ConfigurationError
+from .errors import ConfigurationError, OptionTypeError
 from .faces import ParamOwner
 from .forms import RowForm
 from .fsdp_module import FSDPModule, ReplicateModule, repack_when_complete, sharded_class
@@ -289,7 +289,7 @@ def _checked_modules(door: str, module: object) -> list[nn.Module]:
     wrong = [type(each).__name__ for each in modules if not isinstance(each, nn.Module)]
     if wrong or not modules:
         found = f"a list with {wrong}" if isinstance(module, (list, tuple)) else f"{wrong[0]}"
-        raise ConfigurationError(
+        raise OptionTypeError(
             f"{door} takes an nn.Module or a non-empty list of them, got "
             f"{found if modules else 'an empty list'}."
         )
@@ -311,15 +311,15 @@ def _checked_modules(door: str, module: object) -> list[nn.Module]:
 
 def _check_options(mp_policy: object, offload_policy: object, dp_mesh_dims: object) -> None:
     if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ConfigurationError(
+        raise OptionTypeError(
             f"mp_policy must be a fullshard.MixedPrecisionPolicy, got {_class_of(mp_policy)}."
         )
     if not isinstance(offload_policy, OffloadPolicy):
-        raise ConfigurationError(
+        raise OptionTypeError(
             f"offload_policy must be a fullshard.OffloadPolicy, got {_class_of(offload_policy)}."
         )
     if dp_mesh_dims is not None and not isinstance(dp_mesh_dims, DataParallelMeshDims):
-        raise ConfigurationError(
+        raise OptionTypeError(
             f"dp_mesh_dims must be a fullshard.DataParallelMeshDims, got {_class_of(dp_mesh_dims)}."
         )
 
@@ -330,9 +330,7 @@ def _checked_params(name: str, given: object) -> tuple[nn.Parameter, ...]:
         return ()
     params = tuple(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else None
     if params is None or not all(isinstance(param, nn.Parameter) for param in params):
-        raise ConfigurationError(
-            f"{name} must be a set of nn.Parameter, got {type(given).__name__}."
-        )
+        raise OptionTypeError(f"{name} must be a set of nn.Parameter, got {type(given).__name__}.")
     return params
 
 

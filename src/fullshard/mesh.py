@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from . import torch_border
-from .errors import ConfigurationError
+from .errors import ConfigurationError, OptionTypeError
 from .policies import DataParallelMeshDims
 
 
@@ -240,7 +240,7 @@ def replicating_mesh_info(
 def check_mesh(mesh: object) -> None:
     """Refuse what is no mesh, or leaves this rank out."""
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigurationError(
+        raise OptionTypeError(
             f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}. "
             "Make one with init_device_mesh(device_type, (world_size,))."
         )

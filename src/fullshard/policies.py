@@ -128,7 +128,7 @@ def switch(name: str, value: object) -> bool:
 def check_floating_dtype(name: str, value: object) -> None:
     """Refuse a value of option ``name`` that is not a floating-point dtype."""
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
-        raise ConfigurationError(
+        raise OptionTypeError(
             f"{name} must be a floating-point torch.dtype or None, got {value!r}. "
             "Use for example torch.bfloat16."
         )

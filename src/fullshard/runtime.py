@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from . import process_hooks, torch_border
-from .errors import ConfigurationError, LifecycleError
+from .errors import ConfigurationError, LifecycleError, UsageError
 from .faces import group_of, unsharded_name
 from .names import clean_name
 from .param_group import FSDPParamGroup, ShardedState
@@ -746,7 +746,7 @@ def lazy_init(state: FSDPState) -> Runtime:
     At the first forward, since only then it is known which call of `fully_shard` was the outermost.
     """
     if len(state.modules) != 1:
-        raise ConfigurationError(
+        raise UsageError(
             "The outermost module must be sharded on its own; it was given to fully_shard in a list of "
             f"{len(state.modules)}. Call fully_shard on the module that contains them, too."
         )
@@ -801,7 +801,7 @@ def _check_ready(states: dict[FSDPState, str]) -> None:
     ]
     if misplaced:
         device = next(group.shard_device for state in states for group in state.groups)
-        raise ConfigurationError(
+        raise UsageError(
             f"Parameters must be on {device} at the first forward:\n  "
             + "\n  ".join(misplaced)
             + "\nMaterialise a model built on the meta device with model.to_empty(device=...) and initialise "

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.tensor import DTensor
 
 from . import comm, torch_border
-from .errors import ConfigurationError, LifecycleError
+from .errors import LifecycleError, OptionTypeError
 
 
 class ShardedGradScaler(torch_border.OpenGradScaler):
@@ -64,7 +64,7 @@ class ShardedGradScaler(torch_border.OpenGradScaler):
             enabled=enabled,
         )
         if process_group is not None and not isinstance(process_group, ProcessGroup):
-            raise ConfigurationError(
+            raise OptionTypeError(
                 "process_group must be a ProcessGroup that this rank is in, or None for the default group; "
                 f"got {process_group!r}."
             )
@@ -83,7 +83,7 @@ class ShardedGradScaler(torch_border.OpenGradScaler):
             return type(outputs)(*items) if hasattr(outputs, "_fields") else type(outputs)(items)
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, Mapping)):
             return map(self.scale, outputs)
-        raise ConfigurationError(
+        raise OptionTypeError(
             "Only tensors and lists, tuples or other iterables of tensors can be scaled, got "
             f"{type(outputs).__name__}. Scale what backward() is called on, which is usually the loss."
         )

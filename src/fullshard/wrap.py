@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import nn
 
-from .errors import ConfigurationError, UnsupportedError
+from .errors import ConfigurationError, OptionTypeError, UnsupportedError
 from .torch_border import child_table
 
 PolicyFn = Callable[..., bool]
@@ -174,7 +174,7 @@ class CustomPolicy(_Policy):
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         if not callable(lambda_fn):
-            raise ConfigurationError(
+            raise OptionTypeError(
                 f"lambda_fn of CustomPolicy must be a function of a module, got {lambda_fn!r}."
             )
         self._lambda_fn = lambda_fn
@@ -228,7 +228,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
         **wrapper_kwargs: Keyword arguments for all wrappers made within.
     """
     if not callable(wrapper_cls):
-        raise ConfigurationError(f"wrapper_cls must be a class of wrappers, got {wrapper_cls!r}.")
+        raise OptionTypeError(f"wrapper_cls must be a class of wrappers, got {wrapper_cls!r}.")
     if _wrapper.get() is not None:
         raise UnsupportedError(
             "enable_wrap contexts cannot be nested. Override single arguments in the calls of wrap."
@@ -448,14 +448,14 @@ def _classes(argument: str, given: Iterable[type[nn.Module]]) -> tuple[type[nn.M
     """A set of classes as `isinstance` takes it."""
     classes = tuple(given) if isinstance(given, Iterable) else (None,)
     if not all(isinstance(cls, type) for cls in classes):
-        raise ConfigurationError(f"{argument} must be a set of module classes, got {given!r}.")
+        raise OptionTypeError(f"{argument} must be a set of module classes, got {given!r}.")
     return classes
 
 
 def _check_policy(policy: object) -> None:
     if isinstance(policy, _Policy) or (callable(policy) and not isinstance(policy, type)):
         return
-    raise ConfigurationError(
+    raise OptionTypeError(
         "The policy must be a function, or a ModuleWrapPolicy or CustomPolicy of fullshard.wrap, "
         f"got {policy!r}. To wrap the modules of some classes, pass ModuleWrapPolicy(classes)."
     )
@@ -484,7 +484,7 @@ def _check_kwargs(plan: Iterable[Wrapping], wrapper_cls: type[nn.Module]) -> Non
         except TypeError as error:
             faults.append(f"{wrapping.name}: {error}")
     if faults:
-        raise ConfigurationError(
+        raise OptionTypeError(
             f"{wrapper_cls.__name__} does not take the arguments that the policy gives:\n  "
             + "\n  ".join(faults)
         )

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from . import torch_border
-from .errors import ConfigurationError
+from .errors import OptionTypeError
 from .policies import check_floating_dtype, check_wire_dtype, switch
 
 
@@ -189,13 +189,13 @@ def _check_dtype(name: str, value: object) -> None:
 
 def _check_classes(name: str, value: object) -> None:
     if not isinstance(value, Collection) or isinstance(value, str):
-        raise ConfigurationError(
+        raise OptionTypeError(
             f"{name} must be a collection of classes, got {value!r}. "
             "Use for example (torch.nn.LayerNorm,), or () for none."
         )
     others = [item for item in value if not isinstance(item, type)]
     if others:
-        raise ConfigurationError(
+        raise OptionTypeError(
             f"{name} must hold classes, got also {others!r}. Use for example torch.nn.LayerNorm."
         )
 
@@ -203,7 +203,7 @@ def _check_classes(name: str, value: object) -> None:
 def _check_instance(expected: type, name: str, value: object) -> None:
     if not isinstance(value, expected):
         found = type(value)
-        raise ConfigurationError(
+        raise OptionTypeError(
             f"{name} must be a {expected.__name__} of fullshard, got {value!r} "
             f"({found.__module__}.{found.__qualname__}). Import it from fullshard."
         )

@@ -300,7 +300,8 @@ def test_ignored_modules_and_parameters_are_left_alone() -> None:
         with pytest.raises(ConfigurationError, match="cannot be ignored"):
             FSDP(pair(), ignored_modules=[FSDP(nn.Linear(2, 2))])
         nothing = pair()
-        assert len(names(FSDP(nothing, ignored_modules=[nothing]))) == 4
+        with pytest.warns(UserWarning, match="nothing in it is sharded"):
+            assert len(names(FSDP(nothing, ignored_modules=[nothing]))) == 4
 
 
 def test_scalars_empty_and_channels_last_parameters() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..errors import ConfigurationError, LifecycleError
+from ..errors import ConfigurationError, LifecycleError, OptionTypeError
 from .construction import HYBRID
 from .summoning import wrappers_in
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def register(wrapper: FullyShardedDataParallel, state: object, hook: Callable[..., Any]) -> None:
     """See `FullyShardedDataParallel.register_comm_hook`."""
     if not callable(hook):
-        raise ConfigurationError(f"hook must be callable, got {type(hook).__name__}.")
+        raise OptionTypeError(f"hook must be callable, got {type(hook).__name__}.")
     wrapper._require_root("register_comm_hook")
     wrapper._require_idle("register_comm_hook")
     wrappers = wrappers_in(wrapper)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import comm, torch_border
-from ..errors import ConfigurationError, UnsupportedError
+from ..errors import ConfigurationError, OptionTypeError, UnsupportedError, UsageError
 from ..faces import ParamOwner, reads_gradients
 from ..forms import FlatForm, FlatParameterForm, Form
 from ..mesh import (
@@ -138,7 +138,7 @@ def _axes_of_groups(
 def _check_groups(groups: Sequence[object]) -> None:
     wrong = [group for group in groups if not isinstance(group, dist.ProcessGroup)]
     if wrong:
-        raise ConfigurationError(
+        raise OptionTypeError(
             f"process_group must be a ProcessGroup that this rank is in, got {wrong}."
         )
 
@@ -175,7 +175,7 @@ def choose_device(
 
 def _device_of(device_id: Any) -> torch.device:
     if isinstance(device_id, bool) or not isinstance(device_id, (int, str, torch.device)):
-        raise ConfigurationError(
+        raise OptionTypeError(
             f"device_id must be an int or a torch.device, got {device_id!r}. Use for example "
             "torch.device('cpu'), or the local rank."
         )
@@ -186,7 +186,7 @@ def _device_of(device_id: Any) -> torch.device:
         device = None
     known = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
     if device is None or device.type not in known:
-        raise ConfigurationError(
+        raise UsageError(
             f"device_id must be a device of this machine, {' or '.join(sorted(known))}, got {device_id!r}. Leave it "
             "out to compute where the module is, or on the accelerator if there is one."
         )
@@ -249,7 +249,7 @@ def _checked_items(name: str, given: object, kinds: type | tuple[type, ...]) -> 
     wrong = sorted({type(item).__name__ for item in items if not isinstance(item, kinds)})
     if wrong or isinstance(given, (nn.Module, torch.Tensor)):
         expected = "modules" if kinds is nn.Module else "parameters or of modules"
-        raise ConfigurationError(
+        raise OptionTypeError(
             f"{name} must be a collection of {expected}, got {wrong or type(given).__name__}."
         )
     return items

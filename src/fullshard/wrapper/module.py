@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from .. import torch_border
 from ..clipping import Clipping
-from ..errors import ConfigurationError, LifecycleError
+from ..errors import LifecycleError, OptionTypeError, UsageError
 from ..fsdp_module import UnshardHandle, unshard_state
 from ..mesh import DataParallelAxes
 from ..names import WRAPPED
@@ -131,12 +131,25 @@ class FullyShardedDataParallel(nn.Module):
         limit_all_gathers = switch("limit_all_gathers", limit_all_gathers)
         use_orig_params = switch("use_orig_params", use_orig_params)
         if param_init_fn is not None and not callable(param_init_fn):
-            raise ConfigurationError(
+            raise OptionTypeError(
                 f"param_init_fn must be a function of a module, got {param_init_fn!r}."
             )
         ignored_modules, ignored_states = _listed(ignored_modules), _listed(ignored_states)
         ignored = choose_ignored(type(self), ignored_modules, ignored_states)
+        if module in ignored.modules:
+            warnings.warn(
+                f"The wrapped module itself, {type(module).__name__}, is to be ignored, so nothing in it is sharded and no "
+                "gradient is averaged. Name the modules below it that are to be left alone.",
+                stacklevel=2,
+            )
+        chosen = strategy
         axes, strategy = choose_axes(strategy, process_group, device_mesh)
+        if strategy is not chosen:
+            warnings.warn(
+                f"There is one rank to shard over, so {type(module).__name__} is kept whole: NO_SHARD instead of "
+                f"{chosen.name}.",
+                stacklevel=2,
+            )
         device = choose_device(
             device_id, (p for p in module.parameters() if p not in ignored.params), axes
         )
@@ -211,16 +224,25 @@ class FullyShardedDataParallel(nn.Module):
         self, module: nn.Module, policy: Any, options: dict[str, Any], ignored: Ignored
     ) -> None:
         """Give the modules that a policy chooses wrappers of their own, with these options."""
-        auto_wrap(
+        precision_ = options["mixed_precision"]
+        wrapped = auto_wrap(
             module,
             policy,
             type(self),
             root_kwargs=options,
             ignored_modules=ignored.modules,
             ignored_params=ignored.params,
-            class_kwargs=precision.kwargs_of_classes_without_it(options["mixed_precision"]),
+            class_kwargs=precision.kwargs_of_classes_without_it(precision_),
             check=functools.partial(check_one_wrapper_per_param, module, ignored=ignored),
         )
+        exempt = () if precision_ is None else tuple(precision_._module_classes_to_ignore)
+        in_full = [each.name for each in wrapped if isinstance(each.module, exempt)]
+        if in_full:
+            warnings.warn(
+                f"These have wrappers of their own, without mixed precision: {in_full}. Modules of their classes "
+                f"({', '.join(cls.__name__ for cls in exempt)}) do not work in low precision.",
+                stacklevel=3,
+            )
 
     # --- the module inside ------------------------------------------------------------------------
 
@@ -344,7 +366,7 @@ class FullyShardedDataParallel(nn.Module):
     def _require_idle(self, method: str) -> None:
         runtime = self._fsdp_state.runtime
         if runtime is not None and runtime.busy:
-            raise LifecycleError(
+            raise UsageError(
                 f"{method} was called within forward or backward of the model. Call it between them. (After an "
                 "exception, run a forward first, or make the model anew.)"
             )
@@ -680,7 +702,7 @@ def _check_type(name: str, value: object, expected: type) -> None:
     if not isinstance(value, expected):
         found = type(value)
         ours = expected.__module__.startswith("fullshard")
-        raise ConfigurationError(
+        raise OptionTypeError(
             f"{name} must be a {expected.__name__}{' of fullshard' if ours else ''}, got {value!r} "
             f"({found.__module__}.{found.__qualname__}).{' Import it from fullshard.' if ours else ''}"
         )

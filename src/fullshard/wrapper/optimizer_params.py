@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from .. import comm
-from ..errors import ConfigurationError, LifecycleError
+from ..errors import ConfigurationError, LifecycleError, OptionTypeError
 from ..faces import FlatFace
 from ..mesh import global_rank
 from ..names import clean_name
@@ -77,7 +77,7 @@ class ModelParams:
     def __init__(self, model: nn.Module, method: str) -> None:
         """Read them off the model, which rests afterwards; ``method`` is for messages."""
         if not isinstance(model, nn.Module):
-            raise ConfigurationError(f"model must be an nn.Module, got {type(model).__name__}.")
+            raise OptionTypeError(f"model must be an nn.Module, got {type(model).__name__}.")
         self.wrappers = wrappers_in(model)
         wrappers = set[nn.Module](self.wrappers)
         for wrapper in self.wrappers:
@@ -162,7 +162,7 @@ def listing_of(
     Without either, those of the model.
     """
     if optim is not None and not isinstance(optim, Optimizer):
-        raise ConfigurationError(f"optim must be an Optimizer, got {type(optim).__name__}.")
+        raise OptionTypeError(f"optim must be an Optimizer, got {type(optim).__name__}.")
     if optim is not None and optim_input is not None:
         raise ConfigurationError(
             "The order of parameters is given by optim or by optim_input, got both. Leave optim_input out."
@@ -263,7 +263,7 @@ def rekeyed(
 ) -> dict[str, Any]:
     """See `FullyShardedDataParallel.rekey_optim_state_dict`."""
     if not isinstance(key_type, OptimStateKeyType):
-        raise ConfigurationError(
+        raise OptionTypeError(
             f"optim_state_key_type must be an OptimStateKeyType of fullshard, got {key_type!r}."
         )
     faults = missing_parts(state_dict)

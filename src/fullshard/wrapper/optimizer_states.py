@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from .. import whole_params
 from ..buffers import in_memory_order
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, UsageError
 from ..mesh import global_rank
 from ..param_group import FSDPParamGroup
 from ..tree import map_tensors, tensors_in
@@ -89,7 +89,7 @@ def optim_state_dict(
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and any(
         wrapper._device_mesh is not None for wrapper in known.wrappers
     ):
-        raise ConfigurationError(
+        raise UsageError(
             "Wrappers with a device_mesh have no LOCAL_STATE_DICT of their optimizer. Use SHARDED_STATE_DICT, which "
             "holds DTensors."
         )

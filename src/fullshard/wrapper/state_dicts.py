@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .. import comm, torch_border, whole_params
-from ..errors import ConfigurationError, LifecycleError
+from ..errors import ConfigurationError, LifecycleError, OptionTypeError, UsageError
 from ..names import FLAT, WRAPPED, clean_name
 from ..param_group import FSDPParamGroup
 from ..runtime import state_of
@@ -69,7 +69,7 @@ def set_settings(
 ) -> StateDictSettings:
     """See `FullyShardedDataParallel.set_state_dict_type`."""
     if not isinstance(kind, StateDictType):
-        raise ConfigurationError(
+        raise OptionTypeError(
             f"state_dict_type must be a StateDictType of fullshard, got {kind!r} ({type(kind).__module__}). Import "
             "it from fullshard."
         )
@@ -78,7 +78,7 @@ def set_settings(
     optim_config = optim_expected() if optim_config is None else optim_config
     for given, cls in ((config, expected), (optim_config, optim_expected)):
         if type(given) is not cls:
-            raise ConfigurationError(
+            raise UsageError(
                 f"{kind} takes a {cls.__name__} of fullshard, got {given!r} ({type(given).__module__})."
             )
     before = settings_of(module)
