@@ -204,7 +204,8 @@ def test_counts_of_older_torch_are_read() -> None:
     optimizer = made(optim.Adam, model)
     load_source(source, model, optimizer)
     step(model, optimizer)
-    assert torch.equal(optimizer.state[model.weight]["step"], torch.tensor(8.0))
+    (state,) = optimizer.state.values()
+    assert torch.equal(state["step"], torch.tensor(8.0))
 
 
 class Logged(optim.AdamW):
@@ -227,7 +228,7 @@ class Momentum(optim.Optimizer):
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for param in self.param_groups[0]["params"]:
             self.state[param]["average"] = param.grad.clone()
 

@@ -133,7 +133,7 @@ def save_what_differs(folder: Path, door: str, replicas: int) -> dict[str, str]:
                 save(folder / "bad", model, optimizer, extra=2, keep_last=1)
             errors[f"{case}, {place}"] = str(error.value)
     with pytest.raises(CheckpointError) as error:
-        extra = None if dist.get_rank() == 0 else {"step": 3}
+        extra = None if dist.get_rank() == 0 else 3
         checkpoint.save(folder / "bad", model, extra=extra, keep_last=1)
     errors["extra"] = str(error.value)
     # It takes no more than equal ones, and an extra on the first rank.
@@ -176,6 +176,24 @@ def test_no_rank_saves_what_another_has_otherwise(
             assert "Nothing was saved" in text and "rank " in text
     assert "\n  no optimizer: rank 0\n" in errors["no optimizer, load"]
     assert f"rank{'s' if ranks > 2 else ''} 1" in errors["extra"]
+
+
+def save_a_flat_parameter_of_two(folder: Path) -> None:
+    """One rank has elements of the weight only, the other of the bias; to the optimizer they are one."""
+    model = FullyShardedDataParallel(nn.Linear(2, 4))
+    optimizer = adam(model)
+    checkpoint.save(folder / "good", model, optimizer)
+    if dist.get_rank() == 1:
+        step(optimizer)
+    with pytest.raises(CheckpointError, match=r"rank 1: (?s:.*)state of weight: step is 2.0 here"):
+        checkpoint.save(folder / "bad", model, optimizer)
+
+
+def test_a_flat_parameter_has_one_state_also_if_ranks_share_no_parameter(
+    world: Any, tmp_path: Path
+) -> None:
+    world(2).run(save_a_flat_parameter_of_two, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
 
 
 def save_stages(folder: Path) -> None:

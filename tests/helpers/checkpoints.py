@@ -69,7 +69,7 @@ def snapshot(model: nn.Module, optimizer: Optimizer | None = None) -> Snapshot:
         replace(held, local=None if held.local is None else held.local.to("cpu", copy=True))
         for held in tensors
     ]
-    return outline_of(copies, holdings.tied, tree), copies
+    return outline_of(copies, holdings.tied, tree, holdings.updated_together), copies
 
 
 def source_of(of_ranks: Sequence[Snapshot]) -> MemorySource:

@@ -46,7 +46,8 @@ class Outline:
     tied: Mapping[str, str] = field(default_factory=dict)
     optimizer: Tree | None = None
     held: frozenset[str] = frozenset()
-    """Names in the model of what this rank has elements of. Known to this rank only: others are not told."""
+    """Names in the model of what this rank has elements of, also in one `FlatParameter` with others. Known to this
+    rank only: others are not told."""
 
     def digest(self) -> str:
         """Equal on ranks that know the same."""
@@ -89,19 +90,34 @@ class Outline:
 
 
 def outline_of(
-    tensors: Iterable[Held], tied: Mapping[str, str], optimizer: Tree | None = None
+    tensors: Iterable[Held],
+    tied: Mapping[str, str],
+    optimizer: Tree | None = None,
+    updated_together: Iterable[Sequence[str]] = (),
 ) -> Outline:
-    """The outline of what this rank holds."""
+    """The outline of what this rank holds.
+
+    Args:
+        tensors: Of model and optimizer.
+        tied: See `ModelHoldings.tied`.
+        optimizer: See `source.Source.optimizer`.
+        updated_together: Names of parameters that are one to the optimizer: a rank that holds elements of one of them
+            has state of all.
+    """
     tensors = list(tensors)
+    held = {
+        each.key.removeprefix(MODEL)
+        for each in tensors
+        if each.key.startswith(MODEL) and each.local is not None and each.local.numel()
+    }
+    for names in updated_together:
+        if not held.isdisjoint(names):
+            held.update(names)
     return Outline(
-        tensors={held.key: StoredTensor(held.dtype, held.spread) for held in tensors},
+        tensors={each.key: StoredTensor(each.dtype, each.spread) for each in tensors},
         tied=tied,
         optimizer=optimizer,
-        held=frozenset(
-            held.key.removeprefix(MODEL)
-            for held in tensors
-            if held.key.startswith(MODEL) and held.local is not None and held.local.numel()
-        ),
+        held=frozenset(held),
     )
 
 
@@ -256,18 +272,18 @@ def _tied_differences(own: Outline, joined: _Joined) -> Iterator[str]:
 
 def _optimizer_differences(own: Outline, optimizer: Tree, joined: _Joined) -> Iterator[str]:
     groups = optimizer["param_groups"]
-    ours, theirs = _numbers(groups), _numbers(joined.groups)
-    for name in ours | theirs:
+    own_numbers, numbers = _numbers(groups), _numbers(joined.groups)
+    for name in own_numbers | numbers:
         # What this rank has no elements of, its optimizer need not have.
-        if ours.get(name) != theirs.get(name) and (name in ours or name in own.held):
-            here, there = (_group_text(numbers.get(name)) for numbers in (ours, theirs))
+        if own_numbers.get(name) != numbers.get(name) and (name in own_numbers or name in own.held):
+            here, there = (_group_text(each.get(name)) for each in (own_numbers, numbers))
             yield f"{name}: {here} here, {there} on {joined.rank_of(name)}"
     for number, group in enumerate(groups):
         if number in joined.teller and group["params"]:
             options = {key: value for key, value in group.items() if key != "params"}
-            known = {key: value for key, value in joined.groups[number].items() if key != "params"}
+            theirs = {key: value for key, value in joined.groups[number].items() if key != "params"}
             where = f"rank {joined.teller[number]}"
-            yield from _differences(options, known, f"group {number}", where)
+            yield from _differences(options, theirs, f"group {number}", where)
     for name in own.held:
         known, state = joined.state.get(name, {}), optimizer["state"].get(name, {})
         if known or state:

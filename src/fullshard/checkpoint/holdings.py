@@ -144,6 +144,11 @@ class ModelHoldings:
             self._add_extra_state(prefix, module)
         self._faults.raise_for(method)
 
+    @property
+    def updated_together(self) -> list[list[str]]:
+        """Names of parameters that are one to an optimizer: the members of each `FlatParameter`."""
+        return [[held.name for held in members] for members in self.params.values()]
+
     # --- parameters -------------------------------------------------------------------------------
 
     def _add_sharded_params(

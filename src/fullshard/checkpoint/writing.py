@@ -152,8 +152,9 @@ def _hold(
             f"All ranks that hold parts of the model must save it; process_group has not: {sorted(strangers)[:20]}. "
             "Leave process_group out, or pass one that has them all."
         )
+    outline = outline_of(tensors, held.tied, tree, held.updated_together)
     # A copy: it may be changed before it is written.
-    return _Own(tensors, outline_of(tensors, held.tied, tree), trees.decode(encoded))
+    return _Own(tensors, outline, trees.decode(encoded))
 
 
 def _agreed(team: Team, own: _Own) -> Outline:
