@@ -280,7 +280,16 @@ def _joined_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """One axis made of the named ones."""
     if len(names) == 1:
         return mesh[names[0]]
-    return torch_border.flat_mesh(mesh[names], "_".join(names))
+    flat = torch_border.flat_mesh(mesh[names], "_".join(names))
+    wait_no_longer(flat.get_group(), mesh.get_group(names[0]))
+    return flat
+
+
+def wait_no_longer(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
+    """Give a process group the timeout of another one, if its own is longer: torch makes those of meshes without one."""
+    own, timeout = torch_border.timeout_of(group), torch_border.timeout_of(other)
+    if own is not None and timeout is not None and own > timeout:
+        torch_border.set_timeout(group, timeout)
 
 
 _COMPANIONS: weakref.WeakKeyDictionary[
@@ -349,6 +358,7 @@ def _companion(group: dist.ProcessGroup, role: str, size: int) -> dist.ProcessGr
         companion = dist.new_group(
             ranks,
             backend="gloo" if role.startswith("host") else None,
+            timeout=torch_border.timeout_of(group),  # torch's own choice is half an hour with gloo
             use_local_synchronization=True,
         )
         assert companion is not None, "this rank is one of the group's"

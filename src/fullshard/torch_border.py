@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -275,6 +276,21 @@ def split_factor(placement: Placement) -> int:
 def joined_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
     """One mesh of the axes of several, which must be axes of the same larger mesh."""
     return DeviceMesh._concatenate(meshes)
+
+
+def timeout_of(group: ProcessGroup) -> timedelta | None:
+    """How long a collective of a group waits for other ranks; None if its backends do not say."""
+    timeouts = []
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):  # a device for which the group has no backend
+            options = getattr(group._get_backend(device), "options", None)
+            timeouts.append(getattr(options, "_timeout", None))
+    return min((timeout for timeout in timeouts if timeout is not None), default=None)
+
+
+def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Let the collectives of a group wait for other ranks so long."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

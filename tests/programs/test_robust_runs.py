@@ -117,9 +117,12 @@ def test_a_request_in_the_last_step_is_no_reason_to_stop(world: MakeWorld, tmp_p
     assert records(config, "end") and not records(config, "stopped")
 
 
-def test_old_checkpoints_are_removed(world: MakeWorld, tmp_path: Path) -> None:
-    config = tiny(tmp_path, "checkpoint.every=1", "checkpoint.keep=2")
-    world(2).run(run, config)
+def test_old_checkpoints_are_removed_also_those_of_before_a_restart(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    for steps in (3, 6):
+        config = tiny(tmp_path, f"train.steps={steps}", "checkpoint.every=1", "checkpoint.keep=2")
+        world(2).run(run, config)
     left = sorted(path.name for path in (config.run.folder / "checkpoints").iterdir())
     assert left == ["step_00000005", "step_00000006"]
     assert [record["step"] for record in records(config, "checkpoint")] == [1, 2, 3, 4, 5, 6]

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from .. import mesh
 from ..errors import CheckpointError, ConfigurationError
+from .ending import waited_for
 from .staging import HostMemory, Snapshot
 from .team import Team
 from .writing import OnProgress, Saved, log, make_plan, write
@@ -75,7 +76,8 @@ def async_save(
     `PendingSave.wait_for_copies` before. All else is done by a thread.
 
     An error of the thread is raised by the returned object's `wait`, or else by the next `save` or `async_save`.
-    Wait before the process group is destroyed.
+    Wait before the process group is destroyed. A process that ends waits for the thread, unless an error has ended its main
+    thread: then it ends at once, and what was there before stays.
 
     Args:
         path: As for `save`, and so are the others that are not here.
@@ -115,8 +117,8 @@ class PendingSave:
         self._saved: Saved | None = None
         self._error: Exception | None = None
         self._error_was_raised = False
-        # Not a daemon: a process that ends waits for its checkpoint.
-        self._thread = threading.Thread(target=self._run, name="fullshard checkpoint")
+        self._thread = threading.Thread(target=self._run, name="fullshard checkpoint", daemon=True)
+        waited_for(self._thread)
         _InFlight.save = self
         self._thread.start()
 

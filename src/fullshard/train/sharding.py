@@ -41,6 +41,7 @@ from fullshard import (
     plan_groups,
 )
 from fullshard.errors import ConfigurationError
+from fullshard.mesh import default_group, wait_no_longer
 from fullshard.names import clean_name
 from fullshard.train.config import ComputeSection, RunConfig
 from fullshard.train.models import ModelSource
@@ -170,7 +171,10 @@ def make_mesh(replicas: int, device: torch.device) -> DeviceMesh:
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     shape = (replicas, world // replicas)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    for axis in mesh.get_all_groups():
+        wait_no_longer(axis, default_group())  # run.timeout
+    return mesh
 
 
 def shard(
