@@ -378,6 +378,7 @@ class Reduction:
                 self._add_partial(run, reduced)
                 if info.replicate_mesh_size > 1:
                     self._all_reduce(reduced, info.replicate_process_group, rule)
+            run.sum_copies(reduced)
             if self._settings.hook is not None:
                 run.clear_gaps(reduced)
                 self._run_hook(self._settings.hook, reduced)
@@ -418,7 +419,7 @@ class Reduction:
 
     def _keep_partial(self, run: ReduceRun, reduced: Tensor) -> None:
         """Add to what will be summed over replicas later; always on the stream that does so."""
-        for gradient, local in zip(run.gradients, run.cut(reduced), strict=True):
+        for gradient, local in zip(run.gradients, run.cut_unsummed(reduced), strict=True):
             if gradient.param in self._partial:
                 self._partial[gradient.param].add_(local)
             else:
@@ -427,7 +428,7 @@ class Reduction:
     def _add_partial(self, run: ReduceRun, reduced: Tensor) -> None:
         if not self._partial:
             return
-        for gradient, local in zip(run.gradients, run.cut(reduced), strict=True):
+        for gradient, local in zip(run.gradients, run.cut_unsummed(reduced), strict=True):
             partial = self._partial.pop(gradient.param, None)
             if partial is not None:
                 local.add_(partial)

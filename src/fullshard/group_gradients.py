@@ -163,6 +163,7 @@ class GroupGradients:
             by_segment=self._by_segment,
             rank_major=rank_major,
             wire_dtype=wire_dtype,
+            replica=(self._mesh_info.replicate_mesh_rank, self._mesh_info.replicate_mesh_size),
         )
 
     # --- hand over, or drop -----------------------------------------------------------------------

@@ -7,6 +7,19 @@ Gradients are copied here in any case, to be cast, so both cost the same copy. S
 the copy of all is one kernel on an accelerator, whose backends take many messages in one call. Rank
 after rank is for backends that carry each message by itself, and for exchanges (`gradients`,
 [Note: narrow on the wire]), which no backend coalesces.
+
+[Note: one sum for all copies]
+Every rank holds a copy of a 0-d parameter, and needs the same gradient to the last bit. A reduce-scatter of copies
+does not give that: each rank gets a sum made in another order. So ranks send what they have side by side, each in a
+place of its own and zero in all others, to every rank:
+
+    rank 0 sends   | g0  0  0 |       all get | g0 g1 g2 |, in whatever order zeros are added
+    rank 1 sends   |  0 g1  0 |
+    rank 2 sends   |  0  0 g2 |
+
+and each rank sums these by itself, in the same order. Replicas have places of their own, too. That is as many
+elements as ranks to each rank, in the message that is sent anyway; there are few such parameters. The contributions lie
+behind all reduced pieces, and their sum where the reduced piece would be.
 """
 
 from __future__ import annotations
@@ -14,14 +27,15 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .buffers import Buffer, rank_chunks, staged_chunks
-from .layout import Division, Layout, Placement, contiguous_strides, place, place_row
+from .layout import ROW_ALIGNMENT, Division, Layout, contiguous_strides, place, place_row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +63,7 @@ class ReduceRun:
         joined: bool,
         gradients: Sequence[LocalGradient],
         unfilled: Sequence[Tensor],
+        copied: Mapping[int, tuple[int, int]],
     ) -> None:
         self.reduce_dtype, self.gradient_dtype = kind
         self.exchanged = exchanged
@@ -58,7 +73,7 @@ class ReduceRun:
         self._inputs = tuple(inputs)
         """Messages; or the parts of a message's rows, (world, elements of a piece) each."""
         self.pieces = tuple(pieces)
-        """Per segment, start and length of its reduced piece in the run's output, in elements."""
+        """Per segment, start and length of what its message brings to the run's output, in elements."""
         self.outputs = ((0, numel),) if joined else self.pieces
         """The same per input: one for all, or one per segment."""
         self.gradients = tuple(gradients)
@@ -66,6 +81,16 @@ class ReduceRun:
         """Parts of the inputs that belong to parameters without a gradient: zero, since a message travels whole."""
         self._cuts = [
             (each.shape, contiguous_strides(each.shape), each.start) for each in gradients
+        ]
+        self._sums = [
+            (each.start, *copied[each.param]) for each in gradients if each.param in copied
+        ]
+        """Of 0-d parameters, where the gradient is to be, and start and number of the contributions to it."""
+        self._unsummed = [
+            cut
+            if each.param not in copied
+            else (copied[each.param][1:], (1,), copied[each.param][0])
+            for each, cut in zip(gradients, self._cuts, strict=True)
         ]
 
     @property
@@ -82,20 +107,50 @@ class ReduceRun:
         return [reduced.as_strided((numel,), (1,), start) for start, numel in self.outputs]
 
     def clear_gaps(self, reduced: Tensor) -> None:
-        """Let there be zeros between the reduced pieces, where nobody's elements are."""
-        ends = [0, *(start + numel for start, numel in self.pieces)]
-        starts = [*(start for start, _ in self.pieces), self.numel]
+        """Let there be zeros between the reduced gradients, where nobody's elements are; after `sum_copies`."""
+        sums = {start: place for place, start, _ in self._sums}
+        filled = sorted((sums[s], 1) if s in sums else (s, numel) for s, numel in self.pieces)
+        ends = [0, *(start + numel for start, numel in filled)]
+        starts = [*(start for start, _ in filled), self.numel]
         for end, start in zip(ends, starts, strict=True):
             reduced[end:start].zero_()
 
     def cut(self, reduced: Tensor) -> list[Tensor]:
         """The gradients of `gradients` in the run's output, as views."""
-        begin = reduced.storage_offset()  # a comm object's memory may be part of a larger block
-        # Not narrow, split or view: this takes half of their time.
-        return [
-            reduced.as_strided(shape, strides, begin + start)
-            for shape, strides, start in self._cuts
-        ]
+        return _cut(reduced, self._cuts)
+
+    def cut_unsummed(self, reduced: Tensor) -> list[Tensor]:
+        """The same before `sum_copies`: of 0-d parameters, all contributions."""
+        return _cut(reduced, self._unsummed)
+
+    def sum_copies(self, reduced: Tensor) -> None:
+        """Sum the contributions to 0-d parameters, when all are there: [Note: one sum for all copies]."""
+        if not self._sums:
+            return
+        _, first, number = self._sums[0]  # they lie one after the other
+        contributions = reduced.narrow(0, first, len(self._sums) * number).view(-1, number)
+        # In double precision, the order hardly matters even where a kernel chooses it by the address.
+        sums = contributions.sum(1, dtype=torch.promote_types(self.reduce_dtype, torch.float64))
+        places = [reduced.narrow(0, place, 1) for place, _, _ in self._sums]
+        torch._foreach_copy_(places, list(sums.view(-1, 1).unbind()))
+
+
+def _cut(
+    reduced: Tensor, cuts: Sequence[tuple[tuple[int, ...], tuple[int, ...], int]]
+) -> list[Tensor]:
+    begin = reduced.storage_offset()  # a comm object's memory may be part of a larger block
+    # Not narrow, split or view: this takes half of their time.
+    return [reduced.as_strided(shape, strides, begin + start) for shape, strides, start in cuts]
+
+
+class _Row(NamedTuple):
+    """How what one rank gets of some segments lies, in elements."""
+
+    starts: dict[int, int]
+    """Per segment, where its reduced piece is in the end."""
+    arrivals: dict[int, int]
+    """... and where its message goes: the same, but for contributions to 0-d parameters."""
+    numel: int
 
 
 class ReduceBuffer:
@@ -116,6 +171,7 @@ class ReduceBuffer:
         by_segment: bool,
         rank_major: bool = False,
         wire_dtype: torch.dtype | None = None,
+        replica: tuple[int, int] = (0, 1),
     ) -> None:
         """Allocate on the current stream (the compute stream) and make every view a step needs.
 
@@ -130,7 +186,11 @@ class ReduceBuffer:
             rank_major: Lie rank after rank. Flat segments cannot, except one by itself, which does anyway.
             wire_dtype: In which gradients are here, to be exchanged and summed in their reduce dtypes; None for
                 the reduce dtypes themselves.
+            replica: This rank's place among replicas, and how many they are.
         """
+        self._contributor = replica[0] * layout.world + rank
+        self._contributors = replica[1] * layout.world
+        """Ranks that have gradients of the same parameter, and this rank's place among them."""
         self.layout = layout
         self._rank = rank
         self._by_segment = by_segment
@@ -146,7 +206,9 @@ class ReduceBuffer:
         self._strides: dict[int, int] = {}
         """Per segment, elements from one rank's piece to the next rank's."""
         self._starts: dict[int, int] = {}
-        """Per segment, bytes before it."""
+        """Per segment, bytes before its message."""
+        self._row_starts: dict[tuple[torch.dtype, torch.dtype], int] = {}
+        """Per kind of segments, bytes before all, if they lie rank after rank."""
         nbytes = self._arrange()
         self._buffer = Buffer(nbytes, device)
         self._runs: dict[frozenset[int], tuple[ReduceRun, ...]] = {}
@@ -159,7 +221,7 @@ class ReduceBuffer:
     def _arrange(self) -> int:
         """Give every segment its place, and return the bytes of all."""
         layout = self.layout
-        numels = {index: layout.segments[index].piece_numel for index in self._kinds}
+        numels = {index: self._message_numel(index) for index in self._kinds}
         if not self.rank_major:
             wholes = [numel * layout.world for numel in numels.values()]
             placement = place(wholes, [self._dtype(index) for index in numels])
@@ -170,15 +232,34 @@ class ReduceBuffer:
         for kind in dict.fromkeys(self._kinds.values()):
             members = self._of_kind(kind)
             row, itemsize = self._row(members), self._dtype(members[0]).itemsize
-            for index, start in zip(members, row.starts, strict=True):
-                self._starts[index] = end + start
-                self._strides[index] = row.nbytes // itemsize
-            end += row.nbytes * layout.world
+            self._row_starts[kind] = end
+            for index in members:
+                self._starts[index] = end + row.arrivals[index] * itemsize
+                self._strides[index] = row.numel
+            end += row.numel * itemsize * layout.world
         return end
 
-    def _row(self, segments: Sequence[int]) -> Placement:
+    def _row(self, segments: Sequence[int]) -> _Row:
         """How one rank's pieces of segments of a kind lie."""
-        return place_row(self.layout, segments, [self._dtype(index) for index in segments])
+        itemsize = self._dtype(segments[0]).itemsize
+        placed = place_row(self.layout, segments, [self._dtype(index) for index in segments])
+        starts = {i: start // itemsize for i, start in zip(segments, placed.starts, strict=True)}
+        arrivals, end = dict(starts), placed.nbytes // itemsize
+        for index in filter(self._is_copied, segments):
+            arrivals[index] = end
+            end += self._contributors
+        return _Row(starts, arrivals, -(-end // ROW_ALIGNMENT) * ROW_ALIGNMENT)
+
+    def _is_copied(self, segment: int) -> bool:
+        """Whether several ranks hold copies of a segment's one element: [Note: one sum for all copies]."""
+        slot = self.layout.slots[self.layout.segments[segment].params[0]]
+        return slot.division is Division.REPLICATED and self.layout.world > 1
+
+    def _message_numel(self, segment: int) -> int:
+        """Elements of a segment that go to each rank."""
+        if self._is_copied(segment):
+            return self._contributors
+        return self.layout.segments[segment].piece_numel
 
     def _dtype(self, segment: int) -> torch.dtype:
         """Of a segment's gradients here."""
@@ -220,7 +301,8 @@ class ReduceBuffer:
                 step,
             )
         if slot.division is Division.REPLICATED:
-            return [self._view(segment, 0, (self.layout.world,), (step,))]
+            own = self._contributor if self._is_copied(segment) else 0
+            return [self._view(segment, own, (self.layout.world,), (step,))]
         if not self.rank_major:
             return [self._view(segment, slot.start, slot.shape, slot.strides)]
         piece = self.layout.segments[segment].piece_numel
@@ -276,12 +358,10 @@ class ReduceBuffer:
     ) -> ReduceRun:
         layout, members = self.layout, self._of_kind(kind)
         chosen = [index for index in members if index in segments]
-        row, itemsize = self._row(chosen), self._dtype(chosen[0]).itemsize
-        starts = [start // itemsize for start in row.starts]
-        numel = row.nbytes // itemsize
+        row = self._row(chosen)
         gradients, unfilled = [], []
-        for index, start in zip(chosen, starts, strict=True):
-            segment = layout.segments[index]
+        for index in chosen:
+            segment, start = layout.segments[index], row.starts[index]
             for param in segment.params:
                 if param not in self.targets:
                     continue  # frozen: its part is padding
@@ -299,24 +379,29 @@ class ReduceBuffer:
                 gradients.append(LocalGradient(param=segment.params[0], shape=shape, start=start))
         inputs = [self._pieces_of_all_ranks(index) for index in chosen]
         if self.rank_major and chosen == members:  # they are a row in the buffer, too
-            inputs = [self._view(chosen[0], 0, (numel * layout.world,), (1,))]
+            numel, begin = row.numel * layout.world, self._row_starts[kind]
+            inputs = [self._buffer.view(self._dtype(chosen[0]), begin, (numel,), (1,))]
         elif self.rank_major:
             inputs = [tensor.view(layout.world, -1) for tensor in inputs]
-        numels = [layout.segments[index].piece_numel for index in chosen]
+        arrivals = {index: (row.arrivals[index], self._message_numel(index)) for index in chosen}
         return ReduceRun(
             kind=kind,
             exchanged=self._wire_dtype is not None,
-            numel=numel,
+            numel=row.numel,
             inputs=inputs,
-            pieces=list(zip(starts, numels, strict=True)),
+            pieces=list(arrivals.values()),
             joined=self.rank_major,
             gradients=gradients,
             unfilled=unfilled,
+            copied={
+                layout.segments[index].params[0]: arrivals[index]
+                for index in filter(self._is_copied, chosen)
+            },
         )
 
     def _pieces_of_all_ranks(self, segment: int) -> Tensor:
         """A segment with its padding: flat, or if it does not lie so, (world, elements of a piece)."""
-        piece, step = self.layout.segments[segment].piece_numel, self._strides[segment]
+        piece, step = self._message_numel(segment), self._strides[segment]
         if piece == step:
             return self._view(segment, 0, (piece * self.layout.world,), (1,))
         return self._view(segment, 0, (self.layout.world, piece), (step, 1))
@@ -326,6 +411,8 @@ class ReduceBuffer:
 
         Of the segments; what lies between them, for alignment, is nobody's and may be anything.
         """
+        if self._is_copied(segment):  # all that the others contribute
+            return [self._pieces_of_all_ranks(segment)]
         if self.rank_major:
             return self._padding_of_ranks(segment)
         flat = self._pieces_of_all_ranks(segment)

@@ -102,6 +102,7 @@ def reduce_scatter(
                 numel = piece.numel()
                 total = torch.stack(of_ranks).sum(0, dtype=run.reduce_dtype)
                 piece.copy_(total[rank * numel : (rank + 1) * numel])
+            run.sum_copies(output)
             cut = run.cut(output)
             local |= {g.param: each for g, each in zip(run.gradients, cut, strict=True)}
         results.append(local)
@@ -179,13 +180,19 @@ def test_rank_after_rank_all_that_is_reduced_alike_is_one_message() -> None:
 
 @every_group
 def test_between_reduced_pieces_there_are_zeros_if_one_asks(group: Group) -> None:
-    params = floating(group)
+    params, world = floating(group), group.layout.world
     (buffer, *_) = reduce_buffers(group, params)
     for run in buffer.runs(frozenset(params)):
         output = torch.ones(run.numel)
         run.clear_gaps(output)
-        assert int(output.sum()) == sum(numel for _, numel in run.pieces)
-        assert all(output[start : start + numel].all() for start, numel in run.pieces)
+        slots = [(each.start, group.layout.slots[each.param]) for each in run.gradients]
+        copied = [start for start, slot in slots if slot.division is Division.REPLICATED]
+        # Contributions to copies are no gradients any longer; each sum is one element.
+        kept = run.pieces[: len(run.pieces) - len(copied)] if world > 1 else run.pieces
+        sums = copied if world > 1 else []
+        assert int(output.sum()) == sum(numel for _, numel in kept) + len(sums)
+        assert all(output[start : start + numel].all() for start, numel in kept)
+        assert all(output[start] == 1 for start in sums)
 
 
 def test_gradients_are_cast_to_the_reduce_dtype_on_their_way_in() -> None:
