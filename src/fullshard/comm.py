@@ -355,6 +355,8 @@ def reduce_scatter(
     if not outputs:
         return None
     options = _reduce_options(op, async_op=async_op)
+    if outputs[0].is_complex():  # as are all others, then
+        outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
     work = torch_border.reduce_scatter_coalesced(group, outputs, inputs, options)
     return work if async_op else _ordered(work, group, outputs[0].device)
 
@@ -407,7 +409,15 @@ def all_to_all(
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType) -> None:
     """Reduce ``tensor`` over the group in place; the current stream is ordered after it."""
-    dist.all_reduce(tensor, op=op, group=group)
+    dist.all_reduce(as_real(tensor), op=op, group=group)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, flat, in the same memory: not every backend sums others.
+
+    Real tensors are returned as they are.
+    """
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup) -> None:
@@ -451,7 +461,7 @@ def packed_reduce_scatter(
     async_op: bool,
 ) -> Work | None:
     """Reduce one staged input with a comm object."""
-    return _checked(comm, comm(output, packed, group, op, async_op=async_op))
+    return _checked(comm, comm(as_real(output), as_real(packed), group, op, async_op=async_op))
 
 
 def _checked(comm: Comm, work: object) -> Work | None:

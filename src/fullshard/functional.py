@@ -37,6 +37,7 @@ from .mesh import (
 from .ownership import (
     check_all_on_meta_or_none,
     check_can_be_owned,
+    check_real_for_wire,
     has_forward,
     ignored_below,
     managed_modules,
@@ -336,6 +337,7 @@ def _checked_params(name: str, given: object) -> tuple[nn.Parameter, ...]:
 
 def _check_wire(found: Sequence[_Found], mp_policy: MixedPrecisionPolicy) -> None:
     if mp_policy.wire_dtype is not None:
+        check_real_for_wire((each.name, each.param) for each in found)
         for each in found:
             device = device_of(each.mesh_info.mesh)
             comm.check_exchanges(mp_policy.wire_dtype, each.mesh_info, device)

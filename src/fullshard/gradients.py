@@ -53,7 +53,8 @@ def divide_rule(
     rest after.
     """
     divisor = num_ranks if divide_by is None else divide_by
-    wide = dtype.itemsize > 2 or dtype is torch.bfloat16
+    real = dtype.to_real()
+    wide = real.itemsize > 2 or real is torch.bfloat16
     if wide and num_ranks > 1 and divisor == num_ranks and not force_sum:
         return DivideRule(1, 1, ReduceOp.AVG)
     before = 1 if wide else 2 ** (num_ranks.bit_length() // 2)  # a power of two: exact
@@ -456,6 +457,7 @@ def _replaced_reduction(
     tensor: Tensor,
 ) -> None:
     """Let the user's function reduce ``tensor`` into ``output``, or ``output`` itself if nothing is sharded."""
+    output, tensor = comm.as_real(output), comm.as_real(tensor)
     result = output.detach()
     if group is None:
         replacement(result, None)

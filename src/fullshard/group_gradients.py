@@ -90,7 +90,12 @@ class GroupGradients:
         self, policy: MixedPrecisionPolicy, compute_dtypes: Sequence[torch.dtype]
     ) -> None:
         """Sum, send and land in the dtypes that follow from the policy, the compute dtypes and those at rest."""
-        reduce_dtypes = [policy.reduce_dtype or dtype for dtype in compute_dtypes]
+        reduce_dtypes = [
+            policy.reduce_dtype
+            if policy.reduce_dtype is not None and dtype.is_floating_point
+            else dtype
+            for dtype in compute_dtypes
+        ]
         gradient_dtypes = [param.dtype for param in self._params]
         if self._low_precision:
             sharded = self._mesh_info.shard_process_group is not None

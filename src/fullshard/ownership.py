@@ -94,9 +94,19 @@ def check_can_be_owned(found: Sequence[OwnedParam], remedy: str) -> None:
     if faults:
         raise ConfigurationError(
             "Parameters to be sharded must be plain tensors, DTensors or tensor subclasses that gather "
-            "themselves, and real floating-point where they are trainable:\n  "
+            "themselves, and floating-point or complex where they are trainable:\n  "
             + "\n  ".join(faults)
             + "\nFreeze them, or leave them out: ignored_params, or ignored_states of the wrapper."
+        )
+
+
+def check_real_for_wire(params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse complex gradients for a ``wire_dtype``: it is real, and would lose their imaginary parts."""
+    complex_ones = [name for name, param in params if param.is_complex() and param.requires_grad]
+    if complex_ones:
+        raise ConfigurationError(
+            f"wire_dtype is for gradients of real parameters, but these are complex: {complex_ones}. Shard them in a call of "
+            "their own without wire_dtype, or leave it out."
         )
 
 

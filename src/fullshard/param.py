@@ -128,7 +128,7 @@ def check_can_be_sharded(name: str, param: nn.Parameter) -> str | None:
             f"{name}: is a {type(local).__name__}, which has only one of fsdp_pre_all_gather and "
             "fsdp_post_all_gather"
         )
-    if param.requires_grad and not param.dtype.is_floating_point:
+    if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
         return f"{name}: is trainable but of dtype {param.dtype}"
     if param.layout is not torch.strided:
         return f"{name}: has layout {param.layout}"

@@ -129,5 +129,7 @@ def _gradients_by_kind(
 def _held_of(gradient: Tensor) -> Tensor:
     # Of DTensors the local tensors, which torch unscales together with plain ones; DTensors it does not.
     if isinstance(gradient, DTensor):
-        return torch_border.local_of(gradient)
-    return torch_border.sparse_values(gradient) if gradient.is_sparse else gradient
+        gradient = torch_border.local_of(gradient)
+    elif gradient.is_sparse:
+        gradient = torch_border.sparse_values(gradient)
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient

@@ -239,8 +239,9 @@ def test_parameters_that_do_not_go_together_are_named() -> None:
             assert {param.ndim for param in model.parameters()} == {1}
         wrong = nn.Linear(2, 2)
         wrong.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
-        with pytest.raises(ConfigurationError, match="weight: is trainable but of dtype"):
-            FSDP(wrong)
+        wire = MixedPrecision(reduce_dtype=torch.float32, wire_dtype=torch.bfloat16)
+        with pytest.raises(ConfigurationError, match=r"these are complex: \['weight'\]"):
+            FSDP(wrong, mixed_precision=wire, use_orig_params=True)
 
 
 def test_parameters_of_several_wrappers_are_named_before_any_is_made() -> None:

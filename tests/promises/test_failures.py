@@ -86,10 +86,11 @@ def parameter_in_child_and_parent() -> None:
     fully_shard(model)
 
 
-def complex_trainable() -> None:
+def complex_on_a_real_wire() -> None:
     layer = nn.Linear(2, 2)
     layer.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
-    fully_shard(layer)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, wire_dtype=torch.bfloat16)
+    fully_shard(layer, mp_policy=policy)
 
 
 class Wrapped(Tensor):
@@ -188,7 +189,7 @@ CASES: list[tuple[Any, type[Exception], list[str]]] = [
     (some_on_meta, ConfigurationError, ["1.weight", "1.bias", "all be on the meta"]),
     (parameter_in_two_groups, ConfigurationError, ["weight", "[a, b]"]),
     (parameter_in_child_and_parent, ConfigurationError, ["head.weight (by Block)", "[a, b]"]),
-    (complex_trainable, ConfigurationError, ["weight", "complex64", "ignored_params"]),
+    (complex_on_a_real_wire, ConfigurationError, ["weight", "complex", "wire_dtype"]),
     (tensor_subclass, ConfigurationError, ["weight: is a Wrapped", "fsdp_post_all_gather"]),
     (wrong_policy, ConfigurationError, ["mp_policy", "dtype"]),
     (wrong_dtype_in_policy, ConfigurationError, ["param_dtype", "int8"]),

@@ -40,6 +40,7 @@ from ..names import FLAT, clean_name
 from ..ownership import (
     OwnedParam,
     check_can_be_owned,
+    check_real_for_wire,
     ignored_below,
     managed_modules,
     move_buffers,
@@ -491,6 +492,7 @@ def _form(wrapped: nn.Module, params: Sequence[OwnedParam], choices: Choices) ->
 def _check(params: Sequence[OwnedParam], choices: Choices) -> None:
     """Refuse what cannot be sharded in this form, before anything is changed."""
     if choices.precision.wire_dtype is not None:
+        check_real_for_wire((each.name, each.param) for each in params)
         comm.check_exchanges(choices.precision.wire_dtype, choices.axes, choices.device)
     check_can_be_owned(
         params,
