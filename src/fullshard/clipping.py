@@ -164,7 +164,9 @@ def _params_of(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor
         params = [parameters]
     elif isinstance(parameters, nn.Module):
         # Modules may show unsharded parameters now; gradients are on the sharded ones.
-        groups = (group for state in named_states(parameters) for group in state.groups)
+        groups = [group for state in named_states(parameters) for group in state.groups]
+        for group in groups:
+            group.notice_replacements()
         params = [face.param for group in groups for face in group.faces]
         params += [param for param in parameters.parameters() if unsharded_name(param) is None]
     else:

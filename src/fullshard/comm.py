@@ -18,7 +18,7 @@ import functools
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from . import torch_border
 from .errors import CommunicationError, ConfigurationError
-from .mesh import DataParallelAxes
+from .mesh import DataParallelAxes, global_rank
 
 T = TypeVar("T")
 
@@ -435,6 +435,15 @@ def values_of_all_ranks(value: T, group: ProcessGroup) -> list[T]:
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group)
     return values
+
+
+def values_by_rank(value: T, groups: Iterable[ProcessGroup]) -> dict[int, T]:
+    """A small picklable value of all ranks that are in any of the groups, or reached through them; by global rank."""
+    values = {global_rank(): value}
+    for group in groups:
+        everyones = values_of_all_ranks(values, group)
+        values = {rank: each for theirs in everyones for rank, each in theirs.items()}
+    return dict(sorted(values.items()))
 
 
 def value_of_first_rank(value: T, group: ProcessGroup) -> T:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import torch_border
+from .buffers import in_memory_order
 from .errors import ConfigurationError, LifecycleError
 from .placement import FacePlacement
 
@@ -131,13 +132,24 @@ class ShardedFace(ABC):
         return placement.unsharded(whole, trainable=trainable)
 
     def found(self) -> Tensor | None:
-        """The parameter now on the modules in this face's place."""
-        return self.owners[0].current()
+        """The parameter now on the modules in this face's place; another if any owner has another."""
+        found = [owner.current() for owner in self.owners]
+        return next((each for each in found if each is not self.param), self.param)
 
-    @property
-    def in_place(self) -> bool:
-        """Whether the face is on all its owners."""
-        return all(owner.current() is self.param for owner in self.owners)
+    def resting_places(self) -> list[tuple[ParamOwner, Tensor]]:
+        """All modules that show something at rest because of this face, with what they show."""
+        return [(owner, self.param) for owner in self.owners]
+
+    def assigned_members(self) -> dict[int, Any]:
+        """Whole tensors that users put where parameters were that the face stands for, by their places among them.
+
+        Nothing for a face that stands for one parameter and is on its modules itself.
+        """
+        return {}
+
+    def in_home_order(self) -> Tensor:
+        """What this rank holds, with its elements in the order of the face's memory in the buffer."""
+        return self.local
 
     def adopt(self, candidate: Tensor, group_name: str) -> None:
         """Take a parameter that was put in the face's place: moved, cast, assigned."""
@@ -167,6 +179,8 @@ class DTensorFace(ShardedFace):
     ) -> None:
         super().__init__(name, owners, trainable=original.requires_grad)
         self._shape = placement.shape
+        # A subclass decides itself what its shards are.
+        self._local_shape = tuple(local.shape) if type(local) is Tensor else None
         face = placement.sharded(local, trainable=original.requires_grad)
         if type(local) is Tensor:
             # Attributes users hang on parameters move along; a subclass keeps its data in there.
@@ -206,6 +220,9 @@ class DTensorFace(ShardedFace):
                 f"{self.name}: expected placements {expected.placements} on {expected.mesh}, "
                 f"got {candidate.placements} on {candidate.device_mesh}"
             )
+        held = tuple(torch_border.local_of(candidate).shape)
+        if self._local_shape is not None and held != self._local_shape:
+            return f"{self.name}: expected a part of shape {self._local_shape} on this rank, got {held}"
         return None
 
     def land(self, gradient: Tensor) -> None:
@@ -234,6 +251,13 @@ class PlainFace(ShardedFace):
     _reduced_gradient: Tensor | None = None
     """What was in `.grad` before."""
 
+    def __init__(
+        self, name: str, owners: Sequence[ParamOwner], local: Tensor, *, trainable: bool
+    ) -> None:
+        super().__init__(name, owners, trainable=trainable)
+        # Not to be asked of the parameter: users may assign data of another shape.
+        self._shape, self._strides = tuple(local.shape), local.stride()
+
     @abstractmethod
     def show(self, values: Sequence[Tensor]) -> None:
         """Let the modules have these as parameters, one for each that the face stands for."""
@@ -260,9 +284,16 @@ class PlainFace(ShardedFace):
         """See `ShardedFace`."""
         if not isinstance(candidate, nn.Parameter) or isinstance(candidate, DTensor):
             return f"{self.name}: expected a plain parameter, got {type(candidate).__name__}"
-        if candidate.shape != self.param.shape:
-            return f"{self.name}: expected shape {tuple(self.param.shape)}, got {tuple(candidate.shape)}"
+        if tuple(candidate.shape) != self._shape:
+            return (
+                f"{self.name}: expected a part of shape {self._shape} on this rank, got "
+                f"{tuple(candidate.shape)}"
+            )
         return None
+
+    def in_home_order(self) -> Tensor:
+        """See `ShardedFace`."""
+        return in_memory_order(self.local, self._strides)
 
     def land(self, gradient: Tensor) -> None:
         """See `ShardedFace`."""
@@ -317,10 +348,9 @@ class PlainFace(ShardedFace):
         self.param.grad = gradient
 
     def _shaped(self, flat: Tensor) -> Tensor:
-        param = self.param
-        if param.ndim == 1:
+        if len(self._shape) == 1:
             return flat
-        return flat.as_strided(param.shape, param.stride(), flat.storage_offset())
+        return flat.as_strided(self._shape, self._strides, flat.storage_offset())
 
 
 class PieceFace(PlainFace):
@@ -335,7 +365,7 @@ class PieceFace(PlainFace):
         group_name: str,
     ) -> None:
         """Let ``original`` be a parameter over ``local`` from now on."""
-        super().__init__(name, owners, trainable=original.requires_grad)
+        super().__init__(name, owners, local, trainable=original.requires_grad)
         original.grad = None  # it would be of another shape
         original.data = local
         self._hidden: Tensor
@@ -356,7 +386,7 @@ class PieceFace(PlainFace):
         if gradient is not None and gradient is not self._gradient_before:  # of the whole one
             self._assign_gradient(self._gradient_before)
         del self._hidden, self._gradient_before
-        if not self.in_place:  # somebody assigned another
+        if self.found() is not self.param:  # somebody assigned another
             self._install()
         return values
 
@@ -422,7 +452,7 @@ class FlatFace(PlainFace):
     ) -> None:
         """Register a `FlatParameter` over ``local`` at ``home``, instead of the members at their owners."""
         trainable = members[0][2].requires_grad
-        super().__init__(name, [home], trainable=trainable)
+        super().__init__(name, [home], local, trainable=trainable)
         self._members = [tuple(owners) for _, owners, _ in members]
         self._shapes = [
             (name, tuple(original.shape), original.stride()) for name, _, original in members
@@ -437,6 +467,39 @@ class FlatFace(PlainFace):
     def resting(self, owner: ParamOwner) -> Tensor:
         """See `ShardedFace`."""
         return self._resting[owner]
+
+    def resting_places(self) -> list[tuple[ParamOwner, Tensor]]:
+        """See `ShardedFace`."""
+        return [*super().resting_places(), *self._resting.items()]
+
+    def assigned_members(self) -> dict[int, Any]:
+        """See `ShardedFace`."""
+        found: dict[int, Any] = {}
+        for place, owners in enumerate(self._members):
+            for owner in owners:
+                value = getattr(owner.module, owner.name, None)
+                if value is not self._resting[owner]:
+                    found[place] = value
+        return found
+
+    def fault(self, candidate: Tensor | None) -> str | None:
+        """See `ShardedFace`."""
+        faults = [super().fault(candidate)]
+        for place, value in self.assigned_members().items():
+            name, shape, _ = self._shapes[place]
+            if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.is_meta:
+                faults.append(f"{name}: expected a plain tensor, got {type(value).__name__}")
+            elif tuple(value.shape) != shape or value.dtype != self.param.dtype:
+                faults.append(
+                    f"{name}: expected shape {shape} and {self.param.dtype}, the whole parameter, got "
+                    f"{tuple(value.shape)} and {value.dtype}"
+                )
+        return "\n  ".join(each for each in faults if each) or None
+
+    def put_stand_ins_back(self) -> None:
+        """Let the owners show their stand-ins again, after something else was assigned."""
+        for owner, stand_in in self._resting.items():
+            owner.install(stand_in)
 
     def put_over(self, local: Tensor) -> None:
         """See `ShardedFace`."""
@@ -476,8 +539,7 @@ class FlatFace(PlainFace):
             for owners, param in zip(self._members, self._shown, strict=True)
         ]
         self._shown = []
-        for owner, stand_in in self._resting.items():
-            owner.install(stand_in)
+        self.put_stand_ins_back()
         self._install()
         return values
 

@@ -30,7 +30,7 @@ from .comm import (
 )
 from .errors import ConfigurationError, LifecycleError, OptionTypeError, UsageError
 from .mesh import twin_group
-from .param_group import FSDPParamGroup
+from .param_group import FSDPParamGroup, ShardedState
 from .policies import switch
 from .runtime import FSDPState, state_of
 from .streams import FSDPCommContext
@@ -51,7 +51,13 @@ class UnshardHandle:
 
 def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
     """Gather the parameters of a state; with ``async_op`` return a handle to wait for."""
+    idle = state.runtime is None or not state.runtime.busy
     for group in state.groups:
+        # What waits for a backward must stay what its forward has used.
+        if idle and not state.left_gathered and group.sharded_state is ShardedState.SHARDED:
+            group.notice_replacements()
+            if group.outdated:
+                group.reshard()
         if not group.gathered:
             group.context.gathers_wait_for()
             group.unshard()

@@ -124,6 +124,7 @@ def _uppermost(module: nn.Module, path: str) -> Iterator[tuple[str, FSDPState]]:
 
 
 def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupFacts:
+    group.notice_replacements()
     layout, axes, gradients = group.layout, group.mesh_info, group.gradients
     gathers, reduces = group.gather_traffic(), gradients.traffic(group.reduction)
     reduce_dtypes = {

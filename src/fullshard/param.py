@@ -102,6 +102,17 @@ class FaceSwitch:
                 else:
                     self._assigned.append((owner, resting, unsharded))
 
+    def replaced(self) -> list[str]:
+        """Names in their modules of unsharded faces that are not on them any more."""
+        found = [
+            name for table, name, _, unsharded in self._tables if table.get(name) is not unsharded
+        ]
+        return found + [
+            owner.name
+            for owner, _, unsharded in self._assigned
+            if getattr(owner.module, owner.name, None) is not unsharded
+        ]
+
     def to_sharded(self) -> None:
         """Put the sharded faces on the modules."""
         for table, name, sharded, _ in self._tables:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from . import comm, torch_border
 from .buffers import Pieces, UploadBuffer
+from .errors import ConfigurationError
 from .faces import ShardedFace
 from .forms import Form
 from .gathering import Gathering, Messages, Resident
@@ -206,7 +207,7 @@ class FSDPParamGroup:
         Before: any state. After: SHARDED and, if something was, memory ABSENT.
         """
         self.hide()
-        replacements = self.shards.replacements()
+        replacements = self.shards.replacements(self.name)
         if not replacements:
             return
         self.reshard()
@@ -223,6 +224,33 @@ class FSDPParamGroup:
         on_modules = self.sharded_state is ShardedState.SHARDED
         if not self.shown and self.shards.disturbed(on_modules=on_modules):
             self.repack()
+
+    @property
+    def resting(self) -> bool:
+        """Whether the sharded parameters should be on the modules now."""
+        return self.sharded_state is ShardedState.SHARDED and not self.shown
+
+    def rest(self) -> None:
+        """Let the shards be what users see and have made of them, for all who read or write them outside of a step.
+
+        Before: any state, but nothing is shown. After: SHARDED, memory ABSENT; the sharded parameters are those
+        on the modules, and lie in the shard buffer.
+        """
+        self._check_nothing_assigned()
+        self.notice_replacements()
+        self.reshard()
+
+    def _check_nothing_assigned(self) -> None:
+        """While the unsharded parameters are on the modules, what is assigned there would be lost."""
+        if self.sharded_state is ShardedState.SHARDED:
+            return
+        assigned = [] if self._faces is None else self._faces.replaced()
+        if assigned:
+            raise ConfigurationError(
+                "Parameters are replaced while they are sharded; these were replaced while they were gathered, where "
+                f"nobody would find them again: {assigned} of group {self.name!r}. Assign them after reshard(), or, "
+                "with FullyShardedDataParallel, within summon_full_params."
+            )
 
     @property
     def offloaded(self) -> bool:

@@ -5,11 +5,15 @@ and assign parameters, or their data; afterwards the objects on the modules are 
 
     replacements   what was put in the faces' place, if anything was
     adopt          ... is copied into a new buffer, and the faces stand for that
+
+Whatever reads or writes the shards outside of a step first lets the group look for replacements
+(`FSDPParamGroup.rest`), and so does every forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +21,7 @@ from torch import Tensor
 from . import torch_border
 from .buffers import ShardBuffer, own_part
 from .errors import ConfigurationError
-from .faces import ShardedFace
+from .faces import FlatFace, ShardedFace
 from .forms import Form
 from .mesh import DataParallelAxes
 from .param import FSDPParam
@@ -60,7 +64,7 @@ class RestingShards:
         self._shard_originals(group)
         self.faces = tuple(dict.fromkeys(param.face for param in params))
         self._find_homes()
-        self._find_versioned()
+        self._find_places()
 
     @torch.no_grad()
     def _shard_originals(self, group: str) -> None:
@@ -101,9 +105,20 @@ class RestingShards:
         self.homes = self._form.homes(self._packed, self.buffer)
         """The memory in the buffer that each face stands for, of those that have one there."""
 
-    def _find_versioned(self) -> None:
+    def _find_places(self) -> None:
+        """Note what the modules show at rest, and the tensors that count writes to it."""
         tensors = [tensor for face in self.faces for tensor in face.versioned]
         self._versioned = [tensor for tensor in tensors if not tensor.is_inference()]
+        places = [place for face in self.faces for place in face.resting_places()]
+        self._tables = [torch_border.table_for(owner.module, value) for owner, value in places]
+        self._names = [owner.name for owner, _ in places]
+        self._resting = [value for _, value in places]
+
+    @property
+    def on_modules(self) -> bool:
+        """Whether the modules show what they should at rest. Asked in every forward, so no loop in Python."""
+        found = map(dict.get, self._tables, self._names)
+        return all(map(operator.is_, found, self._resting))
 
     # --- replaced by users ------------------------------------------------------------------------
 
@@ -112,20 +127,21 @@ class RestingShards:
 
         Parameters on the modules can be compared only if the sharded ones should be ``on_modules``.
         """
-        return any(
-            not face.lies_in(home) or (on_modules and face.found() is not face.param)
-            for face, home in self.homes.items()
-        )
+        if on_modules and not self.on_modules:
+            return True
+        return any(not face.lies_in(home) for face, home in self.homes.items())
 
-    def replacements(self) -> dict[ShardedFace, Tensor | None]:
+    def replacements(self, group: str) -> dict[ShardedFace, Tensor]:
         """What is on the modules where the faces should be; empty if all is as it was.
+
+        ``group`` is the group's name. Nothing has changed if it raises.
 
         Raises:
             ConfigurationError: some of it can not replace what it stands for.
         """
-        found = {face: face.found() for face in self.faces}
-        if all(map(self.is_packed, self.faces)):
+        if not self.disturbed(on_modules=True):
             return {}
+        found = {face: face.found() for face in self.faces}
         faults = [face.fault(candidate) for face, candidate in found.items()]
         if any(faults):
             raise ConfigurationError(
@@ -133,41 +149,53 @@ class RestingShards:
                 "placements:\n  "
                 + "\n  ".join(fault for fault in faults if fault)
                 + "\nConvert full tensors with torch.distributed.tensor.distribute_tensor, or load them with "
-                "torch.distributed.checkpoint.state_dict.set_model_state_dict."
+                "torch.distributed.checkpoint.state_dict.set_model_state_dict. With FullyShardedDataParallel, assign "
+                "whole parameters within summon_full_params, or load a state dict."
             )
-        return found
-
-    def is_packed(self, face: ShardedFace) -> bool:
-        """Whether the face is on its modules and, if it has a home, lies in it."""
-        home = self.homes.get(face)
-        return face.in_place and (home is None or face.lies_in(home))
-
-    def adopt(self, replacements: dict[ShardedFace, Tensor | None], group: str) -> None:
-        """Let the faces be what was found, with its data in a new buffer; ``group`` is the group's name."""
-        for face, candidate in replacements.items():
-            assert candidate is not None, "fault refuses None"
-            face.adopt(candidate, group)
-        devices = {face.local.device for face in self.faces}
+        candidates = {face: candidate for face, candidate in found.items() if candidate is not None}
+        devices = {str(local_tensor(candidate).device) for candidate in candidates.values()}
         if len(devices) > 1:
             raise ConfigurationError(
                 f"All parameters of a group must be on one device; group {group!r} has them on "
-                f"{sorted(map(str, devices))}. Move the whole module."
+                f"{sorted(devices)}. Move the whole module."
             )
-        self._check_dtypes_of_segments(group)
-        self.buffer = self._new_buffer(devices.pop())
+        self._check_dtypes_of_segments(candidates, group)
+        return candidates
+
+    def adopt(self, replacements: Mapping[ShardedFace, Tensor], group: str) -> None:
+        """Let the faces be what `replacements` has found, with its data in a new buffer."""
+        members = {face: face.assigned_members() for face in replacements}
+        for face, candidate in replacements.items():
+            face.adopt(candidate, group)
+        self.buffer = self._new_buffer(self.faces[0].local.device)
         self._find_homes()
         for face, home in self.homes.items():
             if not face.local.is_meta:
-                home.copy_(face.local.view(home.shape))
+                home.copy_(face.in_home_order())
             face.put_over(home)
-        self._find_versioned()
+            if members[face]:
+                self._write_members(face, members[face])
+        self._find_places()
 
-    def _check_dtypes_of_segments(self, group: str) -> None:
+    def _write_members(self, face: ShardedFace, values: Mapping[int, Tensor]) -> None:
+        """Take this rank's part of whole tensors that were assigned in a `FlatParameter`'s members' places."""
+        assert isinstance(face, FlatFace), "others have no members"
+        indices = [index for index, param in enumerate(self._params) if param.face is face]
+        for place, value in values.items():
+            index = indices[place]
+            part = own_part(self.layout, index, self._rank, value.detach())
+            self.buffer.locals[index].copy_(part)
+        face.put_stand_ins_back()
+
+    def _check_dtypes_of_segments(
+        self, candidates: Mapping[ShardedFace, Tensor], group: str
+    ) -> None:
         """Parameters that lie together have one dtype."""
+        dtypes = [candidates[param.face].dtype for param in self._params]
         mixed = [
-            f"{self._params[index].name}: {self._params[index].dtype}"
+            f"{self._params[index].name}: {dtypes[index]}"
             for segment in self.layout.segments
-            if len({self._params[index].dtype for index in segment.params}) > 1
+            if len({dtypes[index] for index in segment.params}) > 1
             for index in segment.params
         ]
         if mixed:

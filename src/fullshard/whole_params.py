@@ -1,5 +1,6 @@
 """A group's parameters whole and in their own dtypes, outside of training: to be read, saved, written.
 
+    rest_together      let the shards be what users have made of them; comes before all that follows
     gather_params      whole parameters in new memory; collective, like all that gathers
     show, take_shown   put them on the modules, and take them off, with what was done to them
     write              let the shards be this rank's part of them
@@ -15,12 +16,51 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from . import comm
 from .buffers import in_memory_order, own_part
+from .errors import ConfigurationError
 from .faces import PieceFace, PlainFace
 from .gathering import gather_whole
 from .param_group import FSDPParamGroup
+
+
+def rest_together(groups: Sequence[FSDPParamGroup]) -> None:
+    """Bring groups to rest, with what users have put in their parameters' place; all ranks, or none. Collective.
+
+    Only some ranks may have assigned what cannot be used: those raise, and so do all others.
+    """
+    faults = []
+    for group in groups:
+        try:
+            group.rest()
+        except ConfigurationError as error:
+            faults.append(str(error))
+    process_groups = dict.fromkeys(
+        (process_group, group.device)
+        for group in groups
+        for process_group in (
+            group.mesh_info.shard_process_group,
+            group.mesh_info.replicate_process_group,
+        )
+        if process_group is not None
+    )
+    anywhere = bool(faults)
+    for process_group, device in process_groups:
+        flag = torch.tensor(anywhere, dtype=torch.uint8, device=device)
+        comm.all_reduce(flag, process_group, ReduceOp.MAX)
+        anywhere = bool(flag.item())
+    if not anywhere:
+        return
+    everyones = comm.values_by_rank(faults, [process_group for process_group, _ in process_groups])
+    by_fault: dict[str, list[int]] = {}
+    for rank, theirs in everyones.items():
+        for fault in theirs:
+            by_fault.setdefault(fault, []).append(rank)
+    raise ConfigurationError(
+        "\n".join(f"On ranks {ranks}: {fault}" for fault, ranks in by_fault.items())
+    )
 
 
 def gather_params(group: FSDPParamGroup) -> list[Tensor]:

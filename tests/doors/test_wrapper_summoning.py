@@ -52,7 +52,7 @@ def at_rest(model: nn.Module, before: dict[str, Any]) -> None:
         state = state_of(module)
         for group in state.groups if state else ():
             assert not group.shown
-            assert all(group.shards.is_packed(face) for face in group.faces)
+            assert not group.shards.disturbed(on_modules=True)
 
 
 # --- showing --------------------------------------------------------------------------------------

@@ -315,6 +315,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; within `summon_full_params`, under names without wrappers."""
+        summoning.notice_assigned(self)
         for name, param in super().named_parameters(*args, **kwargs):
             yield (_without_wrappers(name) if self._summoned else name), param
 

@@ -40,7 +40,6 @@ from .optimizer_params import (
     listing_of,
     missing_parts,
     raise_strangers,
-    values_of_all,
 )
 from .optimizer_states import on_cpu
 from .state_dicts import is_spread, settings_of, whole_of_rows
@@ -136,7 +135,7 @@ def _agree_on_keys(
         strangers,
         {} if outline is None else outline.shapes,
     )
-    everyone = values_of_all(own, process_groups)
+    everyone = comm.values_by_rank(own, process_groups)
     raise_strangers(stranger for said in everyone.values() for stranger in said.strangers)
     agreement = Agreement(
         {rank: said.membership for rank, said in everyone.items()}, known, global_rank()
@@ -291,7 +290,7 @@ class _FromFirst(_Source):
                 "Choose SHARDED_STATE_DICT with set_state_dict_type to load it.",
             )
         own = (self.outline, self.faults) if self._has_tensors else None
-        sent = values_of_all(own, process_groups)
+        sent = comm.values_by_rank(own, process_groups)
         self.outline, self.faults = next(each for each in sent.values() if each is not None)
 
     def fetch(

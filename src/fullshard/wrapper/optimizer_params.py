@@ -10,16 +10,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from .. import comm
+from .. import whole_params
 from ..errors import ConfigurationError, LifecycleError, OptionTypeError
 from ..faces import FlatFace
-from ..mesh import global_rank
 from ..names import clean_name
 from ..param_group import FSDPParamGroup
 from ..wrapper_options import OptimStateKeyType
@@ -27,8 +26,6 @@ from .summoning import wrappers_in
 
 if TYPE_CHECKING:
     from .module import FullyShardedDataParallel
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,8 +71,11 @@ class Entry:
 class ModelParams:
     """All parameters of a model, by themselves and by their names."""
 
-    def __init__(self, model: nn.Module, method: str) -> None:
-        """Read them off the model, which rests afterwards; ``method`` is for messages."""
+    def __init__(self, model: nn.Module, method: str, *, alone: bool = False) -> None:
+        """Read them off the model, which rests afterwards; ``method`` is for messages.
+
+        Collective, unless this rank is ``alone``.
+        """
         if not isinstance(model, nn.Module):
             raise OptionTypeError(f"model must be an nn.Module, got {type(model).__name__}.")
         self.wrappers = wrappers_in(model)
@@ -86,8 +86,12 @@ class ModelParams:
                 raise LifecycleError(
                     f"{method} was called within summon_full_params. Call it outside."
                 )
-            for group in wrapper._fsdp_state.groups:
-                group.reshard()  # so that the modules show the optimizer's parameters
+        groups = [group for wrapper in self.wrappers for group in wrapper._fsdp_state.groups]
+        if alone:
+            for group in groups:
+                group.rest()
+        else:
+            whole_params.rest_together(groups)
         keys = {param: name for name, param in model.named_parameters()}
         managed = {
             entry.param: entry
@@ -205,18 +209,6 @@ def raise_strangers(faults: Iterable[str]) -> None:
         raise ConfigurationError(paragraph)
 
 
-def values_of_all(value: T, groups: Iterable[ProcessGroup]) -> dict[int, T]:
-    """A small picklable value of all ranks that are in any of the groups, or reached through them; by rank.
-
-    Collective.
-    """
-    values = {global_rank(): value}
-    for group in groups:
-        everyones = comm.values_of_all_ranks(values, group)
-        values = {rank: each for theirs in everyones for rank, each in theirs.items()}
-    return dict(sorted(values.items()))
-
-
 def is_first(groups: Iterable[ProcessGroup]) -> bool:
     """Whether this rank is the first along all axes."""
     return all(group.rank() == 0 for group in groups)
@@ -269,7 +261,7 @@ def rekeyed(
     faults = missing_parts(state_dict)
     if faults:
         raise ConfigurationError(*faults)
-    known = ModelParams(model, "rekey_optim_state_dict")
+    known = ModelParams(model, "rekey_optim_state_dict", alone=True)
     listing, faults = listing_of(known, optim, optim_input)
     raise_strangers(faults)
     flat = [entry.key for entry in listing.entries if entry.flat]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from .. import whole_params
+from .. import comm, whole_params
 from ..buffers import in_memory_order
 from ..errors import ConfigurationError, UsageError
 from ..mesh import global_rank
@@ -45,7 +45,6 @@ from .optimizer_params import (
     listing_of,
     missing_parts,
     strangers_paragraph,
-    values_of_all,
 )
 from .state_dicts import settings_of, sharded_rows
 
@@ -300,7 +299,7 @@ def _plan(
     known: ModelParams, own: _Facts, process_groups: Sequence[ProcessGroup]
 ) -> tuple[dict[str, _Planned], Agreement]:
     """What to gather, from the facts of all ranks, alike on all; by keys of entries. Collective."""
-    everyone = values_of_all(own, process_groups)
+    everyone = comm.values_by_rank(own, process_groups)
     _raise_unreadable([*everyone.values()])
     agreement = Agreement(
         {rank: facts.membership for rank, facts in everyone.items()}, known, global_rank()

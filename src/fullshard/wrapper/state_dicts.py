@@ -168,8 +168,8 @@ def _begin(wrapper: FullyShardedDataParallel) -> None:
 
 def _show_whole(wrapper: FullyShardedDataParallel, device: torch.device | None) -> None:
     """Show whole parameters, each in memory of its own, on ``device`` or on the compute device."""
+    whole_params.rest_together(_groups(wrapper))
     for group in _groups(wrapper):
-        group.reshard()
         wholes = [
             whole.to(device or whole.device, copy=True)
             for whole in whole_params.gather_params(group)
@@ -194,7 +194,7 @@ def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     settings = wrapper._state_dict_settings
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         for group in _groups(wrapper):
-            group.reshard()
+            group.rest()
         return
     config = settings.state_dict_config
     kept = not getattr(config, "rank0_only", False) or wrapper.rank == 0
@@ -480,7 +480,7 @@ def _prepare_local_entries(
 ) -> None:
     key = f"{prefix}{WRAPPED}.{FLAT}"
     for group in _groups(wrapper):
-        group.reshard()
+        group.rest()
         value = state_dict.pop(key, None)
         if value is not None and not wrapper._use_orig_params:
             local, held = torch_border.parts_of_sharded_tensor(value).local, _flat_piece(group)

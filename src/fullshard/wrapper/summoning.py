@@ -12,7 +12,7 @@ from .. import whole_params
 from ..errors import ConfigurationError, LifecycleError, UnsupportedError
 from ..names import clean_name
 from ..param_group import FSDPParamGroup
-from ..runtime import lazy_init, state_of
+from ..runtime import lazy_init, named_states, state_of
 
 if TYPE_CHECKING:
     from .module import FullyShardedDataParallel
@@ -27,6 +27,22 @@ def wrappers_in(module: nn.Module, *, root_only: bool = False) -> list[FullyShar
         inner = {below for each in found for below in each.modules() if below is not each}
         found = [each for each in found if each not in inner]
     return found
+
+
+def notice_assigned(module: nn.Module) -> None:
+    """Take over parameters that were assigned on modules, before anybody is told which ones there are.
+
+    What cannot be taken over is listed as it is; whoever uses it is told.
+    """
+    own = state_of(module)
+    if own is not None and own.runtime is not None and own.runtime.root is own:
+        states = own.runtime.states
+    else:
+        states = tuple(named_states(module))
+    for group in (group for state in states for group in state.groups):
+        if group.resting and not group.shards.on_modules:
+            with contextlib.suppress(ConfigurationError):
+                group.notice_replacements()
 
 
 @contextlib.contextmanager
@@ -59,6 +75,7 @@ def summon_full_params(
     shown: list[_Shown] = []
     faults: list[str] = []
     try:
+        whole_params.rest_together([g for each in wrappers for g in each._fsdp_state.groups])
         for wrapper in wrappers:
             wrapper._summoned = True
         for wrapper in wrappers:
@@ -112,7 +129,6 @@ class _Shown:
         self._path = path
         self._shows = shows
         self._with_grads = with_grads
-        group.reshard()
         wholes = whole_params.gather_params(group)
         gradients = whole_params.gather_gradients(group) if with_grads else []
         if not shows:
