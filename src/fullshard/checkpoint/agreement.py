@@ -300,9 +300,9 @@ def _group_text(number: int | None) -> str:
 
 def _differences(ours: Tree, theirs: Tree, what: str, where: str) -> Iterator[str]:
     """What one part of an optimizer has otherwise, more or less than another rank's."""
-    if more := sorted(ours.keys() - theirs.keys()):
+    if more := sorted(map(str, ours.keys() - theirs.keys())):
         yield f"{what}: {', '.join(more)} here, not on {where}"
-    if less := sorted(theirs.keys() - ours.keys()):
+    if less := sorted(map(str, theirs.keys() - ours.keys())):
         yield f"{what}: {', '.join(less)} on {where}, not here"
     for key in ours:
         if key in theirs and not _same(ours[key], theirs[key]):

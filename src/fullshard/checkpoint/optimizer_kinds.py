@@ -222,7 +222,7 @@ def _state_faults(
             names_by_difference.setdefault((missing, left), []).append(name)
     for (missing, left), names in names_by_difference.items():
         texts = [
-            f"{what}: {', '.join(sorted(keys))}"
+            f"{what}: {', '.join(sorted(map(str, keys)))}"
             for what, keys in (("missing", missing), ("left over", left))
             if keys
         ]
