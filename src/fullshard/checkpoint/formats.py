@@ -75,7 +75,8 @@ def load(
         path: The folder of a checkpoint; `latest` finds the newest one. Or one of `torch.distributed.checkpoint`, a
             Hugging Face folder, or a file of `torch.save` with state dicts, of which nothing is executed.
         model: Gets the parameters and buffers.
-        optimizer: Gets the state and the options of its parameter groups.
+        optimizer: Gets the state and the options of its parameter groups; of the class that was saved, or one with
+            the same state (docs/checkpoints.md).
         without_optimizer: Leave a stored optimizer's state where it is; to evaluate, or to begin anew.
         cast: Let tensors have another dtype than the stored ones.
         process_group: The ranks that load together; all by default.

@@ -44,7 +44,7 @@ def save(
     Args:
         path: A folder: new, empty, or a checkpoint, which is replaced.
         model: Sharded by `fully_shard` or `FullyShardedDataParallel`, or not at all.
-        optimizer: Its state is saved, too.
+        optimizer: Its state is saved, too. On all ranks or on none, with the same options and step counts.
         extra: Anything JSON can say, tuples, and small tensors: the step, a scheduler's state, a generator's. The
             first rank's is saved.
         keep_last: Afterwards remove all but so many of the newest checkpoints beside this one that the same run has saved with
