@@ -48,6 +48,7 @@ LAYERS = [
         "whole_params",
         "optimizer_checks",
         "process_hooks",
+        "module_outputs",
         "runtime",
         "clipping",
         "ownership",

@@ -4,11 +4,13 @@
     unsharded face   over the gather buffer: what forward and backward compute with
 
 Both are objects made once; going from one state to the other means putting the other object on the
-modules that own the parameter.
+modules that own the parameter. A `VersionGuard` makes sure that nobody computes with an unsharded face
+in between.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -126,6 +128,34 @@ class FaceSwitch:
             table[name] = unsharded
         for owner, _, unsharded in self._assigned:
             owner.install(unsharded)
+
+
+_ABSENT_VERSIONS = itertools.count(1_000_000_000)
+
+
+class VersionGuard:
+    """Makes autograd raise an error when it needs unsharded parameters whose memory is not there.
+
+    Otherwise it would read memory that was given back, which ends the process, or that a gather is
+    still filling, which is silently wrong. Autograd compares the version of every tensor it saved; so
+    while the memory is absent, parameters have another one. Setting it is one call for all of a group.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam]) -> None:
+        """Guard the unsharded parameters, whose memory is there now."""
+        self.absent_version = next(_ABSENT_VERSIONS)
+        """What autograd's error says such a parameter is at."""
+        self._tensors = tuple(p.unsharded_param for p in params if p.unsharded_param is not None)
+        self._present = torch_border.versions_of(self._tensors)
+        self._absent = (self.absent_version,) * len(self._tensors)
+
+    def memory_is_there(self) -> None:
+        """From now on work issued to the compute stream may use the parameters."""
+        torch_border.set_versions(self._tensors, self._present)
+
+    def memory_is_absent(self) -> None:
+        """From now on nobody may use them."""
+        torch_border.set_versions(self._tensors, self._absent)
 
 
 def check_can_be_sharded(name: str, param: nn.Parameter) -> str | None:

@@ -32,7 +32,7 @@ from .gradients import ReductionSettings
 from .group_gradients import GroupGradients
 from .kept_part import KeptPart
 from .mesh import DataParallelAxes, DataParallelMeshInfo, block_group
-from .param import FaceSwitch, FSDPParam
+from .param import FaceSwitch, FSDPParam, VersionGuard
 from .placement import local_tensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .recording import Recorder
@@ -146,6 +146,8 @@ class FSDPParamGroup:
         self._gathering: Gathering | Resident | None = None
         self._faces: FaceSwitch | None = None
         """None until the unsharded faces have been made of the present gather buffer."""
+        self._guard: VersionGuard | None = None
+        """Of those faces; None also where they are aliases of the shards, whose memory stays."""
         self._in_use: Gathering | Resident | None = None
         """How the parameters that are in memory, or on their way, are gathered."""
         self._finishes_late = False
@@ -196,6 +198,7 @@ class FSDPParamGroup:
         """Build anew what depends on how parameters are gathered."""
         self._gathering = None
         self._faces = None
+        self._guard = None
         if self._part is not None:
             self._part.forget_memory()
 
@@ -408,6 +411,8 @@ class FSDPParamGroup:
         else:
             recorder.wait(self._gathered, self, "gather")
         self._memory = _Memory.PRESENT
+        if self._guard is not None:
+            self._guard.memory_is_there()
         self.drop_part()  # has been read
 
     def wait(self) -> None:
@@ -437,6 +442,9 @@ class FSDPParamGroup:
         self._find_unwatched()
         _GROUPS_OF_UNSHARDED.update((id(param.unsharded_param), self) for param in self.params)
         self._faces = FaceSwitch(self.params)
+        if isinstance(self._gathering, Gathering):
+            self._guard = VersionGuard(self._plain)
+            _GUARDED[self._guard.absent_version] = self
         return self._faces
 
     def _set_trainable(self, face: ShardedFace, trainable: bool) -> None:
@@ -505,12 +513,18 @@ class FSDPParamGroup:
         self._wait_for_gather()  # used or not: [Note: memory and streams], rule 3
         self._released.record()
         self._in_use.release()
+        if self._guard is not None:
+            self._guard.memory_is_absent()
         for member in self._self_gathered:
             member.release()
         self.context.note_release(self._released)
         self._memory = _Memory.ABSENT
         if self.context.recorder is not None and isinstance(self._in_use, Gathering):
             self.context.recorder.released(self)
+
+    def lends(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in gathered memory, and so is lost when that is given back."""
+        return isinstance(self._in_use, Gathering) and self._in_use.buffer.contains(tensor)
 
     @property
     def held_bytes(self) -> int:
@@ -619,6 +633,15 @@ _GROUPS_OF_UNSHARDED: weakref.WeakValueDictionary[int, FSDPParamGroup] = (
     weakref.WeakValueDictionary()
 )
 """By the ids of their unsharded parameters."""
+
+
+_GUARDED: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
+"""By the versions that their unsharded parameters have while these have no memory."""
+
+
+def group_without_memory(version: int) -> FSDPParamGroup | None:
+    """The group whose unsharded parameters are at ``version`` because they have no memory; see `VersionGuard`."""
+    return _GUARDED.get(version)
 
 
 def groups_of(params: Iterable[Tensor]) -> list[FSDPParamGroup]:

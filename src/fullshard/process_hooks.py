@@ -4,6 +4,7 @@
                           model's parameters, or gradients that were not reduced; writes that no version counter counts
     zero_grad()           gradients that wait to be reduced, and are not in `.grad`, are to be cleared, too
     backward(inputs=...)  sharded parameters are named, but the graph has the unsharded ones
+    backward()            needs unsharded parameters that are not in memory
     module.name = ...     modules and parameters that join a sharded model
 
 They are installed once per process, when a sharded model first runs, and leave everything alone that
@@ -34,7 +35,7 @@ from .errors import LifecycleError
 from .faces import group_of, unsharded_name
 from .group_gradients import gradients_were_cleared, not_to_be_updated
 from .optimizer_checks import params_of
-from .param_group import groups_of, groups_of_unsharded
+from .param_group import group_without_memory, groups_of, groups_of_unsharded
 
 
 @functools.cache
@@ -43,7 +44,7 @@ def install() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     torch_border.observe_zero_grad(_cleared_by_optimizer, _cleared_by_module)
-    torch_border.translate_backward_inputs(_graph_inputs)
+    torch_border.observe_backward(_graph_inputs, _needed_too_late)
     register_module_module_registration_hook(_joins)
     register_module_parameter_registration_hook(_joins)
 
@@ -111,6 +112,21 @@ def _cleared_by_module(module: nn.Module, set_to_none: bool) -> None:
     gradients_were_cleared(lambda: params)
     for group in groups_of_unsharded(params):
         group.clear_gradients({id(param) for param in params}, set_to_none=set_to_none)
+
+
+# --- backward -------------------------------------------------------------------------------------
+
+
+def _needed_too_late(version: int) -> LifecycleError | None:
+    """What to say if a saved tensor is at a version it was not saved at."""
+    group = group_without_memory(version)
+    if group is None:
+        return None
+    return LifecycleError(
+        f"Backward needs the parameters of {group.name!r}, whose memory has been given back: it came to work of this "
+        "module through a tensor that is neither an input nor an output of it. Return such a tensor from the module's "
+        "forward instead of keeping it elsewhere, or call unshard() on the module before backward."
+    )
 
 
 # --- backward(inputs=...) -------------------------------------------------------------------------

@@ -45,10 +45,11 @@ from torch import Tensor, nn
 from . import process_hooks, torch_border
 from .errors import ConfigurationError, LifecycleError, UsageError
 from .faces import group_of, unsharded_name
+from .module_outputs import without_parameters
 from .names import clean_name
 from .param_group import FSDPParamGroup, ShardedState
 from .policies import MixedPrecisionPolicy
-from .schedule import Call, Schedule, has_left
+from .schedule import FORWARD, BackwardGraphs, Call, Schedule, has_left
 from .streams import FSDPCommContext
 from .tree import cast_floating, tensors_in, to_device
 
@@ -124,6 +125,11 @@ class FSDPState:
         """Whether the last forward left the parameters gathered for a backward, and none has come."""
         self.recomputes = False
         """Whether a backward has been seen to run this state's forward again."""
+        self._watched_leaves: weakref.WeakValueDictionary[int, Tensor] = (
+            weakref.WeakValueDictionary()
+        )
+        """Inputs without a graph whose gradients are watched already, by their ids: such may come again."""
+        self._input_hook = functools.partial(_left_call, weakref.ref(self))
 
     def set_name(self, name: str) -> None:
         """Take the full name, known at the first forward."""
@@ -180,6 +186,11 @@ class FSDPState:
         for group in self.groups:
             group.reshard_after_forward()
 
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward is running that is no recomputation."""
+        return self.call is not None and self.call.made_in == FORWARD
+
     def abandon_call(self) -> None:
         """Forget the forward now running, if any."""
         self.call, self.depth = None, 0
@@ -210,9 +221,23 @@ class FSDPState:
                 or (self.cast_root_inputs and runtime.root is self)
             ):
                 args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
+            if torch.is_grad_enabled() and torch_border.backward_pass_id() == -1:
+                self._watch_inputs((args, kwargs))
             if runtime.context.recorder is not None:
                 runtime.context.recorder.forward_begins(self)
             return args, kwargs
+
+    def _watch_inputs(self, inputs: Any) -> None:
+        """Have `_left_call` run when the gradient of an input is there: [Note: gradients of gradients]."""
+        for tensor in tensors_in(inputs):
+            for part in torch_border.graph_tensors(tensor):
+                if not part.requires_grad:
+                    continue
+                if part.is_leaf:
+                    if self._watched_leaves.get(id(part)) is part:
+                        continue
+                    self._watched_leaves[id(part)] = part
+                part.register_hook(self._input_hook)
 
     @torch_border.opaque_to_compiler
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -229,10 +254,13 @@ class FSDPState:
             if self.mp_policy.output_dtype is not None:
                 output = cast_floating(output, self.mp_policy.output_dtype)
             self.modules_run.add(module)
-            outputs = _graph_outputs(output) if torch.is_grad_enabled() else []
+            returned = without_parameters(output, self.groups, self.name)
+            outputs = _with_graph(returned.tensors) if torch.is_grad_enabled() else []
             with torch_border.outside_transforms():
                 runtime.leave(self, outputs)
-            return output
+            if returned.refusal is not None:
+                raise returned.refusal
+            return returned.output
 
 
 class Runtime:
@@ -257,6 +285,7 @@ class Runtime:
         """States whose gradients this backward has sent off."""
         self._tree_changed = True
         """Whether modules or parameters may have joined the model since it was last checked."""
+        self._graphs: BackwardGraphs[FSDPState] = BackwardGraphs()
 
     def connect(self) -> None:
         """Let all groups use the model's streams."""
@@ -462,6 +491,31 @@ class Runtime:
             if base is not None and base.grad_fn is not None:
                 base.register_hook(hook)
 
+    def watch_gradient(self, parts: Sequence[Tensor], state: FSDPState | None) -> None:
+        """Have `_pre_backward_of_backward` run when a later pass comes through a gradient of this one.
+
+        That pass then executes what states have added to the graph up to here: those in backward now,
+        those in whose forward this pass runs, and the given one.
+        """
+        this_pass = torch_border.backward_pass_id()
+        calls = []
+        for each in self.states:
+            if each.in_forward:
+                self._add_to_graph(each, this_pass)
+            if each is state or each.in_forward or each in self._reached:
+                added = self._graphs.of(each)
+                if added is not None:
+                    calls.append(added)
+        hook = functools.partial(_pre_backward_of_backward, weakref.ref(self), calls)
+        for part in parts:
+            part.register_hook(hook)
+
+    def _add_to_graph(self, state: FSDPState, this_pass: int) -> None:
+        if self._graphs.of(state) is None:
+            call = self.schedule.in_backward(state, this_pass, self._graphs.latest)
+            call.weight_versions = state.weight_versions
+            self._graphs.add(state, call)
+
     def _enter_recomputation(self, state: FSDPState) -> None:
         state.recomputes = True
         if state in self._reached:
@@ -469,7 +523,7 @@ class Runtime:
         state.depth += 1
         if state.call is not None:
             return
-        state.call = self.schedule.recompute(state)
+        state.call = self.schedule.recompute(state, torch_border.backward_pass_id())
         self._bring(state)
         state.call.weight_versions = state.weight_versions
         self._prefetch_backward(state, state.call)
@@ -487,9 +541,12 @@ class Runtime:
                 "before the weights are changed, or forward again after it; then reset_iter_state() on the root module."
             )
         self._begin_pass(this_pass)
-        for other, theirs in tuple(self._reached.items()):
-            if has_left(theirs.calls, call):
-                self._finish_state(other)
+        if not self._graphs.awaited(this_pass):
+            for other, theirs in tuple(self._reached.items()):
+                if has_left(theirs.calls, call):
+                    self._finish_state(other)
+        if torch.is_grad_enabled():
+            self._add_to_graph(state, this_pass)
         with torch_border.profiler_range(state.labels.pre_backward):
             self._reach(state, call, this_pass)
             if self._kept is state:
@@ -502,6 +559,11 @@ class Runtime:
                 self._prefetch_backward(state, call)
         if self.context.recorder is not None:
             self.context.recorder.backward_begins(state, call.begin)
+
+    def pre_backward_of_backward(self, call: Call[FSDPState]) -> None:
+        """A pass is about to execute what an earlier one has added to the graph for ``call``."""
+        self._graphs.reach(call)
+        self.pre_backward(call)
 
     def _begin_pass(self, this_pass: int) -> None:
         if this_pass in self._passes:
@@ -547,8 +609,11 @@ class Runtime:
             reached.complete = True
             if state.prefetches_late and reached.calls:
                 self._prefetch_backward(state, reached.calls[-1])
-            if all(call.previous is None for call in reached.calls):
-                # Nothing comes before it in forward, so backward leaves it at its end only.
+            if all(call.previous is None for call in reached.calls) or self._graphs.awaited(
+                reached.backward_pass
+            ):
+                # Nothing comes before it in forward, or a graph of an earlier pass is executed: backward
+                # leaves it at its end only.
                 self._reduce(state)
                 reached.to_send = False
 
@@ -566,14 +631,23 @@ class Runtime:
         if self.context.recorder is not None:
             self.context.recorder.backward_ends(state)
         reached = self._reached.pop(state)
+        if self._graphs.of(state) is not None and len(reached.awaited) < reached.expected:
+            warnings.warn(
+                "backward(create_graph=True) gives the gradients of sharded parameters no graph, as they are reduced over "
+                f"ranks: what is computed of them is constant to a second backward. The first such module: {state.name}. "
+                "Differentiate by inputs (torch.autograd.grad), or leave create_graph out.",
+                stacklevel=2,
+            )
         for call in reached.calls:
             call.finished_in = reached.backward_pass
-        state.abandon_call()  # of a recomputation that stopped early
-        state.left_gathered = False
-        if state.reshard_after_backward:
-            state.reshard()
-        else:
-            state.hide()
+            self._graphs.finish(call)
+        if not state.in_forward:  # which may run a backward pass of its own
+            state.abandon_call()  # of a recomputation that stopped early
+            state.left_gathered = False
+            if state.reshard_after_backward:
+                state.reshard()
+            else:
+                state.hide()
         if reached.to_send:
             self._reduce(state)
 
@@ -584,6 +658,7 @@ class Runtime:
                 self._finish_state(state)
         self._passes.remove(this_pass)
         if not self._passes:
+            self._graphs.end_pass()
             # Those that backward did not reach, but other ranks' may have.
             for state in self.states:
                 if (
@@ -602,8 +677,8 @@ class Runtime:
                 state.reshard()
             self._prefetched.clear()
             for state in self.states:
-                if state.call is not None:  # a recomputation that stopped early
-                    state.abandon_call()
+                if state.call is not None and not state.in_forward:
+                    state.abandon_call()  # a recomputation that stopped early
                     state.reshard()
             if self.root.is_last_backward:
                 self._drop_parts()
@@ -625,6 +700,7 @@ class Runtime:
         self._reached.clear()
         self._reduced.clear()
         self._prefetched.clear()
+        self._graphs = BackwardGraphs()
         self._kept = None
         for state in self.states:
             state.abandon_call()
@@ -643,20 +719,20 @@ class _Reached:
         self.awaited = {
             param for group in state.groups for param in group.params if param.trainable
         }
+        self.expected = len(self.awaited)
         self.complete = False
         """Whether all gradients have arrived."""
         self.to_send = True
         """Whether gradients are to be sent off when backward leaves: see [Note: memory first]."""
 
 
-def _graph_outputs(output: Any) -> list[Tensor]:
-    """What of a module's output has a graph, at whatever level of whichever transform."""
-    return [
-        part
-        for tensor in tensors_in(output)
-        for part in torch_border.graph_tensors(tensor)
-        if part.grad_fn is not None
-    ]
+def _with_graph(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What of the tensors has a graph, at whatever level of whichever transform."""
+    return [part for tensor in tensors for part in _parts_with_graph(tensor)]
+
+
+def _parts_with_graph(tensor: Tensor) -> list[Tensor]:
+    return [part for part in torch_border.graph_tensors(tensor) if part.grad_fn is not None]
 
 
 # Hooks that autograd holds refer to the model weakly: a graph that outlives it must not keep it. Which
@@ -668,8 +744,39 @@ def _graph_outputs(output: Any) -> list[Tensor]:
 def _pre_backward(call: Call[FSDPState], gradient: Tensor) -> None:
     state = call.living_unit
     if state is not None and state.runtime is not None:
+        parts = _parts_with_graph(gradient) if torch.is_grad_enabled() else []
         with torch_border.outside_transforms():
+            if parts:
+                state.runtime.watch_gradient(parts, None)
             state.runtime.pre_backward(call)
+
+
+def _left_call(state_ref: weakref.ref[FSDPState], gradient: Tensor) -> None:
+    """Backward has the gradient of an input of one of the state's calls."""
+    if not torch.is_grad_enabled():
+        return  # no later pass comes through it
+    state = state_ref()
+    if state is not None and state.runtime is not None:
+        parts = _parts_with_graph(gradient)
+        if parts:
+            with torch_border.outside_transforms():
+                state.runtime.watch_gradient(parts, state)
+
+
+def _pre_backward_of_backward(
+    runtime: weakref.ref[Runtime], calls: Sequence[Call[FSDPState]], gradient: Tensor
+) -> None:
+    """A pass comes through a gradient of an earlier pass."""
+    alive = runtime()
+    if alive is not None:
+        parts = _parts_with_graph(gradient) if torch.is_grad_enabled() else []
+        with torch_border.outside_transforms():
+            if parts:
+                alive.watch_gradient(parts, None)
+            for call in calls:
+                state = call.living_unit
+                if state is not None and state.runtime is not None:
+                    state.runtime.pre_backward_of_backward(call)
 
 
 def _tree_changed(runtime: weakref.ref[Runtime]) -> None:

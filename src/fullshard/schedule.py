@@ -24,6 +24,19 @@ needed any more, and gradients of those calls that have not come never will; if 
 call of it is reached later, it is gathered again. This holds whether or not inputs require
 gradients, and with frozen and unused parameters. (Forward passes run on several threads at once are
 outside of it; what arrives late is then still reduced at the end of backward.)
+
+[Note: gradients of gradients]
+A backward pass with ``create_graph=True`` makes new nodes, and these use the parameters of the unit
+whose backward made them. A later pass that executes them comes to them through gradients: those that
+flowed out of the unit in the first pass. So in such a pass
+
+    a `Call` is made for every unit that backward reaches, for the work it adds to the graph;
+    every gradient that passes an input or output of a unit is watched, and when a later pass comes
+    through it, the units that were in backward then are gathered again, for those calls.
+
+The order of the note above does not hold for such a later pass: autograd counts nodes per thread, and
+on accelerators a thread of its own runs backward. While a pass may execute calls of another
+(`BackwardGraphs.awaited`), no unit counts as left before the end of the pass.
 """
 
 from __future__ import annotations
@@ -36,17 +49,29 @@ from typing import Generic, TypeVar
 Unit = TypeVar("Unit", bound=Hashable)
 
 
+FORWARD = -1
+"""Of calls that no backward pass made."""
+
+
 class Call(Generic[Unit]):
-    """One use of a unit in forward.
+    """One use of a unit in forward, or what its backward adds to the graph: [Note: gradients of gradients].
 
     Lives as long as backward may come by: the hooks on the call's outputs hold it, and with them
     the graph. It refers to its unit weakly, so that a graph that outlives its model does not keep
     the model.
     """
 
-    def __init__(self, unit: Unit, begin: int, previous: Call[Unit] | None = None) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        begin: int,
+        previous: Call[Unit] | None = None,
+        made_in: int = FORWARD,
+    ) -> None:
         self._unit = weakref.ref(unit)
         self.begin = begin
+        self.made_in = made_in
+        """The backward pass that made it: by recomputation, or by adding to the graph. Or `FORWARD`."""
         self.end: int | None = None
         """None while running."""
         self.previous = previous
@@ -118,10 +143,19 @@ class Schedule(Generic[Unit]):
         following = position + 1
         return call, previous[following] if self._on_track and following < len(previous) else None
 
-    def recompute(self, unit: Unit) -> Call[Unit]:
+    def recompute(self, unit: Unit, backward_pass: int) -> Call[Unit]:
         """A unit's forward begins again, within backward; its place in the order is that of its latest call."""
         latest = self._latest.get(unit)
-        return Call(unit, next(_CLOCK), previous=latest.previous if latest else None)
+        previous = latest.previous if latest else None
+        return Call(unit, next(_CLOCK), previous, made_in=backward_pass)
+
+    def in_backward(
+        self, unit: Unit, backward_pass: int, previous: Call[Unit] | None
+    ) -> Call[Unit]:
+        """A unit's backward begins, and adds to the graph; ``previous`` is the one that did so before it."""
+        call = Call(unit, next(_CLOCK), previous, made_in=backward_pass)
+        call.has_backward = True
+        return call
 
     def leave(self, call: Call[Unit]) -> None:
         """A call's forward has ended."""
@@ -134,6 +168,42 @@ class Schedule(Generic[Unit]):
         """The forward of the whole model has ended; its order is the forecast for the next."""
         self._previous_order, self._order = self._order, []
         self._in_forward = False
+
+
+class BackwardGraphs(Generic[Unit]):
+    """What backward passes have added to graphs, and no pass has executed yet."""
+
+    def __init__(self) -> None:
+        self._awaited: weakref.WeakSet[Call[Unit]] = weakref.WeakSet()
+        self._of_pass: dict[Unit, Call[Unit]] = {}
+        self.latest: Call[Unit] | None = None
+        """Of the pass now running."""
+
+    def add(self, unit: Unit, call: Call[Unit]) -> None:
+        """The pass now running adds ``call`` to the graph."""
+        self._of_pass[unit] = self.latest = call
+        self._awaited.add(call)
+
+    def of(self, unit: Unit) -> Call[Unit] | None:
+        """What the pass now running adds for ``unit``."""
+        return self._of_pass.get(unit)
+
+    def awaited(self, backward_pass: int) -> bool:
+        """Whether the pass may execute what another pass has added."""
+        return any(call.made_in != backward_pass for call in self._awaited)
+
+    def reach(self, call: Call[Unit]) -> None:
+        """A pass begins to execute ``call``, maybe not for the first time."""
+        self._awaited.add(call)
+
+    def finish(self, call: Call[Unit]) -> None:
+        """A pass has executed ``call``; the graph may be gone, or be executed again."""
+        self._awaited.discard(call)
+
+    def end_pass(self) -> None:
+        """The pass that was running has ended."""
+        self._of_pass.clear()
+        self.latest = None
 
 
 def has_left(calls: Sequence[Call[Unit]], reached: Call[Unit]) -> bool:

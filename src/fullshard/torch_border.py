@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import operator
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -375,12 +376,27 @@ def arrived(tensor: Tensor) -> Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
+def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """What autograd compares to notice that a tensor it saved is not what it was."""
+    return tuple(map(_version, tensors))
+
+
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)
+"""Set them."""
+
+
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor that this one is a view of, or None."""
     return tensor._base if tensor._is_view() else None
 
 
 # --- function transforms: torch.func and forward-mode differentiation ------------------------------
+
+
+_innermost_transform: Callable[[], Any] = _functorch.peek_interpreter_stack
+"""The transform of `torch.func` that operations go through first, or None outside of all."""
 
 
 class _OutsideTransforms:
@@ -390,7 +406,7 @@ class _OutsideTransforms:
         self._layers: list[Any] = []
 
     def __enter__(self) -> None:
-        while _functorch.peek_interpreter_stack() is not None:
+        while _innermost_transform() is not None:
             self._layers.append(_functorch.pop_dynamic_layer_stack())
 
     def __exit__(self, *_: object) -> None:
@@ -407,13 +423,15 @@ def outside_transforms() -> contextlib.AbstractContextManager[None]:
     A transform (`torch.func.jvp`, `grad`, `vmap`, ...) forbids in-place writes to tensors from outside
     of it, and makes wrapped tensors of new ones. Tensors that it has wrapped must not be touched within.
     """
-    if _functorch.peek_interpreter_stack() is None:
+    if _innermost_transform() is None:
         return _NO_TRANSFORM
     return _OutsideTransforms()
 
 
 def with_tangent(tensor: Tensor) -> Sequence[Tensor]:
     """The tensor, and its tangent if it is a dual number of forward-mode differentiation."""
+    if forward_ad._current_level < 0:
+        return (tensor,)
     tangent = forward_ad.unpack_dual(tensor).tangent
     return (tensor,) if tangent is None else (tensor, tangent)
 
@@ -425,14 +443,14 @@ def graph_tensors(tensor: Tensor) -> Sequence[Tensor]:
     graph on the wrapper, and the transforms outside of it, or ordinary autograd, build theirs on what is
     wrapped.
     """
-    if _functorch.peek_interpreter_stack() is None:
+    if _innermost_transform() is None:
         return with_tangent(tensor)
     found: dict[int, Tensor] = {}
     layers: list[Any] = []
     tensors: Sequence[Tensor] = (tensor,)
     try:
         while True:
-            top = _functorch.peek_interpreter_stack()
+            top = _innermost_transform()
             if top is None or top.key() == _functorch.TransformType.Jvp:
                 tensors = [part for whole in tensors for part in with_tangent(whole)]
             found.update((id(part), part) for part in tensors)
@@ -449,6 +467,14 @@ def graph_tensors(tensor: Tensor) -> Sequence[Tensor]:
     finally:
         while layers:
             _functorch.push_dynamic_layer_stack(layers.pop())
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """Of `graph_tensors`, those that have memory of their own: no wrapper, and of no other class."""
+    parts = [part for part in graph_tensors(tensor) if type(part) in (Tensor, nn.Parameter)]
+    if _innermost_transform() is None:
+        return parts
+    return [part for part in parts if _functorch.maybe_get_level(part) == -1]
 
 
 class OpenGradScaler(torch.amp.GradScaler):
@@ -630,24 +656,34 @@ def in_backward_optimizers(param: Tensor) -> Sequence[torch.optim.Optimizer]:
     )
 
 
-def translate_backward_inputs(
+def observe_backward(
     translate: Callable[[tuple[Any, ...], bool], tuple[Any, ...]],
+    explain: Callable[[int], Exception | None],
 ) -> None:
-    """From now on, let ``translate`` say which ``inputs`` a backward pass really has.
+    """From now on, let ``translate`` say which ``inputs`` a backward pass really has, and ``explain`` its errors.
 
-    It is called only if inputs were named: with them, and with whether their gradients are accumulated
-    (`backward`) or returned (`autograd.grad`). Nothing on a tensor tells this in time: parameters that are
-    not in the graph make autograd execute no node, so no hook of ours would run.
+    ``translate`` is called only if inputs were named: with them, and with whether their gradients are
+    accumulated (`backward`) or returned (`autograd.grad`). Nothing on a tensor tells this in time:
+    parameters that are not in the graph make autograd execute no node, so no hook of ours would run.
+
+    ``explain`` is called if a saved tensor is not at the version it was saved at: with the version it is at.
     """
     run = torch.autograd._engine_run_backward
 
-    def run_translated(*args: Any, **options: Any) -> Any:
+    def run_observed(*args: Any, **options: Any) -> Any:
         if len(args) > 4 and args[4]:
             inputs = translate(args[4], bool(options.get("accumulate_grad")))
             args = (*args[:4], inputs, *args[5:])
-        return run(*args, **options)
+        try:
+            return run(*args, **options)
+        except RuntimeError as error:
+            version = re.search(r"is at version (\d+); expected version", str(error))
+            told = None if version is None else explain(int(version.group(1)))
+            if told is None:
+                raise
+            raise told from error
 
-    torch.autograd._engine_run_backward = run_translated  # type: ignore[assignment]
+    torch.autograd._engine_run_backward = run_observed
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

@@ -1,18 +1,19 @@
 """Finding and replacing tensors in what modules take and return.
 
 Tuples, lists, dicts, dataclasses and their subclasses are looked into; anything else is left as it
-is.
+is. Only `tensors_within`, which replaces nothing, looks into the attributes of other objects, too.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -28,6 +29,54 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif _is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
+
+
+_LEVELS = 8
+"""How deep `tensors_within` looks: what a module computes does not lie deeper, but whole programs do."""
+_DATA = (str, bytes, int, float, complex, type, type(None))
+"""Types without tensors inside, for a quick answer."""
+_CODE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, nn.Module)
+"""What refers to much that is no part of a value."""
+
+
+def tensors_within(value: Any) -> list[Tensor]:
+    """All tensors in a nested value, once each, with those in attributes of objects: distributions, caches.
+
+    Not in modules, whose parameters are theirs, and not in what would have to be run: functions, iterators.
+    """
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    _search(value, found, set(), _LEVELS)
+    return found
+
+
+def _search(value: Any, found: list[Tensor], seen: set[int], levels: int) -> None:
+    if isinstance(value, _DATA) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        found.append(value)
+        return
+    if not levels or isinstance(value, _CODE):
+        return
+    if isinstance(value, (tuple, list, Set)):
+        items = list(value)
+    else:
+        items = list(value.values()) if isinstance(value, Mapping) else []
+        items.extend(_attributes(value))
+    for item in items:
+        _search(item, found, seen, levels - 1)
+
+
+def _attributes(value: Any) -> Iterator[Any]:
+    """What an object keeps; properties and the like are not run."""
+    yield from getattr(value, "__dict__", {}).values()
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name != "__dict__":
+                yield getattr(value, name, None)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

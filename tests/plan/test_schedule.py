@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.schedule import Call, Schedule, has_left
+from fullshard.schedule import FORWARD, BackwardGraphs, Call, Schedule, has_left
 
 
 class Unit(str):
@@ -188,7 +188,7 @@ def test_previous_does_not_reach_into_an_earlier_forward(schedule: Schedule[str]
 
 def test_a_recomputation_has_the_place_of_the_latest_call(schedule: Schedule[str]) -> None:
     calls = run(schedule, CHAIN)
-    again = schedule.recompute(unit_of("b"))
+    again = schedule.recompute(unit_of("b"), 7)
     assert again is not calls["b"]
     assert again.unit == "b"
     assert again.previous is calls["a"]
@@ -196,7 +196,7 @@ def test_a_recomputation_has_the_place_of_the_latest_call(schedule: Schedule[str
     schedule.leave(again)
     assert again.previous is calls["a"]
     # It is no part of the order: neither for who came before ...
-    assert schedule.recompute(unit_of("c")).previous is calls["b"]
+    assert schedule.recompute(unit_of("c"), 7).previous is calls["b"]
     # ... nor for the forecast.
     assert run(schedule, CHAIN).forecast == ["a", "b", "c", None]
 
@@ -205,11 +205,47 @@ def test_a_recomputation_of_a_unit_called_twice_has_the_place_of_its_second_call
     schedule: Schedule[str],
 ) -> None:
     calls = run(schedule, ["root", ["a"], ["b"], ["c"], ["b"]]).calls
-    assert schedule.recompute(unit_of("b")).previous is calls[3]
+    assert schedule.recompute(unit_of("b"), 7).previous is calls[3]
 
 
 def test_a_recomputation_of_an_unknown_unit_has_no_place(schedule: Schedule[str]) -> None:
-    assert schedule.recompute(unit_of("a")).previous is None
+    assert schedule.recompute(unit_of("a"), 7).previous is None
+
+
+# --- what backward adds to the graph --------------------------------------------------------------
+
+
+def test_calls_know_whether_a_backward_pass_made_them(schedule: Schedule[str]) -> None:
+    assert run(schedule, CHAIN)["a"].made_in == FORWARD
+    assert schedule.recompute(unit_of("a"), 7).made_in == 7
+    added = schedule.in_backward(unit_of("a"), 8, None)
+    assert added.made_in == 8 and added.has_backward
+
+
+def test_only_other_passes_execute_what_a_pass_adds(schedule: Schedule[str]) -> None:
+    graphs: BackwardGraphs[str] = BackwardGraphs()
+    assert not graphs.awaited(7)
+    first = schedule.in_backward(unit_of("b"), 7, graphs.latest)
+    graphs.add(unit_of("b"), first)
+    second = schedule.in_backward(unit_of("a"), 7, graphs.latest)
+    graphs.add(unit_of("a"), second)
+    assert second.previous is first  # a later pass comes to a first, then to b
+    assert graphs.of(unit_of("a")) is second and graphs.of(unit_of("c")) is None
+    assert not graphs.awaited(7) and graphs.awaited(8)
+    graphs.end_pass()
+    assert graphs.of(unit_of("a")) is None and graphs.latest is None
+    graphs.finish(first)
+    graphs.finish(second)
+    assert not graphs.awaited(8)
+    graphs.reach(second)  # once more, of a graph that was retained
+    assert graphs.awaited(9)
+
+
+def test_what_belongs_to_a_graph_that_is_gone_is_not_awaited(schedule: Schedule[str]) -> None:
+    graphs: BackwardGraphs[str] = BackwardGraphs()
+    graphs.add(unit_of("a"), schedule.in_backward(unit_of("a"), 7, None))
+    graphs.end_pass()
+    assert not graphs.awaited(8)
 
 
 # --- has_left: whose backward is over? ------------------------------------------------------------
@@ -273,7 +309,7 @@ def test_a_unit_reached_through_no_known_call_is_not_left(schedule: Schedule[str
 
 def test_a_recomputation_is_later_than_all_calls(schedule: Schedule[str]) -> None:
     calls = run(schedule, CHAIN)
-    again = schedule.recompute(unit_of("c"))
+    again = schedule.recompute(unit_of("c"), 7)
     schedule.leave(again)
     assert has_left([again], calls["b"]) and not has_left([calls["c"]], again)
 

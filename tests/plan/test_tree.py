@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, MutableMapping
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from fullshard.tree import cast_floating, map_tensors, tensors_in, to_device
+from fullshard.tree import cast_floating, map_tensors, tensors_in, tensors_within, to_device
 
 A, B, C = (torch.tensor([float(i)]) for i in range(3))
 WHOLE = torch.tensor([7])
@@ -301,3 +301,41 @@ def test_tensors_are_moved_and_the_rest_is_the_same() -> None:
     label = object()
     moved = to_device({"x": (torch.ones(2), label)}, torch.device("meta"))
     assert moved["x"][0].is_meta and moved["x"][1] is label
+
+
+# --- objects of other classes ------------------------------------------------------------------------
+
+
+class Slotted:
+    __slots__ = ("unset", "x")
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Keeping:
+    def __init__(self, **items: Any) -> None:
+        self.__dict__.update(items)
+
+
+def test_tensors_are_found_in_attributes_slots_views_of_dicts_and_sets() -> None:
+    value = [
+        Keeping(a=A, name="text", inner=Slotted(MappingProxyType({"b": (B,)}))),
+        frozenset([C]),
+    ]
+    assert same(tensors_within(value), [A, B, C])
+
+
+def test_each_tensor_is_found_once() -> None:
+    value = Keeping(a=A, again=[A])
+    value.itself = value  # type: ignore[attr-defined]
+    assert same(tensors_within(value), [A])
+    assert same(tensors_within(CausalOutput(logits=A)), [A])
+
+
+def test_modules_functions_and_iterators_are_not_looked_into() -> None:
+    value = Keeping(
+        module=torch.nn.Linear(2, 2), function=lambda: A, iterator=iter([A]), kind=Slotted
+    )
+    assert tensors_within(value) == []
+    assert next(value.iterator) is A  # type: ignore[attr-defined]

@@ -7,15 +7,19 @@ arrive shows in the weights.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from fullshard import (
     FullyShardedDataParallel,
@@ -24,6 +28,7 @@ from fullshard import (
     fully_shard,
     replicate,
 )
+from fullshard.runtime import state_of
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.compare import assert_close
 from tests.helpers.training import FULLSHARD, gradients, weights
@@ -36,30 +41,41 @@ Program = Callable[[nn.Module, Tensor, Tensor], Result]
 
 
 class Layer(nn.Module):
-    """A residual layer; ``scale`` is saved by autograd as it is, ``up`` and ``down`` as views."""
+    """A residual layer; ``scale`` is saved by autograd as it is, the matrices as views."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, 7)
+        self.side = nn.Linear(WIDTH, 7)
         self.scale = nn.Parameter(torch.rand(7) + 0.5)
         self.down = nn.Linear(7, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)) * self.scale)
+    def forward(self, x: Tensor, start: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.side(start) + self.up(x)) * self.scale)
 
 
 class Flow(nn.Module):
-    """Two layers and a head, a velocity field say."""
+    """A velocity field: two layers, which both see the input, and a head.
+
+    With ``forces``, its own derivative is part of what it computes, as in models of molecules.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Layer(), Layer()])
         self.head = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, forces: bool = False, checkpointed: bool = False) -> Tensor:
+        start = x = x.detach().requires_grad_() if forces else x
         for layer in self.layers:
-            x = layer(x)
-        return self.head(torch.sin(x))  # type: ignore[no-any-return]
+            if checkpointed:
+                x = checkpoint(layer, x, start, use_reentrant=False)
+            else:
+                x = layer(x, start)
+        out: Tensor = self.head(torch.sin(x))
+        if forces:
+            out = out + torch.autograd.grad(out.square().sum(), start, create_graph=True)[0]
+        return out
 
 
 def make_flow() -> Flow:
@@ -105,13 +121,13 @@ DOORS: dict[str, Callable[[Flow], nn.Module]] = {
 
 
 def tangent_loss(model: nn.Module, x: Tensor, v: Tensor) -> Result:
-    out, tangent = torch.func.jvp(model, (x,), (v,))
+    out, tangent = torch.func.jvp(model, (x,), (v,))[:2]
     return tangent.square().mean(), (out, tangent)
 
 
 def consistency_loss(model: nn.Module, x: Tensor, v: Tensor) -> Result:
     """As consistency and mean-flow models are trained: the tangent makes the target."""
-    out, tangent = torch.func.jvp(model, (x,), (v,))
+    out, tangent = torch.func.jvp(model, (x,), (v,))[:2]
     return (out - (v - 0.5 * tangent.detach())).square().mean(), None
 
 
@@ -163,6 +179,84 @@ def derivatives(model: nn.Module, x: Tensor, v: Tensor) -> Result:
         "jacrev": torch.func.jacrev(model)(one),
         "jacfwd": torch.func.jacfwd(model)(one),
         "hessian": torch.func.hessian(scalar)(one),
+    }
+
+
+# --- gradients of gradients -----------------------------------------------------------------------
+
+
+def gradient_of(out: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(out.square().sum(), x, create_graph=True)[0]
+
+
+def gradient_penalty(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    x.requires_grad_()
+    out = model(x)
+    gradient = gradient_of(out, x)
+    return (out * v).mean() + (gradient.norm(dim=1) - 1).square().mean(), gradient
+
+
+def nothing_but_a_penalty(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    x.requires_grad_()
+    return (gradient_of(model(x), x) - v).square().mean(), None
+
+
+def penalty_before_another_forward(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    x.requires_grad_()
+    penalty = gradient_of(model(x), x).square().mean()
+    return penalty - model(v).mean(), None
+
+
+def penalty_checkpointed(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    x.requires_grad_()
+    out = model(x, checkpointed=True)
+    return out.mean() + gradient_of(out, x).square().mean(), None
+
+
+def penalty_of_a_hidden_state(model: Any, x: Tensor, v: Tensor) -> Result:
+    seen = []
+    handle = model.layers[0].register_forward_hook(lambda *args: seen.append(args[-1]))
+    out = model(x)
+    handle.remove()
+    return gradient_of(out, seen[0]).square().mean(), None
+
+
+def loss_of_a_vjp(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    pulled_back = torch.func.vjp(model, x)[1](v)[0]
+    return pulled_back.square().mean(), pulled_back
+
+
+def forces_of_an_energy(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    out = model(x, forces=True)
+    return (out - v).square().mean(), out
+
+
+def graph_of_another_thread(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    """Autograd counts nodes by thread. On accelerators backward has its own, so its nodes count as older."""
+    x.requires_grad_()
+    first = model(v)
+    out = model(x)
+    with ThreadPoolExecutor() as thread:
+        gradient = thread.submit(gradient_of, out, x).result()
+    return first.square().mean() + out.mean() + gradient.square().mean(), None
+
+
+def third_derivatives(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    x.requires_grad_()
+    derivative = model(x)
+    for _ in range(3):
+        derivative = gradient_of(derivative, x).tanh()
+    return derivative.square().mean(), derivative
+
+
+def hessians(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    def scalar(x: Tensor) -> Tensor:
+        return model(x).square().sum()  # type: ignore[no-any-return]
+
+    return None, {
+        "hessian": torch.autograd.functional.hessian(scalar, x[:1]),  # type: ignore[no-untyped-call]
+        "product": torch.autograd.functional.hvp(scalar, x, v)[1],  # type: ignore[no-untyped-call]
+        "reverse over reverse": torch.func.jacrev(torch.func.jacrev(scalar))(x[0]),
     }
 
 
@@ -258,3 +352,66 @@ def train_in_low_precision() -> None:
 
 def test_tangents_pass_mixed_precision(world: Any) -> None:
     world(2).run(train_in_low_precision)
+
+
+def test_gradient_penalties_are_those_of_one_process(world: Any) -> None:
+    world(2).run(check, [gradient_penalty])
+
+
+def test_gradients_of_gradients_are_those_of_one_process(world: Any) -> None:
+    programs = [
+        nothing_but_a_penalty,
+        penalty_before_another_forward,
+        penalty_checkpointed,
+        penalty_of_a_hidden_state,
+        loss_of_a_vjp,
+        forces_of_an_energy,
+        graph_of_another_thread,
+        third_derivatives,
+        hessians,
+    ]
+    world(3).run(check, programs, BOTH_DOORS)
+
+
+def watch_memory() -> None:
+    model: Any = sharded(make_flow())
+    gathered: list[list[bool]] = []
+    for step in range(2):  # what the first step leaves must not change the second
+        x, _ = rows_of(step, dist.get_rank())
+        x.requires_grad_()
+        out = model(x)
+        seen: list[bool] = []
+        x.register_hook(lambda _, seen=seen: seen.extend(map(is_gathered, model.layers)))
+        gradient = gradient_of(out, x)
+        seen.extend(map(is_gathered, model.layers))
+        loss = gradient.square().mean()
+        loss.backward()
+        seen.extend(map(is_gathered, [*model.layers, model]))
+        gathered.append(seen)
+    first_pass, between, second_pass, after = [True, False], [False] * 2, [True] * 2, [False] * 3
+    assert gathered == [first_pass + between + second_pass + after] * 2, gathered
+
+
+def is_gathered(module: nn.Module) -> bool:
+    state = state_of(module)
+    assert state is not None
+    return state.gathered
+
+
+def test_memory_of_layers_is_given_back_between_the_passes(world: Any) -> None:
+    world(2).run(watch_memory)
+
+
+def ask_for_a_graph_of_gradients() -> None:
+    model = sharded(make_flow())
+    x, _ = rows_of(0, dist.get_rank())
+    x.requires_grad_()
+    with pytest.warns(UserWarning, match="gradients of sharded parameters no graph.*: layers.1"):
+        model(x).sum().backward(create_graph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # not where a graph of input gradients is all there is
+        gradient_of(model(x), x).sum().backward()
+
+
+def test_gradients_by_parameters_have_no_graph_and_that_is_said(world: Any) -> None:
+    world(2).run(ask_for_a_graph_of_gradients)
