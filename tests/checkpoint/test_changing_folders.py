@@ -71,6 +71,26 @@ def test_a_reader_that_meets_a_replacement_reads_the_new_one(
         monkeypatch.undo()
 
 
+def test_a_folder_of_hugging_face_that_is_replaced_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks could have opened one the old files, another one the new ones, and nothing would have failed."""
+    path = tmp_path / "model"
+    checkpoint.save_huggingface(path, filled(1))
+    for load in (checkpoint.load_huggingface, checkpoint.load):
+        before_first_call(
+            monkeypatch,
+            loading,
+            "compare",
+            lambda: checkpoint.save_huggingface(path, filled(2), overwrite=True),
+        )
+        model = filled(0)
+        load(path, model)
+        assert bool((model.weight == 2).all())
+        monkeypatch.undo()
+        checkpoint.save_huggingface(path, filled(1), overwrite=True)
+
+
 def test_a_reader_of_what_was_removed_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from fullshard import (
     FullyShardedDataParallel,
     fully_shard,
 )
-from fullshard.checkpoint import huggingface
+from fullshard.checkpoint import huggingface, replacement
 from fullshard.checkpoint.blocks import Block, whole
 from fullshard.checkpoint.huggingface import (
     HuggingFaceFolder,
@@ -339,9 +339,11 @@ def test_a_folder_must_be_empty_or_is_overwritten_and_keeps_all_but_weights(
         write_huggingface(source, tmp_path / "source.pt", overwrite=True)
 
 
+@pytest.mark.parametrize("exchanges", [True, False])
 def test_a_reader_sees_the_old_folder_or_the_new_one(
-    source: TorchFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exchanges: bool, source: TorchFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Or none, for a moment, where the file system cannot exchange two names."""
     path = folder_of({ONE: {"old": torch.ones(2)}}, tmp_path / "model")
     seen: list[list[str] | None] = []
 
@@ -359,11 +361,19 @@ def test_a_reader_sees_the_old_folder_or_the_new_one(
         return rename(self, target)
 
     monkeypatch.setattr(source, "read", reading)
+    exchange = replacement._exchange
+
+    def exchanging(one: Path, other: Path) -> bool:
+        look()
+        return exchanges and exchange(one, other)
+
     monkeypatch.setattr(Path, "rename", renaming)
+    monkeypatch.setattr(replacement, "_exchange", exchanging)
     write_huggingface(source, path, overwrite=True)
     look()
-    assert seen == [["old"]] * 5 + [None, list(load_file(path / ONE))]
-    assert "old" not in seen[-1]
+    new = list(load_file(path / ONE))
+    assert seen == [["old"]] * 5 + ([new] if exchanges else [["old"], None, new])
+    assert "old" not in new
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename"])
@@ -372,6 +382,7 @@ def test_a_write_that_fails_leaves_the_folder_as_it_was(
 ) -> None:
     path = folder_of({ONE: {"old": torch.ones(2)}}, tmp_path / "model")
     rename = Path.rename
+    monkeypatch.setattr(replacement, "_exchange", lambda *_: False)  # by two renames
 
     def full(*args: Any) -> None:
         raise OSError(28, "no space left")

@@ -8,7 +8,6 @@ torch            a file of torch.save with state dicts
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from contextlib import closing
@@ -31,7 +30,7 @@ from .source import Source
 from .stored import StoredCheckpoint
 from .team import Team
 from .torch_files import TorchFile
-from .unfinished import MOST_TRIES
+from .versions import Look, read_alone, read_together
 from .writing import OnProgress
 
 T = TypeVar("T")
@@ -84,8 +83,8 @@ def load(
     """
     team = Team(process_group)
 
-    def load_once(look: _Look) -> Loaded:
-        source = team.each(look.opened)
+    def load_once(look: Look) -> Loaded:
+        source = team.each(lambda: _opened(look))
         loaded = load_source(
             source,
             model,
@@ -99,15 +98,12 @@ def load(
             note_loaded(model, source.path, source.manifest)
         return loaded
 
-    for _ in range(MOST_TRIES):
-        # One rank says which it is, and reads the manifest: another save may replace it while the others would look.
-        look = team.first(lambda: _Look(Path(os.path.abspath(path))))
-        try:
-            return load_once(look)
-        except CheckpointError:  # the same on all ranks
-            if not team.first(look.is_outdated):
-                raise
-    raise _never_the_same(look.path)
+    return read_together(path, team, load_once)
+
+
+def _opened(look: Look) -> Source:
+    manifest = look.manifest()
+    return open_source(look.path) if manifest is None else StoredCheckpoint(look.path, manifest)
 
 
 def use_source(
@@ -123,66 +119,9 @@ def use_source(
         use: Is called again with the new one if it raised `CheckpointError`, or its result is not good.
         is_good: Whether what ``use`` returned can be believed without asking whether there is a new one.
     """
-    for _ in range(MOST_TRIES):
-        look = _Look(Path(path))
-        try:
-            with closing(open_source(path)) as source:
-                result = use(source)
-        except (CheckpointError, FileNotFoundError):
-            if not look.is_outdated():
-                raise
-        else:
-            if is_good(result) or not look.is_outdated():
-                return result
-    raise _never_the_same(look.path)
 
+    def read() -> T:
+        with closing(open_source(path)) as source:
+            return use(source)
 
-class _Look:
-    """Which checkpoint was at a path when somebody looked: it may be replaced while it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._version = _version(path)
-
-    def opened(self) -> Source:
-        """That checkpoint; of one of our own, only the manifest is known to be that one's."""
-        if not isinstance(self._version, bytes):
-            return open_source(self.path)
-        return StoredCheckpoint(self.path, manifests.parse(self._version, self.path))
-
-    def is_outdated(self) -> bool:
-        """Whether there is another one by now.
-
-        Raises:
-            CheckpointError: there is none any more.
-        """
-        now = _version(self.path)
-        if self._version is not None and (now is None or type(now) is not type(self._version)):
-            raise CheckpointError(
-                f"The checkpoint {self.path} was removed while it was read: a run that saves with keep_last removes its "
-                "old ones. fullshard.checkpoint.latest(folder) finds the newest complete one in a folder."
-            )
-        return bool(now != self._version)
-
-
-def _version(path: Path) -> bytes | tuple[int, int, int] | None:
-    """What is another one once the checkpoint at ``path`` is another one; None if there is none.
-
-    Our own manifest is read, and not only asked for its times: a network file system may know these late.
-    """
-    try:
-        for file in (path / MANIFEST, path / METADATA, path):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                status = file.stat()
-                if file.name == MANIFEST:
-                    return manifests.read_bytes(path)
-                return status.st_dev, status.st_ino, status.st_mtime_ns
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return None
-
-
-def _never_the_same(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{path} was replaced {MOST_TRIES} times while it was read. Save there less often, or read a copy."
-    )
+    return read_alone(Path(path), read, is_good)

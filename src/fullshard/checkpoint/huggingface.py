@@ -40,6 +40,7 @@ from .stored import StoredCheckpoint
 from .team import Team
 from .tensor_files import NewEntry, TensorFile, write_file
 from .trees import without_repetition
+from .versions import Look, read_together
 from .writing import OnProgress
 
 T = TypeVar("T")
@@ -198,8 +199,12 @@ def load_huggingface(
         on_progress: Is called with the bytes this rank has read, and will read.
     """
     team = Team(process_group)
-    source = team.each(lambda: HuggingFaceFolder(folder, rename))
-    return load_source(source, model, cast=cast, team=team, on_progress=on_progress)
+
+    def load_once(look: Look) -> Loaded:
+        source = team.each(lambda: HuggingFaceFolder(look.path, rename))
+        return load_source(source, model, cast=cast, team=team, on_progress=on_progress)
+
+    return read_together(folder, team, load_once, own_paths=True)
 
 
 # --- writing ---------------------------------------------------------------------------------------------

@@ -2,15 +2,17 @@
 
     parent/folder              new or empty, or what is to be replaced
     parent/.folder.<id>.tmp    the workshop: what is needed meanwhile, and
-             ... /new          the folder to be
-             ... /old          the one that was, for the moment between two renames
+             ... /new          the folder to be; then, what was in its place
+             ... /old          where names cannot be exchanged: the one that was, for the moment between two renames
 
-A process that dies leaves a workshop behind, and the folder as it was. If it dies in that moment, the old folder
-is in there.
+A process that dies leaves a workshop behind, and the folder as it was or as it is to be. Linux exchanges the two names at
+once, on most file systems. On others (NFS), a process may die in that moment: then the old folder is in there.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import secrets
 import shutil
@@ -24,6 +26,10 @@ from .unfinished import flush
 
 NEW = "new"
 _OLD = "old"
+
+# As the kernel numbers them.
+_HERE = -100
+_RENAME_EXCHANGE = 2
 
 Keep = Callable[[Path], bool]
 """Whether something that is in a folder stays there when the rest is replaced."""
@@ -73,16 +79,28 @@ def _put_in_place(workshop: Path, folder: Path, keep: Keep | None) -> None:
     for path in (*new.rglob("*"), new):
         if not path.is_symlink():
             flush(path)
-    # A rename replaces an empty folder, and no other: that has to go before.
-    if keep is not None and folder.exists():
+    if keep is None or not folder.exists():
+        new.rename(folder)  # replaces an empty folder, and no other
+    elif not _exchange(new, folder):
         folder.rename(old)
-    try:
-        new.rename(folder)
-    except OSError:
-        if old.exists():
+        try:
+            new.rename(folder)
+        except OSError:
             old.rename(folder)
-        raise
+            raise
     flush(folder.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders have each other's name, at once; False where the system cannot do that."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    failed = rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE)
+    if failed and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(other))
+    return not failed
 
 
 def _link(kept: Path, new: Path) -> None:
