@@ -362,7 +362,7 @@ class FSDPModule:
         enable = switch("enable", enable)
         for state in _states(self, recurse):
             for group in state.groups:
-                shared = group.mesh_info.shard_process_group
+                shared = group.mesh_info.shard_peers
                 if shared is None:
                     continue  # nothing is reduce-scattered
                 own = twin_group(shared) if enable else shared
@@ -497,9 +497,9 @@ def _change_reduction(module: FSDPModule, recurse: bool, **changes: Any) -> None
 
 def _process_groups(group: FSDPParamGroup) -> tuple[ProcessGroup, ProcessGroup]:
     """Over which a group is gathered, and over which it is reduced."""
-    gathers, reduces = group.mesh_info.shard_process_group, group.reduction.process_group
-    assert gathers is not None and reduces is not None, "_check_comms_can_be_chosen refuses others"
-    return gathers, reduces
+    gathers = group.mesh_info.shard_process_group
+    assert gathers is not None, "_check_comms_can_be_chosen refuses others"
+    return gathers, group.reduction.process_group or gathers
 
 
 _STAGED_BY: dict[str, tuple[type, ...]] = {

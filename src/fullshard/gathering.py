@@ -132,7 +132,7 @@ class Gathering:
         async_op: bool,
     ) -> None:
         """Stage this rank's message in memory of the comm object, and gather with it."""
-        assert self._group is not None, "set_custom_all_gather refuses groups that gather nothing"
+        assert self._group is not None, "a comm object is given if there is something to gather"
         for whole, own in () if extra is None else zip(extra.outputs, extra.inputs, strict=True):
             work = comm.packed_all_gather(custom, whole, own, self._group, async_op=async_op)
             if work is not None:

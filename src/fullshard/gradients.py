@@ -66,7 +66,7 @@ class ReductionSettings:
     """How one group's gradients are combined across ranks; replaced whole when a user changes one."""
 
     process_group: ProcessGroup | None
-    """Over which the reduce-scatter runs; None if nothing is sharded."""
+    """Over which the reduce-scatter runs; None if nothing is sharded over several ranks."""
     divide_by: float | None = None
     """Total divisor; None means the number of data-parallel ranks."""
     force_sum: bool = False
@@ -76,6 +76,7 @@ class ReductionSettings:
     zero_unused: bool = False
     """Whether trainable parameters without a gradient take part as zeros."""
     custom: comm.ReduceScatter | None = None
+    """Carries the reduce-scatter, if there is one."""
     replacement: Callable[[Tensor, Tensor | None], None] | None = None
     """Does all of the reduction: called with a segment's whole gradients, rank after rank, and where to leave
     this rank's; or, if nothing is sharded, with the gradients to be changed in place, and None."""
@@ -160,6 +161,7 @@ class Reduction:
         self._events = events
         self._mesh_info = mesh_info
         self._settings = settings
+        self._custom = settings.custom if settings.process_group is not None else None
         self._buffer = buffer
         self._params = params
         self._partial = partial
@@ -240,9 +242,9 @@ class Reduction:
         self._wait_for(self._events.input_read)
         self._buffer.release()
         self._received.clear()
-        if self._settings.custom is not None:
+        if self._custom is not None:
             for staged in self._staged:
-                self._settings.custom.release(staged)
+                self._custom.release(staged)
             self._staged.clear()
         if self._context.recorder is not None:
             self._context.recorder.note_reducing(self._buffer, 0)
@@ -282,8 +284,8 @@ class Reduction:
         inputs = run.inputs
         if rule.before != 1:
             torch._foreach_div_(inputs, rule.before)
-        if self._settings.custom is not None:
-            return self._prepare_packed(run, inputs, self._settings.custom)
+        if self._custom is not None:
+            return self._prepare_packed(run, inputs, self._custom)
         reduced = torch.empty(run.numel, dtype=run.reduce_dtype, device=self._context.device)
         self._keep_output(run, reduced)
         self._kept += inputs  # the buffer's, or copies
@@ -346,7 +348,7 @@ class Reduction:
         rule: DivideRule,
     ) -> Work | None:
         async_op = not self._context.asynchronous
-        group, custom = self._settings.process_group, self._settings.custom
+        group, custom = self._settings.process_group, self._custom
         # Averaging over shards and then over replicas is averaging over all; a shard group of one
         # has nothing to average, and NCCL's AVG is not reliable there.
         op = rule.op if self._mesh_info.shard_mesh_size > 1 else ReduceOp.SUM

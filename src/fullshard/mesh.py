@@ -41,6 +41,11 @@ class DataParallelAxes:
     replicate_process_group: dist.ProcessGroup | None
 
     @property
+    def shard_peers(self) -> dist.ProcessGroup | None:
+        """The process group of the shard axis, if there is anybody else in it to communicate with."""
+        return self.shard_process_group if self.shard_mesh_size > 1 else None
+
+    @property
     def communicates_over(self) -> Hashable:
         """Equal for axes whose parameters can travel together."""
         return self.shard_process_group, self.replicate_process_group

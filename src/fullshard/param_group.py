@@ -126,9 +126,7 @@ class FSDPParamGroup:
         self.layout = self.shards.layout
         """Of all parameters; gradients are reduced by it."""
         self.custom_all_gather: comm.AllGather | None = None
-        self.reduction = ReductionSettings(
-            process_group=mesh_info.shard_process_group, pinned=pinned
-        )
+        self.reduction = ReductionSettings(process_group=mesh_info.shard_peers, pinned=pinned)
         self.gradients = GroupGradients(
             self.params,
             self.layout,
@@ -337,7 +335,7 @@ class FSDPParamGroup:
         result = Messages()
         for member in self._self_gathered:
             member.prepare(self.device)
-        group = self.mesh_info.shard_process_group
+        group = self.mesh_info.shard_peers
         if self._message_sizes is None and self._self_gathered and group is not None:
             self._message_sizes = agree_on_sizes(self._self_gathered, group)
         for index, member in enumerate(self._self_gathered):
@@ -366,20 +364,18 @@ class FSDPParamGroup:
 
     @property
     def _rests_whole(self) -> bool:
-        return (
-            self.layout.world == 1
-            and self.compute_dtypes == [param.dtype for param in self._plain]
-            and self.custom_all_gather is None
-        )
+        return self.layout.world == 1 and self.compute_dtypes == [
+            param.dtype for param in self._plain
+        ]
 
     def _gathering_on(self, device: torch.device) -> Gathering:
         return Gathering(
             self.shards.packed_layout,
             self.mesh_info.shard_mesh_rank,
-            self.mesh_info.shard_process_group,
+            self.mesh_info.shard_peers,
             self.compute_dtypes,
             device,
-            self.custom_all_gather,
+            self.custom_all_gather if self.mesh_info.shard_peers is not None else None,
         )
 
     def set_custom_all_gather(self, all_gather: comm.AllGather | None) -> None:

@@ -77,7 +77,7 @@ def gather(group: FSDPParamGroup, pieces: Sequence[Tensor | None]) -> list[Tenso
     return gather_whole(
         group.layout,
         [None if piece is None else piece.to(group.device) for piece in pieces],
-        group.mesh_info.shard_process_group,
+        group.mesh_info.shard_peers,
     )
 
 
@@ -121,8 +121,9 @@ def gather_gradients(group: FSDPParamGroup) -> list[Tensor | None]:
     """All parameters' gradients whole; None of those that have none on any rank. Collective."""
     layout, rank = group.layout, group.mesh_info.shard_mesh_rank
     present = [param.face.param.grad is not None for param in group.params]
-    if group.mesh_info.shard_process_group is not None:
-        everybody = comm.values_of_all_ranks(present, group.mesh_info.shard_process_group)
+    peers = group.mesh_info.shard_peers
+    if peers is not None:
+        everybody = comm.values_of_all_ranks(present, peers)
         present = [any(found) for found in zip(*everybody, strict=True)]
     pieces = [
         torch.zeros(

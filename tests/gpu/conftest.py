@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fullshard import comm
+from fullshard.mesh import DataParallelAxes
 
 
 def reduce_scatter(outputs: Any, inputs: Any, group: Any, op: Any, *, async_op: bool) -> None:
@@ -21,6 +22,15 @@ def all_to_all(outputs: Any, inputs: Any, group: Any, *, async_op: bool) -> list
     for output, source in zip(outputs, inputs, strict=True):
         output.copy_(source)
     return []
+
+
+TO_ITSELF = property(lambda axes: axes.shard_process_group)
+"""For `DataParallelAxes.shard_peers`: a rank alone communicates with itself, so that one GPU has NCCL to test."""
+
+
+@pytest.fixture
+def communicates_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DataParallelAxes, "shard_peers", TO_ITSELF)
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import MixedPrecisionPolicy, comm, fully_shard, torch_border
+from fullshard.mesh import DataParallelAxes
+from tests.gpu.conftest import TO_ITSELF
 from tests.gpu.test_streams import WIDTH, Layer, equal, pause
 
 pytestmark = pytest.mark.gpu
@@ -31,6 +33,7 @@ LIMIT_S = 28
 
 def report(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Be the only rank of an NCCL group, run the function and send what it returned, or what it raised."""
+    DataParallelAxes.shard_peers = TO_ITSELF  # type: ignore[method-assign, assignment]
     try:
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)

@@ -131,6 +131,7 @@ def test_bf16_on_the_wire_between_thread_ranks_sums_as_fp32_does(
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 @pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.usefixtures("communicates_with_itself")
 def test_nccl_with_one_rank_equals_no_sharding(
     monkeypatch: pytest.MonkeyPatch, in_place: bool, backend: str
 ) -> None:

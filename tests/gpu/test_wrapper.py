@@ -233,6 +233,7 @@ def nccl_alone() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("low", [True, False])
+@pytest.mark.usefixtures("communicates_with_itself")
 def test_one_nccl_rank_equals_torch_s_fsdp1(use_orig_params: bool, low: bool) -> None:
     options = {"use_orig_params": use_orig_params, "low": low}
     with nccl_alone():

@@ -34,6 +34,11 @@ class Traffic(TorchDispatchMode):
             self._seen.append((name, max(sides)))
         return func(*args, **(kwargs or {}))
 
+    @property
+    def names(self) -> list[str]:
+        """Of all collectives, in order."""
+        return [name for name, _ in self._seen]
+
     def sizes(self, kind: str) -> Counter[int]:
         """How many collectives of a kind ran, by their bytes; a coalesced one counts once."""
         return Counter(nbytes for name, nbytes in self._seen if name.startswith(kind))

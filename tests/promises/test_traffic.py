@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard.layout
-from tests.helpers.models import ModelOptions, make_decoder
+from fullshard import (
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    comm,
+    fully_shard,
+)
+from tests.helpers.models import ModelOptions, make_decoder, tokens_for
 from tests.helpers.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER, Traffic
-from tests.helpers.training import FULLSHARD, TORCH, Run, forward_and_backward, shard
+from tests.helpers.training import FULLSHARD, TORCH, Run, forward_and_backward, shard, whole
+from tests.helpers.wrapping import library, wrap_blocks
 
 Sizes = dict[str, Counter[int]]
 """By kind of collective: how many there were of each number of bytes."""
@@ -125,3 +136,75 @@ def calls_of_a_step(run: Run) -> list[int]:
 )
 def test_collectives_are_as_many_as_groups(world, name: str, expected: list[int]) -> None:
     assert world(2).run(calls_of_a_step, RUNS[name]) == [expected] * 2
+
+
+class Uncalled(comm.DefaultReduceScatter, comm.DefaultAllGather):  # type: ignore[misc]
+    """A comm object for axes with nobody to communicate with."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("there is nobody to communicate with")
+
+
+def alone(low: bool) -> dict[str, tuple[Any, Any]]:
+    """Models that shard over one rank, and how many all-reduces a step has; with ``low`` they compute in bf16."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32
+    )
+    precision = MixedPrecision(param_dtype=torch.bfloat16 if low else None)
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+    def doors(mesh: Any) -> Any:
+        model: Any = make_decoder()
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        return model
+
+    def wrapped(**options: Any) -> Any:
+        return wrap_blocks(library(FULLSHARD), make_decoder(), mixed_precision=precision, **options)
+
+    commed = doors(mesh["shard"])
+    for module in commed.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(Uncalled())
+            module.set_custom_reduce_scatter(Uncalled())
+    commed.set_separate_reduce_scatter_group()
+    hybrid, groups = ShardingStrategy.HYBRID_SHARD, len(commed.blocks) + 1
+    return {
+        "fully_shard": (doors(mesh["shard"]), 0),
+        "with comm objects": (commed, 0),
+        "HSDP": (doors(mesh), groups if ranks > 1 else 0),
+        "flat": (wrapped(process_group=group), 0),
+        "pieces": (wrapped(process_group=group, use_orig_params=True), 0),
+        "hybrid": (
+            wrapped(sharding_strategy=hybrid, device_mesh=mesh, use_orig_params=True),
+            groups if ranks > 1 else 0,
+        ),
+    }
+
+
+def nothing_is_sent_on_an_axis_of_one_rank() -> None:
+    for low in (False, True):
+        expected = make_decoder()
+        expected(tokens_for(0, 2)).backward()
+        for name, (model, all_reduces) in alone(low).items():
+            with Traffic() as traffic:
+                for _ in range(2):
+                    model(tokens_for(0, 2)).backward()
+                    model.zero_grad()
+                loss = model(tokens_for(0, 2))
+                loss.backward()
+            kinds = {each for each in traffic.names if not each.startswith(ALL_REDUCE)}
+            assert not kinds, (name, low, kinds)
+            assert len(traffic.names) == 3 * all_reduces, (name, low, traffic.names)
+            norm = torch.stack(
+                [whole(p.grad).norm() for p in model.parameters() if p.grad is not None]
+            ).norm()
+            reference = torch.stack([p.grad.norm() for p in expected.parameters()]).norm()
+            assert torch.isclose(norm, reference, rtol=0.05 if low else 1e-5), (name, low)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_axis_of_one_rank_communicates_nothing(world, ranks: int) -> None:
+    world(ranks).run(nothing_is_sent_on_an_axis_of_one_rank)
