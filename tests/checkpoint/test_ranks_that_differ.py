@@ -19,6 +19,7 @@ from fullshard import (
     checkpoint,
     fully_shard,
 )
+from tests.helpers.training import whole
 
 ODD_PLACES = {"last": -1, "first": 0}
 """Which rank is unlike the others: also the one that tells them what is to be saved."""
@@ -136,11 +137,19 @@ def save_what_differs(folder: Path, door: str, replicas: int) -> dict[str, str]:
         extra = None if dist.get_rank() == 0 else 3
         checkpoint.save(folder / "bad", model, extra=extra, keep_last=1)
     errors["extra"] = str(error.value)
-    # It takes no more than equal ones, and an extra on the first rank.
-    optimizer = adam(model)
+    # It takes no more than the same state, in any order, and an extra on the first rank.
+    params = list(model.parameters())
+    optimizer = optim.Adam(params[::-1] if is_odd else params, lr=0.1)
+    for number, param in enumerate(params):
+        param.grad = torch.full_like(param, number + 1)
+    optimizer.step()
     extra = 1 if dist.get_rank() == 0 else None
     checkpoint.save(folder / "good", model, optimizer, extra=extra)
+    optimizer.state.clear()
     assert checkpoint.load(folder / "good", model, optimizer).extra == 1
+    for number, param in enumerate(params):
+        average = whole(optimizer.state[param]["exp_avg"])
+        assert average.unique().tolist() in ([], [pytest.approx((number + 1) * 0.1)])
     # And those who load must be alike.
     for case in ("no optimizer", "another class"):
         other = ODD_OPTIMIZERS[case][0](model) if is_odd else optimizer
