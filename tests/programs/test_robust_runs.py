@@ -74,6 +74,18 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint(world: MakeWorld, tmp_
     assert last_losses(config) == last_losses(undisturbed)
 
 
+def test_a_run_does_not_go_on_with_the_state_of_another_optimizer(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    """Also if its configuration was edited, so that it does not say so."""
+    world(2).run(run, tiny(tmp_path, "train.steps=1"))
+    edited = tiny(tmp_path, "train.steps=2", "optimizer.name=sgd")
+    (edited.run.folder / "config.toml").write_text(to_toml(edited))
+    for outcome in world(2).outcomes(run, edited):
+        assert isinstance(outcome, CheckpointError)
+        assert "saved from torch.optim.AdamW, and this is torch.optim.SGD" in str(outcome)
+
+
 def test_more_steps_go_on_where_fewer_ended_also_on_other_ranks_and_doors(
     world: MakeWorld, tmp_path: Path
 ) -> None:
