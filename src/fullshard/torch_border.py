@@ -355,6 +355,22 @@ def without_activation_wrapper(module: nn.Module) -> nn.Module:
     return child_table(module).get("_checkpoint_wrapped_module") or module
 
 
+def in_optimizer_state_dict() -> bool:
+    """Whether the caller runs within a function of `torch.distributed.checkpoint.state_dict` that was given optimizers."""
+    functions = {
+        f"{verb}_{what}state_dict" for verb in ("get", "set") for what in ("", "optimizer_")
+    }
+    frame = inspect.currentframe()
+    while frame is not None:
+        if (
+            frame.f_code.co_name in functions
+            and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+        ):
+            return bool(frame.f_locals.get("optimizers"))
+        frame = frame.f_back
+    return False
+
+
 def opaque_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
     """The same function, at which the compiler breaks its graph instead of looking inside.
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from .. import torch_border
 from ..clipping import Clipping
-from ..errors import LifecycleError, OptionTypeError, UsageError
+from ..errors import LifecycleError, OptionTypeError, UnsupportedError, UsageError
 from ..fsdp_module import UnshardHandle, unshard_state
 from ..mesh import DataParallelAxes
 from ..names import WRAPPED
@@ -488,6 +488,12 @@ class FullyShardedDataParallel(nn.Module):
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Which child is not part of names, for `torch.distributed.checkpoint.state_dict`."""
+        if torch_border.in_optimizer_state_dict():
+            raise UnsupportedError(
+                "torch.distributed.checkpoint.state_dict does not know the wrapper, and takes each rank's piece of an "
+                "optimizer's state for the whole. Use FullyShardedDataParallel.optim_state_dict and "
+                "optim_state_dict_to_load, or fullshard.checkpoint.save and load."
+            )
         return {"": WRAPPED}
 
     @staticmethod
