@@ -229,6 +229,13 @@ def test_what_cannot_be_read_beside_a_checkpoint_is_left_alone(not_root: Path) -
         checkpoint.load(lost, model)
     with pytest.raises(CheckpointError, match="Permission denied"):
         checkpoint.load(lost / "below", model)
+    # A disk of one's own is as good as an empty folder.
+    (not_root / "disk" / "lost+found").mkdir(parents=True)
+    (not_root / "disk" / "lost+found").chmod(0o000)
+    checkpoint.save(not_root / "disk", model, keep_last=1)
+    checkpoint.save(not_root / "disk", model, keep_last=1)
+    checkpoint.load(not_root / "disk", model)
+    (not_root / "disk" / "lost+found").chmod(0o700)
     # A folder that can be written to, and not be listed.
     (not_root / "blind").mkdir()
     (not_root / "blind").chmod(0o300)

@@ -71,6 +71,7 @@ def test_tests_hidden_files_and_binaries_are_left_out(tmp_path: Path) -> None:
     write(tmp_path / "test" / "skipped.txt", b"s" * 40)
     write(tmp_path / "site-packages" / "skipped.txt", b"s" * 40)
     write(tmp_path / ".git" / "skipped.txt", b"s" * 40)
+    write(tmp_path / "lost+found" / "skipped.txt", b"s" * 40)
     write(tmp_path / "binary", b"\0" * 40)
     data = opened(tmp_path)
     rows = all_rows(data.training) + all_rows(data.held_out)

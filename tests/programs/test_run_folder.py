@@ -68,6 +68,20 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
             pass
 
 
+def test_a_disk_of_its_own_is_empty_and_one_that_cannot_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lost+found").mkdir()
+    begun(tmp_path)
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(ConfigurationError, match=r"can be read: .*Permission denied"):
+        RunFolder(tmp_path).check(CONFIG)
+
+
 def test_what_a_kill_left_of_the_first_write_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "config.toml.tmp").write_text("[run")
     begun(tmp_path)

@@ -293,9 +293,9 @@ def names_in(path: Path) -> list[str]:
 def _is_ours(entry: Path) -> bool:
     if DATA_FOLDER.fullmatch(entry.name):
         return entry.is_dir() or not entry.exists()
-    # NFS gives such names to files that were removed while somebody reads them.
+    # NFS gives such names to files that were removed while somebody reads them; a disk of its own is not empty when new.
     return (
-        entry.name == MANIFEST
+        entry.name in (MANIFEST, "lost+found")
         or entry.name.startswith(".nfs")
         or _UNFINISHED_MANIFEST.fullmatch(entry.name) is not None
     )

@@ -195,9 +195,9 @@ def write(team: Team, plan: Plan, on_progress: OnProgress | None = None) -> Save
         save = publishing.begin(Path(os.path.abspath(plan.path)))
         return str(save.folder), (save.path / MANIFEST).exists()
 
-    begun = team.first(begin)
-    folder, replaces = Path(begun[0]), begun[1]
     try:
+        begun, replaces = team.first(begin)
+        folder = Path(begun)
         record = team.each(lambda: _write_own(folder, team.rank, plan, on_progress))
         manifest = _manifest(team, plan, folder, team.of_all(record))
         # Data is read back where older data is to be removed afterwards.

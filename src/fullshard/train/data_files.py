@@ -25,9 +25,9 @@ Kind = Literal["text", "array"]
 ARRAY_SUFFIXES = (".npy", ".bin")
 
 SKIPPED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lost+found"}
 )
-"""Not the standard library, or not the kind of text the rest of it is."""
+"""Not the standard library, or not the kind of text the rest of it is; and what only root may read, on every disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,12 +49,18 @@ class RunFolder:
         """Raise unless the folder is new, empty, or that of the run that ``config`` describes.
 
         Raises:
-            ConfigurationError: it has other things in it, or a run that differs; all fields are named.
+            ConfigurationError: it has other things in it, or a run that differs; all fields are named. Or it cannot be
+                read.
         """
-        if self.config.exists():
-            self._check_same_run(config)
-        elif self.path.exists():
-            self._check_empty()
+        try:
+            if self.config.exists():
+                self._check_same_run(config)
+            elif self.path.exists():
+                self._check_empty()
+        except OSError as error:
+            raise ConfigurationError(
+                f"run.folder must be a folder that can be read: {error}. Choose another."
+            ) from error
 
     def _check_same_run(self, config: RunConfig) -> None:
         changed = differences(read_config(self.config), config)
@@ -76,7 +82,8 @@ class RunFolder:
         others = sorted(
             entry.name
             for entry in self.path.iterdir()
-            if entry.name != LOCK and not entry.name.startswith(CONFIG)
+            # A disk of its own has a folder that is not empty, and not anybody's.
+            if entry.name not in (LOCK, "lost+found") and not entry.name.startswith(CONFIG)
         )
         if others:
             raise ConfigurationError(
