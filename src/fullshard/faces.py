@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from . import torch_border
 from .buffers import in_memory_order
 from .errors import ConfigurationError, LifecycleError
-from .placement import FacePlacement
+from .placement import FacePlacement, local_tensor
 
 _GROUP_MARK = "_fullshard_group"
 """Attribute of a parameter that belongs to a group, on its sharded face and on the original it replaced."""
@@ -133,8 +133,17 @@ class ShardedFace(ABC):
 
     def found(self) -> Tensor | None:
         """The parameter now on the modules in this face's place; another if any owner has another."""
+        return next(iter(self.others()), self.param)
+
+    def others(self) -> list[Tensor | None]:
+        """What is on the owners instead of the face; None if something was taken away."""
         found = [owner.current() for owner in self.owners]
-        return next((each for each in found if each is not self.param), self.param)
+        return [each for each in found if each is not self.param]
+
+    def tie_fault(self) -> str | None:
+        """Why what was assigned on several owners cannot be one parameter, or None if it can."""
+        locals_ = [None if each is None else local_tensor(each) for each in self.others()]
+        return None if are_equal(locals_) else f"{self.name}: {_NOT_TIED}"
 
     def resting_places(self) -> list[tuple[ParamOwner, Tensor]]:
         """All modules that show something at rest because of this face, with what they show."""
@@ -230,7 +239,9 @@ class DTensorFace(ShardedFace):
         param = self.param
         if torch_border.tensor_hooks(param):
             hooked = self._hooked(torch_border.dtensor(gradient, torch_border.spec_of(param)))
-            gradient = torch_border.redistributed_local(hooked, param.placements)
+            gradient = torch_border.redistributed_local(
+                hooked, torch_border.spec_of(param).placements
+            )
         if param.grad is None:
             param.grad = torch_border.dtensor(gradient, torch_border.spec_of(param))
         else:
@@ -474,13 +485,13 @@ class FlatFace(PlainFace):
 
     def assigned_members(self) -> dict[int, Any]:
         """See `ShardedFace`."""
-        found: dict[int, Any] = {}
-        for place, owners in enumerate(self._members):
-            for owner in owners:
-                value = getattr(owner.module, owner.name, None)
-                if value is not self._resting[owner]:
-                    found[place] = value
-        return found
+        found = {place: self._others_of(owners) for place, owners in enumerate(self._members)}
+        return {place: others[0] for place, others in found.items() if others}
+
+    def _others_of(self, owners: Sequence[ParamOwner]) -> list[Any]:
+        """What is on a member's owners instead of its stand-in."""
+        values = {owner: getattr(owner.module, owner.name, None) for owner in owners}
+        return [value for owner, value in values.items() if value is not self._resting[owner]]
 
     def fault(self, candidate: Tensor | None) -> str | None:
         """See `ShardedFace`."""
@@ -494,6 +505,8 @@ class FlatFace(PlainFace):
                     f"{name}: expected shape {shape} and {self.param.dtype}, the whole parameter, got "
                     f"{tuple(value.shape)} and {value.dtype}"
                 )
+            elif not are_equal(self._others_of(self._members[place])):
+                faults.append(f"{name}: {_NOT_TIED}")
         return "\n  ".join(each for each in faults if each) or None
 
     def put_stand_ins_back(self) -> None:
@@ -583,6 +596,20 @@ class ShardedAttribute(Tensor):
 def group_of(param: Tensor) -> str | None:
     """Name of the group a parameter belongs to, or None."""
     return cast("str | None", getattr(param, _GROUP_MARK, None))
+
+
+_NOT_TIED = "shared by several modules, on which there are different parameters now"
+
+
+def are_equal(tensors: Sequence[Any]) -> bool:
+    """Whether all are tensors with the same elements."""
+    first, *others = tensors or [None]
+    return all(
+        isinstance(other, Tensor)
+        and (first.dtype, first.device, first.shape) == (other.dtype, other.device, other.shape)
+        and (first.is_meta or torch.equal(first, other))
+        for other in others
+    )
 
 
 def _shown_on(owners: Sequence[ParamOwner], shown: nn.Parameter) -> Tensor:

@@ -450,7 +450,11 @@ def _checked_mesh_info(
 
 def _before_state_dict(module: nn.Module, *_args: object) -> None:
     """State dicts hold, and are loaded into, sharded parameters, whatever was unsharded a moment ago."""
-    cast(FSDPModule, module).reshard()
+    state = state_of(module)
+    assert state is not None, "the hook was registered with the state"
+    for group in state.groups:
+        group.check_nothing_assigned()
+        group.reshard()
 
 
 def _after_load_state_dict(module: nn.Module, _incompatible: object) -> None:

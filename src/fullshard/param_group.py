@@ -237,11 +237,11 @@ class FSDPParamGroup:
         Before: any state, but nothing is shown. After: SHARDED, memory ABSENT; the sharded parameters are those
         on the modules, and lie in the shard buffer.
         """
-        self._check_nothing_assigned()
+        self.check_nothing_assigned()
         self.notice_replacements()
         self.reshard()
 
-    def _check_nothing_assigned(self) -> None:
+    def check_nothing_assigned(self) -> None:
         """While the unsharded parameters are on the modules, what is assigned there would be lost."""
         if self.sharded_state is ShardedState.SHARDED:
             return

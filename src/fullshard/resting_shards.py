@@ -142,7 +142,7 @@ class RestingShards:
         if not self.disturbed(on_modules=True):
             return {}
         found = {face: face.found() for face in self.faces}
-        faults = [face.fault(candidate) for face, candidate in found.items()]
+        faults = [face.fault(candidate) or face.tie_fault() for face, candidate in found.items()]
         if any(faults):
             raise ConfigurationError(
                 "Sharded parameters may be replaced by others of their kind only, of the same shape and "

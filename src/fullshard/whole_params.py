@@ -11,8 +11,9 @@ groups whose parameters are divided flat.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import cast
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -46,20 +47,40 @@ def rest_together(groups: Sequence[FSDPParamGroup]) -> None:
         )
         if process_group is not None
     )
-    anywhere = bool(faults)
+    dtypes = [f"{param.name}: {param.dtype}" for group in groups for param in group.params]
+    # One small message per process group, whatever the ranks have found: is there a fault, and are dtypes the same?
+    kind = zlib.crc32("\n".join(dtypes).encode())
+    found = [bool(faults), kind, -kind]
     for process_group, device in process_groups:
-        flag = torch.tensor(anywhere, dtype=torch.uint8, device=device)
-        comm.all_reduce(flag, process_group, ReduceOp.MAX)
-        anywhere = bool(flag.item())
-    if not anywhere:
-        return
-    everyones = comm.values_by_rank(faults, [process_group for process_group, _ in process_groups])
-    by_fault: dict[str, list[int]] = {}
-    for rank, theirs in everyones.items():
-        for fault in theirs:
-            by_fault.setdefault(fault, []).append(rank)
+        message = torch.tensor(found, dtype=torch.int64, device=device)
+        comm.all_reduce(message, process_group, ReduceOp.MAX)
+        found = message.tolist()
+    if found[0] or found[1] != -found[2]:
+        everyone = comm.values_by_rank((faults, dtypes), [each for each, _ in process_groups])
+        _raise_together(everyone)
+
+
+def _raise_together(everyone: Mapping[int, tuple[list[str], list[str]]]) -> NoReturn:
+    """Raise what ranks have found, or how their dtypes differ."""
+    ranks: dict[str, list[int]] = {}
+    for rank, (faults, _) in everyone.items():
+        for fault in faults:
+            ranks.setdefault(fault, []).append(rank)
+    if ranks:
+        raise ConfigurationError(
+            "\n".join(f"On ranks {theirs}: {fault}" for fault, theirs in ranks.items())
+        )
+    for rank, (_, dtypes) in everyone.items():
+        for each in dtypes:
+            ranks.setdefault(each, []).append(rank)
     raise ConfigurationError(
-        "\n".join(f"On ranks {ranks}: {fault}" for fault, ranks in by_fault.items())
+        "Parameters must have the same dtypes on all ranks, but there are:\n  "
+        + "\n  ".join(
+            f"{each} on ranks {theirs}"
+            for each, theirs in ranks.items()
+            if len(theirs) < len(everyone)
+        )
+        + "\nCast them on every rank."
     )
 
 

@@ -405,15 +405,35 @@ def taken_apart() -> dict[str, str]:
     model._unshard()
     model.second.weight = nn.Parameter(torch.ones(3, 3))
     found["unsharded"] = said(model.state_dict)
+    model = sharded()
+    model.unshard()
+    model.second.weight = nn.Parameter(torch.ones(3, 3))
+    found["unsharded, fully_shard"] = said(model.state_dict)
+    for orig in (True, False):
+        model = wrapped(orig)
+        for module, factor in ((model.first, 2), (model.tied, 3)):
+            # A piece of the whole tensor, or the whole tensor.
+            new = module.weight.detach() if orig else torch.ones(3, 3)
+            module.weight = nn.Parameter(new * factor + factor)
+        found[f"tied {orig}"] = said(model.state_dict)
+        model = wrapped(orig)
+        if dist.get_rank() == 1:
+            model.module.double()
+        found[f"dtypes {orig}"] = said(model.state_dict)
     return found
 
 
-def test_parameters_that_are_gone_are_named(world) -> None:
+def test_parameters_that_cannot_be_taken_over_are_named(world) -> None:
     first, second = world(2).run(taken_apart)
     assert first == second
     for case in ("parametrized", "deleted"):
         assert "second.weight: expected a plain parameter, got NoneType" in first[case]
-    assert re.search(r"replaced while they were gathered.*'weight'", first["unsharded"])
+    for case in ("unsharded", "unsharded, fully_shard"):
+        assert re.search(r"replaced while they were gathered.*'weight'", first[case]), first[case]
+    for orig in (True, False):
+        assert "first.weight: shared by several modules" in first[f"tied {orig}"]
+        message = first[f"dtypes {orig}"]
+        assert "first.weight: torch.float32 on ranks [0]" in message, message
 
 
 # --- gradients -----------------------------------------------------------------------------------------

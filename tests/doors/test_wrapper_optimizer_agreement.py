@@ -297,6 +297,8 @@ def refusals(orig: bool) -> dict[str, str]:
     if rank == 1:
         del less["state"]["layers.0.weight"], less["state"]["layers.0.bias"]
     found["less"] = said(lambda: DOOR.optim_state_dict_to_load(model, good, less))
+    mixed = made["old full"] if rank == 1 else made["old sharded"]
+    found["mixed"] = said(lambda: DOOR.optim_state_dict_to_load(model, good, mixed))
     unreadable = {} if rank == 1 else made["full"]
     found["unreadable"] = said(lambda: DOOR.optim_state_dict_to_load(model, good, unreadable))
     plain = [p for n, p in model.named_parameters() if "plain" in n]
@@ -323,6 +325,7 @@ REFUSED = {
     "divided": r"same groups.*\n  layers.1.*: in group 0 of ranks \[1\], in group 1 of ranks \[0\]\n",
     "no groups": r"must have 'param_groups', or none; those of ranks \[1\]",
     "less": r"must load the same tensors.*\n  layers.0.bias: exp_avg, not on ranks \[1\]\n",
+    "mixed": r"must load the same tensors.*\n  layers.0.*exp_avg, only ranks \[0\] have sharded tensors\n",
     "unreadable": r"On ranks \[1\]: An optimizer's state dict has the key 'state'",
     "plain": r"that no wrapper manages.*\n  plain.bias on rank 1\n  plain.weight on rank 1\n",
 }

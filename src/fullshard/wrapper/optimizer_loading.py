@@ -142,12 +142,8 @@ def _agree_on_keys(
     )
     paragraphs = [*_by_rank({rank: said.faults for rank, said in everyone.items()})]
     if not paragraphs:
-        compared = (
-            None
-            if source.collective
-            else {n for n, e in known.by_name.items() if e.group is not None}
-        )
-        paragraphs = _differences({r: said.shapes for r, said in everyone.items()}, compared)
+        managed = {name for name, entry in known.by_name.items() if entry.group is not None}
+        paragraphs = _differences({r: said.shapes for r, said in everyone.items()}, managed)
     paragraphs += agreement.faults
     if paragraphs:
         raise ConfigurationError("\n".join(paragraphs))
@@ -180,6 +176,8 @@ class _Shape:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    spread: bool
+    """Whether ranks have parts of it, so that fetching it is collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,15 +218,12 @@ def _outline_of(state_dict: Mapping[str, Any], foreign_keys: Collection[Any]) ->
 
 def _outlined(value: Any) -> Any:
     if is_spread(value) or (isinstance(value, Tensor) and value.ndim):
-        return _Shape(tuple(value.shape), value.dtype)
+        return _Shape(tuple(value.shape), value.dtype, is_spread(value))
     return map_tensors(on_cpu, value)
 
 
 class _Source:
     """Where the tensors of a state dict are."""
-
-    collective = False
-    """Whether fetching is collective, so that ranks must fetch the same."""
 
     def __init__(self, state_dict: Mapping[str, Any] | None, foreign: Collection[Any]) -> None:
         """Read the state dict; ``foreign`` keys of its state are known to be no parameter's."""
@@ -260,8 +255,6 @@ class _OnThisRank(_Source):
 
 
 class _OverRanks(_OnThisRank):
-    collective = True
-
     def fetch(
         self, wanted: Sequence[tuple[str, str]], shapes: Sequence[_Shape], device: torch.device
     ) -> Iterator[Tensor]:
@@ -270,8 +263,6 @@ class _OverRanks(_OnThisRank):
 
 
 class _FromFirst(_Source):
-    collective = True
-
     def __init__(
         self,
         state_dict: Mapping[str, Any] | None,
@@ -375,18 +366,21 @@ def _agree(one: Any, other: Any) -> bool:
 
 
 def _differences(
-    everyones: Mapping[int, Mapping[tuple[str, str], _Shape]], compared: Collection[str] | None
+    everyones: Mapping[int, Mapping[tuple[str, str], _Shape]], managed: Collection[str]
 ) -> list[str]:
-    """What ranks are about to load that is not the same on all, of all parameters or of those named."""
+    """What ranks are about to load that is not the same on all.
+
+    Of plain parameters each rank may have its own, unless it is fetched from all.
+    """
     keys = dict.fromkeys(key for shapes in everyones.values() for key in shapes)
     lines = []
     for name, each in keys:
-        if compared is not None and name not in compared:
-            continue
         found = {rank: shapes.get((name, each)) for rank, shapes in everyones.items()}
-        if len(set(found.values())) > 1:
+        spread = [rank for rank, shape in found.items() if shape is not None and shape.spread]
+        if len(set(found.values())) > 1 and (name in managed or spread):
             lacking = [rank for rank, shape in found.items() if shape is None]
-            lines.append(f"{name}: {each}" + (f", not on ranks {lacking}" if lacking else ""))
+            parts = f", only ranks {spread} have sharded tensors" if spread else ""
+            lines.append(f"{name}: {each}" + (f", not on ranks {lacking}" if lacking else parts))
     return listed(
         lines,
         "All ranks must load the same tensors, but some lack these or have others:",
