@@ -44,12 +44,11 @@ from .ownership import (
     move_buffers,
     owned_params,
 )
-from .param import FSDPParam, normalized_shard_dim
+from .param import FSDPParam, lies_in_buffers, normalized_shard_dim
 from .param_group import FSDPParamGroup
 from .placement import FacePlacement, Placer, local_tensor
 from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .runtime import FSDPState, attach_state, state_of
-from .self_gathered import gathers_itself
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -384,11 +383,11 @@ def _check_parts(
             "reshard_after_forward as an int must divide the shard size, "
             f"{', '.join(map(str, wrong))} here; got {part_size}."
         )
-    itself = [e.name for e in found if gathers_itself(local_tensor(e.param))]
-    if itself:
+    apart = [e.name for e in found if not lies_in_buffers(local_tensor(e.param))]
+    if apart:
         raise ConfigurationError(
-            "reshard_after_forward as an int keeps plain tensors, but these are tensor subclasses that gather "
-            f"themselves: {itself}. Use True or False."
+            f"reshard_after_forward as an int keeps plain tensors, but these are tensor subclasses: {apart}. Use True or "
+            "False."
         )
 
 

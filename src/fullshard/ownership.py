@@ -93,8 +93,8 @@ def check_can_be_owned(found: Sequence[OwnedParam], remedy: str) -> None:
     faults = [fault for each in found if (fault := check_can_be_sharded(each.name, each.param))]
     if faults:
         raise ConfigurationError(
-            "Parameters to be sharded must be plain tensors, DTensors or tensor subclasses that gather "
-            "themselves, and floating-point or complex where they are trainable:\n  "
+            "Parameters to be sharded must be strided, floating-point or complex where they are trainable, and have "
+            "both methods of the all-gather protocol or none:\n  "
             + "\n  ".join(faults)
             + "\nFreeze them, or leave them out: ignored_params, or ignored_states of the wrapper."
         )

@@ -158,13 +158,24 @@ class VersionGuard:
         torch_border.set_versions(self._tensors, self._absent)
 
 
+BEFORE_GATHER, AFTER_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+"""Methods of the all-gather protocol: see `self_gathered`."""
+
+
+def gathers_itself(local: Tensor) -> bool:
+    """Whether a tensor has the all-gather protocol."""
+    return hasattr(local, BEFORE_GATHER) and hasattr(local, AFTER_GATHER)
+
+
+def lies_in_buffers(local: Tensor) -> bool:
+    """Whether a parameter's local tensor is plain data, which a group's buffers can hold."""
+    return type(local) is Tensor and not gathers_itself(local)
+
+
 def check_can_be_sharded(name: str, param: nn.Parameter) -> str | None:
     """Why a parameter cannot be sharded, or None if it can."""
     local = local_tensor(param)
-    if type(local) is not Tensor and not hasattr(local, "fsdp_pre_all_gather"):
-        # Its data is not what a buffer holds, and it does not say how to gather it.
-        return f"{name}: is a {type(local).__name__}, a tensor subclass without fsdp_pre_all_gather"
-    if hasattr(local, "fsdp_pre_all_gather") != hasattr(local, "fsdp_post_all_gather"):
+    if hasattr(local, BEFORE_GATHER) != hasattr(local, AFTER_GATHER):
         return (
             f"{name}: is a {type(local).__name__}, which has only one of fsdp_pre_all_gather and "
             "fsdp_post_all_gather"

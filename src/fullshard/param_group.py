@@ -32,12 +32,12 @@ from .gradients import ReductionSettings
 from .group_gradients import GroupGradients
 from .kept_part import KeptPart
 from .mesh import DataParallelAxes, DataParallelMeshInfo, block_group
-from .param import FaceSwitch, FSDPParam, VersionGuard
+from .param import FaceSwitch, FSDPParam, VersionGuard, gathers_itself, lies_in_buffers
 from .placement import local_tensor
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .recording import Recorder
 from .resting_shards import RestingShards
-from .self_gathered import SelfGathered, agree_on_sizes, gathers_itself
+from .self_gathered import GatheredApart, GatheredAsPlain, SelfGathered, agree_on_sizes
 from .streams import FSDPCommContext
 
 _SERIAL_NUMBERS = itertools.count()
@@ -110,10 +110,8 @@ class FSDPParamGroup:
         if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
             self.shard_device, pinned = torch.device("cpu"), offload_policy.pin_memory
         self.name = name
-        self._plain = [
-            param for param in params if not gathers_itself(local_tensor(param.the_original))
-        ]
-        """Those that lie in the shard and gather buffers; the others gather themselves."""
+        self._plain = [p for p in params if lies_in_buffers(local_tensor(p.the_original))]
+        """Those that lie in the shard and gather buffers; the others are gathered apart."""
         self._part: KeptPart | None = None
         if part_size is not None:
             assert mesh_info.shard_process_group is not None, "there is nothing to divide otherwise"
@@ -173,7 +171,7 @@ class FSDPParamGroup:
         """Of the parameters that lie in the gather buffer."""
         self.gradients.derive_dtypes(policy, [*compute_dtypes.values()])
         self._self_gathered = [
-            self._self_gathered_of(param)
+            self._gathered_apart(param)
             for param in self.params
             if param.face not in self.shards.homes
         ]
@@ -181,9 +179,31 @@ class FSDPParamGroup:
         self._upload: UploadBuffer | None = None
         self._drop_gatherings()
 
-    def _self_gathered_of(self, param: FSDPParam) -> SelfGathered:
+    def _gathered_apart(self, param: FSDPParam) -> GatheredApart:
+        if not gathers_itself(param.face.local):
+            return GatheredAsPlain(param, self.mp_policy, self.layout.world)
         assert isinstance(self.mesh_info, DataParallelMeshInfo), "the protocol is told of a mesh"
-        return SelfGathered(param, self.mesh_info.shard_mesh, self.mp_policy)
+        return SelfGathered(param, self.mp_policy, self.mesh_info.shard_mesh)
+
+    @torch.no_grad()
+    def _notice_protocols(self) -> None:
+        """Let shards that were given an all-gather protocol after sharding gather themselves.
+
+        Before: any state. After: if there are such shards, SHARDED and memory ABSENT.
+        """
+        late = [param for param in self._plain if gathers_itself(param.face.local)]
+        as_plain = [each.param for each in self._self_gathered if isinstance(each, GatheredAsPlain)]
+        if not late and not any(gathers_itself(param.face.local) for param in as_plain):
+            return
+        if self._part is not None:
+            raise ConfigurationError(
+                "reshard_after_forward as an int keeps plain tensors, but the shards of these got an all-gather protocol: "
+                f"{[param.name for param in late]}. Use True or False."
+            )
+        self.reshard()
+        self._plain = [param for param in self._plain if param not in late]
+        self.shards.take_out(late)
+        self._prepare_dtypes()
 
     def set_mp_policy(self, policy: MixedPrecisionPolicy) -> None:
         """Compute and reduce in other dtypes from now on."""
@@ -261,6 +281,7 @@ class FSDPParamGroup:
     def connect(self, context: FSDPCommContext, name: str) -> None:
         """Join a model's streams, under the group's full name in it."""
         self._wait_for_gather()  # one issued before, on streams of its own
+        self._notice_protocols()
         self._context = context
         self.name = name
         self._labels = _Labels(f"FSDP::all_gather ({name})", f"FSDP::all_gather_copy_out ({name})")

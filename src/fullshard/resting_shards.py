@@ -24,7 +24,7 @@ from .errors import ConfigurationError
 from .faces import FlatFace, ShardedFace
 from .forms import Form
 from .mesh import DataParallelAxes
-from .param import FSDPParam
+from .param import FSDPParam, gathers_itself
 from .placement import local_tensor
 
 
@@ -55,7 +55,7 @@ class RestingShards:
         """
         self._params, self._packed = params, packed
         self._form = form
-        self._rank = mesh_info.shard_mesh_rank
+        self._rank, self._world = mesh_info.shard_mesh_rank, mesh_info.shard_mesh_size
         self._device, self._pins = device, pinned
         self.layout = form.layout(params, mesh_info.shard_mesh_size)
         """Of all parameters."""
@@ -76,7 +76,7 @@ class RestingShards:
         for index, param in enumerate(self._params):
             piece = own_part(self.layout, index, self._rank, local_tensor(param.the_original))
             if param not in packed:
-                locals_.append(self._at_rest(piece.clone(), device))
+                locals_.append(self._at_rest(_copy_of(piece), device))
                 continue
             if not on_meta:
                 packed[param].copy_(piece)
@@ -177,6 +177,18 @@ class RestingShards:
                 self._write_members(face, members[face])
         self._find_places()
 
+    def take_out(self, params: Sequence[FSDPParam]) -> None:
+        """From now on these rest in memory of their own, each in the tensor that its face stands for now."""
+        self._packed = [param for param in self._packed if param not in params]
+        self.packed_layout = self._form.layout(self._packed, self._world)
+        self.buffer = self._new_buffer(self.buffer.device)
+        self._find_homes()
+        for face, home in self.homes.items():
+            if not face.local.is_meta:
+                home.copy_(face.in_home_order())
+            face.put_over(home)
+        self._find_places()
+
     def _write_members(self, face: ShardedFace, values: Mapping[int, Tensor]) -> None:
         """Take this rank's part of whole tensors that were assigned in a `FlatParameter`'s members' places."""
         assert isinstance(face, FlatFace), "others have no members"
@@ -235,3 +247,11 @@ class RestingShards:
         """Bytes of all shards, those included that lie in no buffer."""
         apart = (face.local.nbytes for face in self.faces if face not in self.homes)
         return self.buffer.nbytes + sum(apart)
+
+
+def _copy_of(shard: Tensor) -> Tensor:
+    """The same in memory of its own, by operators that a subclass must have to be sharded."""
+    if gathers_itself(shard):
+        return shard.clone()
+    copied: Tensor = shard.new_zeros(shard.shape)
+    return copied.copy_(shard)

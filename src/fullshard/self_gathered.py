@@ -1,4 +1,6 @@
-"""Parameters that say themselves how they travel: tensor subclasses with an all-gather protocol.
+"""Parameters that do not lie in a group's buffers: tensor subclasses, and shards with an all-gather protocol.
+
+The protocol lets a shard say how it travels:
 
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors, metadata)
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (tensor, inner tensors)
@@ -9,6 +11,11 @@ tensors one after the other along dimension 0; the first time it returns the par
 tensors that hold its data, later it writes into the parameter it returned (``out``). Between uses
 the memory of outputs and inner tensors is given back by resizing their storages.
 
+The methods may be the subclass's, or be set on a shard (`param._local_tensor`) before the first forward.
+
+A subclass without them travels as plain data: it is sharded and copied into plain memory by its own
+operators (`narrow`, `new_zeros`, `copy_`), and compute gets a plain tensor, as with torch.
+
 Every rank must send as many bytes as every other. If a shard has fewer rows than that of rank 0,
 tensors with one row per row of the shard are padded here; the whole parameter loses the padding
 again. Sizes are compared once, before the first gather, and a difference is an error on all ranks.
@@ -17,7 +24,9 @@ again. Sizes are compared once, before the first gather, and a difference is an 
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -30,30 +39,21 @@ from .buffers import Buffer, release_storages, take_storages
 from .errors import ConfigurationError
 from .gathering import Messages
 from .layout import contiguous_strides
-from .param import FSDPParam
+from .param import (
+    AFTER_GATHER as _AFTER,
+    BEFORE_GATHER as _BEFORE,
+    FSDPParam,
+    gathers_itself,
+)
 from .policies import MixedPrecisionPolicy
 
-_BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
+class GatheredApart(ABC):
+    """One parameter of a group that is gathered outside of its buffers, in the same call."""
 
-def gathers_itself(tensor: Tensor) -> bool:
-    """Whether a tensor has the protocol."""
-    return hasattr(tensor, _BEFORE) and hasattr(tensor, _AFTER)
-
-
-class SelfGathered:
-    """One such parameter of a group."""
-
-    def __init__(self, param: FSDPParam, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    def __init__(self, param: FSDPParam, policy: MixedPrecisionPolicy) -> None:
         self.param = param
-        self._policy = policy
-        self._told: tuple[Any, ...] = (mesh,)
-        """What the shard is told before a gather."""
-        if len(inspect.signature(getattr(param.face.local, _BEFORE)).parameters) != 1:
-            # 1: as early versions of the protocol had it
-            shape = torch.Size(param.shape)
-            self._told += (shape, contiguous_strides(shape), param.owners[0].module, policy)
-        self._metadata: Any = None
+        self._dtype = policy.param_dtype or param.dtype
         self.inputs: list[Tensor] = []
         """What this rank sends; empty between gathers."""
         self._buffers: list[Buffer] = []
@@ -63,14 +63,13 @@ class SelfGathered:
         self.whole: Tensor | None = None
         """The whole local tensor, made by the first gather; its memory comes and goes."""
 
+    @abstractmethod
     def prepare(self, device: torch.device) -> None:
-        """Ask the shard for what it sends; on the all-gather stream."""
-        shard = self.param.face.local
-        if shard.device != device:
-            shard = shard.to(device, non_blocking=True)
-        before: Any = getattr(shard, _BEFORE)
-        inputs, self._metadata = before(*self._told)
-        self.inputs = list(inputs)
+        """Put what this rank sends into `inputs`; on the all-gather stream."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Make the whole parameter of what was gathered; on the all-gather stream."""
 
     def pad(self, sizes: Sequence[int]) -> bool:
         """Bring inputs to ``sizes`` bytes by rows of zeros; False if that does not make them so."""
@@ -94,6 +93,16 @@ class SelfGathered:
     def messages(self, world: int) -> Messages:
         """Take memory for the outputs and return what a collective gathers; on the all-gather stream."""
         if not self._buffers:
+            self._make_outputs(world)
+        for buffer in self._buffers:
+            buffer.allocate()
+        inputs = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in self.inputs]
+        used = [index for index, tensor in enumerate(inputs) if tensor.numel()]
+        return Messages([self._output_bytes[i] for i in used], [inputs[i] for i in used])
+
+    def _make_outputs(self, world: int) -> None:
+        # Made under inference_mode, what is a view of them could never be trained.
+        with torch.inference_mode(False):
             for tensor in self.inputs:
                 buffer = Buffer(tensor.nbytes * world, tensor.device)
                 shape = (tensor.shape[0] * world if tensor.ndim else world, *tensor.shape[1:])
@@ -101,33 +110,6 @@ class SelfGathered:
                 self._outputs.append(buffer.view(tensor.dtype, 0, shape))
                 # An alias: a gather into it is no change of the output that autograd would see.
                 self._output_bytes.append(buffer.view(torch.uint8, 0, (buffer.nbytes,)))
-        for buffer in self._buffers:
-            buffer.allocate()
-        inputs = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in self.inputs]
-        used = [index for index, tensor in enumerate(inputs) if tensor.numel()]
-        return Messages([self._output_bytes[i] for i in used], [inputs[i] for i in used])
-
-    def finish(self) -> None:
-        """Make the whole parameter of what was gathered; on the all-gather stream."""
-        shard = self.param.face.local
-        dtype = self._policy.param_dtype or self.param.dtype
-        after: Any = getattr(shard, _AFTER)
-        outputs = tuple(self._outputs)
-        if self.whole is None:
-            tensor, inner = after(outputs, self._metadata, dtype)
-            self._inner = tuple(inner)
-            if tuple(tensor.shape) != self.param.shape:
-                tensor = tensor.narrow(0, 0, self.param.shape[0])
-            self.whole = tensor
-        else:
-            take_storages(self._inner)
-            face = self.param.unsharded_param
-            out = self.whole if face is None else face
-            # What autograd saved of it for backward is to see the same values again.
-            with torch_border.versions_kept((out, self.whole, *self._inner)):
-                after(outputs, self._metadata, dtype, out=out)
-        self._metadata = None
-        self.inputs = []
 
     @property
     def held_bytes(self) -> int:
@@ -145,7 +127,89 @@ class SelfGathered:
         release_storages(self._inner)
 
 
-def agree_on_sizes(members: Sequence[SelfGathered], group: ProcessGroup) -> list[list[int]]:
+class SelfGathered(GatheredApart):
+    """A parameter whose shard has the protocol."""
+
+    def __init__(self, param: FSDPParam, policy: MixedPrecisionPolicy, mesh: DeviceMesh) -> None:
+        super().__init__(param, policy)
+        self._told: tuple[Any, ...] = (mesh,)
+        """What the shard is told before a gather."""
+        if len(inspect.signature(getattr(param.face.local, _BEFORE)).parameters) != 1:
+            # 1: as early versions of the protocol had it
+            shape = torch.Size(param.shape)
+            self._told += (shape, contiguous_strides(shape), param.owners[0].module, policy)
+        self._metadata: Any = None
+
+    def prepare(self, device: torch.device) -> None:
+        """See `GatheredApart`."""
+        shard = self.param.face.local
+        if shard.device != device:
+            moved = shard.to(device, non_blocking=True)
+            if not gathers_itself(moved):  # the methods were set on the shard itself
+                for name in (_BEFORE, _AFTER):
+                    method = getattr(shard, name)
+                    setattr(moved, name, MethodType(getattr(method, "__func__", method), moved))
+            shard = moved
+        before: Any = getattr(shard, _BEFORE)
+        inputs, self._metadata = before(*self._told)
+        self.inputs = list(inputs)
+
+    def finish(self) -> None:
+        """See `GatheredApart`."""
+        after: Any = getattr(self.param.face.local, _AFTER)
+        outputs = tuple(self._outputs)
+        if self.whole is None:
+            tensor, inner = after(outputs, self._metadata, self._dtype)
+            self._inner = tuple(inner)
+            if tuple(tensor.shape) != self.param.shape:
+                tensor = tensor.narrow(0, 0, self.param.shape[0])
+            self.whole = tensor
+        else:
+            take_storages(self._inner)
+            face = self.param.unsharded_param
+            out = self.whole if face is None else face
+            # What autograd saved of it for backward is to see the same values again.
+            with torch_border.versions_kept((out, self.whole, *self._inner)):
+                after(outputs, self._metadata, self._dtype, out=out)
+        self._metadata = None
+        self.inputs = []
+
+
+class GatheredAsPlain(GatheredApart):
+    """A parameter of a subclass without the protocol."""
+
+    def __init__(self, param: FSDPParam, policy: MixedPrecisionPolicy, world: int) -> None:
+        super().__init__(param, policy)
+        if not param.dtype.is_floating_point:
+            self._dtype = param.dtype
+        self._dim = param.shard_dim
+        shape = param.shape or (1,)
+        self._rows = shape[self._dim]
+        """Of the whole parameter, along the dimension that is sharded, which is sent as the first."""
+        self._row_shape = (*shape[: self._dim], *shape[self._dim + 1 :])
+        self._most_rows = -(-self._rows // world)
+        """Of a rank's shard; others are padded, as ranks must send equally much."""
+
+    def prepare(self, device: torch.device) -> None:
+        """See `GatheredApart`."""
+        shard = self.param.face.local
+        sent = torch.zeros((self._most_rows, *self._row_shape), dtype=self._dtype, device=device)
+        rows = shard.shape[self._dim] if shard.ndim else 1
+        target = sent.narrow(0, 0, rows).movedim(0, self._dim)
+        (target if shard.ndim else target[0]).copy_(shard)
+        self.inputs = [sent]
+
+    def finish(self) -> None:
+        """See `GatheredApart`."""
+        if self.whole is None:
+            with torch.inference_mode(False):
+                rows = self._outputs[0].narrow(0, 0, self._rows)
+                whole = rows.movedim(0, self._dim)
+                self.whole = whole if self.param.shape else whole[0]
+        self.inputs = []
+
+
+def agree_on_sizes(members: Sequence[GatheredApart], group: ProcessGroup) -> list[list[int]]:
     """The bytes that every rank sends, per parameter and input: those of rank 0, whose shards are largest.
 
     Collective, once per group.

@@ -46,12 +46,11 @@ from ..ownership import (
     move_buffers,
     owned_params,
 )
-from ..param import FSDPParam
+from ..param import FSDPParam, lies_in_buffers
 from ..param_group import FSDPParamGroup
-from ..placement import FacePlacement
+from ..placement import FacePlacement, local_tensor
 from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..runtime import FSDPState, attach_state
-from ..self_gathered import gathers_itself
 from ..wrap import Wrapping
 from ..wrapper_options import (
     BackwardPrefetch,
@@ -498,7 +497,7 @@ def _check(params: Sequence[OwnedParam], choices: Choices) -> None:
         params,
         "Wrap modules that share a parameter together, by wrapping a module that contains both.",
     )
-    subclasses = [each.name for each in params if gathers_itself(each.param.data)]
+    subclasses = [each.name for each in params if not lies_in_buffers(local_tensor(each.param))]
     if subclasses:
         raise ConfigurationError(
             f"Flattened parameters must be plain tensors, but these are tensor subclasses: {subclasses}. Shard "
