@@ -5,6 +5,7 @@
     zero_grad()           gradients that wait to be reduced, and are not in `.grad`, are to be cleared, too
     backward(inputs=...)  sharded parameters are named, but the graph has the unsharded ones
     backward()            needs unsharded parameters that are not in memory
+    autograd.grad(...)    returns gradients that another backward may go through
     module.name = ...     modules and parameters that join a sharded model
 
 They are installed once per process, when a sharded model first runs, and leave everything alone that
@@ -39,12 +40,15 @@ from .param_group import group_without_memory, groups_of, groups_of_unsharded
 
 
 @functools.cache
-def install() -> None:
-    """Install the hooks, unless that has been done."""
+def install(watch_results: Callable[[list[Tensor]], None]) -> None:
+    """Install the hooks, unless that has been done.
+
+    ``watch_results`` is called with the gradients that backward passes return.
+    """
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     torch_border.observe_zero_grad(_cleared_by_optimizer, _cleared_by_module)
-    torch_border.observe_backward(_graph_inputs, _needed_too_late)
+    torch_border.observe_backward(_graph_inputs, _needed_too_late, watch_results)
     register_module_module_registration_hook(_joins)
     register_module_parameter_registration_hook(_joins)
 

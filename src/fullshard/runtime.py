@@ -497,7 +497,13 @@ class Runtime:
         That pass then executes what states have added to the graph up to here: those in backward now,
         those in whose forward this pass runs, and the given one.
         """
-        this_pass = torch_border.backward_pass_id()
+        calls = self._added_to_graph(torch_border.backward_pass_id(), state)
+        _watch_graph(self, parts, calls)
+
+    def _added_to_graph(
+        self, this_pass: int, state: FSDPState | None = None
+    ) -> list[Call[FSDPState]]:
+        """What the states that are in backward now have added to the graph; see `watch_gradient`."""
         calls = []
         for each in self.states:
             if each.in_forward:
@@ -506,9 +512,7 @@ class Runtime:
                 added = self._graphs.of(each)
                 if added is not None:
                     calls.append(added)
-        hook = functools.partial(_pre_backward_of_backward, weakref.ref(self), calls)
-        for part in parts:
-            part.register_hook(hook)
+        return calls
 
     def _add_to_graph(self, state: FSDPState, this_pass: int) -> None:
         if self._graphs.of(state) is None:
@@ -653,6 +657,8 @@ class Runtime:
 
     def end_of_pass(self, this_pass: int) -> None:
         """A backward pass has executed its last node."""
+        if self._graphs.latest is not None:
+            _ADDED_AT_END.extend(self._added_to_graph(this_pass))
         for state, reached in tuple(self._reached.items()):
             if reached.backward_pass == this_pass:
                 self._finish_state(state)
@@ -779,6 +785,31 @@ def _pre_backward_of_backward(
                     state.runtime.pre_backward_of_backward(call)
 
 
+def _watch_graph(
+    runtime: Runtime, parts: Sequence[Tensor], calls: Sequence[Call[FSDPState]]
+) -> None:
+    hook = functools.partial(_pre_backward_of_backward, weakref.ref(runtime), calls)
+    for part in parts:
+        part.register_hook(hook)
+
+
+_ADDED_AT_END: list[Call[FSDPState]] = []
+"""What states that were in backward when a pass ended have added to the graph, until its results are watched."""
+
+
+def _watch_results(gradients: Sequence[Tensor]) -> None:
+    """A pass has ended, and returns these gradients: of whatever it was asked for, inside of modules, too."""
+    if not _ADDED_AT_END:
+        return
+    calls = list(_ADDED_AT_END)
+    _ADDED_AT_END.clear()
+    parts = _with_graph(gradients)
+    for runtime in {call.unit.runtime for call in calls}:
+        if runtime is not None and parts:
+            theirs = [call for call in calls if call.unit.runtime is runtime]
+            _watch_graph(runtime, parts, theirs)
+
+
 def _tree_changed(runtime: weakref.ref[Runtime]) -> None:
     alive = runtime()
     if alive is not None:
@@ -879,7 +910,7 @@ def lazy_init(state: FSDPState) -> Runtime:
         found.runtime = runtime
         found.set_name(name or "root")
     runtime.connect()
-    process_hooks.install()
+    process_hooks.install(_watch_results)
     return runtime
 
 

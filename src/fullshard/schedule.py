@@ -31,8 +31,8 @@ whose backward made them. A later pass that executes them comes to them through 
 flowed out of the unit in the first pass. So in such a pass
 
     a `Call` is made for every unit that backward reaches, for the work it adds to the graph;
-    every gradient that passes an input or output of a unit is watched, and when a later pass comes
-    through it, the units that were in backward then are gathered again, for those calls.
+    every gradient that passes an input or output of a unit is watched, and those that the pass returns;
+    when a later pass comes through one, the units that were in backward then are gathered again.
 
 The order of the note above does not hold for such a later pass: autograd counts nodes per thread, and
 on accelerators a thread of its own runs backward. While a pass may execute calls of another

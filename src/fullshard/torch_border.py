@@ -675,6 +675,7 @@ def in_backward_optimizers(param: Tensor) -> Sequence[torch.optim.Optimizer]:
 def observe_backward(
     translate: Callable[[tuple[Any, ...], bool], tuple[Any, ...]],
     explain: Callable[[int], Exception | None],
+    returned: Callable[[list[Tensor]], None],
 ) -> None:
     """From now on, let ``translate`` say which ``inputs`` a backward pass really has, and ``explain`` its errors.
 
@@ -683,6 +684,7 @@ def observe_backward(
     parameters that are not in the graph make autograd execute no node, so no hook of ours would run.
 
     ``explain`` is called if a saved tensor is not at the version it was saved at: with the version it is at.
+    ``returned`` is called with the gradients that a pass returns, after it.
     """
     run = torch.autograd._engine_run_backward
 
@@ -691,13 +693,15 @@ def observe_backward(
             inputs = translate(args[4], bool(options.get("accumulate_grad")))
             args = (*args[:4], inputs, *args[5:])
         try:
-            return run(*args, **options)
+            gradients = run(*args, **options)
         except RuntimeError as error:
             version = re.search(r"is at version (\d+); expected version", str(error))
             told = None if version is None else explain(int(version.group(1)))
             if told is None:
                 raise
             raise told from error
+        returned([gradient for gradient in gradients or () if gradient is not None])
+        return gradients
 
     torch.autograd._engine_run_backward = run_observed
 

@@ -221,6 +221,14 @@ def penalty_of_a_hidden_state(model: Any, x: Tensor, v: Tensor) -> Result:
     return gradient_of(out, seen[0]).square().mean(), None
 
 
+def penalty_inside_of_a_layer(model: Any, x: Tensor, v: Tensor) -> Result:
+    seen = []
+    handle = model.layers[0].up.register_forward_hook(lambda *args: seen.append(args[-1]))
+    out = model(x)
+    handle.remove()
+    return gradient_of(out, seen[0]).square().mean(), None
+
+
 def loss_of_a_vjp(model: nn.Module, x: Tensor, v: Tensor) -> Result:
     pulled_back = torch.func.vjp(model, x)[1](v)[0]
     return pulled_back.square().mean(), pulled_back
@@ -253,11 +261,15 @@ def hessians(model: nn.Module, x: Tensor, v: Tensor) -> Result:
     def scalar(x: Tensor) -> Tensor:
         return model(x).square().sum()  # type: ignore[no-any-return]
 
-    return None, {
-        "hessian": torch.autograd.functional.hessian(scalar, x[:1]),  # type: ignore[no-untyped-call]
-        "product": torch.autograd.functional.hvp(scalar, x, v)[1],  # type: ignore[no-untyped-call]
-        "reverse over reverse": torch.func.jacrev(torch.func.jacrev(scalar))(x[0]),
-    }
+    return (
+        None,
+        {
+            "hessian": torch.autograd.functional.hessian(scalar, x[:1]),  # type: ignore[no-untyped-call]
+            "jacobian": torch.autograd.functional.jacobian(model, x[:1], vectorize=True),  # type: ignore[no-untyped-call]
+            "product": torch.autograd.functional.hvp(scalar, x, v)[1],  # type: ignore[no-untyped-call]
+            "reverse over reverse": torch.func.jacrev(torch.func.jacrev(scalar))(x[0]),
+        },
+    )
 
 
 # --- running them ---------------------------------------------------------------------------------
@@ -364,6 +376,7 @@ def test_gradients_of_gradients_are_those_of_one_process(world: Any) -> None:
         penalty_before_another_forward,
         penalty_checkpointed,
         penalty_of_a_hidden_state,
+        penalty_inside_of_a_layer,
         loss_of_a_vjp,
         forces_of_an_energy,
         graph_of_another_thread,
