@@ -67,6 +67,7 @@ LAYERS = [
     ],
     ["__init__"],  # `from fullshard import ...`: what users see, and the programs below are users
     [
+        "harmless_text",
         "forgiving_stream",
         "progress_line",
         "tables",

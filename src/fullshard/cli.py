@@ -7,9 +7,12 @@ puts them side by side.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
+
+from fullshard.forgiving_stream import WatchedStream, forgiving, open_standard_streams
 
 if TYPE_CHECKING:
     import typer
@@ -20,6 +23,7 @@ CLI_LIBRARIES = ("typer", "rich")
 
 def main() -> None:
     """Run the `fullshard` command with this process's arguments."""
+    open_standard_streams()
     cap_cpu_instructions()
     try:
         app = build_app()
@@ -30,7 +34,35 @@ def main() -> None:
             f"The fullshard command needs {' and '.join(CLI_LIBRARIES)}; {error.name} is not "
             "installed. Install the extra: pip install 'fullshard[cli]'"
         )
-    app()
+    _leave(app)
+
+
+def _leave(app: typer.Typer) -> None:
+    """Run a verb, and end the process with its exit code; with 2 and a message, if its output was lost."""
+    output, errors = WatchedStream(sys.stdout), WatchedStream(sys.stderr)
+    sys.stdout = cast("IO[str]", output)
+    code: str | int | None = 0
+    try:
+        app()
+    except SystemExit as leaving:
+        code = leaving.code
+    except OSError:
+        if output.lost() is None:
+            raise
+    lost = output.lost()
+    if lost is not None:
+        code = _told(lost)
+    errors.lost()  # nobody can be told
+    sys.exit(code)
+
+
+def _told(lost: OSError) -> int:
+    """Say that the output could not be written. A reader that has left, as `head` does, wants to hear nothing."""
+    if lost.errno == errno.EPIPE:
+        return 1
+    stream = forgiving(sys.stderr)
+    print(f"Error: The output cannot be written: {lost.strerror}.", file=stream, flush=True)
+    return 2
 
 
 def cap_cpu_instructions() -> None:

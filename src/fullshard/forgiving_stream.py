@@ -1,13 +1,19 @@
-"""Output that nobody may read any more: what shows progress must not end what makes it."""
+"""Output that nobody may read any more: what shows progress must not end what makes it.
+
+Programs whose output is all they do end with an error instead (`WatchedStream`).
+"""
 
 from __future__ import annotations
 
 import os
-from typing import IO, cast
+import sys
+from typing import IO, Any, cast
 
 
 def forgiving(stream: IO[str]) -> IO[str]:
     """Return a `ForgivingStream` as what it is for whoever only writes to it."""
+    if isinstance(stream, WatchedStream):
+        stream = stream.stream  # what is forgiven is not lost
     return cast("IO[str]", ForgivingStream(stream))
 
 
@@ -36,6 +42,9 @@ class ForgivingStream:
         if not self._is_broken:
             try:
                 self._stream.write(text)
+            except UnicodeEncodeError:
+                encoding = self.encoding or "ascii"
+                self.write(text.encode(encoding, "backslashreplace").decode(encoding))
             except OSError:
                 self._give_up()
         return len(text)
@@ -50,11 +59,63 @@ class ForgivingStream:
 
     def _give_up(self) -> None:
         self._is_broken = True
+        _lead_nowhere(self._stream)
+
+
+def open_standard_streams() -> None:
+    """Let this process have all three standard streams, and let them take any text.
+
+    A stream that was closed (`>&-`) leads nowhere then. Without it, the next file that is opened would get its number,
+    and what libraries and ranks print would go into that file.
+    """
+    for number in (0, 1, 2):
         try:
-            descriptor = self._stream.fileno()
+            os.fstat(number)
         except OSError:
-            return
-        # What is still in the buffer is written when the process ends, which must not fail either.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, descriptor)
-        os.close(nowhere)
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+
+
+class WatchedStream:
+    """A text stream that remembers whether it could be written to."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.stream = stream
+        self._lost: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """As the stream does."""
+        try:
+            return self.stream.write(text)
+        except OSError as error:
+            self._lost = error
+            raise
+
+    def lost(self) -> OSError | None:
+        """Write what is still to be written; return why something could not be. Then the stream leads nowhere."""
+        try:
+            self.stream.flush()
+        except OSError as error:
+            self._lost = error
+        if self._lost is not None:
+            _lead_nowhere(self.stream)
+        return self._lost
+
+
+def _lead_nowhere(stream: IO[str]) -> None:
+    """Let a stream take all it is given: what is in its buffer is written when the process ends, and must not fail."""
+    try:
+        descriptor = stream.fileno()
+    except OSError:
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -1,7 +1,11 @@
-"""Lines and tables of the programs: drawn on a terminal, plain with the same columns in a pipe or a file."""
+"""Lines and tables of the programs: drawn on a terminal, plain with the same columns in a pipe or a file.
+
+Names and values in them may come from any file, so all of them are made harmless here.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Literal
 
@@ -10,12 +14,15 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from fullshard.forgiving_stream import forgiving
+from fullshard.harmless_text import harmless, harmless_line
+
 Row = Sequence[str]
 
 
-def errors() -> Console:
-    """Where trouble is told."""
-    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+def tell(text: str) -> None:
+    """Tell trouble."""
+    print_line(Console(file=forgiving(sys.stderr)), text)
 
 
 def counted(number: int, noun: str) -> str:
@@ -29,12 +36,13 @@ def size_text(nbytes: int) -> str:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a text as it is."""
-    console.print(text, soft_wrap=True, highlight=False, markup=False)
+    """Print a text as it is, but for what a terminal would obey."""
+    console.print(harmless(text), soft_wrap=True, highlight=False, markup=False)
 
 
 def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
     """Print labelled texts, one below the other; on a terminal long ones stay beside their labels."""
+    facts = [(label, harmless_line(text)) for label, text in facts]
     width = max(len(label) for label, _ in facts) + 2
     if not console.is_terminal:
         for label, text in facts:
@@ -49,6 +57,7 @@ def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
 def print_table(console: Console, columns: Row, rows: Sequence[Row], *, num_texts: int) -> None:
     """Print a table whose first ``num_texts`` columns are texts and the others numbers."""
     print_line(console, "")
+    rows = [[harmless_line(cell) for cell in row] for row in rows]
     if not console.is_terminal:
         widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
         for row in (columns, *rows):

@@ -5,7 +5,6 @@ Mutations are drawn from a generator with a seed, so that what fails once fails 
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import random
@@ -63,7 +62,7 @@ def nested(kind: type, depth: int) -> Any:
 
 def mutated_tree(random: random.Random, tree: Any) -> Any:
     """A copy of what JSON says with one to three changes at any depth."""
-    tree = copy.deepcopy(tree)
+    tree = _copied(tree)
     for _ in range(random.randint(1, 3)):
         places = list(_places(tree))
         if not places:
@@ -74,7 +73,7 @@ def mutated_tree(random: random.Random, tree: Any) -> Any:
             del container[key]
         elif change == 1:  # what is elsewhere in the tree
             other, at = random.choice(places)
-            container[key] = copy.deepcopy(other[at])
+            container[key] = _copied(other[at])
         elif change == 2 and isinstance(container, dict):
             container[random.choice(NAMES)] = container[key]
         elif change == 2:
@@ -82,6 +81,12 @@ def mutated_tree(random: random.Random, tree: Any) -> Any:
         else:
             container[key] = value(random)
     return tree
+
+
+def _copied(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _copied(each) for key, each in tree.items()}
+    return [_copied(each) for each in tree] if isinstance(tree, list) else tree
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:

@@ -40,7 +40,7 @@ def values_of(hint: Any, limits: Limits = Limits(0)) -> st.SearchStrategy[Any]: 
     plain: dict[Any, st.SearchStrategy[Any]] = {
         NoneType: st.none(),
         bool: st.booleans(),
-        int: st.integers(limits.low),
+        int: st.integers(limits.low, 2**63 - 1),
         float: st.floats(
             limits.low,
             None if limits.high == math.inf else limits.high,

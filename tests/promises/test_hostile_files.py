@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +44,19 @@ from fullshard.checkpoint.stored import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import TensorFile
 from fullshard.checkpoint.torch_files import TorchFile, write_torch_file
 from fullshard.checkpoint_tool.contents import describe
+from fullshard.report import (
+    chart,
+    group_charts,
+    memory_chart,
+    page,
+    run_charts,
+    timeline_chart,
+)
+from fullshard.report.analysis import Analysis
+from fullshard.report.findings import find
+from fullshard.report.reading import read_run
 from fullshard.train.config_file import read_config, to_toml
+from fullshard.train.run_folder import RunFolder
 from tests.helpers.checkpoints import plain_source, value_of
 from tests.helpers.hostile import (
     NUM_INPUTS,
@@ -54,9 +67,10 @@ from tests.helpers.hostile import (
     nested,
     value,
 )
+from tests.helpers.run_folders import Machine, write_run
 
 
-def fuzz(try_one: Callable[[random.Random], None], error: type[Exception] | None) -> None:
+def fuzz(try_one: Callable[[random.Random], None], error: type[Exception]) -> None:
     """Call a function for many seeds; it may raise one kind of error."""
 
     def all_of_them() -> None:
@@ -67,9 +81,9 @@ def fuzz(try_one: Callable[[random.Random], None], error: type[Exception] | None
                 try_one(random.Random(seed))
                 good += 1
             except Exception as caught:
-                if error is None or type(caught) is not error:
+                if type(caught) is not error:
                     raise AssertionError(f"seed {seed}") from caught
-        assert good < NUM_INPUTS, "nothing was refused: was anything changed?"
+        assert good > NUM_INPUTS // 100, "nearly nothing was accepted: what was tested?"
 
     in_small_process(all_of_them)
 
@@ -151,7 +165,7 @@ def test_tensor_files(tmp_path: Path) -> None:
 
 
 def test_metadata_of_dcp(tmp_path: Path) -> None:
-    write_dcp(plain_source(*trained(), extra=EXTRA), tmp_path)
+    write_dcp(plain_source(*trained()), tmp_path)
     good = (tmp_path / ".metadata").read_bytes()
 
     def try_one(chance: random.Random) -> None:
@@ -432,3 +446,51 @@ def hostile_setting(chance: random.Random, settings: list[str]) -> str:
     if chance.random() < 0.3:
         setting = mutated_bytes(chance, setting.encode(errors="replace")).decode(errors="replace")
     return setting
+
+
+MACHINE = Machine(layers=1, slow_gathers={"layers.0": 5000}, world=1)
+
+
+class Drawing:
+    """Stands for all of plotly's classes, which take a hundred times as long to check what they are given."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.content = [*args, kwargs]
+
+    def to_plotly_json(self) -> Any:
+        return json.loads(json.dumps(self.content, allow_nan=False, default=vars))
+
+
+def test_run_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics, traces and configuration, and all that is computed from them."""
+    write_run(tmp_path, MACHINE, steps=6, num_traced=1)
+    trace, metrics, config = (
+        tmp_path / name for name in ("trace/rank_00000.json", "metrics.jsonl", "config.toml")
+    )
+    good = {file: file.read_bytes() for file in (trace, metrics, config)}
+    records = [json.loads(line) for line in good[metrics].splitlines()]
+    events = json.loads(good[trace])
+    layout = SimpleNamespace(Template=Drawing)
+    stand_in = SimpleNamespace(Scatter=Drawing, Bar=Drawing, Figure=Drawing, layout=layout)
+    for module in (chart, run_charts, timeline_chart, group_charts, memory_chart):
+        monkeypatch.setattr(module, "go", stand_in)
+    monkeypatch.setattr(page, "get_plotlyjs", str)
+
+    def try_one(chance: random.Random) -> None:
+        for file, content in good.items():
+            file.write_bytes(mutated_bytes(chance, content) if chance.random() < 0.2 else content)
+        if chance.random() < 0.6:
+            lines = [json_text(record) for record in mutated_tree(chance, records)]
+            metrics.write_bytes(b"\n".join(lines))
+        if chance.random() < 0.6:
+            trace.write_bytes(json_text(mutated_tree(chance, events)))
+        run = read_run(tmp_path)
+        find(Analysis(run))
+        folder = RunFolder(tmp_path)
+        folder.is_finished(6)
+        if chance.random() < 0.05:  # takes ten times as long as all else
+            page.render(run).encode()
+            with contextlib.suppress(ConfigurationError):
+                folder.check(read_config(None))
+
+    fuzz(try_one, ConfigurationError)

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 
 from fullshard.errors import FullshardError
-from fullshard.tables import errors
+from fullshard.tables import tell
 
 if TYPE_CHECKING:
     from fullshard.checkpoint.differences import Differences
@@ -80,7 +80,7 @@ def verify(path: Checkpoint) -> None:
                 return checking.check(source, advance)
 
         report = use_source(path, check, is_good=lambda report: not report.faults)
-        showing.print_report(Console(), errors(), report)
+        showing.print_report(Console(), report)
         if report.faults:
             raise typer.Exit(1)
 
@@ -144,12 +144,12 @@ def diff(first: Checkpoint, second: Checkpoint) -> None:
 def ends_well(*, trouble: int = 2) -> Iterator[None]:
     """Turn errors into a message and an exit code, and warnings into lines."""
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: errors().print(f"Warning: {message}")
+        warnings.showwarning = lambda message, *_, **__: tell(f"Warning: {message}")
         try:
             yield
         except FullshardError as error:
-            errors().print(f"Error: {error}")
+            tell(f"Error: {error}")
             raise typer.Exit(trouble) from None
         except KeyboardInterrupt:
-            errors().print("Stopped.")
+            tell("Stopped.")
             raise typer.Exit(130) from None

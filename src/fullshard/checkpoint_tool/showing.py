@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,10 @@ from fullshard.checkpoint.dcp import EXTRA
 from fullshard.checkpoint.differences import Differences
 from fullshard.checkpoint.source import MODEL, OPTIMIZER, TensorInfo
 from fullshard.checkpoint_tool.checking import Report
+from fullshard.forgiving_stream import forgiving
+from fullshard.harmless_text import harmless_line
 from fullshard.progress_line import showing_line
-from fullshard.tables import counted, print_facts, print_line, print_table, size_text
+from fullshard.tables import counted, print_facts, print_line, print_table, size_text, tell
 
 QUIET_SECONDS = 1.0
 """What takes no longer leaves no trace in a log file."""
@@ -31,7 +34,8 @@ def progress(console: Console, verb: str, total: int) -> Iterator[Callable[[int]
     began = time.perf_counter()
     done = 0
     if not console.is_terminal:
-        console = Console(stderr=True, highlight=False)  # output is for whoever reads the pipe
+        # Output is for whoever reads the pipe.
+        console = Console(file=forgiving(sys.stderr), highlight=False)
     with showing_line(console) as line:
         line.begin(total, verb, "")
 
@@ -73,9 +77,10 @@ def print_contents(console: Console, found: Mapping[str, Any]) -> None:
             print_table(console, [title, "dtype", "shape", "size", "pieces"], rows, num_texts=3)
     for key, each in found["tensors"].items():
         if "places" in each:
-            print_line(console, f"\n{key}")
+            print_line(console, f"\n{harmless_line(key)}")
             for piece in each["places"]:
-                print_line(console, "  ".join(["", piece["file"], *place_texts(piece)]))
+                line = "  ".join(["", piece["file"], *place_texts(piece)])
+                print_line(console, harmless_line(line))
 
 
 def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -130,14 +135,14 @@ def shortened(text: str) -> str:
 # --- verify, convert, diff ---------------------------------------------------------------------------------
 
 
-def print_report(console: Console, errors: Console, report: Report) -> None:
+def print_report(console: Console, report: Report) -> None:
     """Say how a checkpoint was found."""
     for fault in report.faults:
-        errors.print(fault)
+        tell(fault)
     amount = f"{size_text(report.nbytes)} in {counted(report.tensors, 'tensor')}"
     speed = f"{report.seconds:.3g} s, {rate(report.nbytes, report.seconds)}"
     if report.faults:
-        errors.print(f"Damaged: {counted(len(report.faults), 'fault')} in {amount} ({speed}).")
+        tell(f"Damaged: {counted(len(report.faults), 'fault')} in {amount} ({speed}).")
     elif report.has_checksums:
         print_line(console, f"All is well: {amount}, as they were written ({speed}).")
     else:
@@ -160,12 +165,13 @@ def print_differences(console: Console, found: Differences) -> None:
     """Show how two checkpoints differ."""
     for label, keys in (("first", found.only_first), ("second", found.only_second)):
         for key in keys:
-            print_line(console, f"{key}: only in the {label}")
+            print_line(console, harmless_line(f"{key}: only in the {label}"))
     for key, each in found.tensors.items():
         if each.first != each.second:
-            print_line(console, f"{key}: {_kind(each.first)} and {_kind(each.second)}")
+            kinds = f"{_kind(each.first)} and {_kind(each.second)}"
+            print_line(console, harmless_line(f"{key}: {kinds}"))
     for line in _alike_together(found.values):
-        print_line(console, line)
+        print_line(console, harmless_line(line))
     rows = [
         (
             key,

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from fullshard.errors import ConfigurationError, FullshardError
-from fullshard.tables import errors
+from fullshard.tables import tell
 from fullshard.train.config import Problem, RunConfig, Size
 from fullshard.train.config_file import read_config, toml_value
 from fullshard.train.preflight import model_problems
@@ -72,7 +72,7 @@ def inspect(
 
         print_plan(Console(), measure(config, ranks))
     except FullshardError as error:
-        errors().print(f"Error: {error}")
+        tell(f"Error: {error}")
         raise typer.Exit(2) from None
 
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from fullshard.errors import FullshardError
-from fullshard.tables import errors
+from fullshard.tables import print_line, tell
 
 
 def report(
@@ -39,8 +39,8 @@ def report(
     try:
         written = write_report(run, output)
     except FullshardError as error:
-        errors().print(f"Error: {error}")
+        tell(f"Error: {error}")
         raise typer.Exit(2) from None
-    Console(highlight=False, markup=False, soft_wrap=True).print(str(written))
+    print_line(Console(), str(written))
     if show:
         webbrowser.open(written.resolve().as_uri())

@@ -18,15 +18,17 @@ import jinja2
 from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
+from fullshard.harmless_text import harmless_line
 from fullshard.report.analysis import Analysis
 from fullshard.report.chart import Chart, Table
 from fullshard.report.findings import find
 from fullshard.report.group_charts import comparing_charts, group_table
 from fullshard.report.memory_chart import memory_chart
-from fullshard.report.reading import Metrics, Run, number
+from fullshard.report.reading import Metrics, Run, number, text_of
 from fullshard.report.replay import FAITHFUL_SHARE, MAX_DEPTH
 from fullshard.report.run_charts import run_charts
 from fullshard.report.timeline_chart import timeline_chart
+from fullshard.report.trace_file import LARGEST, as_number
 from fullshard.report.units import count, duration, exact, loss_value, share, size
 from fullshard.version import __version__
 
@@ -115,10 +117,10 @@ def embedded(charts: list[Chart]) -> Markup:
 
 def _subtitle(run: Run) -> str:
     start = run.metrics.start
-    parts = [str(start[name]) for name in ("model", "data") if start.get(name)]
+    parts = [text for name in ("model", "data") if (text := text_of(start, name))]
     world = number(start, "world") or (run.traces[0].world if run.traces else None)
     if world:
-        device = start.get("device") or (run.traces[0].device if run.traces else "")
+        device = text_of(start, "device") or (run.traces[0].device if run.traces else "")
         parts.append(f"{world:.0f} {device} {'rank' if world == 1 else 'ranks'}")
     return " \u00b7 ".join(parts)
 
@@ -192,12 +194,13 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
         value = number(start, name)
         if value is not None:
             yield label, show(value)
-    held = start.get("rank_bytes")
-    if isinstance(held, list) and held and all(isinstance(each, int) for each in held):
-        yield (
-            "Parameters held by a rank",
-            f"{size(min(held))} to {size(max(held))}" if min(held) != max(held) else size(held[0]),
-        )
+    listed = start.get("rank_bytes")
+    held = [as_number(each, largest=LARGEST) for each in listed] if isinstance(listed, list) else []
+    known = [each for each in held if each is not None]
+    if known and len(known) == len(held):
+        low, high = min(known), max(known)
+        text = f"{size(low)} to {size(high)}" if low != high else size(low)
+        yield "Parameters held by a rank", text
     if run.metrics.steps:
         done = run.metrics.steps[-1].step
         yield "Steps done", f"{done}, {'finished' if run.metrics.is_finished else 'not finished'}"
@@ -209,4 +212,5 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
         yield "Ranks with a trace", f"{len(run.traces)} of {run.traces[0].world}: {ranks}"
     versions = start.get("versions")
     if isinstance(versions, Mapping):
-        yield "Versions", ", ".join(f"{name} {version}" for name, version in versions.items())
+        named = {harmless_line(name): text_of(versions, name, "?") for name in versions}
+        yield "Versions", ", ".join(f"{name} {version}" for name, version in named.items())

@@ -10,8 +10,8 @@ told in `Run.notes`; only a folder with nothing in it is an error. Nothing here 
 
 from __future__ import annotations
 
+import bisect
 import json
-import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,10 +19,21 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import ConfigurationError
-from fullshard.report.trace_file import Trace, parse_trace
+from fullshard.file_content import content_of
+from fullshard.harmless_text import harmless, harmless_line
+from fullshard.report.trace_file import Trace, as_number, parse_trace
 
 Record = Mapping[str, Any]
 Config = Mapping[str, Mapping[str, Any]]
+
+LARGEST = 1e40
+"""Number of a metrics file; more than any float32 is."""
+MOST_BYTES = 16 << 30
+"""Of a file that is read."""
+MOST_DEPTH = 8
+"""Of a value in a configuration that is shown."""
+NO_JSON = (OSError, ValueError, RecursionError)
+"""What reading and parsing may raise; a text of brackets alone is too deep for Python."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +110,7 @@ def read_run(folder: Path) -> Run:
             + "Name a run's folder, or the one that was given to `fullshard.trace`."
         )
     return Run(
-        name=folder.resolve().name,
+        name=harmless_line(folder.resolve().name),
         config=_read_config(folder / "config.toml", notes),
         metrics=metrics,
         traces=traces,
@@ -109,22 +120,40 @@ def read_run(folder: Path) -> Run:
 
 def _read_config(path: Path, notes: list[str]) -> Config:
     try:
-        config = tomllib.loads(path.read_text())
+        config = tomllib.loads(content_of(path, most_bytes=MOST_BYTES).decode())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        notes.append(f"{path.name} cannot be read: {error}.")
+    except NO_JSON as error:
+        notes.append(harmless(f"{path.name} cannot be read: {error}."))
         return {}
-    return {name: fields for name, fields in config.items() if isinstance(fields, dict)}
+    shown = _shown(config)
+    return {name: fields for name, fields in shown.items() if isinstance(fields, dict)}
+
+
+def _shown(value: Any, depth: int = 0) -> Any:
+    """A value of a configuration as far as it can be shown and written as JSON."""
+    if isinstance(value, str):
+        return harmless(value)
+    if isinstance(value, bool | float):
+        return value
+    if isinstance(value, int):
+        return value if abs(value) < 1 << 63 else "a number of many digits"
+    if isinstance(value, dict | list) and depth == MOST_DEPTH:
+        return "..."
+    if isinstance(value, dict):
+        return {harmless_line(key): _shown(each, depth + 1) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_shown(each, depth + 1) for each in value]
+    return str(value)
 
 
 def _read_traces(folder: Path, notes: list[str]) -> tuple[Trace, ...]:
     traces: dict[int, Trace] = {}
     for path in sorted([*folder.glob("trace/rank_*.json"), *folder.glob("rank_*.json")]):
         try:
-            trace = parse_trace(json.loads(path.read_bytes()))
-        except (OSError, ValueError) as error:
-            notes.append(f"{path.name} is left out: {error}.")
+            trace = parse_trace(json.loads(content_of(path, most_bytes=MOST_BYTES)))
+        except NO_JSON as error:
+            notes.append(harmless(f"{path.name} is left out: {error}."))
             continue
         if trace.num_broken:
             notes.append(f"{path.name}: {trace.num_broken} events are broken and left out.")
@@ -139,7 +168,7 @@ def _read_traces(folder: Path, notes: list[str]) -> tuple[Trace, ...]:
 
 def _read_metrics(path: Path, notes: list[str]) -> Metrics:
     try:
-        text = path.read_text(errors="replace")
+        text = content_of(path, most_bytes=MOST_BYTES).decode(errors="replace")
     except FileNotFoundError:
         return Metrics()
     except OSError as error:
@@ -166,7 +195,7 @@ def _records(lines: Iterable[str]) -> Iterator[Record]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except NO_JSON:
             continue
         if isinstance(record, dict) and isinstance(record.get("kind"), str):
             if record["kind"] != "step" or _step(record) > 0:
@@ -174,20 +203,33 @@ def _records(lines: Iterable[str]) -> Iterator[Record]:
 
 
 def _metrics(records: list[Record], num_broken: int) -> Metrics:
-    last: dict[tuple[str, int], Record] = {}
+    by_step: dict[int, dict[str, Record]] = {}
+    steps: list[int] = []
+    """Its keys, in order: what is beyond a step is at the end."""
     starts: list[Record] = []
+    is_finished = False
     for record in records:
         if record["kind"] == "start":
             # What was done beyond the checkpoint is not part of the run that goes on from it; nor is its end.
             first = _resumed_from(record)
-            last = {key: old for key, old in last.items() if key[1] <= first and key[0] != "end"}
-            starts = [*(start for start in starts if _resumed_from(start) <= first), record]
+            while steps and steps[-1] > first:
+                del by_step[steps.pop()]
+            while starts and _resumed_from(starts[-1]) > first:
+                starts.pop()
+            starts.append(record)
+            is_finished = False
+        elif record["kind"] == "end":
+            is_finished = True
         else:
-            last[record["kind"], _step(record)] = record
-    by_step = sorted(last.items(), key=lambda item: item[0][1])
+            step = _step(record)
+            if step not in by_step:
+                by_step[step] = {}
+                bisect.insort(steps, step)
+            by_step[step][record["kind"]] = record
     of_kind: dict[str, list[Record]] = {}
-    for (kind, _), record in by_step:
-        of_kind.setdefault(kind, []).append(record)
+    for step in steps:
+        for kind, record in by_step[step].items():
+            of_kind.setdefault(kind, []).append(record)
     texts = [text for record in of_kind.get("samples", []) for text in _texts(record)]
     return Metrics(
         start=starts[-1] if starts else {},
@@ -197,7 +239,7 @@ def _metrics(records: list[Record], num_broken: int) -> Metrics:
         ),
         marks=tuple(_marks(starts, of_kind)),
         samples=tuple(texts),
-        is_finished="end" in of_kind,
+        is_finished=is_finished,
         num_broken=num_broken,
     )
 
@@ -221,29 +263,36 @@ def _marks(starts: list[Record], of_kind: Mapping[str, list[Record]]) -> Iterato
     for record in of_kind.get("checkpoint", []):
         yield Mark(kind="checkpoint", step=_step(record), text="checkpoint")
     for record in of_kind.get("trouble", []):
-        what, action = record.get("what", "trouble"), record.get("action", "none")
+        what, action = text_of(record, "what", "trouble"), text_of(record, "action", "none")
         yield Mark(kind="trouble", step=_step(record), text=f"{what}; action: {action}")
     for record in of_kind.get("stopped", []):
-        yield Mark(kind="stopped", step=_step(record), text=f"stopped: {record.get('why', '?')}")
+        yield Mark(
+            kind="stopped", step=_step(record), text=f"stopped: {text_of(record, 'why', '?')}"
+        )
 
 
 def _texts(record: Record) -> list[str]:
     texts = record.get("texts")
-    return [str(text) for text in texts] if isinstance(texts, list) else []
+    if not isinstance(texts, list):
+        return []
+    return [harmless(text) for text in texts if isinstance(text, str)]
 
 
 def _resumed_from(start: Record) -> int:
     """The step whose checkpoint a run goes on from; 0 for one that begins."""
-    return int(number(start, "resumed_from") or 0)
+    return int(as_number(start.get("resumed_from"), largest=1e15) or 0)
 
 
 def _step(record: Record) -> int:
-    return int(number(record, "step") or 0)
+    return int(as_number(record.get("step"), largest=1e15) or 0)
+
+
+def text_of(record: Record, name: str, otherwise: str = "") -> str:
+    """A text of a record, or ``otherwise``."""
+    value = record.get(name)
+    return harmless_line(value) if isinstance(value, str) else otherwise
 
 
 def number(record: Record, name: str) -> float | None:
     """A finite number of a record, or None."""
-    value = record.get(name)
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return value
-    return None
+    return as_number(record.get(name), largest=LARGEST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from statistics import median
@@ -118,8 +119,8 @@ def _marks(marks: Sequence[Mark], points: Sequence[Point]) -> Iterator[go.Scatte
 
 def _value_at(points: Sequence[Point], step: int) -> float:
     """The curve's value at a step or, where it has none, the last one before."""
-    before = [value for at, value in points if at <= step]
-    return before[-1] if before else points[0][1]
+    place = bisect.bisect_right(points, step, key=lambda point: point[0])
+    return points[max(place - 1, 0)][1]
 
 
 def _speed(speeds: Sequence[Point], times: Sequence[Point]) -> Chart:

@@ -5,12 +5,16 @@ Times are microseconds from the start of the recording; `docs/tracing.md` has th
 
 from __future__ import annotations
 
-import math
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
+from fullshard.harmless_text import harmless_line
+
 FORMAT = 1
+LARGEST = 1e18
+"""Of times, bytes and counts: beyond it a number is none that was measured, and sums lose their digits."""
 
 Kind = Literal["step", "compute", "wait", "gather", "reduce", "all-reduce"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -107,14 +111,14 @@ def parse_trace(document: object) -> Trace:
         raise ValueError("it was not written by fullshard.trace")
     if facts.get("format") != FORMAT:
         raise ValueError(
-            f"its format is {facts.get('format')}, this version of fullshard reads {FORMAT}"
+            f"its format is {reprlib.repr(facts.get('format'))}, this version of fullshard reads {FORMAT}"
         )
-    spans, memory, num_broken = _parse_events(document.get("traceEvents") or ())
-    groups = facts.get("groups") or ()
+    spans, memory, num_broken = _parse_events(_list(document.get("traceEvents")))
+    groups = _list(facts.get("groups"))
     return Trace(
         rank=int(_number(facts.get("rank"))),
         world=int(_number(facts.get("world"))) or 1,
-        device=str(facts.get("device", "cpu")),
+        device=_text(facts.get("device", "cpu")),
         groups=tuple(_group(each) for each in groups if isinstance(each, Mapping)),
         spans=tuple(sorted(spans, key=lambda span: (span.start_us, -span.end_us))),
         memory=tuple(sorted(memory, key=lambda sample: sample.time_us)),
@@ -151,12 +155,12 @@ def _span(event: Mapping[str, Any]) -> Span:
     return Span(
         kind=cast(Kind, event["cat"]),
         step=int(_finite(args.get("step"))),
-        group=str(args.get("group", "")),
-        phase=str(args.get("pass", "")),
+        group=_text(args.get("group")),
+        phase=_text(args.get("pass")),
         start_us=start_us,
         end_us=start_us + duration_us,
         nbytes=_number(args.get("bytes")),
-        awaited=str(args.get("for", "")),
+        awaited=_text(args.get("for")),
         issued_us=None if issued is None else _finite(issued),
     )
 
@@ -179,11 +183,11 @@ def _group(facts: Mapping[str, Any]) -> Group:
         return int(_number(facts.get(name)))
 
     def dtype(name: str) -> str:
-        return str(facts.get(f"{name}_dtype") or "").removeprefix("torch.")
+        return _text(facts.get(f"{name}_dtype")).removeprefix("torch.")
 
     numel = count("numel")
     return Group(
-        name=str(facts.get("name", "")),
+        name=_text(facts.get("name")),
         parameters=count("parameters"),
         numel=numel,
         padded_numel=count("padded_numel") or numel,
@@ -200,12 +204,38 @@ def _group(facts: Mapping[str, Any]) -> Group:
     )
 
 
+def _list(value: object) -> list[Any]:
+    """Nothing stands for what was not written."""
+    if value is not None and not isinstance(value, list):
+        raise ValueError("it has something else where a list should be")
+    return value or []
+
+
+def _text(value: object) -> str:
+    """Nothing stands for what is no text."""
+    return harmless_line(value) if isinstance(value, str) else ""
+
+
 def _number(value: object) -> float:
     """Zero stands for what was not written."""
     return 0.0 if value is None else _finite(value)
 
 
 def _finite(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no number")
-    return float(value)
+    number = as_number(value, largest=LARGEST)
+    if number is None:
+        raise ValueError("it has something else where a number should be")
+    return number
+
+
+def as_number(value: object, *, largest: float) -> float | None:
+    """A number that was read, or None for anything else: no number, not finite, or larger than any that is meant.
+
+    What is very small is zero: nothing is measured that finely, and to divide by it would be infinite.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    # In this order: an integer may be too long to be a float, and a NaN is not below anything.
+    if not -largest <= value <= largest:
+        return None
+    return float(value) if abs(value) >= 1 / largest else 0.0

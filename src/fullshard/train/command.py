@@ -27,6 +27,7 @@ from rich.console import Console
 
 from fullshard.errors import CheckpointError, ConfigurationError
 from fullshard.forgiving_stream import forgiving
+from fullshard.tables import tell
 from fullshard.train.config_file import read_config, toml_value
 from fullshard.train.config_reference import print_reference
 from fullshard.train.launch import problems_here, speaks_for_all, start
@@ -84,7 +85,8 @@ def train(
     with _ends_well(is_heard=is_heard):
         config = read_config(file, wanted, checks=[partial(problems_here, fresh=fresh)])
         if is_heard:
-            print("Starting; importing torch takes a few seconds.", flush=True)
+            stream = forgiving(sys.stdout)  # the run goes on if nobody can read this
+            print("Starting; importing torch takes a few seconds.", file=stream, flush=True)
         start(config, fresh=fresh)
 
 
@@ -110,8 +112,7 @@ def _ends_well(*, is_heard: bool) -> Iterator[None]:
         message, code = "Stopped.", 128 + signal.SIGINT
     if is_heard:
         _restore_terminal()
-        stream = forgiving(sys.stderr)
-        Console(file=stream, highlight=False, markup=False, soft_wrap=True).print(message)
+        tell(message)
     raise typer.Exit(code)
 
 

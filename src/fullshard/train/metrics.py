@@ -60,7 +60,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:  # cut short by a kill
+            except (ValueError, RecursionError):  # cut short by a kill, or damaged
                 continue
             if isinstance(record, dict):
                 yield record

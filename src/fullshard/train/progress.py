@@ -11,6 +11,7 @@ from rich.table import Table
 
 from fullshard.forgiving_stream import forgiving
 from fullshard.progress_line import ProgressLine, showing_line
+from fullshard.tables import print_line
 from fullshard.train.events import (
     Checkpoint,
     End,
@@ -76,7 +77,7 @@ class RunProgress:
             case Samples():
                 self._line.close()
                 for text in event.texts:
-                    self._say(f"\nThe model writes:\n{harmless(text)}")
+                    self._say(f"\nThe model writes:\n{text}")
             case Stopped():
                 self._line.close()
                 self._say(f"step {event.step}: stopped by {event.why}")
@@ -89,7 +90,7 @@ class RunProgress:
         self._say(text)
 
     def _say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+        print_line(self._console, text)
 
     def _begin(self, start: Start) -> None:
         self._start = start
@@ -187,8 +188,3 @@ def ranks_on(start: Start) -> str:
 def megabytes(num_bytes: int) -> str:
     """Return a size in words."""
     return f"{num_bytes / 1e6:,.1f} MB"
-
-
-def harmless(text: str) -> str:
-    """Return a text without what a terminal would obey: a model may write anything."""
-    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)

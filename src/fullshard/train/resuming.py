@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from torch import nn
@@ -34,6 +34,26 @@ class RunState:
     """Tokens seen, all ranks together."""
     bad_steps: int = 0
     """Bad steps in a row until now."""
+
+
+def _state_in(loaded: checkpoint.Loaded) -> RunState:
+    """Where the run of a checkpoint stood.
+
+    Raises:
+        CheckpointError: it is a checkpoint of something else.
+    """
+    names = {field.name for field in fields(RunState)}
+    extra = loaded.extra
+    if (
+        not isinstance(extra, dict)
+        or extra.keys() != names
+        or not all(type(each) is int and each >= 0 for each in extra.values())
+    ):
+        raise CheckpointError(
+            f"A run goes on from a checkpoint that fullshard train wrote; {loaded.path} does not say {', '.join(sorted(names))}. "
+            "Move it out of the run's folder."
+        )
+    return RunState(**extra)
 
 
 class Checkpoints:
@@ -65,7 +85,7 @@ class Checkpoints:
         if self.newest is None:
             return None
         loaded = checkpoint.load(self.newest, self._model, self._optimizer)
-        state = RunState(**loaded.extra)
+        state = _state_in(loaded)
         self._last_step = state.step
         return state
 

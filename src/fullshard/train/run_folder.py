@@ -148,7 +148,8 @@ class RunFolder:
             if record.get("kind") == "start":
                 last_end = -1
             elif record.get("kind") == "end":
-                last_end = int(record["step"])
+                step = record.get("step")
+                last_end = step if isinstance(step, int) else -1
         return last_end >= steps
 
     def move_aside(self) -> Path | None:
