@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from . import comm, torch_border
 from .errors import ConfigurationError, LifecycleError
-from .faces import FlatParameter, unsharded_name
+from .faces import FlatParameter, PlainFace, unsharded_name
 from .param_group import FSDPParamGroup, groups_of
+from .placement import FacePlacement
 from .runtime import named_states
 
 __all__ = ["clip_grad_norm_"]
@@ -106,7 +107,12 @@ class Clipping:
         given = {id(param): param for param in params}
         for group in sorted(groups_of(params), key=lambda each: each.serial_number):
             for face in group.faces:
-                self._add(face.param, group, is_given=given.pop(id(face.param), None) is not None)
+                is_given = given.pop(id(face.param), None) is not None
+                members = (each for each in group.params if each.face is face)
+                if isinstance(face, PlainFace) and any(m.placement.parallel for m in members):
+                    self._add_members(face, group, is_given=is_given)
+                else:
+                    self._add(face.param, group, is_given=is_given)
         for param in given.values():
             self._add(param, None, is_given=True)
 
@@ -120,6 +126,29 @@ class Clipping:
         measured, scaled = _part_of(param, gradient, group)
         parts.measured.append(measured)
         parts.scaled.append(scaled)
+
+    def _add_members(self, face: PlainFace, group: FSDPParamGroup, *, is_given: bool) -> None:
+        """Add what stands for parameters of tensor parallelism, which divides some of them further."""
+        gradient = face.param.grad if is_given else None
+        rank, scaled = group.mesh_info.shard_mesh_rank, gradient
+        for index, member in enumerate(group.params):
+            if member.face is not face:
+                continue
+            spread = (*_spread_of(face.param, group), *_spread_before(member.placement))
+            parts = self._parts.setdefault((spread, group.device), _Parts())
+            if gradient is None:
+                parts.measured.append(None)
+                continue
+            measured = gradient
+            if isinstance(face.param, FlatParameter):
+                is_piece = gradient.shape == face.param.shape
+                slot, piece = group.layout.slots[index], group.layout.piece(index, rank)
+                start, numel = (piece.offset, piece.numel) if is_piece else (slot.start, slot.numel)
+                measured = gradient.narrow(0, start, numel)
+            parts.measured.append(measured)
+            if scaled is not None:  # once for all members
+                parts.scaled.append(scaled)
+                scaled = None
 
     def norm(self, *, foreach: bool = True) -> Tensor:
         """Of all gradients on all ranks."""
@@ -198,6 +227,18 @@ def _spread_of(param: Tensor, group: FSDPParamGroup | None) -> Spread:
     if group is None or group.mesh_info.shard_process_group is None or group.layout.world == 1:
         return ()
     return (group.mesh_info.shard_process_group,)
+
+
+def _spread_before(placement: FacePlacement) -> Spread:
+    """Over which process groups tensor parallelism had divided a parameter before it was sharded."""
+    mesh = placement.unsharded_mesh
+    if mesh is None:
+        return ()
+    return tuple(
+        mesh.get_group(axis)
+        for axis, each in enumerate(placement.unsharded_placements)
+        if mesh.size(axis) > 1 and not each.is_replicate()
+    )
 
 
 def _device_of(param: Tensor) -> torch.device:

@@ -429,6 +429,58 @@ class PieceFace(PlainFace):
             super().land(gradient)
 
 
+class ParallelPieceFace(PieceFace):
+    """This rank's flat piece of what tensor parallelism has left here of a parameter.
+
+    A DTensor cannot become a piece, so this is another parameter than the user made. While a whole parameter
+    is shown, it is a DTensor as before, in this one's place.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        owners: Sequence[ParamOwner],
+        original: nn.Parameter,
+        placement: FacePlacement,
+        local: Tensor,
+        group_name: str,
+    ) -> None:
+        """Put a parameter over ``local`` in the place of ``original``."""
+        piece = nn.Parameter(local, requires_grad=original.requires_grad)
+        piece.__dict__.update(original.__dict__)  # attributes users hang on parameters move along
+        super().__init__(name, owners, piece, local, group_name)
+        setattr(original, _GROUP_MARK, group_name)
+        self._placement = placement
+        self._shown: nn.Parameter
+
+    def show(self, values: Sequence[Tensor]) -> None:
+        """See `PlainFace`."""
+        trainable = self.param.requires_grad
+        self._shown = cast(nn.Parameter, self._placement.unsharded(values[0], trainable=trainable))
+        for owner in self.owners:
+            owner.install(self._shown)
+
+    def take_shown(self) -> list[Tensor]:
+        """See `PlainFace`."""
+        values = [self._placement.local_part(_shown_on(self.owners, self._shown)).detach()]
+        del self._shown
+        self._install()
+        return values
+
+    def show_gradient(self, whole: Tensor | None) -> None:
+        """See `PieceFace`."""
+        if whole is not None:
+            self._shown.grad = self._placement.as_before(whole)
+
+    def take_shown_gradient(self) -> Tensor | None:
+        """See `PieceFace`."""
+        whole = self._shown.grad
+        return None if whole is None else self._placement.local_part(whole)
+
+    def put_gradient_back(self) -> None:
+        """See `PieceFace`: it was never hidden."""
+
+
 class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch declares no metaclass
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, nn.Parameter) and hasattr(instance, _FLAT_MARK)
@@ -457,20 +509,21 @@ class FlatFace(PlainFace):
         self,
         name: str,
         home: ParamOwner,
-        members: Sequence[tuple[str, Sequence[ParamOwner], nn.Parameter]],
+        members: Sequence[tuple[str, Sequence[ParamOwner], nn.Parameter, FacePlacement]],
         local: Tensor,
         group_name: str,
     ) -> None:
         """Register a `FlatParameter` over ``local`` at ``home``, instead of the members at their owners."""
         trainable = members[0][2].requires_grad
         super().__init__(name, [home], local, trainable=trainable)
-        self._members = [tuple(owners) for _, owners, _ in members]
+        self._members = [tuple(owners) for _, owners, _, _ in members]
+        self._placements = [placement for _, _, _, placement in members]
         self._shapes = [
-            (name, tuple(original.shape), original.stride()) for name, _, original in members
+            (name, tuple(original.shape), original.stride()) for name, _, original, _ in members
         ]
         self._resting: dict[ParamOwner, Tensor] = {}
         self._shown: list[nn.Parameter] = []
-        for _, _, original in members:
+        for _, _, original, _ in members:
             setattr(original, _GROUP_MARK, group_name)
         self._put_stand_ins(local)
         self._be(FlatParameter(local, requires_grad=trainable), group_name)
@@ -498,7 +551,8 @@ class FlatFace(PlainFace):
         faults = [super().fault(candidate)]
         for place, value in self.assigned_members().items():
             name, shape, _ = self._shapes[place]
-            if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.is_meta:
+            foreign = isinstance(value, DTensor) and not self._placements[place].is_as_before(value)
+            if not isinstance(value, Tensor) or foreign or value.is_meta:
                 faults.append(f"{name}: expected a plain tensor, got {type(value).__name__}")
             elif tuple(value.shape) != shape or value.dtype != self.param.dtype:
                 faults.append(
@@ -539,7 +593,8 @@ class FlatFace(PlainFace):
         for owner in self.owners:
             owner.remove()
         self._shown = [
-            nn.Parameter(value, requires_grad=self.param.requires_grad) for value in values
+            cast(nn.Parameter, placement.unsharded(value, trainable=self.param.requires_grad))
+            for placement, value in zip(self._placements, values, strict=True)
         ]
         for owners, param in zip(self._members, self._shown, strict=True):
             for owner in owners:
@@ -548,8 +603,10 @@ class FlatFace(PlainFace):
     def take_shown(self) -> list[Tensor]:
         """See `PlainFace`."""
         values = [
-            _shown_on(owners, param).data
-            for owners, param in zip(self._members, self._shown, strict=True)
+            placement.local_part(_shown_on(owners, param).data)
+            for placement, owners, param in zip(
+                self._placements, self._members, self._shown, strict=True
+            )
         ]
         self._shown = []
         self.put_stand_ins_back()

@@ -15,7 +15,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .buffers import ShardBuffer
-from .faces import DTensorFace, FlatFace, ParamOwner, PieceFace, ShardedFace
+from .faces import (
+    DTensorFace,
+    FlatFace,
+    ParallelPieceFace,
+    ParamOwner,
+    PieceFace,
+    ShardedFace,
+)
 from .layout import Layout, contiguous_strides, flat_layout, has_no_gaps, per_row_layout
 from .param import FSDPParam
 
@@ -93,7 +100,12 @@ class FlatForm(Form):
         for param, slot, local in zip(params, layout.slots, locals_, strict=True):
             # What a single rank holds keeps its shape.
             shown = local.as_strided(slot.shape, slot.strides) if layout.world == 1 else local
-            param.rest_as(PieceFace(param.name, param.owners, param.the_original, shown, group))
+            name, owners, original = param.name, param.owners, param.the_original
+            param.rest_as(
+                ParallelPieceFace(name, owners, original, param.placement, shown, group)
+                if param.placement.parallel
+                else PieceFace(name, owners, original, shown, group)
+            )
 
 
 class FlatParameterForm(FlatForm):
@@ -112,7 +124,9 @@ class FlatParameterForm(FlatForm):
         """See `Form`."""
         assert len(layout.segments) == 1, "a FlatParameter is of one dtype, and frozen or not"
         piece = locals_[0].as_strided((layout.segments[0].piece_numel,), (1,), 0)
-        members = [(param.name, param.owners, param.the_original) for param in params]
+        members = [
+            (param.name, param.owners, param.the_original, param.placement) for param in params
+        ]
         face = FlatFace(self._home.name, self._home, members, piece, group)
         for param in params:
             param.rest_as(face)

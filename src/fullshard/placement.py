@@ -62,6 +62,55 @@ class FacePlacement:
             return nn.Parameter(whole, requires_grad=trainable)
         return whole.detach().requires_grad_(trainable)
 
+    @property
+    def parallel(self) -> bool:
+        """Whether the parameter was a DTensor before, and is one while it is unsharded."""
+        return self.unsharded_mesh is not None
+
+    def as_before(self, whole: Tensor) -> Tensor:
+        """What belongs to the unsharded parameter (its value, a state, a gradient), as a DTensor if that is one."""
+        if self.unsharded_mesh is None:
+            return whole
+        spec = torch_border.dtensor_spec(
+            self.unsharded_mesh, self.unsharded_placements, self.shape, whole.dtype
+        )
+        return torch_border.dtensor(whole, spec)
+
+    def rows(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        """This rank's rows of the same, as a DTensor over all axes; for parameters that were DTensors."""
+        assert self.mesh is not None, "the placement of a DTensor"
+        local = whole
+        own = self.placements[: len(self.placements) - len(self.unsharded_placements)]
+        if any(torch_border.sharded_dim(placement) is not None for placement in own):
+            chunks = whole.chunk(ranks)
+            local = chunks[rank] if rank < len(chunks) else whole[:0]
+        spec = torch_border.dtensor_spec(self.mesh, self.placements, self.shape, whole.dtype)
+        return torch_border.dtensor(local.clone(memory_format=torch.contiguous_format), spec)
+
+    def is_as_before(self, value: object) -> bool:
+        """Whether a value is a DTensor as the unsharded parameter is."""
+        return (
+            isinstance(value, DTensor)
+            and value.device_mesh == self.unsharded_mesh
+            and value.placements == self.unsharded_placements
+        )
+
+    def local_part(self, value: Tensor) -> Tensor:
+        """What this rank had before of a value of the whole shape; one that is local already stays."""
+        if self.unsharded_mesh is None:
+            return value
+        if isinstance(value, DTensor):
+            return torch_border.local_of(value)
+        if tuple(value.shape) != self.shape:
+            return value
+        for axis, placement in enumerate(self.unsharded_placements):
+            dim = torch_border.sharded_dim(placement)
+            if dim is not None:
+                chunks = value.chunk(self.unsharded_mesh.size(axis), dim)
+                place = self.unsharded_mesh.get_local_rank(axis)
+                value = chunks[place] if place < len(chunks) else value.narrow(dim, 0, 0)
+        return value
+
     def sharded(self, local: Tensor, *, trainable: bool) -> nn.Parameter:
         """A DTensor parameter over this rank's shard."""
         assert self.mesh is not None, "the sharded face is a DTensor"

@@ -195,7 +195,8 @@ class RestingShards:
         indices = [index for index, param in enumerate(self._params) if param.face is face]
         for place, value in values.items():
             index = indices[place]
-            part = own_part(self.layout, index, self._rank, value.detach())
+            whole = self._params[index].placement.local_part(value.detach())
+            part = own_part(self.layout, index, self._rank, whole)
             self.buffer.locals[index].copy_(part)
         face.put_stand_ins_back()
 

@@ -29,7 +29,6 @@ from fullshard import (
     MixedPrecision,
     ShardingStrategy,
     UnshardHandle,
-    UnsupportedError,
 )
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap as wrap_by_hand
 from tests.helpers.compare import assert_close, assert_equal
@@ -710,14 +709,3 @@ def compiled() -> None:
 
 def test_wrapped_models_can_be_compiled(world) -> None:
     world(2).run(compiled)
-
-
-def test_the_wrapper_says_what_it_cannot_do_yet() -> None:
-    with fake_world(2):
-        mesh = init_device_mesh("cpu", (2,))
-        module = nn.Linear(2, 2)
-        module.weight = nn.Parameter(
-            torch.distributed.tensor.DTensor.from_local(torch.ones(2, 2), mesh)
-        )
-        with pytest.raises(UnsupportedError, match=r"\['weight'\]. Use fully_shard"):
-            FSDP(module)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from .. import torch_border
-from ..errors import CheckpointError, LifecycleError
+from ..errors import CheckpointError, LifecycleError, UnsupportedError
 from ..faces import FlatFace, FlatParameter, PlainFace
 from ..mesh import global_rank, ranks_by_replica
 from ..names import clean_name
@@ -307,6 +307,19 @@ def _members(
 ) -> dict[nn.Module, dict[str, tuple[FSDPParamGroup, int]]]:
     """Parameters of wrappers by the modules that have them and the names there: some are not on them now."""
     found: dict[nn.Module, dict[str, tuple[FSDPParamGroup, int]]] = {}
+    parallel = [
+        param.name
+        for state in states
+        for group in state.groups
+        for param in group.params
+        if isinstance(param.face, PlainFace) and param.placement.parallel
+    ]
+    if parallel:
+        raise UnsupportedError(
+            "fullshard.checkpoint does not know flat pieces of tensor-parallel parameters, which these of wrappers are: "
+            f"{parallel}. Save and load the wrapper's SHARDED_STATE_DICT with torch.distributed.checkpoint, or use "
+            "fully_shard."
+        )
     for group in (group for state in states for group in state.groups):
         for index, param in enumerate(group.params):
             if isinstance(param.face, PlainFace):

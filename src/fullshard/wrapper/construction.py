@@ -28,6 +28,7 @@ from ..faces import ParamOwner, reads_gradients
 from ..forms import FlatForm, FlatParameterForm, Form
 from ..mesh import (
     DataParallelAxes,
+    DataParallelMeshInfo,
     DDPMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
@@ -48,7 +49,7 @@ from ..ownership import (
 )
 from ..param import FSDPParam, lies_in_buffers
 from ..param_group import FSDPParamGroup
-from ..placement import FacePlacement, local_tensor
+from ..placement import FacePlacement, Placer, local_tensor
 from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..runtime import FSDPState, attach_state
 from ..wrap import Wrapping
@@ -385,9 +386,10 @@ def send_from_rank_0(
     tensors += [buffer for _, module in modules for buffer in module.buffers(recurse=False)]  # type: ignore[misc]
     for tensor in tensors:
         tensor.data = tensor.data.to(device)
+        held = local_tensor(tensor)
         for group in (axes.shard_process_group, axes.replicate_process_group):
             if group is not None:
-                comm.broadcast(tensor.data, group)
+                comm.broadcast(held, group)
 
 
 # --- 5. sharding ----------------------------------------------------------------------------------
@@ -435,13 +437,8 @@ def shard(wrapper: nn.Module, wrapped: nn.Module, choices: Choices) -> FSDPState
         offload = CPUOffloadPolicy() if choices.offload.offload_params else OffloadPolicy()
         group = FSDPParamGroup(
             [
-                FSDPParam(
-                    each.name,
-                    each.owners,
-                    each.param,
-                    FacePlacement(shape=tuple(each.param.shape)),
-                )
-                for each in params
+                FSDPParam(each.name, each.owners, each.param, placement)
+                for each, placement in zip(params, _placements(params, choices.axes), strict=True)
             ],
             choices.axes,
             choices.device,
@@ -503,12 +500,7 @@ def _check(params: Sequence[OwnedParam], choices: Choices) -> None:
             f"Flattened parameters must be plain tensors, but these are tensor subclasses: {subclasses}. Shard "
             "their modules with fully_shard, or leave them out with ignored_states."
         )
-    parallel = [each.name for each in params if isinstance(each.param, DTensor)]
-    if parallel:
-        raise UnsupportedError(
-            f"The wrapper does not flatten DTensors (tensor parallelism) yet: {parallel}. Use fully_shard, which "
-            "does both."
-        )
+    _placements(params, choices.axes)
     if choices.use_orig_params:
         return
     hooked = [each.name for each in params if reads_gradients(each.param)]
@@ -533,6 +525,29 @@ def _check(params: Sequence[OwnedParam], choices: Choices) -> None:
             + "\n  ".join(listed)
             + "\nCast them, pass use_orig_params=True, or wrap modules of different dtypes by themselves."
         )
+
+
+def _placements(params: Sequence[OwnedParam], axes: DataParallelAxes) -> list[FacePlacement]:
+    """How parameters lie on meshes: of plain ones only the shape is known, DTensors are on axes beside ours."""
+    placer, found, faults = Placer(), list[FacePlacement](), list[str]()
+    for each in params:
+        if not isinstance(each.param, DTensor):
+            found.append(FacePlacement(shape=tuple(each.param.shape)))
+        elif not isinstance(axes, DataParallelMeshInfo):
+            faults.append(f"{each.name}: on {each.param.device_mesh}, but there is no device_mesh")
+        else:
+            try:
+                found.append(placer.place(each.param, 0, axes))
+            except ConfigurationError as error:
+                faults.append(f"{each.name}: {error}")
+    if faults:
+        raise ConfigurationError(
+            "Parameters that are DTensors (tensor parallelism) must lie on other axes of the mesh whose data-parallel "
+            "axes are passed as device_mesh:\n  "
+            + "\n  ".join(faults)
+            + "\nTake both from one init_device_mesh call, parallelize first, and pass device_mesh=mesh['dp']."
+        )
+    return found
 
 
 def full_precision_in_eval() -> bool:

@@ -89,7 +89,7 @@ def loadable(
     process_groups = known.process_groups if process_group is None else [process_group]
     foreign = [] if optim is None else [key for key in optim.state if not isinstance(key, Tensor)]
     if from_first:
-        source: _Source = _FromFirst(state_dict, foreign, process_groups)
+        source: _Source = _FromFirst(state_dict, foreign, process_groups, known)
     else:
         source = _OverRanks(state_dict, foreign)
         if not over_ranks and not any(map(is_spread, source.tensors.values())):
@@ -268,12 +268,19 @@ class _FromFirst(_Source):
         state_dict: Mapping[str, Any] | None,
         foreign: Collection[Any],
         process_groups: Sequence[ProcessGroup],
+        known: ModelParams,
     ) -> None:
         """Send the outline to everybody, or why there is none. Collective."""
         self._process_groups = process_groups
         self._has_tensors = is_first(process_groups)
         if self._has_tensors:
             super().__init__(state_dict, foreign)
+            for (name, each), value in self.tensors.items():
+                entry = known.by_name.get(name)
+                if entry is not None and entry.group is not None:
+                    # Tensor parallelism has first ranks of its own, which have a state together.
+                    if entry.placement_of(name).is_as_before(value):
+                        self.tensors[name, each] = whole_of_rows(value, entry.group.device)
             self.faults += listed(
                 (f"{name}: {each}" for (name, each), v in self.tensors.items() if is_spread(v)),
                 "A state dict that rank 0 sends to the others must have whole tensors, but these are spread over "
@@ -511,4 +518,5 @@ def _keep_part(part: dict[str, Any], each: str, entry: Entry, name: str, whole: 
     if entry.flat:
         held = group.layout.piece(index, rank)
         flat = flat.narrow(0, held.offset, held.numel)
-    flat.copy_(own_part(group.layout, index, rank, whole))
+    local = entry.placement_of(name).local_part(whole)
+    flat.copy_(own_part(group.layout, index, rank, local))

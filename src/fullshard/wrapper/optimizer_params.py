@@ -21,6 +21,7 @@ from ..errors import ConfigurationError, LifecycleError, OptionTypeError
 from ..faces import FlatFace
 from ..names import clean_name
 from ..param_group import FSDPParamGroup
+from ..placement import FacePlacement
 from ..wrapper_options import OptimStateKeyType
 from .summoning import wrappers_in
 
@@ -65,7 +66,12 @@ class Entry:
         """Of the whole parameter of this name."""
         if self.group is None:
             return tuple(self.param.shape)
-        return self.group.params[self.indices[self.names.index(name)]].shape
+        return self.placement_of(name).shape
+
+    def placement_of(self, name: str) -> FacePlacement:
+        """How the parameter of this name lies on meshes; of managed ones only."""
+        assert self.group is not None, "a wrapper places it"
+        return self.group.params[self.indices[self.names.index(name)]].placement
 
 
 class ModelParams:

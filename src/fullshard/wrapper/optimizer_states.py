@@ -441,16 +441,17 @@ class _Result:
             return value.detach().to("cpu" if self.style.on_cpu else value.device, copy=True)
         return map_tensors(self.moved, copy.deepcopy(value))
 
-    def elements(self, entry: Entry, whole: Tensor) -> Any:
-        """Elements of one parameter as the style wants them."""
+    def elements(self, entry: Entry, index: int, whole: Tensor) -> Any:
+        """Elements of one parameter, of this index in its group, as the style wants them."""
         assert entry.group is not None, "plain parameters are whole everywhere"
+        placement = entry.group.params[index].placement
         if self.style.sharded and entry.group.mesh_info.shard_process_group is not None:
             if self.style.on_cpu:
                 whole = whole.to("cpu")
             assert entry.wrapper is not None, "it has a group"
             as_dtensor = self.style.as_dtensors and entry.wrapper._device_mesh is not None
-            return sharded_rows(entry.wrapper, whole, as_dtensor=as_dtensor)
-        return self.moved(whole)
+            return sharded_rows(entry.wrapper, whole, placement, as_dtensor=as_dtensor)
+        return placement.as_before(self.moved(whole))
 
 
 def _groups(known: ModelParams) -> Iterator[list[Entry]]:
@@ -481,7 +482,7 @@ def _gather_group(
             for entry, index, member in _members(members):
                 whole = wholes[index]
                 assert whole is not None, "its segment was gathered"
-                result.add(member, {name: result.elements(entry, whole)})
+                result.add(member, {name: result.elements(entry, index, whole)})
     for entry, each in planned:
         if entry.flat:
             _add_values(entry, each, states, result)

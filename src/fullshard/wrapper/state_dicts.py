@@ -26,6 +26,7 @@ from .. import comm, torch_border, whole_params
 from ..errors import ConfigurationError, LifecycleError, OptionTypeError, UsageError
 from ..names import FLAT, WRAPPED, clean_name
 from ..param_group import FSDPParamGroup
+from ..placement import FacePlacement
 from ..runtime import state_of
 from ..wrapper_options import (
     FullOptimStateDictConfig,
@@ -300,7 +301,10 @@ def _shard_entries(
         return  # nothing is sharded: every rank has everything
     config = wrapper._state_dict_settings.state_dict_config
     as_dtensor = isinstance(config, ShardedStateDictConfig) and config._use_dtensor
-    by_name = {_key_of(state_dict, prefix, name) for name in _own_entries(wrapper)}
+    by_name = {
+        _key_of(state_dict, prefix, name): owner.params[index].placement
+        for name, (owner, index) in _own_entries(wrapper).items()
+    }
     # A hook of the user's may have given one another name.
     shown = {
         (whole.data_ptr(), whole.shape)
@@ -310,7 +314,8 @@ def _shard_entries(
     }
     for key, value in state_dict.items():
         if key in by_name or (type(value) is Tensor and (value.data_ptr(), value.shape) in shown):
-            state_dict[key] = sharded_rows(wrapper, value, as_dtensor=as_dtensor)
+            placement = by_name.get(key)
+            state_dict[key] = sharded_rows(wrapper, value, placement, as_dtensor=as_dtensor)
 
 
 def _key_of(state_dict: MutableMapping[str, Any], prefix: str, name: str) -> str | None:
@@ -320,12 +325,24 @@ def _key_of(state_dict: MutableMapping[str, Any], prefix: str, name: str) -> str
     )
 
 
-def sharded_rows(wrapper: FullyShardedDataParallel, whole: Tensor, *, as_dtensor: bool) -> Any:
-    """This rank's rows of a whole tensor, as a DTensor or ShardedTensor of all ranks' rows."""
+def sharded_rows(
+    wrapper: FullyShardedDataParallel,
+    whole: Tensor,
+    placement_before: FacePlacement | None = None,
+    *,
+    as_dtensor: bool,
+) -> Any:
+    """This rank's rows of a whole tensor, as a DTensor or ShardedTensor of all ranks' rows.
+
+    What is a DTensor already, by tensor parallelism, or belongs to one, is divided further.
+    """
     whole = whole.detach()
     axes = _groups(wrapper)[0].mesh_info
     group = axes.shard_process_group
     assert group is not None, "asked for where something is sharded"
+    if placement_before is not None and placement_before.parallel:
+        local = placement_before.local_part(whole)
+        return placement_before.rows(local, group.rank(), group.size())
     if as_dtensor:
         mesh = wrapper._device_mesh
         assert mesh is not None, "DTensors are asked for if there is a mesh"
@@ -440,8 +457,18 @@ def _before_loading(
         if key.startswith(prefix) and not key.startswith(others) and is_spread(state_dict[key])
     ]
     _check_same_on_all_ranks(wrapper, spread)
+    parallel = {
+        f"{prefix}{WRAPPED}.{name}": group.params[index].placement
+        for name, (group, index) in _own_entries(wrapper).items()
+        if group.params[index].placement.parallel
+    }
     for key in spread:
-        state_dict[key] = whole_of_rows(state_dict[key], wrapper.compute_device)
+        if key not in parallel or not parallel[key].is_as_before(state_dict[key]):
+            state_dict[key] = whole_of_rows(state_dict[key], wrapper.compute_device)
+    for key, placement in parallel.items():
+        value = state_dict.get(key)
+        if type(value) is Tensor and tuple(value.shape) == placement.shape:
+            state_dict[key] = placement.as_before(placement.local_part(value).contiguous())
     _show_whole(wrapper, None)
 
 
