@@ -143,7 +143,10 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Reduce gradients at backward, or only accumulate them locally (gradient accumulation)."""
+        """Reduce gradients at backward, or only accumulate them locally (gradient accumulation).
+
+        What is accumulated is in no `.grad` until a backward reduces it, and ``zero_grad()`` drops it.
+        """
         synchronises = switch("requires_gradient_sync", requires_gradient_sync)
         for state in _states(self, recurse):
             state.requires_gradient_sync = synchronises

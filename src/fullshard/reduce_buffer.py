@@ -124,7 +124,10 @@ class ReduceRun:
         return _cut(reduced, self._unsummed)
 
     def sum_copies(self, reduced: Tensor) -> None:
-        """Sum the contributions to 0-d parameters, when all are there: [Note: one sum for all copies]."""
+        """Sum the contributions to 0-d parameters, when all are there: [Note: one sum for all copies].
+
+        On the reduction's stream, which alone uses what is allocated here.
+        """
         if not self._sums:
             return
         _, first, number = self._sums[0]  # they lie one after the other

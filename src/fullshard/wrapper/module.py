@@ -350,7 +350,8 @@ class FullyShardedDataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Within it, backward only adds up gradients on this rank; the first one after it reduces them.
 
-        On the outermost wrapper, around forward and backward.
+        Until then `.grad` is the whole gradient of this rank, and ``zero_grad()`` drops it. On the outermost
+        wrapper, around forward and backward.
         """
         self._require_root("no_sync")
         self._require_idle("no_sync")
