@@ -110,7 +110,8 @@ class UnreducedGradients:
             _copy(self._cut(whole, members), gradients)
         before = face.param.grad
         if self._layout.world == 1 and before is not None:
-            whole.add_(before.to(whole.device))  # the same on all ranks, as is its average
+            # The same on all ranks, as is its average. Adding takes the wider of the dtypes.
+            whole = before.to(whole.device) + whole
             face.clear_gradient(set_to_none=True)
         return whole
 
@@ -186,11 +187,14 @@ def _add_to(
 def _in_dtype(
     gradients: dict[int, Tensor], dtypes: Sequence[torch.dtype] | dict[int, torch.dtype]
 ) -> dict[int, Tensor]:
-    """Gradients in ``dtypes``: themselves, as autograd has let go of them, or copies."""
-    cast = {i: g for i, g in gradients.items() if g.dtype != dtypes[i]}
+    """Gradients in ``dtypes``: themselves, if autograd has let go of them, or copies."""
+    cast = {i: g for i, g in gradients.items() if g.dtype != dtypes[i] or g.requires_grad}
     if not cast:
         return gradients
-    copies = {index: torch.empty_like(g, dtype=dtypes[index]) for index, g in cast.items()}
+    copies = {
+        index: torch.empty_like(g, dtype=dtypes[index], requires_grad=False)
+        for index, g in cast.items()
+    }
     _copy(copies, cast)
     return {**gradients, **copies}
 

@@ -17,6 +17,7 @@ from fullshard import (
     FullyShardedDataParallel,
     LifecycleError,
     MixedPrecisionPolicy,
+    ShardingStrategy,
     fully_shard,
     replicate,
 )
@@ -27,6 +28,7 @@ from tests.helpers.training import FULLSHARD, TORCH, whole
 from tests.helpers.wrapping import CPU, library
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
+NO_SHARD = ShardingStrategy.NO_SHARD
 REFUSED = -1
 
 
@@ -318,6 +320,15 @@ def left_alone_otherwise() -> None:
         optimizer.zero_grad()
         loss_of(model, 2).backward()
         assert_close(found, gradients_of(model), rtol=1e-6, atol=1e-7)
+    lib = library(FULLSHARD)
+    low = lib.MixedPrecision(param_dtype=torch.bfloat16)
+    model = lib.FSDP(net(), device_id=CPU, mixed_precision=low, sharding_strategy=NO_SHARD)
+    loss_of(model, 0).backward()
+    reduced = shown(model)["0"]
+    without_sync(model, 1)  # adds bf16 to fp32
+    added = shown(model)["0"] - reduced
+    assert added.dtype is torch.float32
+    assert torch.allclose(added, added.bfloat16().float(), rtol=1e-4)
     model = per_layer()
     without_sync(model, 1)
     model[0].weight.requires_grad_(False)  # its gradient waits all the same
