@@ -690,7 +690,7 @@ def reads_gradients(param: nn.Parameter) -> bool:
     return bool(
         torch_border.post_accumulate_grad_hooks(param)
         or torch_border.tensor_hooks(param)
-        or torch_border.in_backward_optimizers(param)
+        or param.__dict__.get(torch_border.IN_BACKWARD_OPTIMIZERS)
     )
 
 
@@ -700,7 +700,7 @@ def _after_accumulation(param: nn.Parameter) -> None:
     if hooks:
         for hook in tuple(hooks.values()):
             hook(param)
-    optimizers = torch_border.in_backward_optimizers(param)
+    optimizers = param.__dict__.get(torch_border.IN_BACKWARD_OPTIMIZERS)
     if optimizers:
         # torch hangs its own hook on the parameter's node in the graph, where a sharded one never is.
         for optimizer in optimizers:

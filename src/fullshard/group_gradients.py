@@ -133,7 +133,10 @@ class GroupGradients:
 
     def _note_waiting(self) -> None:
         """Let those who call, observe or record know whether and how much waits."""
-        (_WAITING.add if self.unreduced or self._partial else _WAITING.discard)(self)
+        if self.unreduced or self._partial:
+            _WAITING[id(self)] = self
+        else:
+            _WAITING.pop(id(self), None)
         if self._context.recorder is not None:
             self._context.recorder.note_reducing(self.unreduced, self.unreduced.nbytes)
 
@@ -209,7 +212,7 @@ class GroupGradients:
         )
         self._filled = set()
         if not settings.all_reduce:
-            _WAITING.add(self)
+            _WAITING[id(self)] = self
         return reduction
 
     def clear(self, cleared: Collection[int]) -> None:
@@ -263,15 +266,20 @@ class GroupGradients:
         return ReduceTraffic(sent, all_reduced)
 
 
-_WAITING: weakref.WeakSet[GroupGradients] = weakref.WeakSet()
-"""Those of whose gradients some wait; usually none."""
+_WAITING: weakref.WeakValueDictionary[int, GroupGradients] = weakref.WeakValueDictionary()
+"""Those of whose gradients some wait, by their ids; usually none. Other threads may add theirs at any time."""
+
+
+def _waiting() -> list[GroupGradients]:
+    found = (reference() for reference in _WAITING.valuerefs())
+    return [waiting for waiting in found if waiting is not None]
 
 
 def gradients_were_cleared(params: Callable[[], Iterable[Tensor]]) -> None:
     """Let no gradients of parameters wait any longer: ``zero_grad`` was called for them."""
     if _WAITING:
         cleared = {id(param) for param in params()}
-        for waiting in tuple(_WAITING):
+        for waiting in _waiting():
             waiting.clear(cleared)
 
 
@@ -280,4 +288,4 @@ def not_to_be_updated(params: Callable[[], Iterable[Tensor]]) -> list[str]:
     if not _WAITING:
         return []
     wanted = {id(param) for param in params()}
-    return [name for waiting in tuple(_WAITING) for name in waiting.unreduced.sharded_names(wanted)]
+    return [name for waiting in _waiting() for name in waiting.unreduced.sharded_names(wanted)]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import itertools
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -101,6 +101,7 @@ class FSDPParamGroup:
         """
         self.params = tuple(params)
         self.serial_number = next(_SERIAL_NUMBERS)
+        _ALIVE[self.serial_number] = self
         """Larger than that of all groups made before, as on every rank."""
         self.mesh_info = mesh_info
         self.device = device
@@ -457,7 +458,6 @@ class FSDPParamGroup:
                 assert member.whole is not None, "the gather has been finished"
                 member.param.make_unsharded_face(member.whole)
         self._find_unwatched()
-        _GROUPS_OF_UNSHARDED.update((id(param.unsharded_param), self) for param in self.params)
         self._faces = FaceSwitch(self.params)
         if isinstance(self._gathering, Gathering):
             self._guard = VersionGuard(self._plain)
@@ -646,12 +646,8 @@ class FSDPParamGroup:
 
 _GROUPS: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
 """By the ids of their sharded parameters; of one that is gone, its id may have been given to another tensor."""
-_GROUPS_OF_UNSHARDED: weakref.WeakValueDictionary[int, FSDPParamGroup] = (
-    weakref.WeakValueDictionary()
-)
-"""By the ids of their unsharded parameters."""
-
-
+_ALIVE: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
+"""All there are, by their serial numbers."""
 _GUARDED: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
 """By the versions that their unsharded parameters have while these have no memory."""
 
@@ -663,14 +659,11 @@ def group_without_memory(version: int) -> FSDPParamGroup | None:
 
 def groups_of(params: Iterable[Tensor]) -> list[FSDPParamGroup]:
     """The groups to which some of the parameters belong, and maybe others."""
-    return _found(_GROUPS, params)
-
-
-def groups_of_unsharded(params: Iterable[Tensor]) -> list[FSDPParamGroup]:
-    """The same of unsharded parameters; a group is asked which of its own are meant."""
-    return _found(_GROUPS_OF_UNSHARDED, params)
-
-
-def _found(known: Mapping[int, FSDPParamGroup], params: Iterable[Tensor]) -> list[FSDPParamGroup]:
-    found = (known.get(id(param)) for param in params)
+    found = (_GROUPS.get(id(param)) for param in params)
     return list(dict.fromkeys(group for group in found if group is not None))
+
+
+def unsharded_groups() -> list[FSDPParamGroup]:
+    """All groups of this process whose unsharded parameters are on the modules; between steps usually none."""
+    alive = (reference() for reference in _ALIVE.valuerefs())
+    return [group for group in alive if group and group.sharded_state is ShardedState.UNSHARDED]

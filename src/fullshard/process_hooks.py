@@ -36,7 +36,7 @@ from .errors import LifecycleError
 from .faces import group_of, unsharded_name
 from .group_gradients import gradients_were_cleared, not_to_be_updated
 from .optimizer_checks import params_of
-from .param_group import group_without_memory, groups_of, groups_of_unsharded
+from .param_group import group_without_memory, groups_of, unsharded_groups
 
 
 @functools.cache
@@ -112,10 +112,12 @@ def _cleared_by_optimizer(optimizer: Optimizer, set_to_none: bool) -> None:
 
 def _cleared_by_module(module: nn.Module, set_to_none: bool) -> None:
     """Between forward and backward a module may have unsharded parameters, whose `.grad` is another one."""
-    params = list(module.parameters())
-    gradients_were_cleared(lambda: params)
-    for group in groups_of_unsharded(params):
-        group.clear_gradients({id(param) for param in params}, set_to_none=set_to_none)
+    gradients_were_cleared(module.parameters)
+    groups = unsharded_groups()
+    if groups:
+        cleared = {id(param) for param in module.parameters()}
+        for group in groups:
+            group.clear_gradients(cleared, set_to_none=set_to_none)
 
 
 # --- backward -------------------------------------------------------------------------------------

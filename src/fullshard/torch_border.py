@@ -665,11 +665,8 @@ def move_hooks(old: Tensor, new: Tensor) -> None:
         cast(Any, new)._post_accumulate_grad_hooks = post_accumulate_grad_hooks(old)
 
 
-def in_backward_optimizers(param: Tensor) -> Sequence[torch.optim.Optimizer]:
-    """Optimizers that torch's `_apply_optimizer_in_backward` gave to a parameter."""
-    return cast(
-        "Sequence[torch.optim.Optimizer]", param.__dict__.get("_in_backward_optimizers", ())
-    )
+IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
+"""Where torch's `_apply_optimizer_in_backward` keeps a parameter's optimizers, among its attributes."""
 
 
 def observe_backward(
