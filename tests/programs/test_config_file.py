@@ -294,7 +294,8 @@ def test_fields_that_do_not_go_together_are_named(wanted: list[str], message: st
             "4 / (2 * 3) leaves 4. 6 would do as train.batch.",
         ),
         (["sharding.replicas=3"], 4, "4 / 3 leaves 1. 1, 2 or 4 would do as sharding.replicas."),
-        ([f"train.batch={10**30}"], 7, "would do as train.batch"),
+        ([f"train.batch={10**18}"], 7, "would do as train.batch"),
+        ([f"train.batch={10**30}"], 7, f"{10**30}, more than 64 bits hold"),
     ],
 )
 def test_batches_and_replicas_that_do_not_divide_name_those_that_do(

@@ -245,8 +245,9 @@ class DcpCheckpoint:
             raise CheckpointError(
                 f"{self._place(chunk.item, key)} should be {dtype} {shape} and {kind}. The checkpoint is damaged."
             )
-        self._last = chunk.item, found.detach()
-        return found.detach()
+        tensor: Tensor = found.detach()
+        self._last = chunk.item, tensor
+        return tensor
 
     def _load(self, item: Item, key: str) -> Any:
         try:

@@ -5,7 +5,8 @@ Nothing here imports torch before a verb runs.
 Exit codes:
     0     done; for `verify`, all is well; for `diff`, the checkpoints are equal
     1     `verify` found faults, `diff` found differences
-    2     trouble: no checkpoint that can be read, wrong options, or nowhere to write; one message, no traceback
+    2     trouble: no checkpoint that can be read, wrong options, or nowhere to write, also the output; one message, no
+          traceback
     130   stopped by Ctrl-C
 """
 

@@ -2,7 +2,7 @@
 
 Exit codes:
     0     written
-    2     nothing to report on, or nowhere to write; one message, no traceback
+    2     nothing to report on, or nowhere to write, also the output; one message, no traceback
 """
 
 from __future__ import annotations

@@ -233,6 +233,8 @@ def _shown(value: object) -> str:
         text = reprlib.repr(value)
     except ValueError:  # Python does not write it
         return "a number of thousands of digits"
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        text += ", more than 64 bits hold"
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
