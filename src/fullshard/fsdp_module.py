@@ -295,7 +295,8 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this group's summed gradients by ``factor`` instead of by the number of ranks."""
-        if not isinstance(factor, Real):
+        given: object = factor  # numpy's numbers are no floats, but Reals
+        if not isinstance(given, Real):
             raise OptionTypeError(f"factor must be a positive number, got {factor!r}.")
         if not factor > 0:
             raise ConfigurationError(f"factor must be positive, got {factor!r}.")

@@ -200,9 +200,9 @@ def test_numbers_are_no_switches_where_torch_wants_a_bool_and_the_other_way_roun
         for wrong in (1, np.True_, None):
             with pytest.raises(ValueError, match="True or False"):
                 model.set_reshard_after_forward(wrong)
-        for wrong in (True, np.True_, 1.0):
+        for no_int in (True, np.True_, 1.0):
             with pytest.raises(TypeError, match="must be an int"):
-                model.set_reduce_scatter_max_input_buffers(wrong)
+                model.set_reduce_scatter_max_input_buffers(no_int)
         with pytest.raises(ValueError, match="True, False, None or an int"):
             fully_shard(make(), reshard_after_forward=np.True_)  # type: ignore[arg-type]
         model.set_gradient_divide_factor(np.float32(2.0))

@@ -69,7 +69,7 @@ def policy() -> ModuleWrapPolicy:
     return ModuleWrapPolicy({Layer})
 
 
-def wrapped(mesh: DeviceMesh, *, seed: int = 0, **options: Any) -> FSDP:
+def wrapped(mesh: DeviceMesh, *, seed: int = 0, **options: Any) -> Any:
     hybrid = options.get("sharding_strategy") is ShardingStrategy.HYBRID_SHARD
     return FSDP(
         make(mesh["tp"], seed=seed),
@@ -218,9 +218,9 @@ def show_whole_parameters() -> None:
         model(batch(place, 0)).square().sum().backward()
         if use_orig_params:
             with FSDP.summon_full_params(model, with_grads=True):
-                shown = {name: param.grad for name, param in model.named_parameters()}
-                assert_close(wholes(shown), gradients, rtol=1e-4, atol=1e-6)
-                shown["0.up.weight"].zero_()
+                found = {name: param.grad for name, param in model.named_parameters()}
+                assert_close(wholes(found), gradients, rtol=1e-4, atol=1e-6)
+                found["0.up.weight"].zero_()
             written, kept = model.module[0].up.weight.grad, model.module[0].down.weight.grad
             assert written is None or written.count_nonzero() == 0  # its piece may be empty
             assert kept is None or kept.count_nonzero() > 0
