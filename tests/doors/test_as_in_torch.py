@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -354,6 +357,32 @@ def call_methods(use_orig_params: bool) -> None:
         with pytest.raises(IndexError):
             call(torch.tensor([100]))
         assert_equal(broken.generate(tokens), expected)
+
+
+def test_copies_of_a_wrapped_module_belong_to_no_wrapper() -> None:
+    with fake_world(2):
+        model = FSDP(make(Writer), use_orig_params=True)
+        with FSDP.summon_full_params(model):
+            copied = copy.deepcopy(model.module)
+            pickled = pickle.loads(pickle.dumps(model.module))
+        tokens = torch.tensor([1, 4])
+        for other in (copied, pickled):
+            with count_gathers(model) as gathers:
+                other.generate(tokens)
+            assert not gathers
+
+
+@contextlib.contextmanager
+def count_gathers(model: Any) -> Iterator[list[int]]:
+    """Note every gather of a wrapper."""
+    found: list[int] = []
+    state = model._fsdp_state
+    before = state.unshard
+    state.unshard = lambda: (found.append(1), before())
+    try:
+        yield found
+    finally:
+        del state.unshard
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

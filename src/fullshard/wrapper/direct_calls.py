@@ -34,6 +34,10 @@ class DirectCalls:
             module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after, always_call=True)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies of the module, made or pickled while it is whole, belong to no wrapper."""
+        return _of_a_copy, ()
+
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -54,3 +58,10 @@ class DirectCalls:
         self._direct -= 1
         wrapper = self._wrapper()
         return None if wrapper is None else wrapper._fsdp_state.post_forward(wrapper, args, output)
+
+
+def _of_a_copy() -> DirectCalls:
+    """Hooks that never do anything."""
+    made = DirectCalls.__new__(DirectCalls)
+    made.through_wrapper = 1
+    return made
