@@ -10,7 +10,7 @@ Reduce buffers are reserved and given back here and by the reductions that read 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -128,7 +128,7 @@ class GroupGradients:
             taken = self.unreduced.take(taken)
             self._note_waiting()
         if taken:
-            self._reserve_buffer(taken).put(taken)
+            self._reserve_buffer(taken.keys()).put(taken)
             self._filled = set(taken)
 
     def _note_waiting(self) -> None:
@@ -140,11 +140,11 @@ class GroupGradients:
         if self._context.recorder is not None:
             self._context.recorder.note_reducing(self.unreduced, self.unreduced.nbytes)
 
-    def _reserve_buffer(self, params: Collection[int]) -> ReduceBuffer:
+    def _reserve_buffer(self, params: Set[int]) -> ReduceBuffer:
         """The reduce buffer, with room for parameters, its memory present and nobody else reading it."""
         self._context.make_room_for_reduction()
         buffer = self._buffer
-        if buffer is None or not buffer.targets.keys() >= set(params):
+        if buffer is None or not params <= buffer.targets.keys():
             buffer = self._buffer = self._buffer_on(self._device, params)
             buffer.release()
         if buffer.allocated:  # this very group's previous reduction still reads it
