@@ -549,14 +549,17 @@ class FlatFace(PlainFace):
     def fault(self, candidate: Tensor | None) -> str | None:
         """See `ShardedFace`."""
         faults = [super().fault(candidate)]
+        dtype = (
+            self.param.dtype if candidate is None else candidate.dtype
+        )  # both may have been cast
         for place, value in self.assigned_members().items():
             name, shape, _ = self._shapes[place]
             foreign = isinstance(value, DTensor) and not self._placements[place].is_as_before(value)
             if not isinstance(value, Tensor) or foreign or value.is_meta:
                 faults.append(f"{name}: expected a plain tensor, got {type(value).__name__}")
-            elif tuple(value.shape) != shape or value.dtype != self.param.dtype:
+            elif tuple(value.shape) != shape or value.dtype != dtype:
                 faults.append(
-                    f"{name}: expected shape {shape} and {self.param.dtype}, the whole parameter, got "
+                    f"{name}: expected shape {shape} and {dtype}, the whole parameter, got "
                     f"{tuple(value.shape)} and {value.dtype}"
                 )
             elif not are_equal(self._others_of(self._members[place])):

@@ -54,7 +54,8 @@ def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
     idle = state.runtime is None or not state.runtime.busy
     for group in state.groups:
         # What waits for a backward must stay what its forward has used.
-        if idle and not state.left_gathered and group.sharded_state is ShardedState.SHARDED:
+        awaited = state.left_gathered and group.gathered
+        if idle and not awaited and group.sharded_state is ShardedState.SHARDED:
             group.notice_replacements()
             if group.outdated:
                 group.reshard()
@@ -104,7 +105,9 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free the unsharded parameters and put the sharded ones back, of this module's group only."""
-        _state(self).reshard()
+        for group in _state(self).groups:
+            group.check_nothing_assigned()
+            group.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module's group, not of those below it.

@@ -93,9 +93,13 @@ class FaceSwitch:
     def __init__(self, params: Sequence[FSDPParam]) -> None:
         self._tables = []
         self._assigned = []
+        self._memory = []
         for param in params:
             unsharded = param.unsharded_param
             assert unsharded is not None, "a switch is between two faces"
+            if type(unsharded.data) is Tensor:  # a subclass may exchange what it holds
+                memory = torch_border.storage_id(unsharded)
+                self._memory.append((param.name, unsharded, memory))
             for owner in param.owners:
                 resting = param.face.resting(owner)
                 if owner.plain:
@@ -105,14 +109,19 @@ class FaceSwitch:
                     self._assigned.append((owner, resting, unsharded))
 
     def replaced(self) -> list[str]:
-        """Names in their modules of unsharded faces that are not on them any more."""
+        """Names of unsharded faces that are not on their modules any more, or not over the gathered memory."""
         found = [
             name for table, name, _, unsharded in self._tables if table.get(name) is not unsharded
         ]
-        return found + [
+        found += [
             owner.name
             for owner, _, unsharded in self._assigned
             if getattr(owner.module, owner.name, None) is not unsharded
+        ]
+        return found + [
+            f"{name}.data"
+            for name, unsharded, memory in self._memory
+            if torch_border.storage_id(unsharded) != memory
         ]
 
     def to_sharded(self) -> None:

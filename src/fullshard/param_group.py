@@ -263,15 +263,21 @@ class FSDPParamGroup:
         self.reshard()
 
     def check_nothing_assigned(self) -> None:
-        """While the unsharded parameters are on the modules, what is assigned there would be lost."""
-        if self.sharded_state is ShardedState.SHARDED:
+        """Refuse what users assigned while the unsharded parameters were on the modules: it would be lost.
+
+        Data that were assigned to an unsharded parameter would also keep it from seeing what is gathered next. So
+        the parameters are made anew after the error.
+        """
+        if self.sharded_state is ShardedState.SHARDED or self._faces is None:
             return
-        assigned = [] if self._faces is None else self._faces.replaced()
+        assigned = self._faces.replaced()
         if assigned:
+            self.reshard()
+            self._faces = None
             raise ConfigurationError(
-                "Parameters are replaced while they are sharded; these were replaced while they were gathered, where "
-                f"nobody would find them again: {assigned} of group {self.name!r}. Assign them after reshard(), or, "
-                "with FullyShardedDataParallel, within summon_full_params."
+                "Parameters are replaced while they are sharded; these were replaced while they were gathered, and what "
+                f"was assigned is not kept: {assigned} of group {self.name!r}. Assign them after reshard(), or, with "
+                "FullyShardedDataParallel, within summon_full_params."
             )
 
     @property

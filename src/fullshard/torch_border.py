@@ -326,10 +326,15 @@ def tensor_without_memory(
     )
 
 
+def storage_id(tensor: Tensor) -> int:
+    """The same for tensors over the same storage, whatever memory that has now."""
+    return tensor.untyped_storage()._cdata
+
+
 def same_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of as many elements are at the same place of the same storage, in the same dtype."""
     return (
-        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        storage_id(one) == storage_id(other)
         and one.storage_offset() == other.storage_offset()
         and one.dtype == other.dtype
     )
