@@ -378,7 +378,12 @@ def count_gathers(model: Any) -> Iterator[list[int]]:
     found: list[int] = []
     state = model._fsdp_state
     before = state.unshard
-    state.unshard = lambda: (found.append(1), before())
+
+    def unshard() -> None:
+        found.append(1)
+        before()
+
+    state.unshard = unshard
     try:
         yield found
     finally:
