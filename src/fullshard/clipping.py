@@ -106,10 +106,10 @@ class Clipping:
         # which order, must not depend on what a rank passes first, or leaves out for lack of a gradient.
         given = {id(param): param for param in params}
         for group in sorted(groups_of(params), key=lambda each: each.serial_number):
+            parallel = any(param.placement.parallel for param in group.params)
             for face in group.faces:
                 is_given = given.pop(id(face.param), None) is not None
-                members = (each for each in group.params if each.face is face)
-                if isinstance(face, PlainFace) and any(m.placement.parallel for m in members):
+                if parallel and isinstance(face, PlainFace):
                     self._add_members(face, group, is_given=is_given)
                 else:
                     self._add(face.param, group, is_given=is_given)
@@ -275,18 +275,19 @@ def _wide(device: torch.device) -> torch.dtype:
 
 
 def _norms(tensors: Iterable[Tensor | None], order: float, *, foreach: bool) -> list[Tensor]:
-    """Norms of tensors with elements; of narrow ones in float32."""
-    by_dtype: dict[torch.dtype | None, list[Tensor]] = {}
+    """Norms of tensors with elements, in few tensors; of narrow ones in float32."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if tensor is not None and tensor.numel():
-            narrow = tensor.is_floating_point() and tensor.itemsize < 4
-            by_dtype.setdefault(torch.float32 if narrow else None, []).append(tensor)
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     norms: list[Tensor] = []
-    for dtype, together in by_dtype.items():
+    for (_, dtype), together in by_kind.items():
+        wider = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else None
         if foreach:
-            norms += torch._foreach_norm(together, order, dtype=dtype)
+            found = list(torch._foreach_norm(together, order, dtype=wider))
         else:
-            norms += [torch.linalg.vector_norm(each, order, dtype=dtype) for each in together]
+            found = [torch.linalg.vector_norm(each, order, dtype=wider) for each in together]
+        norms.append(torch.stack(found))
     return norms
 
 
@@ -310,7 +311,7 @@ class _SumOfPowers:
         norms = [norm.to(device, dtype) for norm in _norms(tensors, self.order, foreach=foreach)]
         if not norms:
             return self.of_nothing(dtype, device)
-        return self.of_norms(torch.stack(norms))
+        return self.of_norms(torch.cat(norms))
 
     def of_nothing(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(1, dtype=dtype, device=device)

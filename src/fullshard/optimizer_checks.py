@@ -51,10 +51,17 @@ def _has_part(param: nn.Parameter, group: FSDPParamGroup) -> bool:
     """Whether this rank, or another, has only a part of the parameter."""
     if isinstance(param, DTensor):
         return any(
-            placement.is_shard() and param.device_mesh.size(axis) > 1
+            param.device_mesh.size(axis) > 1 and not placement.is_replicate()
             for axis, placement in enumerate(param.placements)
         )
-    return group.layout.world > 1
+    return _is_piece(param, group)
+
+
+def _is_piece(param: nn.Parameter, group: FSDPParamGroup) -> bool:
+    """Whether a plain parameter is a part of what the user had, or of what tensor parallelism had divided."""
+    return group.layout.world > 1 or any(
+        each.placement.parallel for each in group.params if each.face.param is param
+    )
 
 
 def _is_not_its_matrix(param: nn.Parameter, group: FSDPParamGroup) -> bool:
@@ -66,7 +73,7 @@ def _is_sharded(param: nn.Parameter, group: FSDPParamGroup) -> bool:
     """As `_has_part`; a DTensor that is sharded over one rank counts, since torch treats it so."""
     if isinstance(param, DTensor):
         return not all(placement.is_replicate() for placement in param.placements)
-    return group.layout.world > 1
+    return _is_piece(param, group)
 
 
 def _is_sharded_or_flat(param: nn.Parameter, group: FSDPParamGroup) -> bool:

@@ -91,13 +91,24 @@ def check_can_be_owned(found: Sequence[OwnedParam], remedy: str) -> None:
             + f"\n{remedy}"
         )
     faults = [fault for each in found if (fault := check_can_be_sharded(each.name, each.param))]
+    faults += [
+        f"{each.name}: has sparse gradients (sparse=True)" for each in found if _is_sparse(each)
+    ]
     if faults:
         raise ConfigurationError(
             "Parameters to be sharded must be strided, floating-point or complex where they are trainable, and have "
-            "both methods of the all-gather protocol or none:\n  "
+            "both methods of the all-gather protocol or none; gradients must be dense:\n  "
             + "\n  ".join(faults)
             + "\nFreeze them, or leave them out: ignored_params, or ignored_states of the wrapper."
         )
+
+
+def _is_sparse(owned: OwnedParam) -> bool:
+    """Whether an embedding is to have sparse gradients, which cannot be reduced with others."""
+    return owned.param.requires_grad and any(
+        isinstance(owner.module, (nn.Embedding, nn.EmbeddingBag)) and owner.module.sparse
+        for owner in owned.owners
+    )
 
 
 def check_real_for_wire(params: Iterable[tuple[str, nn.Parameter]]) -> None:

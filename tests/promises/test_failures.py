@@ -106,6 +106,10 @@ def tensor_subclass() -> None:
     fully_shard(layer)
 
 
+def sparse_gradients() -> None:
+    fully_shard(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+
+
 def wrong_policy() -> None:
     fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)
 
@@ -190,6 +194,7 @@ CASES: list[tuple[Any, type[Exception], list[str]]] = [
     (parameter_in_two_groups, ConfigurationError, ["weight", "[a, b]"]),
     (parameter_in_child_and_parent, ConfigurationError, ["head.weight (by Block)", "[a, b]"]),
     (complex_on_a_real_wire, ConfigurationError, ["weight", "complex", "wire_dtype"]),
+    (sparse_gradients, ConfigurationError, ["0.weight", "sparse=True", "ignored_params"]),
     (tensor_subclass, ConfigurationError, ["weight: is a Wrapped", "fsdp_post_all_gather"]),
     (wrong_policy, ConfigurationError, ["mp_policy", "dtype"]),
     (wrong_dtype_in_policy, ConfigurationError, ["param_dtype", "int8"]),
