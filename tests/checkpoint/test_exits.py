@@ -20,6 +20,7 @@ from fullshard.train.sharding import make_mesh
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_failed_process_ends_and_one_that_ended_well_waits_for_its_checkpoint(
     tmp_path: Path,
