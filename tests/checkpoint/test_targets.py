@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from fullshard import FullyShardedDataParallel, MixedPrecision, checkpoint, fully_shard
+from fullshard import (
+    CheckpointError,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    checkpoint,
+    fully_shard,
+)
 from fullshard.checkpoint.holdings import ModelHoldings
 from fullshard.checkpoint.optimizer_target import OptimizerTarget
 from fullshard.checkpoint.source import TensorRef
@@ -94,6 +101,15 @@ def test_states_of_modules_come_back() -> None:
     other.middle.seen = torch.zeros(1)  # of another shape: only the module knows what it means
     load_into(other, None, saved(net))
     assert_equal(other.middle.seen, torch.arange(4))
+
+
+def test_states_of_modules_that_are_no_json_are_refused() -> None:
+    source = saved(make_odd_net())
+    for text in (b"[" * 100_000, b"9" * 5000, b"\xff", b'{"!": "array"}'):
+        state = torch.tensor(list(text), dtype=torch.uint8)
+        hostile = MemorySource({**source.whole, "model/middle._extra_state": state}, source.tied)
+        with pytest.raises(CheckpointError):
+            load_into(make_odd_net(), None, hostile)
 
 
 def test_buffers_that_are_cast_for_compute_are_loaded() -> None:

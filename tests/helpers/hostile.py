@@ -14,6 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 NUM_INPUTS = 2000
@@ -131,6 +132,13 @@ def mutated_bytes(random: random.Random, content: bytes) -> bytes:
         elif data:
             data[begin % len(data)] ^= 1 << random.randrange(8)
     return bytes(data)
+
+
+def rewrite(path: Path, content: bytes) -> None:
+    """Let a file have other content; in place, since file systems take their time to empty one."""
+    with path.open("r+b") as file:
+        file.write(content)
+        file.truncate()
 
 
 def in_small_process(task: Callable[[], None]) -> None:

@@ -443,7 +443,7 @@ def _module_state(source: Source, name: str) -> Any:
     info = source.tensors[MODEL + name]
     if info.dtype == torch.uint8 and len(info.shape) == 1:
         text = bytes(read_verified(source, MODEL + name).tolist())
-        with contextlib.suppress(ValueError, CheckpointError):
+        with contextlib.suppress(ValueError, RecursionError, CheckpointError):
             return trees.decode(json.loads(text))
     return TensorRef(MODEL + name)
 

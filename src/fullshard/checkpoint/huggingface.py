@@ -478,7 +478,12 @@ def _name_dtype(config: Path, files: Mapping[str, Sequence[_Weight]]) -> None:
         for weight in weights:
             if weight.dtype.is_floating_point:
                 nbytes[weight.dtype] += weight.nbytes
-    content = json.loads(config.read_bytes())
+    try:
+        content = json.loads(config.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it is no object")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{config.name} of config_from cannot be read: {error}.") from error
     named = [key for key in ("dtype", "torch_dtype") if content.get(key) is not None]
     if not named or not nbytes:
         return

@@ -149,7 +149,7 @@ def _extra_state(key: str, value: Tensor) -> Any:
         if value.dtype != torch.uint8 or value.ndim != 1:
             raise ValueError(f"{value.dtype} of shape {tuple(value.shape)}")
         return trees.decode(json.loads(bytes(value.tolist())))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"The state of a module is a tensor, or what JSON says of it; {key} is neither: {error}"
         ) from error
