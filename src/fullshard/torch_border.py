@@ -328,7 +328,7 @@ def tensor_without_memory(
 
 def storage_id(tensor: Tensor) -> int:
     """The same for tensors over the same storage, whatever memory that has now."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
