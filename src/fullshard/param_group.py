@@ -101,7 +101,6 @@ class FSDPParamGroup:
         """
         self.params = tuple(params)
         self.serial_number = next(_SERIAL_NUMBERS)
-        _ALIVE[self.serial_number] = self
         """Larger than that of all groups made before, as on every rank."""
         self.mesh_info = mesh_info
         self.device = device
@@ -156,6 +155,7 @@ class FSDPParamGroup:
         """Trainable parameters of whose gradients nobody is told yet."""
         self._be_found()
         self._prepare_dtypes()
+        _ALIVE[self.serial_number] = self  # last: other threads ask all there are for their state
 
     # --- at rest ----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ is not sharded by fullshard.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -38,13 +39,20 @@ from .group_gradients import gradients_were_cleared, not_to_be_updated
 from .optimizer_checks import params_of
 from .param_group import group_without_memory, groups_of, unsharded_groups
 
+_INSTALLING = threading.Lock()
 
-@functools.cache
+
 def install(watch_results: Callable[[list[Tensor]], None]) -> None:
     """Install the hooks, unless that has been done.
 
     ``watch_results`` is called with the gradients that backward passes return.
     """
+    with _INSTALLING:  # ranks may be threads
+        _install(watch_results)
+
+
+@functools.cache
+def _install(watch_results: Callable[[list[Tensor]], None]) -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     torch_border.observe_zero_grad(_cleared_by_optimizer, _cleared_by_module)
