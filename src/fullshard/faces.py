@@ -221,6 +221,11 @@ class DTensorFace(ShardedFace):
         """See `ShardedFace`."""
         if not isinstance(candidate, DTensor):
             return f"{self.name}: expected a DTensor, got {type(candidate).__name__}"
+        if not isinstance(candidate, nn.Parameter):
+            return (
+                f"{self.name}: expected a parameter, got a DTensor that is none (torch.func.functional_call cannot "
+                "compute with tensors in the place of sharded parameters)"
+            )
         if tuple(candidate.shape) != self._shape:
             return f"{self.name}: expected shape {self._shape}, got {tuple(candidate.shape)}"
         expected = torch_border.spec_of(self.param)

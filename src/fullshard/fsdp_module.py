@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NoReturn, cast
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from . import torch_border
 from .comm import (
     AllGather,
     ProcessGroupAllGather,
@@ -45,24 +46,26 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait until the parameters are unsharded; the current stream may use them afterwards."""
         if self._state is not None and self._state.gathered:  # no forward has used them and let go
-            self._state.wait()
+            with torch_border.outside_transforms():
+                self._state.wait()
         self._state = None  # waiting twice is harmless
 
 
 def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
     """Gather the parameters of a state; with ``async_op`` return a handle to wait for."""
     idle = state.runtime is None or not state.runtime.busy
-    for group in state.groups:
-        # What waits for a backward must stay what its forward has used.
-        awaited = state.left_gathered and group.gathered
-        if idle and not awaited and group.sharded_state is ShardedState.SHARDED:
-            group.notice_replacements()
-            if group.outdated:
-                group.reshard()
-        if not group.gathered:
-            group.context.gathers_wait_for()
-            group.unshard()
-            group.remember_shards()
+    with torch_border.outside_transforms():
+        for group in state.groups:
+            # What waits for a backward must stay what its forward has used.
+            awaited = state.left_gathered and group.gathered
+            if idle and not awaited and group.sharded_state is ShardedState.SHARDED:
+                group.notice_replacements()
+                if group.outdated:
+                    group.reshard()
+            if not group.gathered:
+                group.context.gathers_wait_for()
+                group.unshard()
+                group.remember_shards()
     handle = UnshardHandle(state)
     if async_op:
         return handle
@@ -105,9 +108,10 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free the unsharded parameters and put the sharded ones back, of this module's group only."""
-        for group in _state(self).groups:
-            group.check_nothing_assigned()
-            group.reshard()
+        with torch_border.outside_transforms():
+            for group in _state(self).groups:
+                group.check_nothing_assigned()
+                group.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module's group, not of those below it.

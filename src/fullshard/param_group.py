@@ -243,9 +243,15 @@ class FSDPParamGroup:
 
     def notice_replacements(self) -> None:
         """Read the shards anew if a parameter, or its data, was replaced behind our back: ``param.data = ...``."""
+        self._notice_sharded_put_back()
         on_modules = self.sharded_state is ShardedState.SHARDED
         if not self.shown and self.shards.disturbed(on_modules=on_modules):
             self.repack()
+
+    def _notice_sharded_put_back(self) -> None:
+        """`torch.func.functional_call` puts back what was there before: sharded parameters, if it was given these."""
+        if self.sharded_state is ShardedState.UNSHARDED and self.shards.on_modules:
+            self.sharded_state = ShardedState.SHARDED
 
     @property
     def resting(self) -> bool:
@@ -268,6 +274,7 @@ class FSDPParamGroup:
         Data that were assigned to an unsharded parameter would also keep it from seeing what is gathered next. So
         the parameters are made anew after the error.
         """
+        self._notice_sharded_put_back()
         if self.sharded_state is ShardedState.SHARDED or self._faces is None:
             return
         assigned = self._faces.replaced()

@@ -465,7 +465,10 @@ def graph_tensors(tensor: Tensor) -> Sequence[Tensor]:
     wrapped.
     """
     if _innermost_transform() is None:
-        return with_tangent(tensor)
+        parts = with_tangent(tensor)
+        if any(map(_functorch.is_legacy_batchedtensor, parts)):
+            parts = [*parts, *map(_without_batch_dimension, parts)]
+        return parts
     found: dict[int, Tensor] = {}
     layers: list[Any] = []
     tensors: Sequence[Tensor] = (tensor,)
@@ -490,12 +493,27 @@ def graph_tensors(tensor: Tensor) -> Sequence[Tensor]:
             _functorch.push_dynamic_layer_stack(layers.pop())
 
 
+def _without_batch_dimension(tensor: Tensor) -> Tensor:
+    """What a tensor of the older vmap wraps: `is_grads_batched` and `vectorize` of torch.autograd use it.
+
+    The very tensor if its batch dimension is the first one, as it is unless an operator has moved it.
+    """
+    if not _functorch.is_legacy_batchedtensor(tensor):
+        return tensor
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return torch._remove_batch_dim(tensor, level, 0, 0)
+
+
 def plain_parts(tensor: Tensor) -> list[Tensor]:
     """Of `graph_tensors`, those that have memory of their own: no wrapper, and of no other class."""
-    parts = [part for part in graph_tensors(tensor) if type(part) in (Tensor, nn.Parameter)]
-    if _innermost_transform() is None:
-        return parts
-    return [part for part in parts if _functorch.maybe_get_level(part) == -1]
+    return [
+        part
+        for part in graph_tensors(tensor)
+        if type(part) in (Tensor, nn.Parameter)
+        and not _functorch.is_functorch_wrapped_tensor(part)
+        and not _functorch.is_legacy_batchedtensor(part)
+    ]
 
 
 class OpenGradScaler(torch.amp.GradScaler):

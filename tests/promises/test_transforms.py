@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import (
+    ConfigurationError,
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     ShardingStrategy,
@@ -234,6 +236,13 @@ def loss_of_a_vjp(model: nn.Module, x: Tensor, v: Tensor) -> Result:
     return pulled_back.square().mean(), pulled_back
 
 
+def batched_jacobian(model: nn.Module, x: Tensor, v: Tensor) -> Result:
+    jacobian = torch.autograd.functional.jacobian(  # type: ignore[no-untyped-call]
+        model, x[:1], create_graph=True, vectorize=True
+    )
+    return jacobian.square().mean(), jacobian
+
+
 def forces_of_an_energy(model: nn.Module, x: Tensor, v: Tensor) -> Result:
     out = model(x, forces=True)
     return (out - v).square().mean(), out
@@ -266,6 +275,9 @@ def hessians(model: nn.Module, x: Tensor, v: Tensor) -> Result:
         {
             "hessian": torch.autograd.functional.hessian(scalar, x[:1]),  # type: ignore[no-untyped-call]
             "jacobian": torch.autograd.functional.jacobian(model, x[:1], vectorize=True),  # type: ignore[no-untyped-call]
+            "forward mode": torch.autograd.functional.jacobian(  # type: ignore[no-untyped-call]
+                model, x[:1], vectorize=True, strategy="forward-mode"
+            ),
             "product": torch.autograd.functional.hvp(scalar, x, v)[1],  # type: ignore[no-untyped-call]
             "reverse over reverse": torch.func.jacrev(torch.func.jacrev(scalar))(x[0]),
         },
@@ -378,6 +390,7 @@ def test_gradients_of_gradients_are_those_of_one_process(world: Any) -> None:
         penalty_of_a_hidden_state,
         penalty_inside_of_a_layer,
         loss_of_a_vjp,
+        batched_jacobian,
         forces_of_an_energy,
         graph_of_another_thread,
         third_derivatives,
@@ -428,3 +441,54 @@ def ask_for_a_graph_of_gradients() -> None:
 
 def test_gradients_by_parameters_have_no_graph_and_that_is_said(world: Any) -> None:
     world(2).run(ask_for_a_graph_of_gradients)
+
+
+def call_with_other_parameters() -> None:
+    x, _ = rows_of(0, dist.get_rank())
+    expected = make_flow()(x)
+    for door in ("fully_shard", "fully_shard, kept after forward", "replicate"):
+        model = DOORS[door](make_flow())
+        for _ in range(2):  # before and after the first forward
+            own = dict(model.named_parameters())
+            out = torch.func.functional_call(model, dict(own), (x,))  # it writes to the dict
+            assert_close(out, expected, rtol=1e-5, atol=1e-6)
+            out.sum().backward()
+            doubled = {name: param.detach() * 2 for name, param in own.items()}
+            with pytest.raises(ConfigurationError, match=r"head\.weight.*functional_call"):
+                torch.func.functional_call(model, doubled, (x,))
+            assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+            assert all(param is own[name] for name, param in on_modules(model).items())
+
+
+def on_modules(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that an optimizer would find."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return dict(model.named_parameters())
+
+
+def test_functional_calls_leave_the_model_its_parameters(world: Any) -> None:
+    world(2).run(call_with_other_parameters)
+
+
+def gather_within_a_transform() -> None:
+    model: Any = sharded(make_flow())
+    x, v = rows_of(0, dist.get_rank())
+
+    def forward(x: Tensor) -> Tensor:
+        model.layers[0].unshard()
+        model.layers[1].unshard(async_op=True).wait()
+        out = model(x)
+        model.layers[1].reshard()
+        return out  # type: ignore[no-any-return]
+
+    torch.func.jvp(forward, (x,), (v,))[1].square().mean().backward()
+    reference = sharded(make_flow())
+    torch.func.jvp(reference, (x,), (v,))[1].square().mean().backward()
+    assert_close(gradients(model), gradients(reference), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_modules_may_be_gathered_by_hand_within_a_transform(world: Any, ranks: int) -> None:
+    world(ranks).run(gather_within_a_transform)
