@@ -132,7 +132,7 @@ def wrong_reshard() -> None:
 
 
 def wrong_ignored() -> None:
-    fully_shard(nn.Linear(2, 2), ignored_params=["weight"])
+    fully_shard(nn.Linear(2, 2), ignored_params=["weight"])  # type: ignore[list-item]
 
 
 def wrong_placement() -> None:

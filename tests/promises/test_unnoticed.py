@@ -24,30 +24,30 @@ def make_net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2))
 
 
-def functional() -> nn.Module:
+def functional() -> Any:
     net = make_net()
     for index in (0, 2):
         fully_shard(net[index])
     return fully_shard(net)
 
 
-def wrapped(**options: Any) -> nn.Module:
+def wrapped(**options: Any) -> Any:
     net = make_net()
     for index in (0, 2):
         net[index] = FullyShardedDataParallel(net[index], device_id=CPU, **options)
     return FullyShardedDataParallel(net, device_id=CPU, **options)
 
 
-def with_orig_params() -> nn.Module:
+def with_orig_params() -> Any:
     return wrapped(use_orig_params=True)
 
 
-def with_flat_params() -> nn.Module:
+def with_flat_params() -> Any:
     return wrapped(use_orig_params=False)
 
 
-DOORS: Sequence[Callable[[], nn.Module]] = (functional, with_orig_params, with_flat_params)
-OF_PARAMS: Sequence[Callable[[], nn.Module]] = (functional, with_orig_params)
+DOORS: Sequence[Callable[[], Any]] = (functional, with_orig_params, with_flat_params)
+OF_PARAMS: Sequence[Callable[[], Any]] = (functional, with_orig_params)
 """Doors after which every parameter still is one."""
 
 
@@ -89,7 +89,8 @@ def clean(name: str) -> str:
 def hooks_before_and_after_sharding() -> None:
     for door in OF_PARAMS:
         model = door()
-        expected, seen = reference(), []
+        expected = reference()
+        seen: list[str] = []
         for name, param in model.named_parameters():
             param.register_hook(lambda gradient, seen=seen, name=name: seen.append(clean(name)))
             handle = param.register_hook(lambda gradient: gradient * 100)
@@ -190,8 +191,8 @@ def backward_into_some() -> None:
     every = reference()
     flat = [param.grad for param in model.parameters()]
     assert_close(
-        sum(whole_of(g, torch.Size([-1])).square().sum() for g in flat),
-        sum(g.square().sum() for g in every.values()),
+        torch.stack([whole_of(g, torch.Size([-1])).square().sum() for g in flat]).sum(),
+        torch.stack([g.square().sum() for g in every.values()]).sum(),
         rtol=1e-5,
         atol=1e-7,
     )
@@ -219,7 +220,7 @@ def test_other_inputs_of_backward_are_left_alone(world):
 def wrong_optimizers() -> None:
     model = functional()
     loss_of(model)  # the root stays unsharded for backward
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model).backward()
     with pytest.raises(
         LifecycleError, match=r"SGD was made while .*unsharded.*'4\.weight', '4\.bias'"
@@ -306,9 +307,9 @@ def changed_weights() -> None:
     for door in DOORS:
         for chosen in options:
             model = door()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **chosen)
-            if door is functional and chosen.get("fused"):
-                optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+            is_refused = door is functional and chosen.get("fused")
+            cls = torch.optim.AdamW if is_refused else torch.optim.SGD
+            optimizer: torch.optim.Optimizer = cls(model.parameters(), lr=0.1, **chosen)
             loss_of(model).backward()
             pending = loss_of(model)
             optimizer.step()
