@@ -282,13 +282,16 @@ def test_a_flat_parameter_needs_the_same_state_of_all_it_stands_for() -> None:
     net = layers()
     optimizer = stepped(net.parameters())
     optimizer.state[net[0].bias]["step"] += 1
+    other_steps = saved(net, optimizer)
     del optimizer.state[net[1].bias]["exp_avg"]
-    source = saved(net, optimizer)
+    lacking = saved(net, optimizer)
     with fake_world(2):
         model = FullyShardedDataParallel(layers(), device_id=torch.device("cpu"))
-        faults = target_of(model, optim.Adam(model.parameters()), source).faults
-        assert [line.split("'")[1] for line in faults.others] == ["step", "exp_avg"]
+        faults = target_of(model, optim.Adam(model.parameters()), other_steps).faults
+        assert [line.split("'")[1] for line in faults.others] == ["step"]
         assert "0.weight, 0.bias, 1.weight, 1.bias" in faults.others[0]
+        faults = target_of(model, optim.Adam(model.parameters()), lacking).faults
+        assert faults.kinds == ["state of 1.bias: missing: exp_avg"]
 
 
 def test_a_flat_parameter_of_one() -> None:
