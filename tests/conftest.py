@@ -1,5 +1,6 @@
 """Fixtures for all tests: a fixed seed, and `world(n)`, a bench of n real ranks."""
 
+import gc
 import os
 
 # Before torch is imported, here and by inheritance in the ranks. Some machines advertise AMX and do
@@ -29,7 +30,10 @@ def seed() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The slow ones first: the last of them would otherwise run alone at the end.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+    gc.freeze()  # no collection needs to walk all tests

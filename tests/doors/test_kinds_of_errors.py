@@ -20,7 +20,7 @@ from fullshard import FullyShardedDataParallel as FSDP, MixedPrecision, Sharding
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.fake import fake_world
 from tests.helpers.groups import alone
-from tests.helpers.training import FULLSHARD, TORCH
+from tests.helpers.training import FULLSHARD, TORCH, needs_torch_2_13
 from tests.helpers.wrapped_nets import library
 
 KINDS = (ValueError, TypeError, RuntimeError, NotImplementedError)
@@ -283,6 +283,7 @@ def kinds_of(
     return set(), None
 
 
+@needs_torch_2_13
 @pytest.mark.parametrize("table", [FULLY_SHARD, WRAPPER], ids=["fully_shard", "wrapper"])
 def test_misuse_raises_what_torch_raises(table: dict[str, Callable[[Doors], Any]]) -> None:
     theirs, ours = Doors(TORCH), Doors(FULLSHARD)

@@ -27,6 +27,7 @@ from fullshard import (
 )
 from fullshard.optim import ShardedOptimizer
 from fullshard.optimizer_checks import RULES
+from tests.helpers.training import needs_torch_2_13
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 
@@ -169,6 +170,7 @@ def in_columns(columns: list[str], calls: list[str], expected: dict[str, Any]) -
     return {column: what_happens(column, calls, expected) for column in columns}
 
 
+@needs_torch_2_13
 @pytest.mark.parametrize(
     ("ranks", "columns"), [(2, COLUMNS), (3, ["fully_shard", "wrapper, orig", "wrapper, flat"])]
 )

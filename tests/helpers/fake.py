@@ -1,5 +1,6 @@
 """A world of any size in one process, whose collectives move nothing between ranks."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ from tests.helpers.groups import leave_group
 @contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[None]:
     """Be `rank` of `size` in a `fake` default process group: shapes are true, values are not."""
+    gc.freeze()
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield

@@ -13,6 +13,7 @@ import torch.distributed as dist
 @contextmanager
 def alone() -> Iterator[None]:
     """Be the only rank of a real (gloo) default process group."""
+    gc.freeze()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         yield
@@ -21,7 +22,11 @@ def alone() -> Iterator[None]:
 
 
 def leave_group() -> None:
-    """Destroy the default process group, if there still is one, and free all that held on to it."""
+    """Destroy the default process group, if there still is one, and free all that held on to it.
+
+    Whoever enters one calls `gc.freeze` before. What is there then is modules and caches, and it stays; without
+    that, the collection here walks all of torch, and in the process of the tests all tests: a second each time.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_meshes()

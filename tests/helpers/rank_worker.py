@@ -102,9 +102,7 @@ def _watch_parent(connection: Connection, folder: Path, inbox: queue.SimpleQueue
 
 
 def _run(job: Job) -> Report:
-    # What has outlived the jobs before is modules and caches, and it stays: without this the
-    # collection after every job walks all of torch.
-    gc.freeze()
+    gc.freeze()  # see `leave_group`
     try:
         dist.init_process_group(
             "gloo",

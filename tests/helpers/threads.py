@@ -4,6 +4,7 @@ Collectives are plain Python copies between the threads (torch's `threaded` test
 show arithmetic and order, not overlap. All threads share torch's random generator.
 """
 
+import gc
 import sys
 import threading
 import time
@@ -60,6 +61,7 @@ def run_threads(
                 failures.append((rank, f"raised\n{''.join(traceback.format_exception(error))}"))
             ProcessLocalGroup.exception_handle(error)
 
+    gc.freeze()  # see `leave_group`
     torch.manual_seed(0)
     # DTensor enters it in the ranks, where a CUDA build without a GPU crashes if it is the first
     # time.

@@ -45,14 +45,6 @@ from fullshard.checkpoint.stored import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import TensorFile
 from fullshard.checkpoint.torch_files import TorchFile, write_torch_file
 from fullshard.checkpoint_tool.contents import describe
-from fullshard.report import (
-    chart,
-    group_charts,
-    memory_chart,
-    page,
-    run_charts,
-    timeline_chart,
-)
 from fullshard.report.analysis import Analysis
 from fullshard.report.findings import find
 from fullshard.report.reading import read_run
@@ -469,6 +461,16 @@ class Drawing:
 
 def test_run_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics, traces and configuration, and all that is computed from them."""
+    pytest.importorskip("plotly")  # which the modules below import
+    from fullshard.report import (
+        chart,
+        group_charts,
+        memory_chart,
+        page,
+        run_charts,
+        timeline_chart,
+    )
+
     write_run(tmp_path, MACHINE, steps=6, num_traced=1)
     trace, metrics, config = (
         tmp_path / name for name in ("trace/rank_00000.json", "metrics.jsonl", "config.toml")
