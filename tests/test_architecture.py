@@ -30,6 +30,7 @@ LAYERS = [
         "reduce_buffer",
         "placement",
         "faces",
+        "flat_parameter",
         "param",
         "forms",
         "resting_shards",

@@ -29,7 +29,7 @@ if _TYPE_CHECKING:
         UnsupportedError,
         UsageError,
     )
-    from .faces import FlatParameter
+    from .flat_parameter import FlatParameter
     from .fsdp_module import (
         FSDPModule,
         ReplicateModule,
@@ -117,7 +117,7 @@ _HOMES = {
     "CPUOffloadPolicy": "policies",
     "DataParallelMeshDims": "policies",
     "FSDPModule": "fsdp_module",
-    "FlatParameter": "faces",
+    "FlatParameter": "flat_parameter",
     "FullOptimStateDictConfig": "wrapper_options",
     "FullStateDictConfig": "wrapper_options",
     "FullyShardedDataParallel": "wrapper.module",

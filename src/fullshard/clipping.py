@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from . import comm, torch_border
 from .errors import ConfigurationError, LifecycleError
-from .faces import FlatParameter, PlainFace, unsharded_name
+from .faces import PlainFace, unsharded_name
+from .flat_parameter import FlatParameter
 from .param_group import FSDPParamGroup, groups_of
 from .placement import FacePlacement
 from .runtime import named_states

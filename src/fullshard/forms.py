@@ -17,12 +17,12 @@ from torch import Tensor
 from .buffers import ShardBuffer
 from .faces import (
     DTensorFace,
-    FlatFace,
     ParallelPieceFace,
     ParamOwner,
     PieceFace,
     ShardedFace,
 )
+from .flat_parameter import FlatFace
 from .layout import Layout, contiguous_strides, flat_layout, has_no_gaps, per_row_layout
 from .param import FSDPParam
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 from .errors import UnsupportedError
-from .faces import FlatParameter
+from .flat_parameter import FlatParameter
 from .param_group import FSDPParamGroup, groups_of
 
 __all__ = ["RULES", "Rule", "check", "params_of"]

@@ -21,7 +21,8 @@ from torch import Tensor
 from . import torch_border
 from .buffers import ShardBuffer, own_part
 from .errors import ConfigurationError
-from .faces import FlatFace, ShardedFace
+from .faces import ShardedFace
+from .flat_parameter import FlatFace
 from .forms import Form
 from .mesh import DataParallelAxes
 from .param import FSDPParam, gathers_itself

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Placement
 
 from .. import torch_border
 from ..errors import CheckpointError, LifecycleError, UnsupportedError
-from ..faces import FlatFace, FlatParameter, PlainFace
+from ..faces import PlainFace
+from ..flat_parameter import FlatFace, FlatParameter
 from ..mesh import global_rank, ranks_by_replica
 from ..names import clean_name
 from ..param_group import FSDPParamGroup

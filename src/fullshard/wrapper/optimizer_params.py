@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from .. import whole_params
 from ..errors import ConfigurationError, LifecycleError, OptionTypeError
-from ..faces import FlatFace
+from ..flat_parameter import FlatFace
 from ..names import clean_name
 from ..param_group import FSDPParamGroup
 from ..placement import FacePlacement
