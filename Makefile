@@ -22,8 +22,8 @@ TOGETHER :=
 else
 RUN := .venv/bin/python
 READY := .venv/.ready
-# Tests wait for ranks about half of the time, so three run side by side on two cores.
-TOGETHER := -n 3 --dist worksteal
+# Tests wait for ranks about half of the time, so two run side by side.
+TOGETHER := -n 2 --dist worksteal
 endif
 
 # Tests start many interpreters, and each would compile the package anew.

@@ -99,6 +99,7 @@ def process_id() -> int:
 
 
 def leave_early() -> None:
+    dist.barrier()  # gloo fails on a rank that still connects to one that has left
     dist.destroy_process_group()
 
 

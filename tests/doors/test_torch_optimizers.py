@@ -48,6 +48,8 @@ def table() -> dict[str, list[str]]:
     """The entries of the page's table: for every optimizer, what is said of it per column."""
     rows = {}
     for line in PAGE.read_text().splitlines():
+        if not line.startswith("|"):
+            continue
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         for call in re.findall(r"`(\w+\([^`]*\))`", cells[0]):
             rows[call] = cells[1:]
