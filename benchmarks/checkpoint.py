@@ -43,12 +43,12 @@ from benchmarks.contestants import join_fake_group
 from benchmarks.report import header, headline, markdown, write_json
 from fullshard import checkpoint, fully_shard
 from fullshard.checkpoint import manifest as manifests
-from fullshard.checkpoint.loading import compare as compare_with_source
+from fullshard.checkpoint.load_plan import compare as compare_with_source
 from fullshard.checkpoint.manifest import FileRecord, Manifest
+from fullshard.checkpoint.rank_group import RankGroup
+from fullshard.checkpoint.save_plan import make_plan
 from fullshard.checkpoint.stored import StoredCheckpoint
-from fullshard.checkpoint.team import Team
-from fullshard.checkpoint.writing import make_plan
-from fullshard.train.processes import run_in_processes
+from fullshard.programs.train.processes import run_in_processes
 
 T = TypeVar("T")
 NAMES = ("fullshard", "dcp")
@@ -223,7 +223,7 @@ def saving_beside(folder: Path, megabytes: int, steps: int = 6) -> dict[str, Any
 # --- planning --------------------------------------------------------------------------------------
 
 
-class SimulatedTeam(Team):
+class SimulatedTeam(RankGroup):
     """All ranks say what this one says."""
 
     def of_all(self, value: T) -> list[T]:

@@ -87,11 +87,34 @@ PACKAGES = {
         "save_huggingface",
         "Saved",
         "Loaded",
-    ]
+    ],
+    "optim": ["ShardedOptimizer"],
+    "mesh": [
+        "DataParallelAxes",
+        "ProcessGroupAxes",
+        "DataParallelMeshInfo",
+        "FSDPMeshInfo",
+        "DDPMeshInfo",
+        "HSDPMeshInfo",
+        "ShardPlacementResult",
+        "sharding_mesh_info",
+    ],
+    "comm": [
+        "Comm",
+        "AllGather",
+        "ReduceScatter",
+        "DefaultAllGather",
+        "DefaultReduceScatter",
+        "ProcessGroupAllGather",
+        "ProcessGroupReduceScatter",
+        "SymmetricAllGather",
+        "SymmetricReduceScatter",
+        "SymmetricPool",
+    ],
 }
-"""Folders that show names of their files to users, in the order of the page."""
+"""Import paths that show names of other files to users, in the order of the page."""
 
-MODULES = ["optim", "wrap", "sharded_grad_scaler", "mesh", "comm"]
+MODULES = ["wrap", "sharded_grad_scaler"]
 """Modules whose public classes are for users, too."""
 
 GIVEN_TO_USERS = {
@@ -137,10 +160,13 @@ class Entry:
 
 def parse(module: str) -> ast.Module:
     """The syntax tree of a module of the package."""
-    return ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())
+    path = PACKAGE / module.replace(".", "/")
+    return ast.parse(
+        (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    )
 
 
-def homes() -> dict[str, str]:
+def modules_of_names() -> dict[str, str]:
     """The modules of all public names."""
     constants = {
         target.id: node.value
@@ -150,7 +176,7 @@ def homes() -> dict[str, str]:
         if isinstance(target, ast.Name)
     }
     names = ast.literal_eval(constants["__all__"])
-    known = ast.literal_eval(constants["_HOMES"])
+    known = ast.literal_eval(constants["_MODULES"])
     return {name: known.get(name, "errors") for name in names}
 
 
@@ -383,24 +409,26 @@ def index_of(title: str, entries: list[Entry]) -> str:
 
 def chapters() -> dict[str, tuple[str, list[Entry]]]:
     """By title: the text that begins a chapter, and its entries."""
-    places = homes()
-    if missing := places.keys() ^ {name for names in CHAPTERS.values() for name in names}:
+    modules = modules_of_names()
+    if missing := modules.keys() ^ {name for names in CHAPTERS.values() for name in names}:
         raise SystemExit(f"CHAPTERS and fullshard.__all__ must agree; they differ in {missing}.")
     found: dict[str, tuple[str, list[Entry]]] = {}
     for title, names in CHAPTERS.items():
-        found[title] = "", [entry_of(name, places[name]) for name in names]
+        found[title] = "", [entry_of(name, modules[name]) for name in names]
     for package, names in PACKAGES.items():
-        tree = parse(f"{package}.__init__")
+        tree = parse(package)
         files = {
-            alias.name: f"{package}.{node.module}"
+            alias.name: (node.module or "").removeprefix("fullshard.")
             for node in tree.body
-            if isinstance(node, ast.ImportFrom) and node.level == 1
+            if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }
         if missing := files.keys() ^ set(names):
             raise SystemExit(f"PACKAGES and fullshard.{package} differ in {missing}.")
+        # A path that shows the names of one file only is introduced by that file.
+        (first, *others) = set(files.values())
         found[f"fullshard.{package}"] = (
-            doc_of(tree),
+            doc_of(tree if others else parse(first)),
             [entry_of(name, files[name]) for name in names],
         )
     for module in MODULES:

@@ -25,12 +25,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import FSDPModule, fully_shard
 from fullshard.comm import DefaultAllGather
-from fullshard.train.config import RunConfig
-from fullshard.train.data import open_data
-from fullshard.train.evaluating import held_out_loss, window_losses
-from fullshard.train.models import open_model
-from fullshard.train.sampler import Sampler
-from fullshard.train.weights import materialise
+from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.data import open_data
+from fullshard.programs.train.evaluation import held_out_loss, window_losses
+from fullshard.programs.train.models import open_model
+from fullshard.programs.train.sampler import Sampler
+from fullshard.programs.train.weights import materialise
 
 _aten = torch.ops.aten
 _SAME_KIND = {

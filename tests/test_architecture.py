@@ -20,65 +20,15 @@ import fullshard
 FOLDER = Path(fullshard.__file__).parent
 
 LAYERS = [
-    ["version", "errors", "policies", "names", "file_content"],
-    ["torch_border", "wrapper_options"],
-    ["mesh", "layout", "tree", "schedule", "wrap"],
-    [
-        "recording",
-        "streams",
-        "buffers",
-        "reduce_buffer",
-        "placement",
-        "faces",
-        "flat_parameter",
-        "param",
-        "forms",
-        "resting_shards",
-    ],
-    [
-        "comm",
-        "gathering",
-        "kept_part",
-        "self_gathered",
-        "gradients",
-        "unreduced_gradients",
-        "group_gradients",
-    ],
-    [
-        "param_group",
-        "whole_params",
-        "optimizer_checks",
-        "process_hooks",
-        "module_outputs",
-        "runtime",
-        "clipping",
-        "ownership",
-    ],
-    [
-        "fsdp_module",
-        "functional",
-        "grouping",
-        "group_facts",
-        "tracing",
-        "wrapper",
-        "sharded_grad_scaler",
-        "shard_runs",
-        "optim",
-        "checkpoint",
-    ],
+    ["errors", "names", "files", "torch_border"],
+    ["plan", "mesh", "api", "wrap"],
+    ["storage"],
+    ["comm"],
+    ["engine"],
+    ["fsdp2", "fsdp_module", "fsdp1", "fully_sharded_data_parallel", "sharded_grad_scaler"],
+    ["optim", "tracing", "checkpoint"],
     ["__init__"],  # `from fullshard import ...`: what users see, and the programs below are users
-    [
-        "harmless_text",
-        "forgiving_stream",
-        "progress_line",
-        "tables",
-        "report",
-        "train",
-        "checkpoint_tool",
-        "inspect_tool",
-        "cli",
-        "__main__",
-    ],
+    ["programs", "report", "__main__"],
 ]
 """Files and folders of the package from first to last: each imports from its left and from lines above."""
 
@@ -191,7 +141,7 @@ def wrong_way_imports(all_sources: Sequence[Source]) -> list[str]:
     faults = []
     for source in all_sources:
         for node, _, name in imports(source):
-            if not within(name, "fullshard"):
+            if not within(name, "fullshard") or name == "fullshard.__version__":
                 continue
             part = name.split(".")[1] if "." in name else ""
             target = part if part in ORDER else "__init__"
@@ -250,16 +200,17 @@ def collectives_outside_comm(all_sources: Sequence[Source]) -> list[str]:
     return faults
 
 
+GRADIENT_WRITERS = ("comm/reductions", "optim/fused_shards", "storage/sharded_params")
+
+
 def gradients_written_elsewhere(all_sources: Sequence[Source]) -> list[str]:
     faults = []
     for source in all_sources:
-        if source.unit in ("gradients", "faces", "shard_runs"):
+        if str(source.path.with_suffix("")) in GRADIENT_WRITERS:
             continue
         for node in ast.walk(source.tree):
             if _writes_grad(node):
-                text = (
-                    f"{source.unit} writes .grad; that is done in gradients, faces and shard_runs"
-                )
+                text = f"{source.unit} writes .grad; only {', '.join(GRADIENT_WRITERS)} do that"
                 faults.append(source.fault(node, text))
     return faults
 
@@ -403,77 +354,122 @@ def test_public_names_say_that_they_are_ours() -> None:
 # --- the checks themselves -------------------------------------------------------------------------------
 
 BREACHES: list[tuple[Callable[[Sequence[Source]], list[str]], str, str, str]] = [
-    (wrong_way_imports, "layout.py", "from .comm import all_gather", "fullshard.comm.all_gather"),
-    (wrong_way_imports, "layout.py", "from . import errors, comm", "fullshard.comm,"),
-    (wrong_way_imports, "layout.py", "from .tree import tensors_in", "fullshard.tree.tensors_in"),
-    (wrong_way_imports, "mesh.py", "def f():\n    import fullshard.runtime", "fullshard.runtime"),
-    (wrong_way_imports, "param.py", "from fullshard import fully_shard", "fullshard.fully_shard"),
-    (wrong_way_imports, "functional.py", "import fullshard", "fullshard,"),
     (
         wrong_way_imports,
-        "runtime.py",
-        "from .train.loop import train",
-        "fullshard.train.loop.train",
+        "plan/layout.py",
+        "from ..comm import all_gather",
+        "fullshard.comm.all_gather",
     ),
-    (wrong_way_imports, "train/loop.py", "from ..cli import main", "fullshard.cli.main"),
-    (imports_of_torch_fsdp, "comm.py", "from torch.distributed import fsdp", "distributed.fsdp"),
-    (imports_of_torch_fsdp, "comm.py", "import torch.distributed.fsdp.api", "fsdp.api"),
+    (wrong_way_imports, "plan/layout.py", "from .. import errors, comm", "fullshard.comm,"),
+    (
+        wrong_way_imports,
+        "plan/layout.py",
+        "from ..storage.param import f",
+        "fullshard.storage.param.f",
+    ),
+    (
+        wrong_way_imports,
+        "plan/mesh.py",
+        "def f():\n    import fullshard.engine",
+        "fullshard.engine",
+    ),
+    (
+        wrong_way_imports,
+        "storage/param.py",
+        "from fullshard import fully_shard",
+        "fullshard.fully_shard",
+    ),
+    (wrong_way_imports, "fsdp2/fully_shard.py", "import fullshard", "fullshard,"),
+    (
+        wrong_way_imports,
+        "engine/runtime.py",
+        "from ..programs.train.loop import train",
+        "fullshard.programs.train.loop.train",
+    ),
+    (wrong_way_imports, "programs/train/loop.py", "from ...report import x", "fullshard.report.x"),
     (
         imports_of_torch_fsdp,
-        "train/loop.py",
+        "comm/collectives.py",
+        "from torch.distributed import fsdp",
+        "distributed.fsdp",
+    ),
+    (imports_of_torch_fsdp, "comm/collectives.py", "import torch.distributed.fsdp.api", "fsdp.api"),
+    (
+        imports_of_torch_fsdp,
+        "programs/train/loop.py",
         "from torch.distributed._composable.fsdp import fully_shard",
         "_composable.fsdp.fully_shard",
     ),
     (
         imports_of_torch_fsdp,
-        "mesh.py",
+        "plan/mesh.py",
         "import torch.distributed as dist\ndist.fsdp.fully_shard",
         "torch.distributed.fsdp.fully_shard",
     ),
     (
         collectives_outside_comm,
-        "mesh.py",
+        "plan/mesh.py",
         "import torch.distributed as dist\ndist.all_reduce(x)",
         "torch.distributed.all_reduce",
     ),
     (
         collectives_outside_comm,
-        "runtime.py",
+        "engine/runtime.py",
         "from torch.distributed import broadcast as tell\ntell(x)",
         "torch.distributed.broadcast",
     ),
     (
         collectives_outside_comm,
-        "runtime.py",
+        "engine/runtime.py",
         "import torch\ntorch.distributed.reduce(x, 0)",
         "torch.distributed.reduce",
     ),
-    (collectives_outside_comm, "param.py", "group.all_gather_into_tensor(x)", "all_gather_into"),
-    (collectives_outside_comm, "param.py", "self.group._allgather_base(x, y)", "_allgather_base"),
-    (collectives_outside_comm, "param.py", "self.param.full_tensor()", "full_tensor"),
-    (gradients_written_elsewhere, "runtime.py", "x.y.grad = None", "writes .grad"),
-    (gradients_written_elsewhere, "runtime.py", "a, x.grad = b", "writes .grad"),
-    (gradients_written_elsewhere, "runtime.py", "x.grad += y", "writes .grad"),
-    (gradients_written_elsewhere, "runtime.py", "del x.grad", "writes .grad"),
-    (gradients_written_elsewhere, "runtime.py", "x.grad.zero_()", "writes .grad"),
-    (gradients_written_elsewhere, "runtime.py", "setattr(x, 'grad', y)", "writes .grad"),
-    (uses_of_record_stream, "streams.py", "x.record_stream(s)", "record_stream"),
-    (uses_of_record_stream, "streams.py", "getattr(x, 'record_stream')(s)", "record_stream"),
-    (private_torch_names_outside_the_border, "comm.py", "import torch\ntorch._C._x()", "_C"),
+    (
+        collectives_outside_comm,
+        "storage/param.py",
+        "group.all_gather_into_tensor(x)",
+        "all_gather_into",
+    ),
+    (
+        collectives_outside_comm,
+        "storage/param.py",
+        "self.group._allgather_base(x, y)",
+        "_allgather_base",
+    ),
+    (collectives_outside_comm, "storage/param.py", "self.param.full_tensor()", "full_tensor"),
+    (gradients_written_elsewhere, "engine/runtime.py", "x.y.grad = None", "writes .grad"),
+    (gradients_written_elsewhere, "engine/runtime.py", "a, x.grad = b", "writes .grad"),
+    (gradients_written_elsewhere, "engine/runtime.py", "x.grad += y", "writes .grad"),
+    (gradients_written_elsewhere, "engine/runtime.py", "del x.grad", "writes .grad"),
+    (gradients_written_elsewhere, "engine/runtime.py", "x.grad.zero_()", "writes .grad"),
+    (gradients_written_elsewhere, "engine/runtime.py", "setattr(x, 'grad', y)", "writes .grad"),
+    (uses_of_record_stream, "comm/streams.py", "x.record_stream(s)", "record_stream"),
+    (uses_of_record_stream, "comm/streams.py", "getattr(x, 'record_stream')(s)", "record_stream"),
     (
         private_torch_names_outside_the_border,
-        "comm.py",
+        "comm/collectives.py",
+        "import torch\ntorch._C._x()",
+        "_C",
+    ),
+    (
+        private_torch_names_outside_the_border,
+        "comm/collectives.py",
         "from torch.distributed.tensor._dtensor_spec import DTensorSpec",
         "_dtensor_spec",
     ),
     (
         private_torch_names_outside_the_border,
-        "param.py",
-        "self.face._local_tensor",
+        "storage/param.py",
+        "self.param._local_tensor",
         "_local_tensor",
     ),
-    (private_torch_names_outside_the_border, "param.py", "face()._spec = spec", "_spec"),
-    (private_torch_names_outside_the_border, "param.py", "getattr(face, '_spec')", "_spec"),
+    (private_torch_names_outside_the_border, "storage/param.py", "param()._spec = spec", "_spec"),
+    (
+        private_torch_names_outside_the_border,
+        "storage/param.py",
+        "getattr(param, '_spec')",
+        "_spec",
+    ),
 ]
 
 
@@ -490,17 +486,53 @@ def test_a_breach_is_found_and_named_with_file_and_line(
 @pytest.mark.parametrize(
     ("check", "path", "code"),
     [
-        (wrong_way_imports, "layout.py", "from .errors import LayoutError\nfrom .mesh import m"),
-        (wrong_way_imports, "train/loop.py", "from fullshard import fully_shard\nimport torch"),
-        (wrong_way_imports, "train/loop.py", "from .model import M\nfrom ..errors import E"),
-        (collectives_outside_comm, "gradients.py", "from . import comm\ncomm.all_reduce(x)"),
-        (collectives_outside_comm, "param.py", "x.broadcast_to(y); x.gather(0, y); f.reduce(x)"),
-        (collectives_outside_comm, "train/loop.py", "import torch.distributed as d\nd.barrier()"),
-        (gradients_written_elsewhere, "runtime.py", "x = y.grad; y.requires_grad = True"),
-        (uses_of_record_stream, "streams.py", "x = 1\n'without record_stream'"),
-        (private_torch_names_outside_the_border, "comm.py", "import torch\ntorch._foreach_add_(x)"),
-        (private_torch_names_outside_the_border, "comm.py", "self._x = 1\nother._x\nx.__dict__"),
-        (private_torch_names_outside_the_border, "tree.py", "import os\nos._exit(1); t._fields"),
+        (
+            wrong_way_imports,
+            "plan/layout.py",
+            "from ..errors import LayoutError\nfrom .mesh import m",
+        ),
+        (
+            wrong_way_imports,
+            "programs/train/loop.py",
+            "from fullshard import fully_shard\nimport torch",
+        ),
+        (
+            wrong_way_imports,
+            "programs/train/loop.py",
+            "from .model import M\nfrom ...errors import E",
+        ),
+        (
+            collectives_outside_comm,
+            "engine/runtime.py",
+            "from ..comm import collectives\ncollectives.all_reduce(x)",
+        ),
+        (
+            collectives_outside_comm,
+            "storage/param.py",
+            "x.broadcast_to(y); x.gather(0, y); f.reduce(x)",
+        ),
+        (
+            collectives_outside_comm,
+            "programs/train/loop.py",
+            "import torch.distributed as d\nd.barrier()",
+        ),
+        (gradients_written_elsewhere, "engine/runtime.py", "x = y.grad; y.requires_grad = True"),
+        (uses_of_record_stream, "comm/streams.py", "x = 1\n'without record_stream'"),
+        (
+            private_torch_names_outside_the_border,
+            "comm/collectives.py",
+            "import torch\ntorch._foreach_add_(x)",
+        ),
+        (
+            private_torch_names_outside_the_border,
+            "comm/collectives.py",
+            "self._x = 1\nother._x\nx.__dict__",
+        ),
+        (
+            private_torch_names_outside_the_border,
+            "engine/tensor_trees.py",
+            "import os\nos._exit(1); t._fields",
+        ),
     ],
 )
 def test_what_is_allowed_is_not_objected_to(

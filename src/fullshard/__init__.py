@@ -13,41 +13,11 @@ without copies.
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from .version import __version__ as __version__
+__version__ = "0.1.0"
 
 if _TYPE_CHECKING:
-    from . import checkpoint as checkpoint, optim as optim
-    from .clipping import clip_grad_norm_
-    from .errors import (
-        CheckpointError,
-        CommunicationError,
-        ConfigurationError,
-        FullshardError,
-        LayoutError,
-        LifecycleError,
-        OptionTypeError,
-        UnsupportedError,
-        UsageError,
-    )
-    from .flat_parameter import FlatParameter
-    from .fsdp_module import (
-        FSDPModule,
-        ReplicateModule,
-        UnshardHandle,
-        register_fsdp_forward_method,
-        share_comm_ctx,
-    )
-    from .functional import fully_shard, replicate
-    from .grouping import GroupPlan, PlannedGroup, plan_groups
-    from .policies import (
-        CPUOffloadPolicy,
-        DataParallelMeshDims,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-    )
-    from .tracing import Recording, trace
-    from .wrapper.module import FullyShardedDataParallel
-    from .wrapper_options import (
+    from fullshard import checkpoint as checkpoint, optim as optim
+    from fullshard.api import (
         BackwardPrefetch,
         CPUOffload,
         FullOptimStateDictConfig,
@@ -64,6 +34,36 @@ if _TYPE_CHECKING:
         StateDictSettings,
         StateDictType,
     )
+    from fullshard.engine.clip_grad import clip_grad_norm_
+    from fullshard.errors import (
+        CheckpointError,
+        CommunicationError,
+        ConfigurationError,
+        FullshardError,
+        LayoutError,
+        LifecycleError,
+        OptionTypeError,
+        UnsupportedError,
+        UsageError,
+    )
+    from fullshard.fsdp1.wrapper import FullyShardedDataParallel
+    from fullshard.fsdp2.fsdp_module import (
+        FSDPModule,
+        ReplicateModule,
+        UnshardHandle,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
+    from fullshard.fsdp2.fully_shard import fully_shard, replicate
+    from fullshard.fsdp2.group_plan import GroupPlan, PlannedGroup, plan_groups
+    from fullshard.plan.policies import (
+        CPUOffloadPolicy,
+        DataParallelMeshDims,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+    )
+    from fullshard.storage.flat_parameter import FlatParameter
+    from fullshard.tracing.trace import Recording, trace
 
 __all__ = [
     "BackwardPrefetch",
@@ -111,41 +111,41 @@ __all__ = [
     "trace",
 ]
 
-_HOMES = {
-    "BackwardPrefetch": "wrapper_options",
-    "CPUOffload": "wrapper_options",
-    "CPUOffloadPolicy": "policies",
-    "DataParallelMeshDims": "policies",
-    "FSDPModule": "fsdp_module",
-    "FlatParameter": "flat_parameter",
-    "FullOptimStateDictConfig": "wrapper_options",
-    "FullStateDictConfig": "wrapper_options",
-    "FullyShardedDataParallel": "wrapper.module",
-    "GroupPlan": "grouping",
-    "LocalOptimStateDictConfig": "wrapper_options",
-    "LocalStateDictConfig": "wrapper_options",
-    "MixedPrecision": "wrapper_options",
-    "MixedPrecisionPolicy": "policies",
-    "OffloadPolicy": "policies",
-    "OptimStateDictConfig": "wrapper_options",
-    "OptimStateKeyType": "wrapper_options",
-    "PlannedGroup": "grouping",
-    "Recording": "tracing",
-    "ReplicateModule": "fsdp_module",
-    "ShardedOptimStateDictConfig": "wrapper_options",
-    "ShardedStateDictConfig": "wrapper_options",
-    "ShardingStrategy": "wrapper_options",
-    "StateDictConfig": "wrapper_options",
-    "StateDictSettings": "wrapper_options",
-    "StateDictType": "wrapper_options",
-    "UnshardHandle": "fsdp_module",
-    "clip_grad_norm_": "clipping",
-    "fully_shard": "functional",
-    "plan_groups": "grouping",
-    "register_fsdp_forward_method": "fsdp_module",
-    "replicate": "functional",
-    "share_comm_ctx": "fsdp_module",
-    "trace": "tracing",
+_MODULES = {
+    "BackwardPrefetch": "api",
+    "CPUOffload": "api",
+    "CPUOffloadPolicy": "plan.policies",
+    "DataParallelMeshDims": "plan.policies",
+    "FSDPModule": "fsdp2.fsdp_module",
+    "FlatParameter": "storage.flat_parameter",
+    "FullOptimStateDictConfig": "api",
+    "FullStateDictConfig": "api",
+    "FullyShardedDataParallel": "fsdp1.wrapper",
+    "GroupPlan": "fsdp2.group_plan",
+    "LocalOptimStateDictConfig": "api",
+    "LocalStateDictConfig": "api",
+    "MixedPrecision": "api",
+    "MixedPrecisionPolicy": "plan.policies",
+    "OffloadPolicy": "plan.policies",
+    "OptimStateDictConfig": "api",
+    "OptimStateKeyType": "api",
+    "PlannedGroup": "fsdp2.group_plan",
+    "Recording": "tracing.trace",
+    "ReplicateModule": "fsdp2.fsdp_module",
+    "ShardedOptimStateDictConfig": "api",
+    "ShardedStateDictConfig": "api",
+    "ShardingStrategy": "api",
+    "StateDictConfig": "api",
+    "StateDictSettings": "api",
+    "StateDictType": "api",
+    "UnshardHandle": "fsdp2.fsdp_module",
+    "clip_grad_norm_": "engine.clip_grad",
+    "fully_shard": "fsdp2.fully_shard",
+    "plan_groups": "fsdp2.group_plan",
+    "register_fsdp_forward_method": "fsdp2.fsdp_module",
+    "replicate": "fsdp2.fully_shard",
+    "share_comm_ctx": "fsdp2.fsdp_module",
+    "trace": "tracing.trace",
 }
 """Where the names live that are not in `errors`."""
 
@@ -159,7 +159,7 @@ def __getattr__(name: str) -> object:
         return _import_module(f".{name}", __name__)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(_import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)
+    value: object = getattr(_import_module(f".{_MODULES.get(name, 'errors')}", __name__), name)
     globals()[name] = value
     return value
 

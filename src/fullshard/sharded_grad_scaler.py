@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.tensor import DTensor
 
-from . import comm, torch_border
-from .errors import LifecycleError, OptionTypeError
+from fullshard import torch_border
+from fullshard.comm import collectives
+from fullshard.errors import LifecycleError, OptionTypeError
 
 
 class ShardedGradScaler(torch_border.OpenGradScaler):
@@ -98,9 +99,11 @@ class ShardedGradScaler(torch_border.OpenGradScaler):
             torch_border.unscale_and_check(gradients, factor.to(device), found_here)
             found_inf.copy_(found_here)
         carried = found_inf
-        if comm.backend_of(group, found_inf.device) == "nothing":  # NCCL, and a loss on the host
+        if (
+            collectives.backend_of(group, found_inf.device) == "nothing"
+        ):  # NCCL, and a loss on the host
             carried = found_inf.to(self._compute_device)
-        comm.all_reduce(carried, group, ReduceOp.MAX)
+        collectives.all_reduce(carried, group, ReduceOp.MAX)
         found_inf.copy_(carried)
 
     def _group(self) -> ProcessGroup:

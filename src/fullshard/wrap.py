@@ -28,8 +28,8 @@ from typing import Any
 
 from torch import nn
 
-from .errors import ConfigurationError, OptionTypeError, UnsupportedError
-from .torch_border import child_table
+from fullshard.errors import ConfigurationError, OptionTypeError, UnsupportedError
+from fullshard.torch_border import child_table
 
 PolicyFn = Callable[..., bool]
 """A function with the arguments ``module``, ``recurse`` and ``nonwrapped_numel``."""

@@ -10,7 +10,7 @@ import torch
 
 from fullshard import CheckpointError
 from fullshard.checkpoint.agreement import Outline, agreed, parts_to_write
-from fullshard.checkpoint.holdings import Held
+from fullshard.checkpoint.local_state import Held
 from fullshard.checkpoint.manifest import StoredTensor
 from fullshard.checkpoint.source import TensorRef
 from fullshard.checkpoint.spread import Spread, undivided

@@ -17,9 +17,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fullshard import CheckpointError, checkpoint
-from fullshard.checkpoint import loading, publishing, writing
-from fullshard.checkpoint_tool import checking, contents
-from fullshard.checkpoint_tool.command import app
+from fullshard.checkpoint import load_plan, publication, save_plan
+from fullshard.programs.checkpoint_tool import contents, verification
+from fullshard.programs.checkpoint_tool.command import app
 
 
 def filled(value: float) -> nn.Linear:
@@ -52,7 +52,7 @@ def test_a_reader_that_meets_a_replacement_reads_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "last"
-    for turn, (place, name) in enumerate([(loading, "compare"), (loading, "_verify")]):
+    for turn, (place, name) in enumerate([(load_plan, "compare"), (load_plan, "_verify")]):
         checkpoint.save(path, filled(turn), extra=turn)
         before_first_call(
             monkeypatch, place, name, lambda: checkpoint.save(path, filled(7), extra="new")
@@ -62,7 +62,7 @@ def test_a_reader_that_meets_a_replacement_reads_the_new_one(
         assert bool((model.weight == 7).all())
         monkeypatch.undo()
     for command, place, name in [
-        ("verify", checking, "_batches"),
+        ("verify", verification, "_batches"),
         ("inspect", contents, "places_in"),
     ]:
         before_first_call(monkeypatch, place, name, lambda: checkpoint.save(path, filled(8)))
@@ -80,7 +80,7 @@ def test_a_folder_of_hugging_face_that_is_replaced_is_read_again(
     for load in (checkpoint.load_huggingface, checkpoint.load):
         before_first_call(
             monkeypatch,
-            loading,
+            load_plan,
             "compare",
             lambda: checkpoint.save_huggingface(path, filled(2), overwrite=True),
         )
@@ -96,7 +96,7 @@ def test_a_reader_of_what_was_removed_is_told_so(
 ) -> None:
     path = tmp_path / "old"
     checkpoint.save(path, filled(0))
-    before_first_call(monkeypatch, loading, "_verify", lambda: shutil.rmtree(path))
+    before_first_call(monkeypatch, load_plan, "_verify", lambda: shutil.rmtree(path))
     with pytest.raises(CheckpointError, match="old was removed while it was read"):
         checkpoint.load(path, filled(1))
 
@@ -110,7 +110,7 @@ def test_the_newest_one_is_found_while_older_ones_are_removed(
     for name, newer in [("_text_of_manifest", "a"), ("_has_length", "0")]:
         before_first_call(
             monkeypatch,
-            publishing,
+            publication,
             name,
             partial(checkpoint.save, tmp_path / newer, model, keep_last=1),
         )
@@ -125,7 +125,7 @@ def save_on_a_bad_disk(folder: Path) -> None:
     """What one rank writes is not what is there afterwards: data, the header, the file itself."""
     model = filled(0)
     checkpoint.save(folder / "step-1", model, keep_last=1)
-    write_file = writing.write_file
+    write_file = save_plan.write_file
     fault = ""
 
     def write_badly(path: Path, *args: Any, **kwargs: Any) -> Any:
@@ -143,12 +143,12 @@ def save_on_a_bad_disk(folder: Path) -> None:
 
     for fault in ("data", "header", "lost"):  # noqa: B007  (what writes reads it)
         for name in ("step-2", "step-1"):
-            writing.write_file = write_badly  # type: ignore[assignment]
+            save_plan.write_file = write_badly  # type: ignore[assignment]
             try:
                 with pytest.raises(CheckpointError, match="is still there"):
                     checkpoint.save(folder / name, model, keep_last=1)
             finally:
-                writing.write_file = write_file
+                save_plan.write_file = write_file
 
 
 def test_nothing_is_removed_for_a_checkpoint_that_cannot_be_read(

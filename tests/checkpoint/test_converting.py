@@ -12,12 +12,7 @@ from torch import nn
 
 from fullshard import CheckpointError, ConfigurationError
 from fullshard.checkpoint import manifest as manifests
-from fullshard.checkpoint.converting import (
-    FORMATS,
-    convert,
-    write,
-    write_checkpoint,
-)
+from fullshard.checkpoint.conversion import FORMATS, convert, write, write_checkpoint
 from fullshard.checkpoint.differences import differences
 from fullshard.checkpoint.formats import load, open_source
 from tests.helpers.checkpoints import MemorySource, plain_source, value_of

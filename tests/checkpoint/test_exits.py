@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import DataParallelMeshDims, checkpoint, mesh, torch_border
-from fullshard.train.sharding import make_mesh
+from fullshard import DataParallelMeshDims, checkpoint, torch_border
+from fullshard.plan import mesh
+from fullshard.programs.train.sharded_model import make_mesh
 
 ROOT = Path(__file__).parents[2]
 

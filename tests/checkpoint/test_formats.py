@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fullshard import CheckpointError, checkpoint
-from fullshard.checkpoint.converting import FORMATS, convert
+from fullshard.checkpoint.conversion import FORMATS, convert
 from tests.helpers.checkpointed import Setting, train, whole_state
 from tests.helpers.compare import assert_equal
 from tests.helpers.models import ModelOptions, make_decoder

@@ -18,9 +18,9 @@ from fullshard import (
     MixedPrecision,
     fully_shard,
 )
-from fullshard.checkpoint.holdings import ModelHoldings
+from fullshard.checkpoint.local_state import LocalModelState
 from fullshard.checkpoint.param_spreads import dtensor_spread
-from fullshard.mesh import ProcessGroupAxes, ranks_by_replica
+from fullshard.plan.mesh import ProcessGroupAxes, ranks_by_replica
 from tests.helpers.checkpoints import Snapshot, snapshot, source_of
 from tests.helpers.compare import assert_equal
 from tests.helpers.fake import fake_world
@@ -40,8 +40,8 @@ CASES = [
 ]
 
 
-def holdings(model: nn.Module) -> ModelHoldings:
-    return ModelHoldings(model, "save")
+def holdings(model: nn.Module) -> LocalModelState:
+    return LocalModelState(model, "save")
 
 
 def held_behind(door: str) -> Snapshot:

@@ -19,12 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fullshard import (
-    CheckpointError,
-    ConfigurationError,
-    FullyShardedDataParallel,
-    fully_shard,
-)
+from fullshard import CheckpointError, ConfigurationError, FullyShardedDataParallel, fully_shard
 from fullshard.checkpoint import huggingface, replacement
 from fullshard.checkpoint.blocks import Block, whole
 from fullshard.checkpoint.huggingface import (

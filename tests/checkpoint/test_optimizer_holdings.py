@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor
 
 from fullshard import CheckpointError, FullyShardedDataParallel, fully_shard, replicate
-from fullshard.checkpoint.holdings import ModelHoldings
-from fullshard.checkpoint.optimizer_holdings import optimizer_tree
+from fullshard.checkpoint.local_state import LocalModelState
+from fullshard.checkpoint.optimizer_local_state import optimizer_tree
 from fullshard.checkpoint.optimizer_target import OptimizerTarget
 from fullshard.checkpoint.source import TensorRef
 from fullshard.optim import ShardedOptimizer
@@ -234,7 +234,7 @@ def test_state_of_unknown_division_is_named() -> None:
             optimizer.state[param]["rows"] = [torch.ones(2, 2)]
         optimizer.state["of nobody"] = {}  # type: ignore[index]
         with pytest.raises(CheckpointError) as error:
-            optimizer_tree(optimizer, ModelHoldings(model, "save"))
+            optimizer_tree(optimizer, LocalModelState(model, "save"))
         assert "optimizer/middle.up.weight/rows/0: Tensor of shape (2, 2)" in str(error.value)
         assert "optimizer/head.weight/rows/0" in str(error.value)
         assert "optimizer/pixels.bias" not in str(error.value)  # is whole on every rank
@@ -248,6 +248,6 @@ def test_parameters_that_the_model_has_not_are_named() -> None:
         fully_shard(model)  # has other parameters now
         source = MemorySource({}, optimizer={"state": {}, "param_groups": []})
         with pytest.raises(CheckpointError, match=r"group 0, parameter 1: shape \(3, 4\)"):
-            optimizer_tree(optimizer, ModelHoldings(model, "save"))
+            optimizer_tree(optimizer, LocalModelState(model, "save"))
         with pytest.raises(CheckpointError, match=r"group 0, parameter 1: shape \(3, 4\)"):
-            OptimizerTarget(optimizer, ModelHoldings(model, "load"), source)
+            OptimizerTarget(optimizer, LocalModelState(model, "load"), source)

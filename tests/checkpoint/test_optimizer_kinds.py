@@ -15,13 +15,13 @@ import torch
 from torch import nn, optim
 
 from fullshard import CheckpointError, FullyShardedDataParallel, checkpoint, fully_shard
-from fullshard.checkpoint.converting import convert
+from fullshard.checkpoint.conversion import convert
 from fullshard.checkpoint.formats import open_source
-from fullshard.checkpoint.loading import load_source
+from fullshard.checkpoint.load_plan import load_source
 from fullshard.checkpoint.optimizer_kinds import STATES, class_names
 from fullshard.checkpoint.source import CLASS, without_class
-from fullshard.checkpoint_tool.contents import describe
 from fullshard.optim import ShardedOptimizer
+from fullshard.programs.checkpoint_tool.contents import describe
 from tests.checkpoint.test_manifest import signed
 from tests.helpers.checkpoints import MemorySource, plain_source
 

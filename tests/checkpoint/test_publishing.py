@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from fullshard import CheckpointError
-from fullshard.checkpoint import manifest as manifests, publishing
+from fullshard.checkpoint import manifest as manifests, publication
 from fullshard.checkpoint.manifest import FileRecord, Manifest, file_name
 from fullshard.checkpoint.unfinished import unlock
 
 
 def write(path: Path, content: bytes = b"data") -> Manifest:
     """A checkpoint of one file."""
-    serial = publishing.next_serial(path)
-    save = publishing.begin(path)
+    serial = publication.next_serial(path)
+    save = publication.begin(path)
     (save.folder / file_name(0)).write_bytes(content)
     manifest = Manifest(
         data=save.folder.name,
@@ -27,7 +27,7 @@ def write(path: Path, content: bytes = b"data") -> Manifest:
         files={0: FileRecord(len(content), 0)},
         serial=serial,
     )
-    publishing.publish(save, manifest)
+    publication.publish(save, manifest)
     return manifest
 
 
@@ -37,19 +37,19 @@ def content(path: Path) -> bytes:
 
 def kill_a_save(path: Path) -> Path:
     """What is left if a process dies while it saves: the kernel lets go of its lock."""
-    save = publishing.begin(path)
+    save = publication.begin(path)
     unlock(save._file)
     return save.folder
 
 
 def test_the_newest_is_what_was_written_last(tmp_path: Path) -> None:
-    assert publishing.latest(tmp_path) is None
-    assert publishing.latest(tmp_path / "nobody") is None
+    assert publication.latest(tmp_path) is None
+    assert publication.latest(tmp_path / "nobody") is None
     for name in ("step-9", "step-10", "step-2"):
         write(tmp_path / name)
-        assert publishing.latest(tmp_path) == tmp_path / name
+        assert publication.latest(tmp_path) == tmp_path / name
     write(tmp_path / "step-9")
-    assert publishing.latest(tmp_path) == tmp_path / "step-9"
+    assert publication.latest(tmp_path) == tmp_path / "step-9"
 
 
 def test_a_checkpoint_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,43 +97,43 @@ def test_unfinished_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
     good = tmp_path / "good"
     write(good)
     kill_a_save(tmp_path / "killed")
-    assert publishing.latest(tmp_path) == good
+    assert publication.latest(tmp_path) == good
     manifest = write(tmp_path / "short")
     (tmp_path / "short" / manifest.data / file_name(0)).write_bytes(b"dat")
     with pytest.warns(
         UserWarning, match=r"short is passed over: missing or cut short: .*rank-00000"
     ):
-        assert publishing.latest(tmp_path) == good
+        assert publication.latest(tmp_path) == good
     (tmp_path / "short" / "manifest.json").write_text("{}")
     with pytest.warns(UserWarning, match="is no manifest"):
-        assert publishing.latest(tmp_path) == good
+        assert publication.latest(tmp_path) == good
     write(tmp_path / "next")
     with pytest.warns(UserWarning, match="is no manifest"):
-        assert publishing.latest(tmp_path) == tmp_path / "next"
+        assert publication.latest(tmp_path) == tmp_path / "next"
 
 
 def test_removing_begins_with_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = write(tmp_path / "a")
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: pytest.fail("killed here"))
     with pytest.raises(pytest.fail.Exception):
-        publishing.remove(tmp_path / "a", manifest, 0.0)
-    assert publishing.latest(tmp_path) is None
+        publication.remove(tmp_path / "a", manifest, 0.0)
+    assert publication.latest(tmp_path) is None
 
 
 def test_other_folders_are_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(CheckpointError, match=r"has other things in it: \['thesis.tex'\]"):
-        publishing.begin(tmp_path)
+        publication.begin(tmp_path)
     with pytest.raises(CheckpointError, match="No checkpoint can be written to"):
-        publishing.begin(tmp_path / "thesis.tex")
+        publication.begin(tmp_path / "thesis.tex")
     assert [each.name for each in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    publishing.begin(tmp_path / "new").abandon()
+    publication.begin(tmp_path / "new").abandon()
     assert list(tmp_path.iterdir()) == []
     manifest = write(tmp_path / "old")
-    publishing.begin(tmp_path / "old").abandon()
+    publication.begin(tmp_path / "old").abandon()
     assert sorted(e.name for e in (tmp_path / "old").iterdir()) == [manifest.data, "manifest.json"]
 
 
@@ -143,10 +143,10 @@ def test_a_manifest_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.M
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    save = publishing.begin(tmp_path / "a")
+    save = publication.begin(tmp_path / "a")
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CheckpointError, match=r"cannot be completed: .*No space left"):
-        publishing.publish(save, replace(manifest, serial=9))
+        publication.publish(save, replace(manifest, serial=9))
     save.abandon()
     assert manifests.read(tmp_path / "a") == manifest
     assert len(list((tmp_path / "a").iterdir())) == 2

@@ -14,7 +14,7 @@ from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import CheckpointError, ConfigurationError, checkpoint, fully_shard
-from fullshard.checkpoint import manifest as manifests, publishing
+from fullshard.checkpoint import manifest as manifests, publication
 from fullshard.checkpoint.unfinished import UnfinishedSave
 from tests.helpers.checkpointed import Setting, train, whole_state
 from tests.helpers.compare import assert_equal
@@ -103,15 +103,15 @@ class Gate:
 
     def __init__(self) -> None:
         self.open = threading.Event()
-        self._begin = publishing.begin
+        self._begin = publication.begin
 
     def __enter__(self) -> Gate:
-        publishing.begin = self._wait  # type: ignore[assignment]
+        publication.begin = self._wait  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
         self.open.set()
-        publishing.begin = self._begin
+        publication.begin = self._begin
 
     def _wait(self, path: Path) -> UnfinishedSave:
         assert self.open.wait(30)

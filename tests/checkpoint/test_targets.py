@@ -16,7 +16,7 @@ from fullshard import (
     checkpoint,
     fully_shard,
 )
-from fullshard.checkpoint.holdings import ModelHoldings
+from fullshard.checkpoint.local_state import LocalModelState
 from fullshard.checkpoint.optimizer_target import OptimizerTarget
 from fullshard.checkpoint.source import TensorRef
 from fullshard.checkpoint.targets import Faults, ModelTarget
@@ -32,7 +32,7 @@ def saved(model: nn.Module, optimizer: optim.Optimizer | None = None) -> MemoryS
 
 
 def faults_of(model: nn.Module, source: MemorySource, *, cast: bool = False) -> Faults:
-    return ModelTarget(ModelHoldings(model, "load"), source, cast=cast).faults
+    return ModelTarget(LocalModelState(model, "load"), source, cast=cast).faults
 
 
 def stepped(params: Any, cls: Any = optim.Adam, **options: Any) -> Any:
@@ -198,7 +198,7 @@ def two_groups(net: nn.Module, first: int) -> list[dict[str, Any]]:
 
 
 def target_of(net: nn.Module, optimizer: optim.Optimizer, source: MemorySource) -> OptimizerTarget:
-    return OptimizerTarget(optimizer, ModelHoldings(net, "load"), source)
+    return OptimizerTarget(optimizer, LocalModelState(net, "load"), source)
 
 
 def layers() -> nn.Sequential:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard import CheckpointError, LifecycleError
-from fullshard.checkpoint.team import Team
+from fullshard.checkpoint.rank_group import RankGroup
 
 
 def fail(error: Exception) -> Any:
@@ -24,7 +24,7 @@ def error_of(function: Callable[[], Any]) -> tuple[str, str]:
 
 
 def outcomes() -> list[Any]:
-    team, rank = Team(), dist.get_rank()
+    team, rank = RankGroup(), dist.get_rank()
     return [
         team.each(lambda: rank),
         team.first(lambda: ["first", rank]),
@@ -55,7 +55,7 @@ def test_ranks_agree(world: Any) -> None:
 def part_of_the_ranks() -> Any:
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
     mine = groups[0] if dist.get_rank() != 1 else groups[1]
-    team = Team(mine)
+    team = RankGroup(mine)
     return team.ranks, team.is_first, team.first(dist.get_rank)
 
 
@@ -68,7 +68,7 @@ def test_a_team_of_some_ranks(world: Any) -> None:
 
 
 def test_one_process_is_a_team() -> None:
-    team = Team()
+    team = RankGroup()
     assert (team.rank, team.ranks, team.each(lambda: 5), team.first(lambda: 6)) == (0, [0], 5, 6)
     assert error_of(lambda: team.first(lambda: fail(CheckpointError("no")))) == (
         "CheckpointError",

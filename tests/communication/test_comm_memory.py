@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fullshard import ConfigurationError, comm, fully_shard, torch_border
-from fullshard.comm import DefaultAllGather, DefaultReduceScatter, SymmetricPool
-from fullshard.runtime import state_of
+from fullshard import ConfigurationError, fully_shard, torch_border
+from fullshard.comm import collectives
+from fullshard.comm.collectives import DefaultAllGather, DefaultReduceScatter, SymmetricPool
+from fullshard.engine.runtime import state_of
 from tests.helpers.compare import assert_close
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Decoder, ModelOptions, make_decoder
@@ -90,9 +91,9 @@ def stand_ins() -> Iterator[Memory]:
         patch.setattr(torch_border, "allocate_tensor", allocate)
         patch.setattr(torch_border, "choose_symmetric_backend", lambda name: None)
         patch.setattr(torch_border, "symmetric_bytes", symmetric)
-        patch.setattr(comm, "backend_of", lambda group, device: "nccl")
+        patch.setattr(collectives, "backend_of", lambda group, device: "nccl")
         patch.setattr(SymmetricPool, "give", give_and_overwrite)
-        patch.setattr(comm, "_POOLS", weakref.WeakKeyDictionary())
+        patch.setattr(collectives, "_POOLS", weakref.WeakKeyDictionary())
         yield memory
 
 
@@ -169,7 +170,7 @@ def blocks_made(reductions: bool) -> tuple[int, int]:
             for step in range(steps):
                 model(mine(batch_of(step))).backward()
             counts.append(len(memory.tensors))
-        (pool,) = comm._POOLS.values()
+        (pool,) = collectives._POOLS.values()
         assert not pool._lent
     return counts[0], counts[1] - counts[0]
 
@@ -208,12 +209,12 @@ def only_gathers_without_sums() -> None:
         model = shard(make_decoder(), FULLSHARD, Run())
         symmetric_memory(model)
         for group in groups_of(model):
-            assert isinstance(group.custom_all_gather, comm.SymmetricAllGather)
+            assert isinstance(group.custom_all_gather, collectives.SymmetricAllGather)
             assert group.reduction.custom is None
         before = groups_of(model)[0].custom_all_gather
         symmetric_memory_for_reductions_too(model)  # a second call adds what is now possible
         for group in groups_of(model):
-            assert isinstance(group.reduction.custom, comm.SymmetricReduceScatter)
+            assert isinstance(group.reduction.custom, collectives.SymmetricReduceScatter)
         assert groups_of(model)[0].custom_all_gather is before
 
 
@@ -297,7 +298,7 @@ def test_nothing_is_to_be_turned_off_by_default() -> None:
 
 
 def test_a_torch_without_symmetric_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm, "backend_of", lambda group, device: "nccl")
+    monkeypatch.setattr(collectives, "backend_of", lambda group, device: "nccl")
 
     def choose(name: str) -> None:
         raise RuntimeError(f"no backend {name} here")
@@ -317,7 +318,9 @@ def test_symmetric_memory_that_cannot_be_registered_says_so() -> None:
         patch.setattr(torch_border, "symmetric_bytes", fail)
         layer: Any = fully_shard(nn.Linear(2, 2))
         layer.set_symm_mem_for_comm()
-        with pytest.raises(comm.CommunicationError, match=r"bytes on cpu could not be: no windows"):
+        with pytest.raises(
+            collectives.CommunicationError, match=r"bytes on cpu could not be: no windows"
+        ):
             layer(torch.ones(1, 2))
 
 

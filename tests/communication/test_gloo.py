@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard import comm
+from fullshard.comm import collectives
 from tests.helpers.traffic import GATHER, Traffic
 
 NOT_COALESCED = "allgather_base"
@@ -37,7 +37,7 @@ def gather_in_place(num_messages: int, async_op: bool) -> None:
     for index, own in enumerate(inputs):
         own.fill_(10 * index + rank)
     with Traffic() as traffic:
-        work = comm.all_gather(outputs, inputs, group, async_op=async_op)
+        work = collectives.all_gather(outputs, inputs, group, async_op=async_op)
     assert traffic.sizes(NOT_COALESCED) == traffic.sizes(GATHER) == {sum(sizes) * world: 1}
     assert (work is not None) is async_op
     if work is not None:

@@ -12,7 +12,9 @@ from types import ModuleType
 import pytest
 
 import fullshard
-from fullshard import checkpoint, comm, mesh
+from fullshard import checkpoint
+from fullshard.comm import collectives
+from fullshard.plan import mesh
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,7 +44,7 @@ def test_every_public_name_has_its_place() -> None:
     methods = [name for name in vars(fullshard.FSDPModule) if not name.startswith("_")]
     classes = [
         name
-        for module in (mesh, comm)
+        for module in (mesh, collectives)
         for name, value in inspect.getmembers(module, inspect.isclass)
         if value.__module__ == module.__name__ and not name.startswith("_")
     ]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard import comm
+from fullshard.comm import collectives
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.training import gradients, whole
 
@@ -84,7 +84,11 @@ def recorded_collectives() -> Iterator[Counter[tuple[str, int, int]]]:
     def record(name: str, group: dist.ProcessGroup, tensors: Iterable[Tensor]) -> None:
         seen[name, group.size(), sum(tensor.nbytes for tensor in tensors)] += 1
 
-    gather, scatter, reduce = comm.all_gather, comm.reduce_scatter, comm.all_reduce
+    gather, scatter, reduce = (
+        collectives.all_gather,
+        collectives.reduce_scatter,
+        collectives.all_reduce,
+    )
 
     def all_gather(outputs: Any, inputs: Any, group: Any, **options: Any) -> Any:
         record("all_gather", group, outputs)
@@ -100,7 +104,7 @@ def recorded_collectives() -> Iterator[Counter[tuple[str, int, int]]]:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         for replacement in (all_gather, reduce_scatter, all_reduce):
-            monkeypatch.setattr(comm, replacement.__name__, replacement)
+            monkeypatch.setattr(collectives, replacement.__name__, replacement)
         yield seen
 
 

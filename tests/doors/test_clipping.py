@@ -21,7 +21,7 @@ from fullshard import (
     fully_shard,
     replicate,
 )
-from fullshard.mesh import FSDPMeshInfo, ShardPlacementResult
+from fullshard.plan.mesh import FSDPMeshInfo, ShardPlacementResult
 from tests.helpers.fake import fake_world
 
 ORDERS = [1, 2, 3, 0.5, math.inf, 0, -math.inf, -1]

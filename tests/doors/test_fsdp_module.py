@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from fullshard import (
     ConfigurationError,
     FSDPModule,
-    comm,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fullshard.runtime import state_of
+from fullshard.comm import collectives
+from fullshard.engine.runtime import state_of
 from tests.helpers.compare import assert_close
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
@@ -456,7 +456,7 @@ def inputs_in_flight(limit: int) -> int:
     model.set_reduce_scatter_max_input_buffers(limit)
     groups = [state_of(module).groups[0] for module in all_modules(model)]
     most = 0
-    reduce_scatter = comm.reduce_scatter
+    reduce_scatter = collectives.reduce_scatter
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal most
@@ -464,11 +464,11 @@ def inputs_in_flight(limit: int) -> int:
         most = max(most, sum(buffer is not None and buffer.allocated for buffer in buffers))
         return reduce_scatter(*args, **kwargs)
 
-    comm.reduce_scatter = counted
+    collectives.reduce_scatter = counted
     try:
         model(mine(batch_of(0))).backward()
     finally:
-        comm.reduce_scatter = reduce_scatter
+        collectives.reduce_scatter = reduce_scatter
     reference = make_decoder(ModelOptions(depth=5))
     reference(batch_of(0)).backward()
     assert_close(gradients(model), gradients(reference), rtol=1e-5, atol=1e-6)

@@ -19,16 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fullshard import (
-    FSDPModule,
-    LifecycleError,
-    MixedPrecisionPolicy,
-    UnshardHandle,
-    fully_shard,
-)
-from fullshard.comm import DefaultAllGather, DefaultReduceScatter, ReduceScatter
-from fullshard.fsdp_module import disable_fsdp_module_new_init, get_cls_to_fsdp_cls
-from fullshard.runtime import state_of
+from fullshard import FSDPModule, LifecycleError, MixedPrecisionPolicy, UnshardHandle, fully_shard
+from fullshard.comm.collectives import DefaultAllGather, DefaultReduceScatter, ReduceScatter
+from fullshard.engine.runtime import state_of
+from fullshard.fsdp2.fsdp_module import disable_fsdp_module_new_init, get_cls_to_fsdp_cls
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for

@@ -21,7 +21,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fullshard import ConfigurationError, DataParallelMeshDims, comm, fully_shard, mesh, replicate
+from fullshard import ConfigurationError, DataParallelMeshDims, fully_shard, replicate
+from fullshard.comm import collectives
+from fullshard.plan import mesh
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.models import ModelOptions, make_decoder
 from tests.helpers.training import (
@@ -43,13 +45,13 @@ from tests.helpers.training import (
 def recorded_gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of ranks of every gather from now on."""
     sizes: list[int] = []
-    original = comm.all_gather
+    original = collectives.all_gather
 
     def all_gather(outputs: Any, inputs: Any, group: Any, **options: Any) -> Any:
         sizes.append(group.size())
         return original(outputs, inputs, group, **options)
 
-    monkeypatch.setattr(comm, "all_gather", all_gather)
+    monkeypatch.setattr(collectives, "all_gather", all_gather)
     return sizes
 
 
@@ -213,28 +215,26 @@ class Experts(nn.Module):
 
 def sharded_experts(api: str, kind: str) -> Any:
     """The experts' parameters over two ranks, the others' over four."""
-    library = importlib.import_module(
-        "torch.distributed.fsdp" if api == TORCH else "fullshard.functional"
-    )
-    homes = importlib.import_module(
+    library = importlib.import_module("torch.distributed.fsdp" if api == TORCH else "fullshard")
+    mesh_infos = importlib.import_module(
         "torch.distributed.fsdp._fully_shard._fsdp_common" if api == TORCH else "fullshard.mesh"
     )
     everybody = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     infos = {
-        "all": homes.FSDPMeshInfo(everybody, shard_mesh_dim=0),
-        "pairs": homes.FSDPMeshInfo(pairs["shard"], shard_mesh_dim=0),
-        "replicated pairs": homes.HSDPMeshInfo(pairs, shard_mesh_dim=1, replicate_mesh_dim=0),
+        "all": mesh_infos.FSDPMeshInfo(everybody, shard_mesh_dim=0),
+        "pairs": mesh_infos.FSDPMeshInfo(pairs["shard"], shard_mesh_dim=0),
+        "replicated pairs": mesh_infos.HSDPMeshInfo(pairs, shard_mesh_dim=1, replicate_mesh_dim=0),
     }
     model = nn.Sequential(Experts(), nn.Linear(5, 6), Experts())
 
     def place(param: nn.Parameter) -> Any:
         is_expert = any(param is p for m in (model[0], model[2]) for p in m.experts.parameters())
         if kind == "both pairs":  # the same ranks share shards, but not all of them gradients
-            return homes.ShardPlacementResult(
+            return mesh_infos.ShardPlacementResult(
                 None, infos["pairs" if is_expert else "replicated pairs"]
             )
-        return homes.ShardPlacementResult(None, infos[kind if is_expert else "all"])
+        return mesh_infos.ShardPlacementResult(None, infos[kind if is_expert else "all"])
 
     for module in (model[0], model[2], model):
         library.fully_shard(module, mesh=everybody, shard_placement_fn=place)

@@ -22,7 +22,7 @@ from fullshard import (
     fully_shard,
 )
 from fullshard.checkpoint import load, save
-from fullshard.group_facts import group_facts
+from fullshard.tracing.group_facts import group_facts
 from tests.helpers.compare import assert_close, assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -27,8 +27,8 @@ class Table:
 
     def note(self, event: str) -> None:
         probes = [*(block.up.weight for block in self.model.blocks), self.model.head.weight]
-        faces = "".join("s" if isinstance(probe, DTensor) else "u" for probe in probes)
-        self.rows.append((event, faces))
+        sharded_params = "".join("s" if isinstance(probe, DTensor) else "u" for probe in probes)
+        self.rows.append((event, sharded_params))
 
     def noting(self, event: str) -> Callable[..., None]:
         """A hook of any kind."""
@@ -178,8 +178,10 @@ def released_by_the_next(rows: list[Row]) -> list[Row]:
     A full backward pre-hook runs before that hook, and so it still sees what was unsharded before.
     """
     result: list[Row] = []
-    for event, faces in rows:
-        result.append((event, result[-1][1] if event.endswith("backward begins") else faces))
+    for event, sharded_params in rows:
+        result.append(
+            (event, result[-1][1] if event.endswith("backward begins") else sharded_params)
+        )
     return result
 
 

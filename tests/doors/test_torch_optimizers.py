@@ -22,11 +22,11 @@ from fullshard import (
     ShardingStrategy,
     UnsupportedError,
     fully_shard,
-    optimizer_checks,
     replicate,
 )
+from fullshard.engine import optimizer_checks
+from fullshard.engine.optimizer_checks import RULES
 from fullshard.optim import ShardedOptimizer
-from fullshard.optimizer_checks import RULES
 from tests.helpers.training import needs_torch_2_13
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"

@@ -24,8 +24,8 @@ from fullshard import (
     OptimStateKeyType,
     ShardingStrategy,
     StateDictType,
-    comm,
 )
+from fullshard.comm import collectives
 from tests.helpers.compare import assert_close, assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -541,7 +541,7 @@ def traffic(orig: bool) -> tuple[int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in calls:
-            patch.setattr(comm, name, counting(name, getattr(comm, name)))
+            patch.setattr(collectives, name, counting(name, getattr(collectives, name)))
         whole = DOOR.optim_state_dict(model, optimizer)
         saved = tuple(calls.values())
         load(model, optimizer, whole)

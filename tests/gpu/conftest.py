@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard import comm
-from fullshard.mesh import DataParallelAxes
+from fullshard.comm import collectives
+from fullshard.plan.mesh import DataParallelAxes
 
 
 def reduce_scatter(outputs: Any, inputs: Any, group: Any, op: Any, *, async_op: bool) -> None:
@@ -35,5 +35,5 @@ def communicates_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def reduce_scatter_that_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm, "reduce_scatter", reduce_scatter)
-    monkeypatch.setattr(comm, "all_to_all", all_to_all)
+    monkeypatch.setattr(collectives, "reduce_scatter", reduce_scatter)
+    monkeypatch.setattr(collectives, "all_to_all", all_to_all)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from fullshard import FullyShardedDataParallel, checkpoint, fully_shard
-from fullshard.checkpoint.staging import HostMemory, Snapshot
+from fullshard.checkpoint.host_copies import HostMemory, Snapshot
 from fullshard.optim import ShardedOptimizer
 from tests.gpu.test_optim import plain
 

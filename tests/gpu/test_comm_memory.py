@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import MixedPrecisionPolicy, comm, fully_shard, torch_border
-from fullshard.mesh import DataParallelAxes
+from fullshard import MixedPrecisionPolicy, fully_shard, torch_border
+from fullshard.comm import collectives
+from fullshard.plan.mesh import DataParallelAxes
 from tests.gpu.conftest import TO_ITSELF
 from tests.gpu.test_streams import WIDTH, Layer, equal, pause
 
@@ -72,10 +73,10 @@ def group_allocates() -> bool:
 
 def use_symmetric_memory() -> None:
     device = torch.device("cuda", 0)
-    comm.connect(dist.group.WORLD, device)
+    collectives.connect(dist.group.WORLD, device)
     torch_border.choose_symmetric_backend("NCCL")
     block = torch_border.symmetric_bytes(1 << 20, device, dist.group.WORLD)
-    comm.DefaultAllGather()(block, block, dist.group.WORLD)
+    collectives.DefaultAllGather()(block, block, dist.group.WORLD)
     torch.cuda.synchronize()
 
 
@@ -152,7 +153,7 @@ def disturb(rng: random.Random, patch: pytest.MonkeyPatch) -> None:
         return disturbed
 
     for name in ("packed_all_gather", "packed_reduce_scatter", "all_gather", "reduce_scatter"):
-        patch.setattr(comm, name, around(getattr(comm, name)))
+        patch.setattr(collectives, name, around(getattr(collectives, name)))
 
 
 def same_bits_when_disturbed(setter: Callable[[Any], None], reduce_dtype: torch.dtype) -> None:

@@ -18,19 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import fullshard.layout
+import fullshard.plan.layout
 from examples.int8_gather import Int8Gathered, gather_linear_weights_as_int8
-from fullshard import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    comm,
-    fully_shard,
-    replicate,
-)
-from fullshard.gradients import ReduceEvents, Reduction
-from fullshard.param_group import FSDPParamGroup
-from fullshard.streams import FSDPCommContext
+from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, replicate
+from fullshard.comm import collectives
+from fullshard.comm.reductions import ReduceEvents, Reduction
+from fullshard.comm.streams import FSDPCommContext
+from fullshard.engine.param_group import FSDPParamGroup
 from tests.helpers.fake import fake_world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("reduce_scatter_that_reduces")]
@@ -136,7 +130,7 @@ def disturbed(seed: int) -> Iterator[random.Random]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce"):
-            patch.setattr(comm, name, around(getattr(comm, name)))
+            patch.setattr(collectives, name, around(getattr(collectives, name)))
         handles = [
             nn.modules.module.register_module_forward_pre_hook(on_compute),
             nn.modules.module.register_module_forward_hook(on_compute),
@@ -161,7 +155,7 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
 def test_disturbed_streams_give_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, hsdp: bool, reduce_dtype: torch.dtype, in_place: bool
 ) -> None:
-    monkeypatch.setattr(fullshard.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
     with fake_world(4):
         expected = train(make_model(hsdp, reduce_dtype))
         assert equal(train(make_model(hsdp, reduce_dtype)), expected)
@@ -190,7 +184,7 @@ def test_disturbed_streams_give_the_same_bits(
 def test_disturbed_streams_give_the_same_bits_on_every_mesh(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], in_place: bool
 ) -> None:
-    monkeypatch.setattr(fullshard.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
     with fake_world(4):
         expected = train(make_model(**options))
         for seed in range(8):
@@ -243,7 +237,7 @@ SETTERS = [
 def test_disturbed_streams_give_the_same_bits_with_every_setter(
     monkeypatch: pytest.MonkeyPatch, setter: Callable[[Any], None], in_place: bool
 ) -> None:
-    monkeypatch.setattr(fullshard.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
 
     def run(rng: random.Random | None = None) -> list[Tensor]:
         model = make_model()
@@ -346,7 +340,7 @@ def test_a_missing_wait_is_seen(
     monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
 ) -> None:
     owner, method, replacement = SABOTAGE[name]
-    monkeypatch.setattr(fullshard.layout, "IN_PLACE_FROM", 0)
+    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0)
     with fake_world(4):
         expected = train(make_model(**options))
         monkeypatch.setattr(owner, method, replacement)

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 import fullshard.wrap
-from fullshard.gradients import ReduceEvents
-from fullshard.streams import FSDPCommContext
+from fullshard.comm.reductions import ReduceEvents
+from fullshard.comm.streams import FSDPCommContext
 from tests.gpu.test_ranks import synchronised_collectives
 from tests.gpu.test_streams import DEPTH, WIDTH, HostEvent, Layer, disturbed, equal, pause
 from tests.helpers.compare import assert_close, assert_equal

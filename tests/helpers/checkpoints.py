@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from fullshard.checkpoint.agreement import Outline, agreed, outline_of
 from fullshard.checkpoint.blocks import Block, whole
-from fullshard.checkpoint.holdings import Held, ModelHoldings
+from fullshard.checkpoint.local_state import Held, LocalModelState
 from fullshard.checkpoint.manifest import StoredTensor
-from fullshard.checkpoint.optimizer_holdings import optimizer_tree
+from fullshard.checkpoint.optimizer_local_state import optimizer_tree
 from fullshard.checkpoint.optimizer_target import OptimizerTarget
 from fullshard.checkpoint.param_spreads import inverse
 from fullshard.checkpoint.source import Source, TensorInfo
-from fullshard.checkpoint.targets import ModelTarget, Want
+from fullshard.checkpoint.targets import ModelTarget, ReadRequest
 
 
 class MemorySource:
@@ -60,7 +60,7 @@ Snapshot = tuple[Outline, list[Held]]
 
 
 def snapshot(model: nn.Module, optimizer: Optimizer | None = None) -> Snapshot:
-    holdings = ModelHoldings(model, "save")
+    holdings = LocalModelState(model, "save")
     tree, tensors = None, holdings.tensors
     if optimizer is not None:
         tree, of_optimizer = optimizer_tree(optimizer, holdings)
@@ -80,7 +80,7 @@ def source_of(of_ranks: Sequence[Snapshot]) -> MemorySource:
 
 
 def load_into(model: nn.Module, optimizer: Optimizer | None, source: MemorySource) -> None:
-    holdings = ModelHoldings(model, "load")
+    holdings = LocalModelState(model, "load")
     targets: list[Any] = [ModelTarget(holdings, source)]
     if optimizer is not None:
         targets.append(OptimizerTarget(optimizer, holdings, source))
@@ -91,7 +91,7 @@ def load_into(model: nn.Module, optimizer: Optimizer | None, source: MemorySourc
         target.install()
 
 
-def _fill(source: MemorySource, wants: Iterable[Want]) -> None:
+def _fill(source: MemorySource, wants: Iterable[ReadRequest]) -> None:
     """Read what is wanted, as a loader does."""
     for want in wants:
         for block, out in want.parts:

@@ -20,14 +20,14 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from fullshard import checkpoint, torch_border
-from fullshard.checkpoint import publishing, writing
+from fullshard.checkpoint import publication, save_plan
 
 TIMEOUT = timedelta(seconds=3)
 
 
 def fail(path: Path, group: ProcessGroup | None = None) -> None:
     """Fail in the main thread, while a thread writes that will never end."""
-    publishing.begin = lambda _: threading.Event().wait()  # type: ignore[assignment, return-value]
+    publication.begin = lambda _: threading.Event().wait()  # type: ignore[assignment, return-value]
     checkpoint.async_save(path, nn.Linear(2, 2), process_group=group)
     raise ValueError("the main thread has failed")
 
@@ -47,14 +47,14 @@ def main(folder: Path, rank: int) -> None:
     torch_border.set_timeout(dist.group.WORLD, TIMEOUT)
 
     is_stuck = threading.Event()
-    write_own = writing._write_own
+    write_own = save_plan._write_own
     if rank == 1:
-        writing._write_own = lambda *_: is_stuck.wait()  # type: ignore[assignment, return-value]
+        save_plan._write_own = lambda *_: is_stuck.wait()  # type: ignore[assignment, return-value]
     pending = checkpoint.async_save(folder / "together", nn.Linear(2, 2))
     if rank == 1:
         sys.stdin.read()
         is_stuck.set()
-        writing._write_own = write_own
+        save_plan._write_own = write_own
     try:
         pending.wait()
     except RuntimeError as error:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from fullshard.train.models import ModelSource
-from fullshard.train.weights import materialise
+from fullshard.programs.train.models import ModelSource
+from fullshard.programs.train.weights import materialise
 from fullshard.wrap import ModuleWrapPolicy
 
 CPU = torch.device("cpu")

@@ -137,9 +137,9 @@ def _hybrid(net: OddNet, **options: Any) -> nn.Module:
 
 
 def _hybrid_of_groups(net: OddNet) -> nn.Module:
-    group = fullshard.mesh.default_group()
-    shard = fullshard.mesh.block_group(group, 2)
-    across = fullshard.mesh._companion(group, "stride", 2)
+    group = fullshard.plan.mesh.default_group()
+    shard = fullshard.plan.mesh.block_group(group, 2)
+    across = fullshard.plan.mesh._companion(group, "stride", 2)
     strategy = ShardingStrategy.HYBRID_SHARD
     return wrapped_odd_net(net, process_group=(shard, across), sharding_strategy=strategy)
 

@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
-from fullshard.train.config import RunConfig
-from fullshard.train.config_file import read_config
-from fullshard.train.data import open_data
-from fullshard.train.loop import Job
-from fullshard.train.metrics import read_records
-from fullshard.train.models import open_model
-from fullshard.train.rank import run_in_folder
-from fullshard.train.result import TrainResult
-from fullshard.train.stopping import noticing_stop_requests
+from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.config_file import read_config
+from fullshard.programs.train.data import open_data
+from fullshard.programs.train.loop import Job
+from fullshard.programs.train.metrics import read_records
+from fullshard.programs.train.models import open_model
+from fullshard.programs.train.rank import run_in_folder
+from fullshard.programs.train.result import TrainResult
+from fullshard.programs.train.stop import noticing_stop_requests
 
 TINY = (
     # The width makes uneven shapes: four ranks cannot share 18 rows evenly.

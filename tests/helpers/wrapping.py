@@ -129,7 +129,7 @@ def train(
         steps.buffers.append({name: copied(buffer) for name, buffer in model.named_buffers()})
         if case.between is not None:
             case.between(lib, model, step)
-    steps.wholes = whole_params(lib, model)
+    steps.wholes = full_params(lib, model)
     return steps
 
 
@@ -168,7 +168,7 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
     return {n: copied(p.grad) for n, p in model.named_parameters() if p.grad is not None}
 
 
-def whole_params(lib: Any, model: nn.Module) -> dict[str, Tensor]:
+def full_params(lib: Any, model: nn.Module) -> dict[str, Tensor]:
     """All parameters whole, by the names they have without wrappers."""
     with contextlib.nullcontext() if lib is None else lib.FSDP.summon_full_params(model):
         return {clean(name): copied(param) for name, param in model.named_parameters()}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import fullshard.layout
+import fullshard.plan.layout
 from fullshard import (
     ConfigurationError,
     FullyShardedDataParallel,
@@ -22,8 +22,8 @@ from fullshard import (
     fully_shard,
     replicate,
 )
-from fullshard.comm import DefaultAllGather, DefaultReduceScatter
-from fullshard.group_facts import GroupFacts, facts_of_groups, group_facts
+from fullshard.comm.collectives import DefaultAllGather, DefaultReduceScatter
+from fullshard.tracing.group_facts import GroupFacts, facts_of_groups, group_facts
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Block, ModelOptions, make_decoder, tokens_for
@@ -117,7 +117,7 @@ def test_bytes_are_those_on_the_wire_and_in_memory(
     options: ModelOptions,
     in_place: bool,
 ) -> None:
-    monkeypatch.setattr(fullshard.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
     with fake_world(4):
         model: Any = door(make_decoder(options))
         facts = group_facts(model)

@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fullshard import layout as layout_module
 from fullshard.errors import LayoutError
-from fullshard.layout import (
+from fullshard.plan import layout as layout_module
+from fullshard.plan.layout import (
     ALIGNMENT,
     IN_PLACE_FROM,
+    BufferOffsets,
     Division,
     Layout,
     Piece,
-    Placement,
     Segment,
     Slot,
     chunk_size,
@@ -304,7 +304,9 @@ def test_the_worked_example_per_row() -> None:
     assert torch.cat(gathered).tolist() == [*range(12), *[PAD] * 4, 100, 101, 102, 103]
     assert [layout.padding(segment) for segment in range(2)] == [4, 0]
     # Segments [0, 16) and [16, 20), in elements of four bytes.
-    assert place([16, 4], [torch.float32] * 2, alignment=4) == Placement(starts=(0, 64), nbytes=80)
+    assert place([16, 4], [torch.float32] * 2, alignment=4) == BufferOffsets(
+        starts=(0, 64), nbytes=80
+    )
 
 
 def test_the_worked_example_flat() -> None:

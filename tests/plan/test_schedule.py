@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.schedule import FORWARD, BackwardGraphs, Call, Schedule, has_left
+from fullshard.plan.schedule import FORWARD, BackwardGraphs, Call, Schedule, has_left
 
 
 class Unit(str):

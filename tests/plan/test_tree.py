@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from fullshard.tree import cast_floating, map_tensors, tensors_in, tensors_within, to_device
+from fullshard.engine.tensor_trees import (
+    cast_floating,
+    map_tensors,
+    tensors_in,
+    tensors_within,
+    to_device,
+)
 
 A, B, C = (torch.tensor([float(i)]) for i in range(3))
 WHOLE = torch.tensor([7])

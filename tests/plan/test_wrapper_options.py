@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import api as torch_api
 
-from fullshard import ConfigurationError, wrapper_options
-from fullshard.wrapper_options import (
+from fullshard import ConfigurationError, api
+from fullshard.api import (
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -30,12 +30,12 @@ from fullshard.wrapper_options import (
 )
 
 NAMES = sorted([*torch_api.__all__, "OptimStateKeyType"])
-ENUMS = [name for name in NAMES if issubclass(getattr(wrapper_options, name), Enum)]
+ENUMS = [name for name in NAMES if issubclass(getattr(api, name), Enum)]
 DATACLASSES = [name for name in NAMES if name not in ENUMS]
 
 
 def ours_and_torch_s(name: str) -> tuple[Any, Any]:
-    return getattr(wrapper_options, name), getattr(torch_fsdp, name, getattr(torch_api, name, None))
+    return getattr(api, name), getattr(torch_fsdp, name, getattr(torch_api, name, None))
 
 
 def settings(library: Any) -> tuple[Any, Any, Any]:
@@ -57,8 +57,8 @@ def instance(cls: Any, library: Any) -> Any:
 def test_every_option_of_torch_is_here_and_no_other() -> None:
     ours = {
         name
-        for name, value in inspect.getmembers(wrapper_options, inspect.isclass)
-        if value.__module__ == wrapper_options.__name__ and not name.startswith("_")
+        for name, value in inspect.getmembers(api, inspect.isclass)
+        if value.__module__ == api.__name__ and not name.startswith("_")
     }
     assert sorted(ours) == NAMES
 
@@ -120,9 +120,7 @@ def test_options_derive_from_one_another_as_torch_s_do(name: str) -> None:
 def test_options_print_as_torch_s_do(name: str) -> None:
     ours, theirs = ours_and_torch_s(name)
     own = "".join(f", {field}=None" for field in OURS.get(name, []))
-    assert repr(instance(ours, wrapper_options)).replace(own, "") == repr(
-        instance(theirs, torch_api)
-    )
+    assert repr(instance(ours, api)).replace(own, "") == repr(instance(theirs, torch_api))
 
 
 # --- values ------------------------------------------------------------------------------------------
@@ -130,8 +128,8 @@ def test_options_print_as_torch_s_do(name: str) -> None:
 
 @pytest.mark.parametrize("name", DATACLASSES)
 def test_options_compare_by_value_and_survive_copying_and_pickling(name: str) -> None:
-    option = instance(getattr(wrapper_options, name), wrapper_options)
-    assert option == instance(type(option), wrapper_options)
+    option = instance(getattr(api, name), api)
+    assert option == instance(type(option), api)
     for twin in (copy.copy(option), copy.deepcopy(option), pickle.loads(pickle.dumps(option))):
         assert twin == option and twin is not option
 
@@ -150,7 +148,7 @@ def test_options_can_be_changed() -> None:
     config = FullStateDictConfig()
     config.offload_to_cpu = config.rank0_only = True
     assert config == FullStateDictConfig(True, True)
-    made = StateDictSettings(*settings(wrapper_options))
+    made = StateDictSettings(*settings(api))
     made.state_dict_type = StateDictType.SHARDED_STATE_DICT
     made.state_dict_config = ShardedStateDictConfig()
     assert made.state_dict_type is StateDictType.SHARDED_STATE_DICT
@@ -173,7 +171,7 @@ def test_classes_without_mixed_precision_come_in_any_collection(classes: Any) ->
 
 @pytest.mark.parametrize("name", DATACLASSES)
 def test_every_field_refuses_what_makes_no_sense_when_made_and_when_changed(name: str) -> None:
-    option = instance(getattr(wrapper_options, name), wrapper_options)
+    option = instance(getattr(api, name), api)
     before = copy.copy(option)
     for field in dataclasses.fields(option):
         with pytest.raises(ConfigurationError, match=field.name):
@@ -231,7 +229,7 @@ def test_torch_s_own_values_are_named_as_such() -> None:
 
 
 def test_an_optimizer_s_config_is_not_a_model_s() -> None:
-    kind, model, optimizer = settings(wrapper_options)
+    kind, model, optimizer = settings(api)
     with pytest.raises(ConfigurationError, match=r"^state_dict_config must be"):
         StateDictSettings(kind, optimizer, optimizer)
     with pytest.raises(ConfigurationError, match=r"^optim_state_dict_config must be"):

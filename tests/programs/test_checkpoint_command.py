@@ -15,10 +15,10 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from fullshard import cli
-from fullshard.checkpoint.converting import FORMATS, write
+from fullshard.checkpoint.conversion import FORMATS, write
 from fullshard.checkpoint.formats import open_source
-from fullshard.checkpoint_tool import contents, showing
+from fullshard.programs import cli
+from fullshard.programs.checkpoint_tool import contents, output
 from tests.helpers.checkpoints import plain_source
 
 
@@ -92,7 +92,7 @@ def test_tables_fit_a_terminal(made: Path, width: int) -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=width, color_system=None)
     source = open_source(made / "first")
-    showing.print_contents(console, contents.describe(source, pieces=False))
+    output.print_contents(console, contents.describe(source, pieces=False))
     lines = file.getvalue().splitlines()
     assert all(len(line) <= width for line in lines)
     assert any(line.startswith("0.weight ") and "5 x 3" in line for line in lines)
@@ -166,7 +166,7 @@ def test_trouble_is_one_message_and_exit_code_2(made: Path, tmp_path: Path) -> N
 
 def test_help_does_not_import_torch() -> None:
     code = (
-        "import sys; from fullshard.cli import build_app\n"
+        "import sys; from fullshard.programs.cli import build_app\n"
         "try: build_app()(['checkpoint', '--help'])\n"
         "except SystemExit: pass\n"
         "assert 'torch' not in sys.modules"

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fullshard import cli
 from fullshard.errors import CheckpointError
-from fullshard.train import launch
-from fullshard.train.config import RunConfig
-from fullshard.train.config_file import read_config, to_toml
-from fullshard.train.place import Place
+from fullshard.programs import cli
+from fullshard.programs.train import launch
+from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.config_file import read_config, to_toml
+from fullshard.programs.train.rank_info import RankInfo
 from tests.helpers.runs import last_losses, records, tiny
 
 ROOT = Path(__file__).parents[2]
@@ -154,7 +154,7 @@ def test_only_the_first_rank_of_a_launcher_complains() -> None:
 def test_help_and_a_wrong_configuration_do_not_wait_for_torch() -> None:
     program = (
         "import sys\n"
-        "from fullshard.cli import main\n"
+        "from fullshard.programs.cli import main\n"
         "for arguments in (['--help'], ['--fields'], ['--set', 'train.steps=0', '--set', 'data.path=none']):\n"
         "    sys.argv[1:] = ['train', *arguments]\n"
         "    try:\n"
@@ -226,10 +226,10 @@ def test_a_checkpoint_that_cannot_be_written_is_a_message_and_no_traceback(
     def fail(*_: object, **__: object) -> None:
         raise CheckpointError("The disk is full.")
 
-    from fullshard.train import rank
+    from fullshard.programs.train import rank
 
     monkeypatch.setattr(rank, "run_rank", fail)
-    place = Place(rank=0, world=1, local_rank=0, local_world=1, device="cpu", rendezvous="")
+    place = RankInfo(rank=0, world=1, local_rank=0, local_world=1, device="cpu", rendezvous="")
     error = launch._launched_rank(RunConfig(), place, fresh=False)
     assert isinstance(error, CheckpointError)
     monkeypatch.setattr(launch, "launch", fail)
@@ -242,10 +242,10 @@ def test_a_failing_rank_is_shown_once(tmp_path: Path) -> None:
     # Ranks import the main program too, so what it puts in the place of the real thing is there in them.
     program = (
         "import sys, types\n"
-        "from fullshard.cli import main\n"
+        "from fullshard.programs.cli import main\n"
         "def fail(config, place, fresh):\n"
         "    raise ValueError('this rank fails')\n"
-        "sys.modules['fullshard.train.rank'] = types.SimpleNamespace(run_rank=fail)\n"
+        "sys.modules['fullshard.programs.train.rank'] = types.SimpleNamespace(run_rank=fail)\n"
         "if __name__ == '__main__':\n"
         "    main()\n"
     )

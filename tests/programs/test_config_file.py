@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from fullshard.errors import ConfigurationError
-from fullshard.train.config import (
+from fullshard.programs.train.config import (
     ModelSection,
     Problem,
     RunConfig,
@@ -20,9 +20,9 @@ from fullshard.train.config import (
     SamplesSection,
     TrainSection,
 )
-from fullshard.train.config_fields import config_sections
-from fullshard.train.config_file import differences, read_config, to_toml
-from fullshard.train.limits import Limits
+from fullshard.programs.train.config_fields import config_sections
+from fullshard.programs.train.config_file import differences, read_config, to_toml
+from fullshard.programs.train.limits import Limits
 
 # --- configurations of any kind ----------------------------------------------------------------------------
 

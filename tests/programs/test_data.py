@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, strategies as st
 
 from fullshard.errors import ConfigurationError
-from fullshard.train.config import DataSection, ModelSection, RunConfig
-from fullshard.train.data import Data, open_data
-from fullshard.train.models import open_model
-from fullshard.train.splitting import num_windows, training_lengths
-from fullshard.train.windows import Tokens, Windows
+from fullshard.programs.train.config import DataSection, ModelSection, RunConfig
+from fullshard.programs.train.data import Data, open_data
+from fullshard.programs.train.held_out_split import num_windows, training_lengths
+from fullshard.programs.train.models import open_model
+from fullshard.programs.train.windows import Tokens, Windows
 
 
 def write(path: Path, content: bytes) -> Path:

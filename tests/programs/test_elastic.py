@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fullshard.train.config import RunConfig
-from fullshard.train.config_file import to_toml
-from fullshard.train.metrics import read_records
+from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.config_file import to_toml
+from fullshard.programs.train.metrics import read_records
 from tests.helpers.ranks import World
 from tests.helpers.runs import in_folder, last_losses, records, run, tiny
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fullshard.train.evaluating import shares, spread_evenly, window_losses
+from fullshard.programs.train.evaluation import shares, spread_evenly, window_losses
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from fullshard.checkpoint.dcp import write_dcp
 from fullshard.checkpoint.torch_files import write_torch_file
-from fullshard.cli import build_app
-from fullshard.harmless_text import harmless, harmless_line
+from fullshard.programs.cli import build_app
+from fullshard.programs.console.safe_text import harmless, harmless_line
+from fullshard.programs.console.tables import print_facts, print_line, print_table
 from fullshard.report import write_report
-from fullshard.tables import print_facts, print_line, print_table
 from tests.helpers.checkpoints import MemorySource
 from tests.helpers.run_folders import Machine, metrics_records, simulated_trace, write_metrics
 

@@ -10,11 +10,11 @@ import torch
 from typer.testing import CliRunner
 
 import fullshard
-from fullshard import cli
-from fullshard.inspect_tool.measuring import ShardedPlan, measure
-from fullshard.train.config_file import read_config, to_toml
-from fullshard.train.models import open_model
-from fullshard.train.sharding import build_model
+from fullshard.programs import cli
+from fullshard.programs.inspect_tool.cost import ShardedPlan, measure
+from fullshard.programs.train.config_file import read_config, to_toml
+from fullshard.programs.train.models import open_model
+from fullshard.programs.train.sharded_model import build_model
 from tests.helpers.fake import fake_world
 from tests.helpers.groups import leave_group
 

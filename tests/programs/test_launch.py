@@ -12,10 +12,10 @@ import pytest
 from torch.distributed import run as torchrun
 
 from fullshard.errors import ConfigurationError
-from fullshard.train.config_file import to_toml
-from fullshard.train.launch import place_in, speaks_for_all
-from fullshard.train.place import Place
-from fullshard.train.slurm import expand_counts, first_host
+from fullshard.programs.train.config_file import to_toml
+from fullshard.programs.train.launch import place_in, speaks_for_all
+from fullshard.programs.train.rank_info import RankInfo
+from fullshard.programs.train.slurm import expand_counts, first_host
 from tests.helpers.runs import last_losses, tiny
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "launch"
@@ -41,7 +41,7 @@ TASK = {
 
 
 def test_torchrun_gives_a_place() -> None:
-    assert place_in(TORCHRUN, "cpu") == Place(
+    assert place_in(TORCHRUN, "cpu") == RankInfo(
         rank=3, world=4, local_rank=1, local_world=2, device="cpu", rendezvous="env://"
     )
 
@@ -49,7 +49,7 @@ def test_torchrun_gives_a_place() -> None:
 def test_srun_gives_a_place() -> None:
     place = place_in(TASK, "cuda")
     assert place is not None
-    assert place == Place(
+    assert place == RankInfo(
         rank=4, world=5, local_rank=0, local_world=1, device="cuda", rendezvous=place.rendezvous
     )
     found = re.fullmatch(r"tcp://node07:(\d+)", place.rendezvous)

@@ -19,12 +19,13 @@ import torch
 from rich.console import Console
 from torch import nn
 
-import fullshard.checkpoint_tool.showing
-import fullshard.inspect_tool.measuring
-import fullshard.report.page  # noqa: F401
-from fullshard import checkpoint, cli
-from fullshard.train import command
-from fullshard.train.progress import showing_progress
+import fullshard.programs.checkpoint_tool.output
+import fullshard.programs.inspect_tool.cost
+import fullshard.programs.report.page  # noqa: F401
+from fullshard import checkpoint
+from fullshard.programs import cli
+from fullshard.programs.train import command
+from fullshard.programs.train.progress import showing_progress
 from tests.helpers.run_folders import Machine, write_run
 
 cli.build_app()  # all verbs and what they need are imported here, not in each copy

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, Store
 
 from fullshard.errors import CommunicationError
-from fullshard.train.meeting import fresh_part, store_of_torchrun
+from fullshard.programs.train.rendezvous import fresh_part, store_of_torchrun
 
 
 def attempt(store: Store, world: int, late: int) -> None:

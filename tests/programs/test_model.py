@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fullshard.train.built_in import starting_weights
-from fullshard.train.decoder_shape import DecoderShape
-from fullshard.train.model import Decoder, rotate
-from fullshard.train.weights import fill
+from fullshard.programs.train.built_in import starting_weights
+from fullshard.programs.train.decoder_shape import DecoderShape
+from fullshard.programs.train.model import Decoder, rotate
+from fullshard.programs.train.weights import fill
 
 SHAPE = DecoderShape(layers=2, width=32, heads=4)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fullshard.train.config import DataSection, ModelSection, RunConfig
-from fullshard.train.preflight import data_problems, model_problems
+from fullshard.programs.train.config import DataSection, ModelSection, RunConfig
+from fullshard.programs.train.preflight import data_problems, model_problems
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,8 +41,8 @@ def folder_with(folder: Path, configuration: Any) -> Path:
 def test_the_defaults_have_no_problems_and_need_no_torch() -> None:
     code = (
         "import sys\n"
-        "from fullshard.train.config import RunConfig\n"
-        "from fullshard.train.preflight import data_problems, model_problems\n"
+        "from fullshard.programs.train.config import RunConfig\n"
+        "from fullshard.programs.train.preflight import data_problems, model_problems\n"
         "print([*model_problems(RunConfig()), *data_problems(RunConfig())], 'torch' in sys.modules)"
     )
     answer = subprocess.run(
@@ -118,7 +118,7 @@ def test_too_little_data_is_noticed(tmp_path: Path) -> None:
 def test_a_package_that_is_missing_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fullshard.train.preflight.find_spec", lambda name: None)
+    monkeypatch.setattr("fullshard.programs.train.preflight.find_spec", lambda name: None)
     problems = of_model(huggingface=folder_with(tmp_path, LLAMA))
     assert all("Install fullshard[transformers]" in problem for problem in problems)
     assert len(problems) == 2

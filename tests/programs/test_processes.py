@@ -15,9 +15,14 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import ConfigurationError
-from fullshard.train import processes
-from fullshard.train.processes import Ended, RankFailedError, StoppedError, run_in_processes
-from fullshard.train.stopping import noticing_stop_requests
+from fullshard.programs.train import processes
+from fullshard.programs.train.processes import (
+    Ended,
+    RankFailedError,
+    StoppedError,
+    run_in_processes,
+)
+from fullshard.programs.train.stop import noticing_stop_requests
 
 LONG_S = 50.0
 
@@ -237,7 +242,7 @@ def test_ranks_that_cannot_save_yet_end_with_the_signal(tmp_path: Path) -> None:
 def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
     program = (
         "from functools import partial; from pathlib import Path\n"
-        "from fullshard.train.processes import run_in_processes\n"
+        "from fullshard.programs.train.processes import run_in_processes\n"
         "from tests.programs.test_processes import note_process_and_wait\n"
         f"run_in_processes(partial(note_process_and_wait, Path({str(tmp_path)!r})), [0, 1])\n"
     )

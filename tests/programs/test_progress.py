@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from fullshard.train.events import (
+from fullshard.programs.train.events import (
     Checkpoint,
     End,
     Evaluation,
@@ -20,7 +20,7 @@ from fullshard.train.events import (
     Trouble,
     Watcher,
 )
-from fullshard.train.progress import showing_progress
+from fullshard.programs.train.progress import showing_progress
 
 START = Start(
     world=2,

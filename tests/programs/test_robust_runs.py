@@ -9,12 +9,12 @@ import torch
 
 from fullshard import checkpoint
 from fullshard.errors import CheckpointError, ConfigurationError
-from fullshard.train.config import RunConfig, TrainSection
-from fullshard.train.config_file import to_toml
-from fullshard.train.loop import ways_out
-from fullshard.train.models import open_model
-from fullshard.train.run_folder import RunFolder
-from fullshard.train.stopping import BadStepError, StoppedBySignalError
+from fullshard.programs.train.config import RunConfig, TrainSection
+from fullshard.programs.train.config_file import to_toml
+from fullshard.programs.train.loop import ways_out
+from fullshard.programs.train.models import open_model
+from fullshard.programs.train.run_folder import RunFolder
+from fullshard.programs.train.stop import BadStepError, StoppedBySignalError
 from tests.helpers.ranks import World
 from tests.helpers.runs import Incident, in_folder, last_losses, records, run, tiny
 
@@ -207,8 +207,8 @@ def test_a_skipped_step_changes_neither_weights_nor_optimizer(
 
 
 def what_is_saved(config: RunConfig, step: int) -> dict[str, torch.Tensor]:
-    from fullshard.train.optimizing import build_optimizer
-    from fullshard.train.sharding import build_model
+    from fullshard.programs.train.optimizer import build_optimizer
+    from fullshard.programs.train.sharded_model import build_model
 
     model = build_model(config, open_model(config), torch.device("cpu"))
     optimizer = build_optimizer(config.optimizer, *model.parameters())

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import ConfigurationError
-from fullshard.train import run_folder
-from fullshard.train.config import OptimizerSection, RunConfig, TrainSection
-from fullshard.train.config_file import read_config
-from fullshard.train.events import End, Evaluation, Trouble
-from fullshard.train.metrics import MetricsFile, TensorBoardFiles, read_records
-from fullshard.train.run_folder import RunFolder
+from fullshard.programs.train import run_folder
+from fullshard.programs.train.config import OptimizerSection, RunConfig, TrainSection
+from fullshard.programs.train.config_file import read_config
+from fullshard.programs.train.events import End, Evaluation, Trouble
+from fullshard.programs.train.metrics import MetricsFile, TensorBoardFiles, read_records
+from fullshard.programs.train.run_folder import RunFolder
 from tests.programs.test_progress import START, step
 
 CONFIG = RunConfig(train=TrainSection(steps=40))
@@ -93,7 +93,7 @@ def test_a_folder_is_used_by_one_process_at_a_time(
     monkeypatch.setattr(run_folder, "LOCK_PATIENCE_S", 0.2)
     program = (
         "import sys, pathlib\n"
-        "from fullshard.train.run_folder import RunFolder\n"
+        "from fullshard.programs.train.run_folder import RunFolder\n"
         "with RunFolder(pathlib.Path(sys.argv[1])).locked():\n"
         "    assert 'torch' not in sys.modules\n"
         "    print('locked', flush=True)\n"

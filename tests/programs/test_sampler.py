@@ -4,7 +4,7 @@ import itertools
 
 from hypothesis import given, strategies as st
 
-from fullshard.train.sampler import Sampler
+from fullshard.programs.train.sampler import Sampler
 
 windows = st.integers(1, 1500)
 seeds = st.integers(0, 2**32)

@@ -8,11 +8,11 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer, decoders, models, pre_tokenizers, trainers
 
 from fullshard.errors import ConfigurationError
-from fullshard.train import data as data_module
-from fullshard.train.config import DataSection, ModelSection, RunConfig
-from fullshard.train.data import open_data
-from fullshard.train.models import open_model
-from fullshard.train.tokenizing import Bytes, HuggingFaceTokenizer, Numbers, open_tokenizer
+from fullshard.programs.train import data as data_module
+from fullshard.programs.train.config import DataSection, ModelSection, RunConfig
+from fullshard.programs.train.data import open_data
+from fullshard.programs.train.models import open_model
+from fullshard.programs.train.tokenizer import Bytes, HuggingFaceTokenizer, Numbers, open_tokenizer
 
 TEXT = "for x in range(10):\n    print(x, 'é')\n" * 30
 

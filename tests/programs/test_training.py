@@ -12,9 +12,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ConfigurationError
-from fullshard.train.config import RunConfig, ScheduleSection
-from fullshard.train.optimizing import learning_rate
-from fullshard.train.result import TrainResult
+from fullshard.programs.train.config import RunConfig, ScheduleSection
+from fullshard.programs.train.optimizer import learning_rate
+from fullshard.programs.train.result import TrainResult
 from tests.helpers.ranks import World
 from tests.helpers.runs import records, run, tiny
 
@@ -140,7 +140,9 @@ def run_and_look(config: RunConfig, without: str = "") -> tuple[TrainResult, lis
     shown = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         if without:
-            for name in [each for each in sys.modules if each.startswith("fullshard.report.")]:
+            for name in [
+                each for each in sys.modules if each.startswith("fullshard.programs.report.")
+            ]:
                 patch.delitem(sys.modules, name)
             patch.setitem(sys.modules, without, None)
         result = run(config, shown=shown)
@@ -221,8 +223,8 @@ def test_only_matrices_are_decayed(world: MakeWorld, tmp_path: Path) -> None:
 
 def decayed_names(config: RunConfig) -> tuple[list[str], list[str]]:
     from fullshard.names import clean_name
-    from fullshard.train.models import open_model
-    from fullshard.train.sharding import build_model
+    from fullshard.programs.train.models import open_model
+    from fullshard.programs.train.sharded_model import build_model
 
     model = build_model(config, open_model(config), torch.device("cpu"))
     names = {parameter: clean_name(name) for name, parameter in model.module.named_parameters()}

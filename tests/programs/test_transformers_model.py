@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.errors import ConfigurationError
-from fullshard.train.config import DataSection, ModelSection, RunConfig
-from fullshard.train.config_file import read_config
-from fullshard.train.models import ModelSource, open_model
-from fullshard.train.tokenizing import Bytes
-from fullshard.train.transformers_model import parameters_on_meta, starting_weights
-from fullshard.train.weights import fill
+from fullshard.programs.train.config import DataSection, ModelSection, RunConfig
+from fullshard.programs.train.config_file import read_config
+from fullshard.programs.train.models import ModelSource, open_model
+from fullshard.programs.train.tokenizer import Bytes
+from fullshard.programs.train.transformers_model import parameters_on_meta, starting_weights
+from fullshard.programs.train.weights import fill
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.model_sources import sharded, unsharded, wrapped, wrapped_with_original_params
 from tests.helpers.runs import records, run, write_text

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.train.config import RunConfig
-from fullshard.train.config_file import to_toml
+from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.config_file import to_toml
 from tests.helpers.hosts import INTERFACE, Host, two_hosts, why_no_hosts
 from tests.helpers.ranks import World
 from tests.helpers.runs import in_folder, last_losses, records, run, tiny

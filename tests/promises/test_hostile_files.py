@@ -44,12 +44,12 @@ from fullshard.checkpoint.source import Source
 from fullshard.checkpoint.stored import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import TensorFile
 from fullshard.checkpoint.torch_files import TorchFile, write_torch_file
-from fullshard.checkpoint_tool.contents import describe
-from fullshard.report.analysis import Analysis
-from fullshard.report.findings import find
-from fullshard.report.reading import read_run
-from fullshard.train.config_file import read_config, to_toml
-from fullshard.train.run_folder import RunFolder
+from fullshard.programs.checkpoint_tool.contents import describe
+from fullshard.programs.report.analysis import Analysis
+from fullshard.programs.report.findings import find
+from fullshard.programs.report.run_files import read_run
+from fullshard.programs.train.config_file import read_config, to_toml
+from fullshard.programs.train.run_folder import RunFolder
 from tests.helpers.checkpoints import plain_source, value_of
 from tests.helpers.hostile import (
     NUM_INPUTS,
@@ -407,7 +407,7 @@ def test_configurations(tmp_path: Path) -> None:
 
 def hostile_setting(chance: random.Random, settings: list[str]) -> str:
     """A `--set` with a strange value, or a strange text."""
-    from fullshard.train.config_fields import config_sections
+    from fullshard.programs.train.config_fields import config_sections
 
     section = chance.choice(list(config_sections().values()))
     name = f"{section.name}.{chance.choice(list(section.fields))}"
@@ -462,7 +462,7 @@ class Drawing:
 def test_run_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics, traces and configuration, and all that is computed from them."""
     pytest.importorskip("plotly")  # which the modules below import
-    from fullshard.report import (
+    from fullshard.programs.report import (
         chart,
         group_charts,
         memory_chart,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import fully_shard
-from fullshard.param_group import FSDPParamGroup
+from fullshard.engine.param_group import FSDPParamGroup
 from tests.helpers.fake import fake_world
 
 

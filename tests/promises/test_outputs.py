@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Normal
 
 from fullshard import FullyShardedDataParallel, LifecycleError, fully_shard
-from fullshard.runtime import state_of
+from fullshard.engine.runtime import state_of
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.compare import assert_close
 from tests.helpers.training import FULLSHARD, weights
-from tests.helpers.wrapping import library, whole_params
+from tests.helpers.wrapping import full_params, library
 
 WIDTH = 6
 
@@ -111,7 +111,7 @@ def compare_with_one_process() -> None:
             assert_close(loss_of(model, rows[0]), before, rtol=1e-5, atol=1e-6)
         loss_of(model, rows[dist.get_rank()]).backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-        found = whole_params(library(FULLSHARD), model) if door is wrapped else weights(model)
+        found = full_params(library(FULLSHARD), model) if door is wrapped else weights(model)
         assert_close(found, weights(reference), rtol=1e-4, atol=1e-6)
 
 

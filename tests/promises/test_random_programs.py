@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-import fullshard.layout
+import fullshard.plan.layout
 from fullshard import FSDPModule, fully_shard
 from tests.helpers.compare import assert_close
 from tests.helpers.groups import alone
@@ -54,7 +54,7 @@ def one_rank() -> Iterator[None]:
 def test_a_random_program_computes_what_it_does_unsharded(seed: int, monkeypatch) -> None:
     draw = Random(seed)
     if draw.random() < 0.5:
-        monkeypatch.setattr(fullshard.layout, "IN_PLACE_FROM", 0)
+        monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0)
     plain = draw_model(draw)
     sharding = draw_sharding(draw, plain)
     program = draw_program(draw, sharding, plain)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fullshard import MixedPrecisionPolicy, comm, fully_shard, replicate
-from fullshard.runtime import state_of
+from fullshard import MixedPrecisionPolicy, fully_shard, replicate
+from fullshard.comm import collectives
+from fullshard.engine.runtime import state_of
 from tests.helpers.compare import assert_close
 from tests.helpers.training import FULLSHARD, whole
 from tests.helpers.wrapping import CPU, library
@@ -63,7 +64,7 @@ def with_a_policy(**dtypes: Any) -> Any:
 
 def with_a_comm_object() -> Any:
     model = sharded()
-    model.set_custom_reduce_scatter(comm.DefaultReduceScatter())
+    model.set_custom_reduce_scatter(collectives.DefaultReduceScatter())
     return model
 
 

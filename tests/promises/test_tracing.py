@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import ConfigurationError, FullyShardedDataParallel, LifecycleError, fully_shard
-from fullshard.buffers import Buffer
-from fullshard.comm import DefaultAllGather
-from fullshard.tracing import one_at_a_time
+from fullshard.comm.collectives import DefaultAllGather
+from fullshard.storage.buffers import Buffer
+from fullshard.tracing.trace import one_at_a_time
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Block, ModelOptions, make_decoder, tokens_for
@@ -309,7 +309,7 @@ def allocations(patch: pytest.MonkeyPatch) -> list[int]:
 def test_memory_is_known_at_every_change(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_place: bool
 ) -> None:
-    monkeypatch.setattr(fullshard.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
     with fake_world(4):
         model: Any = shard(make_decoder(), FULLSHARD, Run())
         model(tokens_for(0, 2)).backward()

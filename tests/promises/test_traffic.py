@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import fullshard.layout
+import fullshard.plan.layout
 from fullshard import (
     FSDPModule,
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
-    comm,
     fully_shard,
 )
+from fullshard.comm import collectives
 from tests.helpers.models import ModelOptions, make_decoder, tokens_for
 from tests.helpers.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER, Traffic
 from tests.helpers.training import FULLSHARD, TORCH, Run, forward_and_backward, shard, whole
@@ -41,21 +41,21 @@ def traffic_of_a_step(api: str, run: Run) -> Sizes:
 
 def traffic_in_place(run: Run) -> Sizes:
     """The same with every parameter gathered in place, as large ones are."""
-    fullshard.layout.IN_PLACE_FROM, usual = 0, fullshard.layout.IN_PLACE_FROM
+    fullshard.plan.layout.IN_PLACE_FROM, usual = 0, fullshard.plan.layout.IN_PLACE_FROM
     try:
         return traffic_of_a_step(FULLSHARD, run)
     finally:
-        fullshard.layout.IN_PLACE_FROM = usual
+        fullshard.plan.layout.IN_PLACE_FROM = usual
 
 
 def shard_sizes(run: Run, dtype: torch.dtype | None) -> dict[int, int]:
     """Bytes of a rank's shard of each group as torch sends it: what it has with aligned parameters."""
     ranks = dist.get_world_size() // run.replicas
-    unit = fullshard.layout.ROW_ALIGNMENT
+    unit = fullshard.plan.layout.ROW_ALIGNMENT
     groups: dict[str, list[tuple[int, int]]] = {}
     for name, param in make_decoder(run.model).named_parameters():
         group = name.rsplit(".", 2)[0] if run.group_blocks and name.startswith("blocks") else ""
-        rows = fullshard.layout.chunk_size(len(param), ranks)
+        rows = fullshard.plan.layout.chunk_size(len(param), ranks)
         numel, itemsize = rows * param[0].numel(), (dtype or param.dtype).itemsize
         sizes = numel * itemsize, -(-numel // unit) * unit * itemsize
         groups.setdefault(group, []).append(sizes)
@@ -138,7 +138,7 @@ def test_collectives_are_as_many_as_groups(world, name: str, expected: list[int]
     assert world(2).run(calls_of_a_step, RUNS[name]) == [expected] * 2
 
 
-class Uncalled(comm.DefaultReduceScatter, comm.DefaultAllGather):  # type: ignore[misc]
+class Uncalled(collectives.DefaultReduceScatter, collectives.DefaultAllGather):  # type: ignore[misc]
     """A comm object for axes with nobody to communicate with."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

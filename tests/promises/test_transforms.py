@@ -30,11 +30,11 @@ from fullshard import (
     fully_shard,
     replicate,
 )
-from fullshard.runtime import state_of
+from fullshard.engine.runtime import state_of
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.compare import assert_close
 from tests.helpers.training import FULLSHARD, gradients, weights
-from tests.helpers.wrapping import library, whole_params
+from tests.helpers.wrapping import full_params, library
 
 WIDTH = 5
 Result = tuple[Tensor | None, Any]
@@ -322,7 +322,7 @@ def through(door: str, program: Program) -> tuple[list[Any], dict[str, Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
     if isinstance(model, FullyShardedDataParallel):
-        return seen, whole_params(library(FULLSHARD), model)
+        return seen, full_params(library(FULLSHARD), model)
     return seen, weights(model)
 
 

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-import fullshard.layout
+import fullshard.plan.layout
 from fullshard import (
     ConfigurationError,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
-    comm,
     fully_shard,
     replicate,
 )
-from fullshard.mesh import FSDPMeshInfo
+from fullshard.comm import collectives
+from fullshard.plan.mesh import FSDPMeshInfo
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.fake import fake_world
@@ -112,13 +112,13 @@ CASES: dict[str, tuple[Run, int]] = {
 
 def equals_by_hand(name: str, threshold: int, columns: bool) -> None:
     run, steps = CASES[name]
-    fullshard.layout.IN_PLACE_FROM, usual = threshold, fullshard.layout.IN_PLACE_FROM
+    fullshard.plan.layout.IN_PLACE_FROM, usual = threshold, fullshard.plan.layout.IN_PLACE_FROM
     assert run.wire_dtype is not None
     try:
         placement = {"shard_placement_fn": last_dimension} if columns else {}
         ours = sharded_gradients(run, steps, **placement)
     finally:
-        fullshard.layout.IN_PLACE_FROM = usual
+        fullshard.plan.layout.IN_PLACE_FROM = usual
     expected = by_hand(run.model, run.param_dtype or FP32, run.wire_dtype, steps)
     assert_equal(ours, expected)
 
@@ -433,7 +433,7 @@ POLICY = MixedPrecisionPolicy(BF16, FP32, wire_dtype=BF16)
 OPTIONS = MixedPrecision(BF16, FP32, wire_dtype=BF16)
 
 
-class Reducer(comm.DefaultReduceScatter):
+class Reducer(collectives.DefaultReduceScatter):
     pass
 
 
@@ -506,12 +506,12 @@ def test_what_makes_no_sense_is_refused_on_all_ranks(world, attempt: Callable[[]
 
 
 def test_gloo_does_not_exchange_memory_of_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm, "backend_of", lambda group, device: "gloo")
+    monkeypatch.setattr(collectives, "backend_of", lambda group, device: "gloo")
     with fake_world(2):
         axes = FSDPMeshInfo(init_device_mesh("cpu", (2,)), shard_mesh_dim=0)
-        comm.check_exchanges(BF16, axes, torch.device("cpu"))
+        collectives.check_exchanges(BF16, axes, torch.device("cpu"))
         with pytest.raises(ConfigurationError, match="gloo only exchanges that of CPUs"):
-            comm.check_exchanges(BF16, axes, torch.device("cuda"))
+            collectives.check_exchanges(BF16, axes, torch.device("cuda"))
 
 
 def allowed_on_one_rank() -> None:

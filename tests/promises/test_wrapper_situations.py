@@ -23,9 +23,9 @@ from tests.helpers.models import make_decoder, tokens_for
 from tests.helpers.training import FULLSHARD, TORCH, mine
 from tests.helpers.wrapping import (
     copied,
+    full_params,
     library,
     named_gradients,
-    whole_params,
     wrap_blocks,
 )
 from tests.promises.test_wrapper_numerics import (
@@ -150,7 +150,7 @@ def several_forwards_then_their_backwards(lib: Any, **options: Any) -> Any:
         for loss in losses:
             loss.backward()
         run.update()
-    return whole_params(lib, run.model)
+    return full_params(lib, run.model)
 
 
 @situation
@@ -161,7 +161,7 @@ def backward_twice_through_a_retained_graph(lib: Any, **options: Any) -> Any:
         loss.backward(retain_graph=True)
         loss.backward()
         run.update()
-    return whole_params(lib, run.model)
+    return full_params(lib, run.model)
 
 
 @situation
@@ -400,7 +400,7 @@ def frozen_between_steps(lib: Any, **options: Any) -> Any:
             if "up.weight" in name or "embed" in name:
                 param.requires_grad_(step % 2 == 0)
         run.step(step)
-        wholes.append(whole_params(lib, run.model))
+        wholes.append(full_params(lib, run.model))
     return wholes
 
 
@@ -410,7 +410,7 @@ def frozen_among_others(lib: Any, **options: Any) -> Any:
     wholes = []
     for step in range(3):
         run.step(step)
-        wholes.append(whole_params(lib, run.model))
+        wholes.append(full_params(lib, run.model))
     return wholes
 
 
@@ -456,7 +456,7 @@ def forward_that_raises(lib: Any, **options: Any) -> Any:
         with pytest.raises(ArithmeticError):
             run.model(run.batch(10 + step))
         Fails.armed = False
-    return whole_params(lib, run.model)
+    return full_params(lib, run.model)
 
 
 def _forward_before_the_optimizer(lib: Any, name: str, optimizer: str, **options: Any) -> Any:
@@ -474,7 +474,7 @@ def _forward_before_the_optimizer(lib: Any, name: str, optimizer: str, **options
             run.loss(20 + step)
         for param in run.model.parameters():
             param.data.mul_(0.9)
-    return whole_params(lib, run.model)
+    return full_params(lib, run.model)
 
 
 @of_ours
@@ -505,7 +505,7 @@ def cast_after_wrapping(lib: Any, **options: Any) -> Any:
     run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2)
     for step in range(1, 3):
         run.step(step)
-    return whole_params(lib, run.model)
+    return full_params(lib, run.model)
 
 
 @of_ours
@@ -514,7 +514,7 @@ def cast_before_the_first_forward(lib: Any, **options: Any) -> Any:
     run.model.to(torch.float64)
     for step in range(2):
         run.step(step)
-    return whole_params(lib, run.model)
+    return full_params(lib, run.model)
 
 
 ALL = {**SITUATIONS, **ORIGINAL, **OURS}

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fullshard.layout
+import fullshard.plan.layout
 from fullshard import fully_shard
-from fullshard.runtime import state_of
+from fullshard.engine.runtime import state_of
 from tests.helpers.fake import fake_world
 from tests.helpers.models import ModelOptions, make_decoder, tokens_for
 
 
-class Recorder(TorchDispatchMode):
+class TraceRecorder(TorchDispatchMode):
     """Every operator that runs, by name, in order."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ def is_copy(name: str) -> bool:
 
 def gathers_and_what_follows(model: nn.Module, inputs: torch.Tensor) -> list[list[str]]:
     """For each all-gather of one forward, the operators between it and the first use of parameters."""
-    recorder = Recorder()
+    recorder = TraceRecorder()
     with recorder:
         model(inputs)
     # What is copied right before a gather is what this rank sends.
@@ -66,7 +66,7 @@ def test_large_pieces_are_gathered_in_place_by_default() -> None:
 
 
 def test_nothing_is_copied_after_a_gather_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fullshard.layout, "IN_PLACE_FROM", 0)
+    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0)
     with fake_world(3):
         model = make_decoder(ModelOptions(depth=4))
         for block in model.blocks:
@@ -82,7 +82,7 @@ def test_small_pieces_are_gathered_in_one_message_and_copied_once() -> None:
     with fake_world(3):
         model = make_decoder(ModelOptions(depth=1))
         fully_shard(model)
-        recorder = Recorder()
+        recorder = TraceRecorder()
         with recorder:
             model(tokens_for(0, 2))
         assert sum("gather" in name for name in recorder.names) == 1
@@ -90,7 +90,7 @@ def test_small_pieces_are_gathered_in_one_message_and_copied_once() -> None:
 
 
 def unsharded_parameters_lie_in_the_gather_storage(in_place: bool) -> None:
-    fullshard.layout.IN_PLACE_FROM = 0 if in_place else 1 << 20
+    fullshard.plan.layout.IN_PLACE_FROM = 0 if in_place else 1 << 20
     try:
         model = make_decoder(ModelOptions(scalar=True))
         expected = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -106,12 +106,12 @@ def unsharded_parameters_lie_in_the_gather_storage(in_place: bool) -> None:
                 if dist.get_world_size() > 1:
                     assert group._gathering.buffer.contains(whole), param.name
                 else:  # which holds everything, and computes with it
-                    assert whole.data_ptr() == param.face.local.data_ptr(), param.name
+                    assert whole.data_ptr() == param.sharded_param.local.data_ptr(), param.name
         for name, param in model.named_parameters():
             assert torch.equal(param, expected[name]), name
         dist.barrier()
     finally:
-        fullshard.layout.IN_PLACE_FROM = 1 << 20
+        fullshard.plan.layout.IN_PLACE_FROM = 1 << 20
 
 
 @pytest.mark.parametrize("in_place", [True, False])

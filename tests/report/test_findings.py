@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from fullshard.report.analysis import Analysis
-from fullshard.report.finding import Finding
-from fullshard.report.findings import find
-from fullshard.report.reading import Mark, Metrics, Run, StepRecord
-from fullshard.report.trace_file import parse_trace
+from fullshard.programs.report.analysis import Analysis
+from fullshard.programs.report.finding import Finding
+from fullshard.programs.report.findings import find
+from fullshard.programs.report.run_files import Mark, Metrics, Run, StepRecord
+from fullshard.programs.report.trace_file import parse_trace
 from tests.helpers.run_folders import Machine, simulated_trace
 
 CALM = Machine(layers=8, gather_us=100, reduce_us=50, optimizer_us=3000)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import ConfigurationError
-from fullshard.report.reading import read_run
+from fullshard.programs.report.run_files import read_run
 from tests.helpers.run_folders import (
     Machine,
     metrics_records,

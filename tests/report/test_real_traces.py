@@ -9,11 +9,11 @@ from typing import Any
 import torch.distributed as dist
 
 import fullshard
-from fullshard.comm import DefaultAllGather
-from fullshard.report.analysis import Analysis
-from fullshard.report.findings import find
-from fullshard.report.reading import read_run
-from fullshard.report.timeline import mean_waits
+from fullshard.comm.collectives import DefaultAllGather
+from fullshard.programs.report.analysis import Analysis
+from fullshard.programs.report.findings import find
+from fullshard.programs.report.run_files import read_run
+from fullshard.programs.report.timeline import mean_waits
 from tests.helpers.fake import fake_world
 from tests.helpers.models import make_decoder, tokens_for
 from tests.helpers.training import FULLSHARD, Run, batch_of, mine, shard

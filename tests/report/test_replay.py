@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fullshard.report.replay import measured_waits, replay, used_depth
-from fullshard.report.timeline import StepTimes, steps_of
-from fullshard.report.trace_file import parse_trace
+from fullshard.programs.report.replay import measured_waits, replay, used_depth
+from fullshard.programs.report.timeline import StepTimes, steps_of
+from fullshard.programs.report.trace_file import parse_trace
 from tests.helpers.run_folders import Machine, simulated_trace
 
 

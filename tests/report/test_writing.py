@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fullshard.cli import build_app
 from fullshard.errors import ConfigurationError
+from fullshard.programs.cli import build_app
+from fullshard.programs.report.analysis import Analysis
+from fullshard.programs.report.run_files import Metrics, Run, StepRecord
+from fullshard.programs.report.trace_file import parse_trace
+from fullshard.programs.report.units import count, duration, share, size
 from fullshard.report import write_report
-from fullshard.report.analysis import Analysis
-from fullshard.report.reading import Metrics, Run, StepRecord
-from fullshard.report.trace_file import parse_trace
-from fullshard.report.units import count, duration, share, size
 from tests.helpers.run_folders import (
     Machine,
     hostile_run,
@@ -29,11 +29,11 @@ from tests.helpers.run_folders import (
 )
 
 go = pytest.importorskip("plotly.graph_objects")
-from fullshard.report.chart import Chart, figure  # noqa: E402
-from fullshard.report.memory_chart import memory_chart  # noqa: E402
-from fullshard.report.page import embedded, with_code  # noqa: E402
-from fullshard.report.run_charts import MAX_POINTS, run_charts  # noqa: E402
-from fullshard.report.timeline_chart import short_names  # noqa: E402
+from fullshard.programs.report.chart import Chart, figure  # noqa: E402
+from fullshard.programs.report.memory_chart import memory_chart  # noqa: E402
+from fullshard.programs.report.page import embedded, with_code  # noqa: E402
+from fullshard.programs.report.run_charts import MAX_POINTS, run_charts  # noqa: E402
+from fullshard.programs.report.timeline_chart import short_names  # noqa: E402
 
 
 class Elements(HTMLParser):
@@ -172,7 +172,9 @@ def test_nowhere_to_write_is_an_error(tmp_path: Path):
 
 def test_without_plotly_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_metrics(tmp_path, metrics_records(3))
-    for name in [name for name in sys.modules if name.startswith(("fullshard.report.", "plotly"))]:
+    for name in [
+        name for name in sys.modules if name.startswith(("fullshard.programs.report.", "plotly"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'fullshard\[report\]'"):

@@ -14,13 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from fullshard.buffers import (
-    Buffer,
-    GatherBuffer,
-    ShardBuffer,
-    rank_chunks,
-)
-from fullshard.layout import (
+from fullshard.plan.layout import (
     ALIGNMENT,
     ROW_ALIGNMENT,
     Division,
@@ -29,6 +23,7 @@ from fullshard.layout import (
     flat_layout,
     per_row_layout,
 )
+from fullshard.storage.buffers import Buffer, GatherBuffer, ShardBuffer, rank_chunks
 from tests.helpers.compare import assert_equal
 
 CPU = torch.device("cpu")
@@ -106,7 +101,7 @@ def groups(draw: st.DrawFn) -> Group:
 quickly = settings(deadline=None, max_examples=60)
 
 
-def whole_params(group: Group, seed: int = 0) -> list[Tensor]:
+def full_params(group: Group, seed: int = 0) -> list[Tensor]:
     """Whole numbers in every dtype, so that sums are exact, too."""
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -296,7 +291,7 @@ def test_rank_chunks_are_the_blocks_of_all_ranks_as_views() -> None:
 @every_group
 def test_locals_are_parts_of_the_pieces_which_start_aligned_in_one_storage(group: Group) -> None:
     layout = group.layout
-    for rank, shard in zip(group.ranks, sharded(group, whole_params(group)), strict=True):
+    for rank, shard in zip(group.ranks, sharded(group, full_params(group)), strict=True):
         end = 0
         for index in layout.memory_order(range(len(layout.segments))):
             piece = shard.pieces[index]
@@ -340,7 +335,7 @@ def test_what_ranks_hold_is_gathered_bit_for_bit_again_and_again(
     buffers = gather_buffers(group, packed=packed)
     params = [list(buffer.params) for buffer in buffers]
     for step in range(3):
-        wholes = whole_params(group, seed=step)
+        wholes = full_params(group, seed=step)
         all_gather(buffers, sharded(group, wholes))
         for buffer, before in zip(buffers, params, strict=True):
             assert_equal(buffer.params, wholes)
@@ -353,7 +348,7 @@ def test_what_ranks_hold_is_gathered_bit_for_bit_again_and_again(
 @quickly
 @given(groups(), st.booleans())
 def test_any_group_is_gathered_bit_for_bit(group: Group, packed: bool) -> None:
-    wholes = whole_params(group)
+    wholes = full_params(group)
     buffers = gather_buffers(group, packed=packed)
     all_gather(buffers, sharded(group, wholes))
     for buffer in buffers:
@@ -389,7 +384,7 @@ def test_a_gather_is_no_change_of_the_parameters_in_the_eyes_of_autograd(
 ) -> None:
     buffers = gather_buffers(group, packed=packed)
     before = [[param._version for param in buffer.params] for buffer in buffers]
-    all_gather(buffers, sharded(group, whole_params(group)))
+    all_gather(buffers, sharded(group, full_params(group)))
     assert [[param._version for param in buffer.params] for buffer in buffers] == before
 
 
@@ -435,7 +430,7 @@ def test_staging_memory_is_there_from_allocation_to_copy_out_only(packed: bool) 
     buffers = gather_buffers(MIXED, packed=packed)
     chunked = next(i for i, slot in enumerate(MIXED.layout.slots) if not slot.zero_copy)
     staged = [buffer.own.each[chunked] for buffer in buffers]
-    all_gather(buffers, sharded(MIXED, whole_params(MIXED)))
+    all_gather(buffers, sharded(MIXED, full_params(MIXED)))
     assert_absent(staged)
     assert_present(param for buffer in buffers for param in buffer.params)
     for buffer in buffers:
@@ -469,7 +464,7 @@ def test_in_place_the_parameters_take_memory_with_the_gather() -> None:
 
 @every_group
 def test_a_message_can_be_gathered_in_memory_of_somebody_else(group: Group) -> None:
-    buffers, wholes = gather_buffers(group, packed=True), whole_params(group)
+    buffers, wholes = gather_buffers(group, packed=True), full_params(group)
     rows = torch.zeros(group.layout.world, buffers[0].packed_nbytes, dtype=torch.uint8)
     for buffer, shard in zip(buffers, sharded(group, wholes), strict=True):
         buffer.own_in(rows).copy_from(shard.own)

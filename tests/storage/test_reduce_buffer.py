@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from fullshard.layout import ALIGNMENT, ROW_ALIGNMENT, Division
-from fullshard.reduce_buffer import ReduceBuffer
+from fullshard.comm.reduce_buffer import ReduceBuffer
+from fullshard.plan.layout import ALIGNMENT, ROW_ALIGNMENT, Division
 from tests.helpers.compare import assert_equal
 from tests.storage.test_buffers import (
     CPU,
@@ -22,11 +22,11 @@ from tests.storage.test_buffers import (
     assert_absent,
     every_group,
     flat,
+    full_params,
     groups,
     held_by,
     per_row,
     quickly,
-    whole_params,
 )
 
 RUBBISH = 77
@@ -120,7 +120,7 @@ def test_every_rank_gets_its_piece_of_the_sum_of_all_gradients(
 ) -> None:
     params = floating(group)
     buffers = reduce_buffers(group, params, rank_major=rank_major)
-    per_rank = [whole_params(group, seed=rank) for rank in group.ranks]
+    per_rank = [full_params(group, seed=rank) for rank in group.ranks]
     for buffer, gradients in zip(buffers, per_rank, strict=True):
         fill(buffer, {param: gradients[param] for param in params})
     totals = [torch.stack(each).sum(0) for each in zip(*per_rank, strict=True)]
@@ -140,7 +140,7 @@ def test_whatever_part_of_a_group_is_used_its_sums_arrive(
         return
     used = data.draw(st.sets(st.sampled_from(params)))
     buffers = reduce_buffers(group, params, rank_major=rank_major)
-    per_rank = [whole_params(group, seed=rank) for rank in group.ranks]
+    per_rank = [full_params(group, seed=rank) for rank in group.ranks]
     for buffer, gradients in zip(buffers, per_rank, strict=True):
         fill(buffer, {param: gradients[param] for param in used})
     totals = [torch.stack(each).sum(0) for each in zip(*per_rank, strict=True)]
@@ -154,7 +154,7 @@ def test_whatever_part_of_a_group_is_used_its_sums_arrive(
 def test_padding_is_cleared_whatever_the_memory_held(group: Group, rank_major: bool) -> None:
     layout, params = group.layout, floating(group)
     (buffer, *_) = reduce_buffers(group, params, rank_major=rank_major)
-    gradients = whole_params(group)  # without a zero among them
+    gradients = full_params(group)  # without a zero among them
     fill(buffer, {param: gradients[param] for param in params})
     for run in buffer.runs(frozenset(params)):
         slots = [layout.slots[gradient.param] for gradient in run.gradients]
@@ -198,7 +198,7 @@ def test_between_reduced_pieces_there_are_zeros_if_one_asks(group: Group) -> Non
 def test_gradients_are_cast_to_the_reduce_dtype_on_their_way_in() -> None:
     group = per_row(((3, 4), 0, HALF), ((2, 3), 1, HALF), world=2)
     buffers = reduce_buffers(group, [0, 1], reduce_dtypes=[SINGLE, SINGLE])
-    gradients = whole_params(group)
+    gradients = full_params(group)
     for buffer in buffers:
         fill(buffer, dict(enumerate(gradients)))
     (run,) = buffers[0].runs(frozenset([0, 1]))
@@ -266,7 +266,7 @@ def test_what_was_accumulated_is_sent_in_another_dtype(group: Group, rank_major:
     params = floating(group)
     wide = [DOUBLE] * len(group.dtypes)
     narrow = reduce_buffers(group, params, wide, rank_major=rank_major, wire_dtype=HALF)
-    gradients = whole_params(group)
+    gradients = full_params(group)
     for sent in narrow:
         fill(sent, {param: gradients[param].to(DOUBLE) for param in params})
     runs = narrow[0].runs(frozenset(params))
@@ -281,7 +281,7 @@ def test_what_was_accumulated_is_sent_in_another_dtype(group: Group, rank_major:
 def test_flat_a_parameter_without_gradient_travels_as_zeros_with_its_segment() -> None:
     group = flat(((3, 4), SINGLE), ((3,), SINGLE), ((4,), SINGLE), world=2)
     buffers = reduce_buffers(group, [0, 1, 2])
-    gradients = whole_params(group)
+    gradients = full_params(group)
     for buffer in buffers:
         buffer.targets[1][0].fill_(77)  # what an earlier step left
         fill(buffer, {0: gradients[0], 2: gradients[2]})

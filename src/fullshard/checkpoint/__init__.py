@@ -10,12 +10,12 @@
 All ranks call these. On disk are safetensors files and a JSON manifest: see docs/checkpoints.md.
 """
 
-from .formats import load
-from .huggingface import load_huggingface, save_huggingface
-from .loading import Loaded
-from .publishing import latest
-from .saving import PendingSave, async_save, save
-from .writing import Saved
+from fullshard.checkpoint.formats import load
+from fullshard.checkpoint.huggingface import load_huggingface, save_huggingface
+from fullshard.checkpoint.load_plan import Loaded
+from fullshard.checkpoint.publication import latest
+from fullshard.checkpoint.save import PendingSave, async_save, save
+from fullshard.checkpoint.save_plan import Saved
 
 __all__ = [
     "Loaded",

@@ -24,15 +24,15 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ..errors import CheckpointError
-from ..wrapper.optimizer_params import listed
-from . import trees
-from .blocks import whole
-from .holdings import Held
-from .manifest import StoredTensor
-from .source import CLASS, MODEL, TensorRef
-from .spread import Spread
-from .team import ranks_text
+from fullshard.checkpoint import trees
+from fullshard.checkpoint.blocks import whole
+from fullshard.checkpoint.local_state import Held
+from fullshard.checkpoint.manifest import StoredTensor
+from fullshard.checkpoint.rank_group import ranks_text
+from fullshard.checkpoint.source import CLASS, MODEL, TensorRef
+from fullshard.checkpoint.spread import Spread
+from fullshard.errors import CheckpointError
+from fullshard.fsdp1.optimizer_params import listed
 
 Tree = Mapping[str, Any]
 
@@ -99,7 +99,7 @@ def outline_of(
 
     Args:
         tensors: Of model and optimizer.
-        tied: See `ModelHoldings.tied`.
+        tied: See `LocalModelState.tied`.
         optimizer: See `source.Source.optimizer`.
         updated_together: Names of parameters that are one to the optimizer: a rank that holds elements of one of them
             has state of all.

@@ -35,14 +35,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..errors import CheckpointError
-from ..torch_border import dcp_item_place
-from . import trees
-from .blocks import Block, slabs, whole
-from .dcp_metadata import METADATA, Chunk, DcpTensor, Item, read_metadata
-from .reading import read_verified, with_tensors
-from .source import MODEL, OPTIMIZER, Source, TensorInfo, TensorRef, without_class
-from .torch_items import fault_of, refuse_compressed
+from fullshard.checkpoint import trees
+from fullshard.checkpoint.blocks import Block, slabs, whole
+from fullshard.checkpoint.dcp_metadata import METADATA, Chunk, DcpTensor, Item, read_metadata
+from fullshard.checkpoint.source import (
+    MODEL,
+    OPTIMIZER,
+    Source,
+    TensorInfo,
+    TensorRef,
+    without_class,
+)
+from fullshard.checkpoint.torch_items import fault_of, refuse_compressed
+from fullshard.checkpoint.verified_reads import read_verified, with_tensors
+from fullshard.errors import CheckpointError
+from fullshard.torch_border import dcp_item_place
 
 EXTRA = "extra/"
 """Begins the keys of tensors in `extra` that are too large to be read when the checkpoint is opened."""

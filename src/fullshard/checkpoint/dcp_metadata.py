@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
-from ..file_content import content_of
-from .blocks import MOST_DIMS, Block, are_sizes, whole
-from .metadata_pickle import Record, unpickle
+from fullshard.checkpoint.blocks import MOST_DIMS, Block, are_sizes, whole
+from fullshard.checkpoint.metadata_pickle import Record, unpickle
+from fullshard.errors import CheckpointError
+from fullshard.files import content_of
 
 METADATA = ".metadata"
 MOST_BYTES = 4 << 30

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import slabs
-from .reading import read_verified
-from .source import CLASS, MODEL, Source, TensorInfo, TensorRef, without_class
-from .trees import DeviceScalar, references
+from fullshard.checkpoint.blocks import slabs
+from fullshard.checkpoint.source import CLASS, MODEL, Source, TensorInfo, TensorRef, without_class
+from fullshard.checkpoint.trees import DeviceScalar, references
+from fullshard.checkpoint.verified_reads import read_verified
 
 COMPARED_AT_ONCE = 1 << 20
 """Elements of each checkpoint that are in memory at a time."""

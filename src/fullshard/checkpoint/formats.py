@@ -18,20 +18,20 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError
-from . import manifest as manifests
-from .dcp import DcpCheckpoint
-from .dcp_metadata import METADATA
-from .huggingface import HuggingFaceFolder
-from .loading import Loaded, load_source
-from .manifest import MANIFEST
-from .runs import note_loaded
-from .source import Source
-from .stored import StoredCheckpoint
-from .team import Team
-from .torch_files import TorchFile
-from .versions import Look, read_alone, read_together
-from .writing import OnProgress
+from fullshard.checkpoint import manifest as manifests
+from fullshard.checkpoint.dcp import DcpCheckpoint
+from fullshard.checkpoint.dcp_metadata import METADATA
+from fullshard.checkpoint.huggingface import HuggingFaceFolder
+from fullshard.checkpoint.load_plan import Loaded, load_source
+from fullshard.checkpoint.manifest import MANIFEST
+from fullshard.checkpoint.rank_group import RankGroup
+from fullshard.checkpoint.runs import note_loaded
+from fullshard.checkpoint.save_plan import OnProgress
+from fullshard.checkpoint.source import Source
+from fullshard.checkpoint.stored import StoredCheckpoint
+from fullshard.checkpoint.torch_files import TorchFile
+from fullshard.checkpoint.versions import Look, read_alone, read_together
+from fullshard.errors import CheckpointError
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ def load(
         process_group: The ranks that load together; all by default.
         on_progress: Is called with the bytes this rank has read, and will read.
     """
-    team = Team(process_group)
+    team = RankGroup(process_group)
 
     def load_once(look: Look) -> Loaded:
         source = team.each(lambda: _opened(look))

@@ -28,20 +28,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..errors import CheckpointError, ConfigurationError
-from ..file_content import content_of
-from . import manifest as manifests
-from .blocks import Block, whole
-from .loading import Loaded, Staging, load_source, rows_of
-from .replacement import NEW, replacing
-from .saving import save
-from .source import MODEL, Source, TensorInfo
-from .stored import StoredCheckpoint
-from .team import Team
-from .tensor_files import NewEntry, TensorFile, write_file
-from .trees import without_repetition
-from .versions import Look, read_together
-from .writing import OnProgress
+from fullshard.checkpoint import manifest as manifests
+from fullshard.checkpoint.blocks import Block, whole
+from fullshard.checkpoint.load_plan import Loaded, Staging, load_source, rows_of
+from fullshard.checkpoint.rank_group import RankGroup
+from fullshard.checkpoint.replacement import NEW, replacing
+from fullshard.checkpoint.save import save
+from fullshard.checkpoint.save_plan import OnProgress
+from fullshard.checkpoint.source import MODEL, Source, TensorInfo
+from fullshard.checkpoint.stored import StoredCheckpoint
+from fullshard.checkpoint.tensor_files import NewEntry, TensorFile, write_file
+from fullshard.checkpoint.trees import without_repetition
+from fullshard.checkpoint.versions import Look, read_together
+from fullshard.errors import CheckpointError, ConfigurationError
+from fullshard.files import content_of
 
 T = TypeVar("T")
 
@@ -198,7 +198,7 @@ def load_huggingface(
         process_group: The ranks that load together; all by default.
         on_progress: Is called with the bytes this rank has read, and will read.
     """
-    team = Team(process_group)
+    team = RankGroup(process_group)
 
     def load_once(look: Look) -> Loaded:
         source = team.each(lambda: HuggingFaceFolder(look.path, rename))
@@ -239,7 +239,7 @@ def write_huggingface(
     Raises:
         CheckpointError: the checkpoint is damaged, or the folder cannot be written; it is as it was.
     """
-    team = Team(process_group)
+    team = RankGroup(process_group)
     options = _Options(_companions(config_from, folder, team), max_file_bytes, dtype, rename)
     with replacing(Path(folder), team, keep=_is_kept if overwrite else None) as workshop:
         _write(source, workshop / NEW, options, team)
@@ -276,7 +276,7 @@ def save_huggingface(
     Raises:
         CheckpointError: the folder cannot be written; it is as it was.
     """
-    team = Team(process_group)
+    team = RankGroup(process_group)
     options = _Options(_companions(config_from, folder, team), max_file_bytes, dtype, rename)
     with replacing(Path(folder), team, keep=_is_kept if overwrite else None) as workshop:
         shards = workshop / "shards"
@@ -325,7 +325,7 @@ class _Weight:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _write(source: Source, folder: Path, options: _Options, team: Team) -> None:
+def _write(source: Source, folder: Path, options: _Options, team: RankGroup) -> None:
     """Fill a new folder: every rank writes its share of the files, the first one also all else."""
     files = team.each(lambda: _planned_files(source, options))
 
@@ -432,7 +432,7 @@ def _index_text(files: Mapping[str, Sequence[_Weight]]) -> str:
     return json.dumps(index, indent=2) + "\n"
 
 
-def _companions(config_from: Any, folder: str | os.PathLike[str], team: Team) -> list[Any]:
+def _companions(config_from: Any, folder: str | os.PathLike[str], team: RankGroup) -> list[Any]:
     """Where the files beside the weights come from; later ones have the last word."""
     given = config_from if isinstance(config_from, list | tuple) else [config_from]
     found = [each for each in given if each is not None]

@@ -20,13 +20,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..errors import CheckpointError
-from ..file_content import content_of
-from . import trees
-from .blocks import are_sizes
-from .dtypes import DTYPE_CODES, DTYPES_BY_CODE
-from .source import CLASS, MODEL, OPTIMIZER
-from .spread import Cuts, Spread
+from fullshard.checkpoint import trees
+from fullshard.checkpoint.blocks import are_sizes
+from fullshard.checkpoint.dtypes import DTYPE_CODES, DTYPES_BY_CODE
+from fullshard.checkpoint.source import CLASS, MODEL, OPTIMIZER
+from fullshard.checkpoint.spread import Cuts, Spread
+from fullshard.errors import CheckpointError
+from fullshard.files import content_of
 
 MANIFEST = "manifest.json"
 FORMAT = "fullshard.checkpoint"

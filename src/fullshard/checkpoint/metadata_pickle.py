@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .blocks import MOST_DIMS, are_sizes
+from fullshard.checkpoint.blocks import MOST_DIMS, are_sizes
 
 MOST_TUPLE = 256
 """Values of a tuple: sizes, paths and arguments have fewer."""

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from .. import torch_border
-from .source import CLASS
-from .trees import DeviceScalar
+from fullshard import torch_border
+from fullshard.checkpoint.source import CLASS
+from fullshard.checkpoint.trees import DeviceScalar
 
 Group = Mapping[str, Any]
 States = frozenset[str]

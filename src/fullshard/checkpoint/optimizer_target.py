@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from .. import torch_border
-from ..shard_runs import like_param
-from . import trees
-from .blocks import whole
-from .holdings import Held, HeldParam, ModelHoldings, local_of
-from .optimizer_holdings import NOT_OPTIONS, is_number_of_state, named_groups
-from .optimizer_kinds import Fit, fit, with_counts_it_can_read
-from .plain_memory import is_plain_memory
-from .source import Source, TensorRef
-from .targets import Faults, StoredNames, Want
-from .trees import DeviceScalar
+from fullshard import torch_border
+from fullshard.checkpoint import trees
+from fullshard.checkpoint.blocks import whole
+from fullshard.checkpoint.local_state import Held, HeldParam, LocalModelState, local_of
+from fullshard.checkpoint.optimizer_kinds import Fit, fit, with_counts_it_can_read
+from fullshard.checkpoint.optimizer_local_state import NOT_OPTIONS, is_number_of_state, named_groups
+from fullshard.checkpoint.plain_memory import is_plain_memory
+from fullshard.checkpoint.source import Source, TensorRef
+from fullshard.checkpoint.targets import Faults, ReadRequest, StoredNames
+from fullshard.checkpoint.trees import DeviceScalar
+from fullshard.optim.fused_shards import like_param
 
 _OWN_OPTIONS = (*NOT_OPTIONS, "foreach", "fused", "capturable", "differentiable")
 """Of a group: its parameters, and how this optimizer computes, on these devices."""
@@ -37,7 +37,7 @@ State = Mapping[str, Any]
 class OptimizerTarget:
     """An optimizer that is loaded into."""
 
-    def __init__(self, optimizer: Optimizer, model: ModelHoldings, source: Source) -> None:
+    def __init__(self, optimizer: Optimizer, model: LocalModelState, source: Source) -> None:
         """Compare it with a source; nothing is allocated."""
         self.faults = Faults()
         self._optimizer = optimizer
@@ -77,7 +77,7 @@ class OptimizerTarget:
         """What is not loaded as it was saved, for people."""
         return self._fit.notes
 
-    def _compare_kinds(self, saved: State, model: ModelHoldings, names: StoredNames) -> None:
+    def _compare_kinds(self, saved: State, model: LocalModelState, names: StoredNames) -> None:
         """Find out whether this optimizer can go on with the state of the saved one."""
         states = [
             {
@@ -91,7 +91,7 @@ class OptimizerTarget:
         self.faults.kinds += self._fit.faults
 
     @property
-    def wants(self) -> list[Want]:
+    def wants(self) -> list[ReadRequest]:
         """What to read into which memory, which is allocated when this is first asked for."""
         if self._new is None:
             self._new = self._build(allocate=True)
@@ -173,7 +173,7 @@ class _NewStates:
         """For what ``source`` has; in the memory of ``old`` states, where they are of the same kind."""
         self._old = old
         self.states: dict[nn.Parameter, dict[str, Any]] = {}
-        self.wants: list[Want] = []
+        self.wants: list[ReadRequest] = []
         self.faults = Faults()
         self._source = source
 
@@ -299,13 +299,13 @@ class _NewStates:
             device = torch.device("cpu")
         memory = torch.empty(info.shape, dtype=info.dtype, device=device)
         if memory.numel():
-            self.wants.append(Want(value.key, [(whole(info.shape), memory)]))
+            self.wants.append(ReadRequest(value.key, [(whole(info.shape), memory)]))
         return _replicated(param.param, memory) if of_dtensor and not is_number else memory
 
     def _want_parts(self, held: HeldParam, value: TensorRef, local: Tensor) -> None:
         parts = list(Held(value.key, local.dtype, held.shape, held.spread, local).parts())
         if parts:
-            self.wants.append(Want(value.key, parts))
+            self.wants.append(ReadRequest(value.key, parts))
 
 
 def _replicated(param: Tensor, whole: Tensor) -> Tensor:

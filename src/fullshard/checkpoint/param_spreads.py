@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from .. import torch_border
-from ..layout import Layout, chunk_size
-from .blocks import Block
-from .spread import Cuts, Spread
+from fullshard import torch_border
+from fullshard.checkpoint.blocks import Block
+from fullshard.checkpoint.spread import Cuts, Spread
+from fullshard.plan.layout import Layout, chunk_size
 
 
 def dtensor_spread(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import row_major_strides
+from fullshard.checkpoint.blocks import row_major_strides
 
 
 def is_plain_memory(tensor: Tensor) -> bool:

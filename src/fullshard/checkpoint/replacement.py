@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import CheckpointError
-from .team import Team
-from .unfinished import flush
+from fullshard.checkpoint.rank_group import RankGroup
+from fullshard.checkpoint.unfinished import flush
+from fullshard.errors import CheckpointError
 
 NEW = "new"
 _OLD = "old"
@@ -36,7 +36,7 @@ Keep = Callable[[Path], bool]
 
 
 @contextmanager
-def replacing(folder: Path, team: Team, *, keep: Keep | None) -> Iterator[Path]:
+def replacing(folder: Path, team: RankGroup, *, keep: Keep | None) -> Iterator[Path]:
     """A workshop beside ``folder``, on all ranks the same; its `NEW` becomes the folder at the end.
 
     Errors within must be the same on all ranks. After one, the folder is as it was.

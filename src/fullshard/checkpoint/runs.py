@@ -24,10 +24,10 @@ from typing import IO
 
 from torch import nn
 
-from ..names import WRAPPED
-from .manifest import MANIFEST, Manifest, RunMark
-from .publishing import complete_ones, file_system_time, manifests_in, remove
-from .unfinished import is_locked, names_in, remove_leftovers, unlock
+from fullshard.checkpoint.manifest import MANIFEST, Manifest, RunMark
+from fullshard.checkpoint.publication import complete_ones, file_system_time, manifests_in, remove
+from fullshard.checkpoint.unfinished import is_locked, names_in, remove_leftovers, unlock
+from fullshard.names import WRAPPED
 
 
 class Run:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .blocks import Block
+from fullshard.checkpoint.blocks import Block
 
 MODEL = "model/"
 OPTIMIZER = "optimizer/"

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .blocks import Block, blocks_of_range, row_major_strides
+from fullshard.checkpoint.blocks import Block, blocks_of_range, row_major_strides
 
 Cuts = range | tuple[int, ...]
 """Where cells begin along one dimension; they end where the next begins. What is before 0 is cut off: cells may be empty."""

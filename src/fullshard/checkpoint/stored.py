@@ -13,12 +13,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..errors import CheckpointError
-from .blocks import Block
-from .manifest import Manifest, StoredTensor, file_name
-from .source import TensorInfo
-from .spread import CellPart
-from .tensor_files import CHUNK_BYTES, FileEntry, TensorFile
+from fullshard.checkpoint.blocks import Block
+from fullshard.checkpoint.manifest import Manifest, StoredTensor, file_name
+from fullshard.checkpoint.source import TensorInfo
+from fullshard.checkpoint.spread import CellPart
+from fullshard.checkpoint.tensor_files import CHUNK_BYTES, FileEntry, TensorFile
+from fullshard.errors import CheckpointError
 
 MOST_OPEN_FILES = 64
 """At once; what headers say is kept, so that opening a file again costs little."""

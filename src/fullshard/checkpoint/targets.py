@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
-from ..wrapper.optimizer_params import listed
-from . import trees
-from .blocks import Block, whole
-from .holdings import Held, ModelHoldings
-from .plain_memory import fill
-from .source import MODEL, Source, TensorInfo
+from fullshard.checkpoint import trees
+from fullshard.checkpoint.blocks import Block, whole
+from fullshard.checkpoint.local_state import Held, LocalModelState
+from fullshard.checkpoint.plain_memory import fill
+from fullshard.checkpoint.source import MODEL, Source, TensorInfo
+from fullshard.errors import CheckpointError
+from fullshard.fsdp1.optimizer_params import listed
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class ReadRequest:
     """What this rank reads of one stored tensor."""
 
     key: str
@@ -97,11 +97,11 @@ class Faults:
 class ModelTarget:
     """A model that is loaded into."""
 
-    def __init__(self, model: ModelHoldings, source: Source, *, cast: bool = False) -> None:
+    def __init__(self, model: LocalModelState, source: Source, *, cast: bool = False) -> None:
         """Compare it with a source; with ``cast``, dtypes may differ."""
         self.faults = Faults()
         self.notes: list[str] = []
-        self.wants: list[Want] = []
+        self.wants: list[ReadRequest] = []
         self._model = model
         self._cast = cast
         self._read: dict[str, Tensor] = {}
@@ -120,7 +120,7 @@ class ModelTarget:
         if held.key in self._model.extra_states:
             # Whatever it was: its module knows.
             self._read[held.key] = memory = torch.empty(info.shape, dtype=info.dtype)
-            self.wants.append(Want(stored, [(whole(info.shape), memory)]))
+            self.wants.append(ReadRequest(stored, [(whole(info.shape), memory)]))
             return
         if info.shape != held.shape:
             self.faults.shapes.append(f"{name}: {info.shape}, not {held.shape}")
@@ -129,7 +129,7 @@ class ModelTarget:
         elif held.local is not None:
             if held.key in self._model.copied:
                 self._read[held.key] = held.local
-            self.wants.append(Want(stored, list(held.parts())))
+            self.wants.append(ReadRequest(stored, list(held.parts())))
 
     @torch.no_grad()
     def install(self) -> None:
@@ -159,7 +159,7 @@ class StoredNames:
     """Under which name the checkpoint has what the model calls otherwise: both may have names for the same."""
 
     def __init__(
-        self, model: ModelHoldings, stored_tied: Mapping[str, str], stored: Iterable[str]
+        self, model: LocalModelState, stored_tied: Mapping[str, str], stored: Iterable[str]
     ) -> None:
         self._stored = dict.fromkeys(stored)
         self._stored_tied = stored_tied

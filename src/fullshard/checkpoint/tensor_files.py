@@ -33,11 +33,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
-from .blocks import MOST_DIMS, Block, are_sizes, row_major_strides
-from .dtypes import DTYPE_CODES, DTYPES_BY_CODE
-from .manifest import FileRecord
-from .trees import without_repetition
+from fullshard.checkpoint.blocks import MOST_DIMS, Block, are_sizes, row_major_strides
+from fullshard.checkpoint.dtypes import DTYPE_CODES, DTYPES_BY_CODE
+from fullshard.checkpoint.manifest import FileRecord
+from fullshard.checkpoint.trees import without_repetition
+from fullshard.errors import CheckpointError
 
 CHUNK_BYTES = 1 << 20
 """Data under one checksum."""

@@ -23,13 +23,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
-from . import trees
-from .blocks import Block, whole
-from .reading import with_tensors
-from .source import MODEL, OPTIMIZER, Source, TensorInfo, TensorRef, without_class
-from .torch_items import fault_of, refuse_compressed
-from .unfinished import flush
+from fullshard.checkpoint import trees
+from fullshard.checkpoint.blocks import Block, whole
+from fullshard.checkpoint.source import (
+    MODEL,
+    OPTIMIZER,
+    Source,
+    TensorInfo,
+    TensorRef,
+    without_class,
+)
+from fullshard.checkpoint.torch_items import fault_of, refuse_compressed
+from fullshard.checkpoint.unfinished import flush
+from fullshard.checkpoint.verified_reads import with_tensors
+from fullshard.errors import CheckpointError
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict")
 _OPTIMIZER_NAMES = ("optimizer", "optimizer_state_dict", "optim")

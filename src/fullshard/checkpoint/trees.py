@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..errors import CheckpointError
-from .blocks import are_sizes
-from .dtypes import DTYPE_CODES, DTYPES_BY_CODE
-from .plain_memory import in_plain_memory
-from .source import TensorRef
+from fullshard.checkpoint.blocks import are_sizes
+from fullshard.checkpoint.dtypes import DTYPE_CODES, DTYPES_BY_CODE
+from fullshard.checkpoint.plain_memory import in_plain_memory
+from fullshard.checkpoint.source import TensorRef
+from fullshard.errors import CheckpointError
 
 TAG = "!"
 MOST_ARRAY_BYTES = 1 << 20

@@ -30,9 +30,9 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from ..errors import CheckpointError
-from . import manifest as manifests
-from .manifest import DATA_FOLDER, MANIFEST, Manifest
+from fullshard.checkpoint import manifest as manifests
+from fullshard.checkpoint.manifest import DATA_FOLDER, MANIFEST, Manifest
+from fullshard.errors import CheckpointError
 
 PATIENCE_S = 3600.0
 """How long nothing is written to a save of another machine before it counts as dead."""

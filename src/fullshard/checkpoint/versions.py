@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import CheckpointError
-from . import manifest as manifests
-from .dcp_metadata import METADATA
-from .manifest import MANIFEST, Manifest
-from .team import Team
-from .unfinished import MOST_TRIES
+from fullshard.checkpoint import manifest as manifests
+from fullshard.checkpoint.dcp_metadata import METADATA
+from fullshard.checkpoint.manifest import MANIFEST, Manifest
+from fullshard.checkpoint.rank_group import RankGroup
+from fullshard.checkpoint.unfinished import MOST_TRIES
+from fullshard.errors import CheckpointError
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class Look:
 
 def read_together(
     path: str | os.PathLike[str],
-    team: Team,
+    team: RankGroup,
     read: Callable[[Look], T],
     *,
     own_paths: bool = False,

@@ -1,0 +1,260 @@
+"""Loading: every rank reads the blocks it holds, and nothing is changed before everything was checked.
+
+    compare   names, shapes, dtypes, groups of the optimizer: what is stored against what is there
+    verify    files, headers, and checksums of the data this rank will read
+    read      into the memory of optimizer and model, or into new tensors where an optimizer has none; then it gets
+              these, and the options
+
+Each of these ends with all ranks knowing how it went: an error on one is the same error on all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fullshard.checkpoint.agreement import check_kinds
+from fullshard.checkpoint.blocks import Block, whole
+from fullshard.checkpoint.local_state import LocalModelState
+from fullshard.checkpoint.optimizer_kinds import class_names
+from fullshard.checkpoint.optimizer_target import OptimizerTarget
+from fullshard.checkpoint.rank_group import RankGroup
+from fullshard.checkpoint.save_plan import OnProgress, log, speed
+from fullshard.checkpoint.source import MODEL, Source
+from fullshard.checkpoint.targets import Faults, ModelTarget, ReadRequest
+from fullshard.errors import CheckpointError
+
+COMPARED_BYTES = 4 << 20
+"""Of each of two tensors, at once."""
+STAGED_BYTES = 64 << 20
+"""What is on its way from a file to memory that files cannot be read into: of another device, or dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was loaded beside model and optimizer."""
+
+    path: Path
+    extra: Any
+    """As it was given to `save`."""
+    nbytes: int
+    """That this rank has read."""
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"loaded {speed(self.nbytes, self.seconds)} on this rank from {self.path}"
+
+
+def load_source(
+    source: Source,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    without_optimizer: bool = False,
+    cast: bool = False,
+    team: RankGroup | None = None,
+    on_progress: OnProgress | None = None,
+) -> Loaded:
+    """Load from a source, which is closed afterwards; see `formats.load`. Collective over the team."""
+    team = RankGroup() if team is None else team
+    began = time.perf_counter()
+    try:
+        comparison = team.each(
+            lambda: compare(
+                source, model, optimizer, without_optimizer=without_optimizer, cast=cast
+            )
+        )
+        targets = _fitting(team, comparison, optimizer)
+        wants = team.each(lambda: [want for target in reversed(targets) for want in target.wants])
+        team.each(lambda: _verify(source, wants))
+        team.first(lambda: _check_copies(source, comparison.tied))
+        nbytes = team.each(lambda: _read(source, wants, on_progress))
+        team.each(lambda: [target.install() for target in targets])
+    finally:
+        source.close()
+    loaded = Loaded(source.path, source.extra, nbytes, time.perf_counter() - began)
+    if team.is_first:
+        for note in (note for target in targets for note in target.notes):
+            log.warning("%s", note)
+        log.info("%s", loaded)
+    return loaded
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What model and optimizer can take from a source, and why they cannot."""
+
+    source: Source
+    targets: list[ModelTarget | OptimizerTarget]
+    faults: Faults
+    others: list[str]
+    """Sentences about whether there is an optimizer."""
+    tied: Mapping[str, str]
+    """Of the model: names that mean the same tensor as others."""
+
+    def raise_faults(self) -> None:
+        """Refuse a checkpoint that does not fit."""
+        paragraphs = [*self.faults.paragraphs(), *self.others]
+        if paragraphs:
+            raise CheckpointError(
+                "A checkpoint must have what model and optimizer have, no less and no more. Nothing was loaded from "
+                f"{self.source.path}.\n" + "\n".join(paragraphs)
+            )
+
+
+def compare(
+    source: Source,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    without_optimizer: bool = False,
+    cast: bool = False,
+) -> Comparison:
+    """Compare a source with what this rank has."""
+    held = LocalModelState(model, "fullshard.checkpoint.load")
+    targets: list[ModelTarget | OptimizerTarget] = [ModelTarget(held, source, cast=cast)]
+    others = []
+    if optimizer is not None and without_optimizer:
+        others.append("An optimizer was passed, and without_optimizer was set.")
+    elif optimizer is not None and source.optimizer is None:
+        others.append("The checkpoint has no optimizer, and one was passed. Load the model only.")
+    elif optimizer is not None:
+        targets.append(OptimizerTarget(optimizer, held, source))
+    elif source.optimizer is not None and not without_optimizer:
+        others.append(
+            "The checkpoint has an optimizer's state, and no optimizer was passed. Pass it, or without_optimizer=True."
+        )
+    faults = sum((target.faults for target in targets), Faults())
+    return Comparison(source, targets, faults, others, held.tied)
+
+
+def _fitting(
+    team: RankGroup, comparison: Comparison, optimizer: Optimizer | None
+) -> list[ModelTarget | OptimizerTarget]:
+    """The targets, if nothing is wrong with any rank's.
+
+    What one rank has nothing to take with, another may have: stages of a pipeline.
+    """
+    faults = comparison.faults
+    kind = None if optimizer is None else class_names(optimizer)[0]
+    kinds, unexpected = zip(*team.of_all((kind, faults.unexpected)), strict=True)
+    check_kinds(dict(zip(team.ranks, kinds, strict=True)), "load")
+    by_nobody = set[str].intersection(*map(set, unexpected))
+    faults.unexpected = [name for name in faults.unexpected if name in by_nobody]
+    team.each(comparison.raise_faults)
+    return comparison.targets
+
+
+def _verify(source: Source, wants: Sequence[ReadRequest]) -> None:
+    faults = source.verify([(want.key, block) for want in wants for block, _ in want.parts])
+    if faults:
+        raise CheckpointError(
+            f"{source.path} is damaged, and nothing was loaded from it:\n  "
+            + "\n  ".join(faults)
+            + "\nLoad another checkpoint."
+        )
+
+
+@torch.no_grad()
+def _read(source: Source, wants: Sequence[ReadRequest], on_progress: OnProgress | None) -> int:
+    """Read everything, and return how many bytes that was."""
+    total = sum(
+        block.numel * source.tensors[want.key].dtype.itemsize
+        for want in wants
+        for block, _ in want.parts
+    )
+    done = 0
+    staging = Staging()
+    for want in wants:
+        try:
+            for nbytes in _read_one(source, want, staging):
+                done += nbytes
+                if on_progress is not None:
+                    on_progress(done, total)
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(
+                f"{want.key} could be read a moment ago, and cannot be read now: {error} Model and optimizer may have been "
+                "loaded in part: load another checkpoint before going on."
+            ) from error
+    return total
+
+
+def _read_one(source: Source, want: ReadRequest, staging: Staging) -> Iterator[int]:
+    """Read one tensor's blocks, and say how many bytes that was, piece by piece."""
+    dtype = source.tensors[want.key].dtype
+    for block, out in want.parts:
+        if out.device.type == "cpu" and out.dtype == dtype:
+            source.read(want.key, block, out)
+            yield out.nbytes
+            continue
+        for rows in rows_of(block, STAGED_BYTES // dtype.itemsize):
+            staged = staging.of(rows.shape, dtype)
+            source.read(want.key, rows, staged)
+            out[rows.slices_in(block)].copy_(staged)
+            yield staged.nbytes
+
+
+class Staging:
+    """Memory that is used again and again."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor, until the next one is asked for."""
+        nbytes = dtype.itemsize
+        for size in shape:
+            nbytes *= size
+        if self._memory.numel() < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        return self._memory[:nbytes].view(dtype).view(shape)
+
+
+def rows_of(block: Block, numel: int) -> Iterator[Block]:
+    """A block in parts of about ``numel`` elements, cut along its first dimension."""
+    if not block.shape:
+        yield block
+        return
+    rows = max(1, numel // max(1, block.numel // max(block.shape[0], 1)))
+    for start in range(0, block.shape[0], rows):
+        yield Block(
+            (block.start[0] + start, *block.start[1:]),
+            (min(rows, block.shape[0] - start), *block.shape[1:]),
+        )
+
+
+def _check_copies(source: Source, tied: Mapping[str, str]) -> None:
+    """Raise unless tensors that the model has once, and the source under several names, are the same there."""
+    different = [
+        f"{name} and {first}"
+        for name, first in tied.items()
+        if {f"{MODEL}{name}", f"{MODEL}{first}"} <= source.tensors.keys()
+        and not _are_equal(source, f"{MODEL}{name}", f"{MODEL}{first}")
+    ]
+    if different:
+        raise CheckpointError(
+            f"Tensors that the model ties must be the same in the checkpoint, if it has both; in {source.path} these are "
+            f"not: {', '.join(different)}. Nothing was loaded. Load into a model that does not tie them."
+        )
+
+
+def _are_equal(source: Source, one: str, other: str) -> bool:
+    """Whether two tensors have the same bytes."""
+    info = source.tensors[one]
+    if info != source.tensors[other]:
+        return False
+    staging = Staging()
+    for block in rows_of(whole(info.shape), COMPARED_BYTES // info.dtype.itemsize):
+        both = staging.of((2, *block.shape), info.dtype)
+        source.read(one, block, both[0])
+        source.read(other, block, both[1])
+        if not torch.equal(*both.view(2, -1).view(torch.uint8)):
+            return False
+    return True

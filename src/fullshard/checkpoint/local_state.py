@@ -1,0 +1,418 @@
+"""What this rank holds of a model, for both doors, and how it is spread: read off the model, nobody is asked.
+
+    fully_shard, replicate              DTensors            the spread of their placements
+    wrapper, any strategy               flat pieces         the spread of the group's layout
+    ignored, buffers, no door at all    plain tensors       whole on every rank: one of them counts
+
+Names are those of the bare model. What several names mean is held once, under the first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from fullshard import torch_border
+from fullshard.checkpoint import trees
+from fullshard.checkpoint.blocks import Block
+from fullshard.checkpoint.param_spreads import dtensor_spread, flat_spread, in_model_order, inverse
+from fullshard.checkpoint.plain_memory import in_plain_memory, is_plain_memory
+from fullshard.checkpoint.source import MODEL
+from fullshard.checkpoint.spread import Spread, undivided
+from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.engine.runtime import FSDPState, state_of
+from fullshard.errors import CheckpointError, LifecycleError, UnsupportedError
+from fullshard.fsdp1.optimizer_params import listed
+from fullshard.fsdp1.state_dicts import put_back
+from fullshard.fsdp1.summoned_params import wrappers_in
+from fullshard.names import clean_name
+from fullshard.plan.mesh import global_rank, ranks_by_replica
+from fullshard.storage.flat_parameter import FlatParameter, FlatShardedParam
+from fullshard.storage.sharded_params import PlainShardedParam
+
+_COMPILED = "_orig_mod"
+"""The child of a module that torch.compile has wrapped."""
+_EXTRA = "_extra_state"
+"""Under which torch saves what a module's `get_extra_state` returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One tensor, and what this rank has of it."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Whole, as the model has it."""
+    spread: Spread
+    local: Tensor | None
+    """This rank's cell, in its shape: the memory itself, unless `LocalModelState` says otherwise. None if it has none.
+
+    Of what is whole on every rank, also where it is not the one that counts.
+    """
+
+    def parts(self) -> Iterator[tuple[Block, Tensor]]:
+        """This rank's cell as blocks of the tensor as the model has it, and views of `local` for each."""
+        if self.local is None or not self.local.numel():
+            return
+        for block, offset in self.spread.blocks(self.spread.cell_of(global_rank()) or 0):
+            view = self.local
+            if self.spread.flat:
+                view = view.narrow(0, offset, block.numel).view(block.shape)
+            if self.spread.order is not None:
+                view = view.permute(inverse(self.spread.order))
+            yield in_model_order(self.spread, block), view
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldParam:
+    """How a parameter is spread, and with it whatever an optimizer keeps for each of its elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    spread: Spread
+    window: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
+    """Of a member of a `FlatParameter`: where this rank's cell is in that one's memory: first element, shape, strides."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each holder has all of it, and in its own shape."""
+        return self.window is None and not self.spread.flat and self.spread.cells == 1
+
+    def part_of(self, local: Tensor) -> Tensor:
+        """This rank's cell, in what the rank has of the optimizer's parameter, or of a state like it."""
+        if self.window is None:
+            return local
+        first, shape, strides = self.window
+        return local.as_strided(shape, strides, int(local.storage_offset()) + first)
+
+
+class LocalModelState:
+    """All tensors of a model, as they are between steps; until it is trained, moved, sharded or loaded into."""
+
+    def __init__(self, model: nn.Module, method: str, *, first: int = 0) -> None:
+        """Read them off the model, which rests afterwards.
+
+        Args:
+            model: Of either door, of both, or of none.
+            method: Who asks, for messages.
+            first: The rank whose copy counts of what every rank has whole, if nothing in the model is sharded.
+                Otherwise it is the first of those that share it.
+
+        Raises:
+            LifecycleError: within forward, backward or `summon_full_params`.
+            CheckpointError: some tensors cannot be saved or loaded; all are named.
+        """
+        self.rank = global_rank()
+        self.tensors: list[Held] = []
+        self.tied: dict[str, str] = {}
+        """Further names, with the one under which the tensor is held; neither has the prefix of keys."""
+        self.params: dict[nn.Parameter, list[HeldParam]] = {}
+        """What each parameter that an optimizer may have stands for: several for a `FlatParameter`."""
+        self.copied: dict[str, Tensor] = {}
+        """By key, whole tensors that files are not read into, and `Held.local` is a copy of: buffers that have another
+        dtype while the model computes, and tensors that are not plain memory (expanded ones, for instance)."""
+        self.extra_states: dict[str, nn.Module] = {}
+        """By key, modules with a state of their own kind: `Held.local` is a copy, or what JSON says of it."""
+        self._spreads: dict[Hashable, Spread] = {}
+        self._holders: dict[Hashable, tuple[tuple[int, ...], ...]] = {}
+        self._names: dict[Hashable, str] = {}
+        self._faults = _Faults()
+        states = _rest(model, method)
+        self._members = _members(states)
+        plain = [
+            found
+            for prefix, module in _named_modules(model)
+            for found in self._add_sharded_params(prefix, module)
+        ]
+        sharing = {held.spread.holders for held in self.tensors}
+        self.first = min(
+            (min(ranks) for lists in sharing for ranks in lists if ranks), default=first
+        )
+        for name, param in plain:
+            spread = self._add_plain(name, param)
+            self.params[param] = [HeldParam(name, tuple(param.shape), spread)]
+        dtypes = _buffer_dtypes(model)
+        for prefix, module in _named_modules(model):
+            for name, buffer in torch_border.persistent_buffers(module).items():
+                self._add_buffer(f"{prefix}{name}", buffer, dtypes.get((module, name)))
+            self._add_extra_state(prefix, module)
+        self._faults.raise_for(method)
+
+    @property
+    def updated_together(self) -> list[list[str]]:
+        """Names of parameters that are one to an optimizer: the members of each `FlatParameter`."""
+        return [[held.name for held in members] for members in self.params.values()]
+
+    # --- parameters -------------------------------------------------------------------------------
+
+    def _add_sharded_params(
+        self, prefix: str, module: nn.Module
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Add a module's own parameters, but for plain ones, which are returned."""
+        table, members = torch_border.parameter_table(module), self._members.get(module, {})
+        for attribute in dict.fromkeys((*table, *members)):
+            name = f"{prefix}{attribute}"
+            if attribute in members:
+                group, index = members[attribute]
+                if self._is_new(name, (group, index)):
+                    self._add_member(name, group, index)
+                continue
+            param = table[attribute]
+            if param is None or isinstance(param, FlatParameter) or not self._is_new(name, param):
+                continue
+            if isinstance(param, DTensor):
+                spread = self._add_dtensor(name, param)
+                self.params[param] = [HeldParam(name, tuple(param.shape), spread)]
+            else:
+                yield name, param
+
+    def _is_new(self, name: str, tensor: Hashable) -> bool:
+        """Whether a tensor is met for the first time; otherwise remember its other name."""
+        if tensor not in self._names:
+            self._names[tensor] = name
+            return True
+        if self._names[tensor] != name:
+            self.tied[name] = self._names[tensor]
+        return False
+
+    def _add_member(self, name: str, group: FSDPParamGroup, index: int) -> None:
+        """A parameter of a wrapper."""
+        layout, slot, sharded_param = (
+            group.layout,
+            group.layout.slots[index],
+            group.params[index].sharded_param,
+        )
+        holders = self._holders_of(group)
+        window: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
+        if layout.world == 1:
+            spread = undivided(slot.shape, [ranks[0] for ranks in holders])
+            if isinstance(sharded_param, FlatShardedParam):
+                window = (slot.start, slot.shape, slot.strides)
+        else:
+            spread = flat_spread(layout, index, holders)
+            if isinstance(sharded_param, FlatShardedParam):
+                piece = layout.piece(index, group.mesh_info.shard_mesh_rank)
+                window = (piece.offset, piece.shape, (1,))
+        param = HeldParam(name, slot.shape, spread, window)
+        self._add(name, slot.shape, spread, param.part_of(sharded_param.local))
+        self.params.setdefault(sharded_param.param, []).append(param)
+
+    def _holders_of(self, group: FSDPParamGroup) -> tuple[tuple[int, ...], ...]:
+        axes = group.mesh_info.communicates_over
+        if axes not in self._holders:
+            self._holders[axes] = ranks_by_replica(group.mesh_info)
+        return self._holders[axes]
+
+    # --- other tensors ----------------------------------------------------------------------------
+
+    def spread_of(self, tensor: DTensor) -> Spread:
+        """How a DTensor is spread; computed once for all of a kind."""
+        shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tensor.placements
+        kind: tuple[tuple[int, ...], DeviceMesh, tuple[Placement, ...]] = (shape, mesh, placements)
+        if kind not in self._spreads:
+            self._spreads[kind] = dtensor_spread(shape, placements, mesh)
+        return self._spreads[kind]
+
+    def _add_dtensor(self, name: str, tensor: DTensor) -> Spread:
+        spread = self.spread_of(tensor)
+        self._faults.check_placements(name, tensor)
+        self._add(name, tensor.shape, spread, local_of(tensor))
+        return spread
+
+    def _add_buffer(self, name: str, buffer: Tensor, dtype: torch.dtype | None) -> None:
+        if not self._is_new(name, buffer):
+            return
+        if isinstance(buffer, DTensor):
+            self._add_dtensor(name, buffer)
+            return
+        if dtype is not None and dtype != buffer.dtype:
+            self.copied[MODEL + name] = buffer
+            buffer = buffer.to(dtype)
+        self._add_plain(name, buffer)
+
+    def _add_extra_state(self, prefix: str, module: nn.Module) -> None:
+        name = f"{prefix}{_EXTRA}"
+        if type(module).get_extra_state is nn.Module.get_extra_state:
+            return
+        if not self._is_new(name, (module, _EXTRA)):
+            return
+        value = module.get_extra_state()
+        if not isinstance(value, Tensor):
+            faults: list[str] = []
+            text = json.dumps(trees.encode(value, name, faults))
+            self._faults.foreign += faults
+            value = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        self.extra_states[MODEL + name] = module
+        self._add_plain(name, value)
+
+    def _add_plain(self, name: str, tensor: Tensor) -> Spread:
+        spread = undivided(tensor.shape, (self.first,))
+        is_usual = type(tensor.data) is Tensor and tensor.layout is torch.strided
+        if is_usual and not tensor.is_meta and not is_plain_memory(tensor):
+            self.copied.setdefault(MODEL + name, tensor)
+            tensor = in_plain_memory(tensor)
+        self._add(name, tensor.shape, spread, tensor, cell=0)
+        return spread
+
+    def _add(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        spread: Spread,
+        local: Tensor,
+        cell: int | None = None,
+    ) -> None:
+        """Add a tensor of which ``local`` is this rank's cell, or ``cell``."""
+        cell = spread.cell_of(self.rank) if cell is None else cell
+        expected = None if cell is None else spread.extent(cell).shape
+        local = local.detach()
+        self._faults.check_name(name)
+        self._faults.check_local(name, local, expected)
+        own = None if cell is None else local
+        self.tensors.append(Held(MODEL + name, local.dtype, tuple(shape), spread, own))
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor: its part of a DTensor, or all of it."""
+    if isinstance(tensor, DTensor):
+        tensor = torch_border.arrived(torch_border.local_of(tensor))
+    return tensor.detach()
+
+
+def _rest(model: nn.Module, method: str) -> list[FSDPState]:
+    """Let the modules have their sharded parameters, and return the states that both doors put on them."""
+    found = (state_of(module) for module in model.modules())
+    states = list(dict.fromkeys(state for state in found if state is not None))
+    if any(state.runtime is not None and state.runtime.busy for state in states):
+        raise LifecycleError(
+            f"{method} was called within forward or backward of the model. Call it between them. (After an exception, "
+            "call reset_iter_state of a model that was sharded with fully_shard, or run a forward of a wrapped one.)"
+        )
+    wrappers = wrappers_in(model)
+    if any(wrapper._summoned for wrapper in wrappers):
+        raise LifecycleError(f"{method} was called within summon_full_params. Call it outside.")
+    for wrapper in wrappers:
+        put_back(wrapper)  # loading a state dict has failed
+    for state in states:
+        for group in state.groups:
+            group.reshard()
+            group.notice_replacements()
+    return states
+
+
+def _members(
+    states: list[FSDPState],
+) -> dict[nn.Module, dict[str, tuple[FSDPParamGroup, int]]]:
+    """Parameters of wrappers by the modules that have them and the names there: some are not on them now."""
+    found: dict[nn.Module, dict[str, tuple[FSDPParamGroup, int]]] = {}
+    parallel = [
+        param.name
+        for state in states
+        for group in state.groups
+        for param in group.params
+        if isinstance(param.sharded_param, PlainShardedParam) and param.placement.parallel
+    ]
+    if parallel:
+        raise UnsupportedError(
+            "fullshard.checkpoint does not know flat pieces of tensor-parallel parameters, which these of wrappers are: "
+            f"{parallel}. Save and load the wrapper's SHARDED_STATE_DICT with torch.distributed.checkpoint, or use "
+            "fully_shard."
+        )
+    for group in (group for state in states for group in state.groups):
+        for index, param in enumerate(group.params):
+            if isinstance(param.sharded_param, PlainShardedParam):
+                for owner in param.owners:
+                    found.setdefault(owner.module, {})[owner.name] = (group, index)
+    return found
+
+
+def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules under all their names, which are without wrappers and end with a dot."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        parts = [part for part in clean_name(name).split(".") if part not in ("", _COMPILED)]
+        yield "".join(f"{part}." for part in parts), module
+
+
+def _buffer_dtypes(model: nn.Module) -> dict[tuple[nn.Module, str], torch.dtype]:
+    """The dtypes of buffers that wrappers may have cast, before they did."""
+    return {
+        place: dtype
+        for wrapper in wrappers_in(model)
+        for place, dtype in wrapper._precision.original_buffer_dtypes().items()
+    }
+
+
+class _Faults:
+    """Tensors that cannot be saved or loaded into, and why."""
+
+    def __init__(self) -> None:
+        self._meta: list[str] = []
+        self._partial: list[str] = []
+        self._subclasses: list[str] = []
+        self._misshapen: list[str] = []
+        self._names: set[str] = set()
+        self._taken: list[str] = []
+        self.foreign: list[str] = []
+        """Values that `get_extra_state` has returned."""
+
+    def check_name(self, name: str) -> None:
+        if name in self._names:
+            self._taken.append(name)
+        self._names.add(name)
+
+    def check_placements(self, name: str, tensor: DTensor) -> None:
+        if any(placement.is_partial() for placement in tensor.placements):
+            self._partial.append(f"{name}: {tensor.placements}")
+
+    def check_local(self, name: str, local: Tensor, expected: tuple[int, ...] | None) -> None:
+        if type(local) is not Tensor or local.layout is not torch.strided:
+            self._subclasses.append(f"{name}: {type(local).__name__}, {local.layout}")
+        elif local.is_meta:
+            self._meta.append(name)
+        elif expected is not None and tuple(local.shape) != expected:
+            self._misshapen.append(f"{name}: {tuple(local.shape)}, not {expected}")
+        elif not is_plain_memory(local):
+            self._subclasses.append(f"{name}: a part whose elements share memory, or are a view")
+
+    def raise_for(self, method: str) -> None:
+        paragraphs = [
+            *listed(
+                self._taken,
+                f"{method} knows tensors by their names without wrappers; several tensors have each of these:",
+                "Rename one of the modules.",
+            ),
+            *listed(
+                self._meta,
+                f"{method} needs tensors that have data; these are on the meta device:",
+                "Materialise the model first: model.to_empty(device=...).",
+            ),
+            *listed(
+                self._partial,
+                f"{method} needs tensors whose values are known; of these, ranks have summands:",
+                "Redistribute them to Replicate() or Shard(dim).",
+            ),
+            *listed(
+                self._subclasses,
+                f"{method} takes tensors that are plain memory on each rank; these are of another class or layout:",
+                "Convert them to plain tensors, or register them as buffers with persistent=False.",
+            ),
+            *listed(
+                self._misshapen,
+                f"{method} finds what a rank holds by a tensor's placements; these hold something else:",
+                "Make them with torch.distributed.tensor.distribute_tensor.",
+            ),
+            *listed(
+                self.foreign,
+                f"{method} takes tensors, and values that JSON can say, from get_extra_state; these are others:",
+                "Return dicts, lists, numbers, strings or a tensor.",
+            ),
+        ]
+        if paragraphs:
+            raise CheckpointError("\n".join(paragraphs))

@@ -1,0 +1,191 @@
+"""What this rank holds of an optimizer: its options and numbers as a tree, its tensors spread as the parameters are.
+
+Nothing goes through the optimizer's own state dict, whose loader casts and moves. Parameters are known by their
+names in the bare model, so that it does not matter in which order, over how many ranks, by which door, or in how many
+`FlatParameter`s they were optimized:
+
+    {"class": ["torch.optim.AdamW", "torch.optim.Adam"],
+     "state": {"head.weight": {"step": 3.0, "exp_avg": TensorRef("optimizer/head.weight/exp_avg")}},
+     "param_groups": [{"params": ["head.weight"], "lr": 0.1}]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard.checkpoint.local_state import Held, HeldParam, LocalModelState, local_of
+from fullshard.checkpoint.optimizer_kinds import class_names
+from fullshard.checkpoint.source import CLASS, OPTIMIZER, TensorRef
+from fullshard.checkpoint.spread import Spread, undivided
+from fullshard.checkpoint.trees import DeviceScalar
+from fullshard.engine.tensor_trees import map_tensors, tensors_in
+from fullshard.errors import CheckpointError
+from fullshard.fsdp1.optimizer_params import listed
+
+Tree = dict[str, Any]
+
+NOT_OPTIONS = ("params", "param_names")
+"""Entries of a parameter group that say which parameters it has."""
+
+
+def optimizer_tree(optimizer: Optimizer, model: LocalModelState) -> tuple[Tree, list[Held]]:
+    """The optimizer as a tree (see `source.Source.optimizer`), and the tensors that the tree refers to.
+
+    In a wrapper with ``use_orig_params``, ranks know nothing of parameters they have no elements of: their trees
+    lack these (see `agreement`).
+    """
+    collected = _Collected(model)
+    groups = named_groups(optimizer, model)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    known = optimizer.state  # asked once: some optimizers make it when asked
+    state = {
+        held.name: {
+            key: collected.value(param, held, f"{OPTIMIZER}{held.name}/{key}", value)
+            for key, value in known[param].items()
+        }
+        for param in params
+        if known.get(param)
+        for held in model.params[param]
+    }
+    collected.raise_faults(
+        foreign=[_described(key) for key in known if not any(key is param for param in params)]
+    )
+    tree = _with_scalars_on_cpu({"state": state, "param_groups": groups})
+    return {CLASS: class_names(optimizer), **tree}, collected.tensors
+
+
+def _described(key: Any) -> str:
+    return f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
+
+
+def named_groups(optimizer: Optimizer, model: LocalModelState) -> list[Tree]:
+    """An optimizer's parameter groups, with names of parameters."""
+    strangers = [
+        f"group {number}, parameter {index}: shape {tuple(param.shape)}, {param.dtype}"
+        for number, group in enumerate(optimizer.param_groups)
+        for index, param in enumerate(group["params"])
+        if param not in model.params
+    ]
+    for paragraph in listed(
+        strangers,
+        "All parameters of the optimizer must be parameters of the model, but these are not:",
+        "Pass the model that contains them all, and make the optimizer after sharding it.",
+    ):
+        raise CheckpointError(paragraph)
+    return [
+        {
+            **{key: value for key, value in group.items() if key not in NOT_OPTIONS},
+            "params": [held.name for param in group["params"] for held in model.params[param]],
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+class _Collected:
+    """Tensors of an optimizer's state, and what of it cannot be saved."""
+
+    def __init__(self, model: LocalModelState) -> None:
+        self._model = model
+        self.tensors: list[Held] = []
+        self._unknown: list[str] = []
+        self._partial: list[str] = []
+        self._keys: set[str] = set()
+
+    def value(self, param: Tensor, held: HeldParam, key: str, value: Any) -> Any:
+        """A value of a parameter's state for the tree; tensors in it are added to `tensors`."""
+        if isinstance(value, Tensor):
+            return self._tensor(param, held, key, value)
+        if isinstance(value, Mapping):
+            return {
+                name: self.value(param, held, f"{key}/{name}", each) for name, each in value.items()
+            }
+        if isinstance(value, list | tuple):
+            items = [
+                self.value(param, held, f"{key}/{place}", each) for place, each in enumerate(value)
+            ]
+            return items if isinstance(value, list) else tuple(items)
+        return value
+
+    def _tensor(self, param: Tensor, held: HeldParam, key: str, value: Tensor) -> Any:
+        if isinstance(value, DTensor):
+            if any(placement.is_partial() for placement in value.placements):
+                self._partial.append(f"{key}: {value.placements}")
+            spread = self._model.spread_of(value)
+            return self._add(key, tuple(value.shape), spread, local_of(value))
+        local = value.detach()
+        if not value.ndim and (
+            param.ndim or isinstance(param, DTensor) or is_number_of_state(key.rpartition("/")[2])
+        ):
+            return local
+        if isinstance(param, DTensor):
+            return self._refuse(key, value)
+        if value.shape == param.shape:
+            return self._add(key, held.shape, held.spread, held.part_of(local))
+        if held.is_whole:
+            whole = undivided(value.shape, [ranks[0] for ranks in held.spread.holders])
+            return self._add(key, tuple(value.shape), whole, local)
+        return self._refuse(key, value)
+
+    def _refuse(self, key: str, value: Tensor) -> None:
+        shape = tuple(value.shape)
+        self._unknown.append(f"{key}: {type(value).__name__} of shape {shape} on {value.device}")
+
+    def _add(self, key: str, shape: tuple[int, ...], spread: Spread, local: Tensor) -> TensorRef:
+        if type(local) is not Tensor or local.is_meta or key in self._keys:
+            self._refuse(key, local)
+        self._keys.add(key)
+        holds = spread.cell_of(self._model.rank) is not None
+        self.tensors.append(Held(key, local.dtype, shape, spread, local if holds else None))
+        return TensorRef(key)
+
+    def raise_faults(self, foreign: list[str]) -> None:
+        """Refuse what cannot be saved, and state that is of no parameter."""
+        paragraphs = [
+            *listed(
+                foreign,
+                "An optimizer's state is saved by parameters; it has entries of something else:",
+                "Keep these yourself: save's argument extra takes them.",
+            ),
+            *listed(
+                self._partial,
+                "Optimizer state must have values that are known; of these, ranks have summands:",
+                "Redistribute them to Replicate() or Shard(dim).",
+            ),
+            *listed(
+                self._unknown,
+                "Optimizer state of a sharded parameter must be a tensor like the parameter's part on this rank, a "
+                "DTensor, or a single number; how these are divided over ranks is not known:",
+                "Use another optimizer, or leave these parameters unsharded (ignored_params, or ignored_states of the "
+                "wrapper).",
+            ),
+        ]
+        if paragraphs:
+            raise CheckpointError("\n".join(paragraphs))
+
+
+def is_number_of_state(key: str) -> bool:
+    """Whether a state is a number even if the parameter has no dimensions either; of torch's optimizers."""
+    return key in ("step", "eta", "mu", "mu_product")
+
+
+def _with_scalars_on_cpu(tree: Any) -> Any:
+    """The same tree with copies of its 0-d tensors in host memory: fetched at once, and marked if they were elsewhere."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for value in tensors_in(tree):
+        if not value.ndim:
+            by_kind.setdefault((value.device, value.dtype), []).append(value.detach())
+    copies = {kind: iter(torch.stack(values).cpu().unbind()) for kind, values in by_kind.items()}
+
+    def copied(value: Tensor) -> Any:
+        if value.ndim:
+            return value.detach().cpu().clone()
+        copy = next(copies[value.device, value.dtype])
+        return copy if value.device.type == "cpu" else DeviceScalar(copy)
+
+    return map_tensors(copied, tree)

@@ -1,0 +1,238 @@
+"""Parameters that do not lie in a group's buffers: tensor subclasses, and shards with an all-gather protocol.
+
+The protocol lets a shard say how it travels:
+
+    fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors, metadata)
+    fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (tensor, inner tensors)
+
+Before a gather, the shard (an instance of the subclass) gives the tensors to send: quantised ones,
+say. Afterwards it makes the whole parameter of what was gathered, each output being the ranks'
+tensors one after the other along dimension 0; the first time it returns the parameter and the
+tensors that hold its data, later it writes into the parameter it returned (``out``). Between uses
+the memory of outputs and inner tensors is given back by resizing their storages.
+
+The methods may be the subclass's, or be set on a shard (`param._local_tensor`) before the first forward.
+
+A subclass without them travels as plain data: it is sharded and copied into plain memory by its own
+operators (`narrow`, `new_zeros`, `copy_`), and compute gets a plain tensor, as with torch.
+
+Every rank must send as many bytes as every other. If a shard has fewer rows than that of rank 0,
+tensors with one row per row of the shard are padded here; the whole parameter loses the padding
+again. Sizes are compared once, before the first gather, and a difference is an error on all ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard import torch_border
+from fullshard.comm import collectives
+from fullshard.comm.all_gather import Messages
+from fullshard.errors import ConfigurationError
+from fullshard.plan.layout import contiguous_strides
+from fullshard.plan.policies import MixedPrecisionPolicy
+from fullshard.storage.buffers import Buffer, release_storages, take_storages
+from fullshard.storage.param import (
+    AFTER_GATHER as _AFTER,
+    BEFORE_GATHER as _BEFORE,
+    FSDPParam,
+    gathers_itself,
+)
+
+
+class GatheredApart(ABC):
+    """One parameter of a group that is gathered outside of its buffers, in the same call."""
+
+    def __init__(self, param: FSDPParam, policy: MixedPrecisionPolicy) -> None:
+        self.param = param
+        self._dtype = policy.param_dtype or param.dtype
+        self.inputs: list[Tensor] = []
+        """What this rank sends; empty between gathers."""
+        self._buffers: list[Buffer] = []
+        self._outputs: list[Tensor] = []
+        self._output_bytes: list[Tensor] = []
+        self._inner: Sequence[Tensor] = ()
+        self.whole: Tensor | None = None
+        """The whole local tensor, made by the first gather; its memory comes and goes."""
+
+    @abstractmethod
+    def prepare(self, device: torch.device) -> None:
+        """Put what this rank sends into `inputs`; on the all-gather stream."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Make the whole parameter of what was gathered; on the all-gather stream."""
+
+    def pad(self, sizes: Sequence[int]) -> bool:
+        """Bring inputs to ``sizes`` bytes by rows of zeros; False if that does not make them so."""
+        if len(sizes) != len(self.inputs):
+            return False
+        rows = self.param.sharded_param.local.shape[0] if self.param.sharded_param.local.ndim else 0
+        for index, (tensor, size) in enumerate(zip(self.inputs, sizes, strict=True)):
+            missing = size - tensor.nbytes
+            if missing == 0:
+                continue
+            if tensor.ndim == 0 or tensor.shape[0] != rows:
+                return False
+            row = (1, *tensor.shape[1:])
+            row_bytes = tensor.new_empty(row).nbytes
+            if missing < 0 or not row_bytes or missing % row_bytes:
+                return False
+            zeros = tensor.new_zeros((missing // row_bytes, *tensor.shape[1:]))
+            self.inputs[index] = torch.cat([tensor, zeros])
+        return True
+
+    def messages(self, world: int) -> Messages:
+        """Take memory for the outputs and return what a collective gathers; on the all-gather stream."""
+        if not self._buffers:
+            self._make_outputs(world)
+        for buffer in self._buffers:
+            buffer.allocate()
+        inputs = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in self.inputs]
+        used = [index for index, tensor in enumerate(inputs) if tensor.numel()]
+        return Messages([self._output_bytes[i] for i in used], [inputs[i] for i in used])
+
+    def _make_outputs(self, world: int) -> None:
+        # Made under inference_mode, what is a view of them could never be trained.
+        with torch.inference_mode(False):
+            for tensor in self.inputs:
+                buffer = Buffer(tensor.nbytes * world, tensor.device)
+                shape = (tensor.shape[0] * world if tensor.ndim else world, *tensor.shape[1:])
+                self._buffers.append(buffer)
+                self._outputs.append(buffer.view(tensor.dtype, 0, shape))
+                # An alias: a gather into it is no change of the output that autograd would see.
+                self._output_bytes.append(buffer.view(torch.uint8, 0, (buffer.nbytes,)))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that outputs and whole parameter have now; some of it may be both's."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in (*self._outputs, *self._inner)
+        }
+        return sum(storages.values())
+
+    def release(self) -> None:
+        """Give the memory back, to the stream that took it."""
+        for buffer in self._buffers:
+            buffer.release()
+        release_storages(self._inner)
+
+
+class SelfGathered(GatheredApart):
+    """A parameter whose shard has the protocol."""
+
+    def __init__(self, param: FSDPParam, policy: MixedPrecisionPolicy, mesh: DeviceMesh) -> None:
+        super().__init__(param, policy)
+        self._told: tuple[Any, ...] = (mesh,)
+        """What the shard is told before a gather."""
+        if len(inspect.signature(getattr(param.sharded_param.local, _BEFORE)).parameters) != 1:
+            # 1: as early versions of the protocol had it
+            shape = torch.Size(param.shape)
+            self._told += (shape, contiguous_strides(shape), param.owners[0].module, policy)
+        self._metadata: Any = None
+
+    def prepare(self, device: torch.device) -> None:
+        """See `GatheredApart`."""
+        shard = self.param.sharded_param.local
+        if shard.device != device:
+            moved = shard.to(device, non_blocking=True)
+            if not gathers_itself(moved):  # the methods were set on the shard itself
+                for name in (_BEFORE, _AFTER):
+                    method = getattr(shard, name)
+                    setattr(moved, name, MethodType(getattr(method, "__func__", method), moved))
+            shard = moved
+        before: Any = getattr(shard, _BEFORE)
+        inputs, self._metadata = before(*self._told)
+        self.inputs = list(inputs)
+
+    def finish(self) -> None:
+        """See `GatheredApart`."""
+        after: Any = getattr(self.param.sharded_param.local, _AFTER)
+        outputs = tuple(self._outputs)
+        if self.whole is None:
+            tensor, inner = after(outputs, self._metadata, self._dtype)
+            self._inner = tuple(inner)
+            if tuple(tensor.shape) != self.param.shape:
+                tensor = tensor.narrow(0, 0, self.param.shape[0])
+            self.whole = tensor
+        else:
+            take_storages(self._inner)
+            sharded_param = self.param.unsharded_param
+            out = self.whole if sharded_param is None else sharded_param
+            # What autograd saved of it for backward is to see the same values again.
+            with torch_border.versions_kept((out, self.whole, *self._inner)):
+                after(outputs, self._metadata, self._dtype, out=out)
+        self._metadata = None
+        self.inputs = []
+
+
+class GatheredAsPlain(GatheredApart):
+    """A parameter of a subclass without the protocol."""
+
+    def __init__(self, param: FSDPParam, policy: MixedPrecisionPolicy, world: int) -> None:
+        super().__init__(param, policy)
+        if not param.dtype.is_floating_point:
+            self._dtype = param.dtype
+        self._dim = param.shard_dim
+        shape = param.shape or (1,)
+        self._rows = shape[self._dim]
+        """Of the whole parameter, along the dimension that is sharded, which is sent as the first."""
+        self._row_shape = (*shape[: self._dim], *shape[self._dim + 1 :])
+        self._most_rows = -(-self._rows // world)
+        """Of a rank's shard; others are padded, as ranks must send equally much."""
+
+    def prepare(self, device: torch.device) -> None:
+        """See `GatheredApart`."""
+        shard = self.param.sharded_param.local
+        sent = torch.zeros((self._most_rows, *self._row_shape), dtype=self._dtype, device=device)
+        rows = shard.shape[self._dim] if shard.ndim else 1
+        target = sent.narrow(0, 0, rows).movedim(0, self._dim)
+        (target if shard.ndim else target[0]).copy_(shard)
+        self.inputs = [sent]
+
+    def finish(self) -> None:
+        """See `GatheredApart`."""
+        if self.whole is None:
+            with torch.inference_mode(False):
+                rows = self._outputs[0].narrow(0, 0, self._rows)
+                whole = rows.movedim(0, self._dim)
+                self.whole = whole if self.param.shape else whole[0]
+        self.inputs = []
+
+
+def agree_on_sizes(members: Sequence[GatheredApart], group: ProcessGroup) -> list[list[int]]:
+    """The bytes that every rank sends, per parameter and input: those of rank 0, whose shards are largest.
+
+    Collective, once per group.
+
+    Raises:
+        ConfigurationError: some rank's inputs can not be padded to that size; on all ranks.
+    """
+    mine: list[list[int]] = [[tensor.nbytes for tensor in member.inputs] for member in members]
+    everybody = collectives.values_of_all_ranks(mine, group)
+    sizes = everybody[0]
+    fits = [member.pad(wanted) for member, wanted in zip(members, sizes, strict=True)]
+    verdicts = collectives.values_of_all_ranks(fits, group)
+    faults = [
+        f"{member.param.name}: ranks would send {[ranks[index] for ranks in everybody]} bytes"
+        for index, member in enumerate(members)
+        if not all(verdict[index] for verdict in verdicts)
+    ]
+    if faults:
+        raise ConfigurationError(
+            f"{_BEFORE} must return tensors of the same size on every rank, or with one row for each row of "
+            "the shard, which are then padded:\n  "
+            + "\n  ".join(faults)
+            + "\nPad them to the size of the largest shard."
+        )
+    return sizes

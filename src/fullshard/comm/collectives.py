@@ -1,0 +1,499 @@
+"""Calling collectives.
+
+Two ways to gather and to reduce, over the same layout:
+
+    in place   one coalesced call over the segments, no staging: for large pieces
+    packed     one input and one output tensor, staged rank after rank: for small pieces, and for comm objects
+
+`AllGather` and `ReduceScatter` are what a comm object implements, a user's or one of ours:
+
+    Default...       the process group's collectives, in ordinary memory
+    ProcessGroup...  ... in memory that the process group's backend allocates
+    Symmetric...     ... in symmetric memory, which is kept and handed out again
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, Self, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed.tensor import DTensor
+
+from fullshard import torch_border
+from fullshard.errors import CommunicationError, ConfigurationError
+from fullshard.plan.mesh import DataParallelAxes, global_rank
+
+T = TypeVar("T")
+
+
+class Comm(ABC):  # noqa: B024 (what it shares is concrete)
+    """A way to communicate, with its own staging memory."""
+
+    recycles = False
+    """Whether `allocate` hands memory out again after `release`, so that results must not stay in it."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a staged input or output; override for registered or symmetric memory.
+
+        On the stream that fills it, or waits before filling it for all that used it.
+        """
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def release(self, tensor: Tensor) -> None:  # noqa: B027 (memory that is dropped is given back)
+        """Take back what `allocate` handed out; its stream has been ordered after the last use."""
+
+    def moved_to(self, group: ProcessGroup) -> Self:
+        """The same way to communicate over another group; a user's comm object is told the group in each call."""
+        return self
+
+
+class AllGather(Comm):
+    """An all-gather of one input into one output."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Gather ``input_tensor`` of all ranks into ``output_tensor``, rank after rank."""
+
+
+class ReduceScatter(Comm):
+    """A reduce-scatter of one input into one output."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        op: ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce ``input_tensor`` over ranks with ``op``; leave this rank's piece in ``output_tensor``."""
+
+
+class DefaultAllGather(AllGather):
+    """The process group's own all-gather."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Gather through the process group."""
+        options = _gather_options(async_op=async_op)
+        work = torch_border.all_gather_single(group, output_tensor, input_tensor, options)
+        return work if async_op else _ordered(work, group, output_tensor.device)
+
+
+class DefaultReduceScatter(ReduceScatter):
+    """The process group's own reduce-scatter."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        op: ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce and scatter through the process group."""
+        options = torch_border.reduce_scatter_options(op, async_op=async_op)
+        work = torch_border.reduce_scatter_single(group, output_tensor, input_tensor, options)
+        return work if async_op else _ordered(work, group, output_tensor.device)
+
+
+class _InMemoryOf(Comm):
+    """A comm object whose staging memory belongs to a process group."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        """Collective, if the group has not communicated yet: only then can memory be registered with it."""
+        connect(group, device)
+        self.group = group
+        self.device = device
+
+    def moved_to(self, group: ProcessGroup) -> Self:
+        """With memory of the other group."""
+        return self if group is self.group else type(self)(group, self.device)
+
+
+class _AllocatedByGroup(_InMemoryOf):
+    """Staged in memory of the backend's allocator: cached by stream, as ordinary memory is."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory from the process group's backend."""
+        flat = torch_border.allocate_tensor(self.group, math.prod(size), dtype, device)
+        return flat.view(*size)
+
+
+class _Symmetric(_InMemoryOf):
+    """Staged in symmetric memory of the group's pool."""
+
+    recycles = True
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Symmetric memory; collective when the pool has to grow, so in the same order on all ranks."""
+        pool = _pool_of(self.group)
+        return pool.take(math.prod(size) * dtype.itemsize, device).view(dtype).view(*size)
+
+    def release(self, tensor: Tensor) -> None:
+        """Give memory back to the pool."""
+        _pool_of(self.group).give(tensor)
+
+
+class ProcessGroupAllGather(_AllocatedByGroup, DefaultAllGather):
+    """The process group's all-gather in memory of its own."""
+
+
+class ProcessGroupReduceScatter(_AllocatedByGroup, DefaultReduceScatter):
+    """The process group's reduce-scatter in memory of its own."""
+
+
+class SymmetricAllGather(_Symmetric, DefaultAllGather):
+    """The process group's all-gather in symmetric memory."""
+
+
+class SymmetricReduceScatter(_Symmetric, DefaultReduceScatter):
+    """The process group's reduce-scatter in symmetric memory; NCCL's can only sum."""
+
+
+class SymmetricPool:
+    """The symmetric memory of one process group; lives as long as the group.
+
+    Making symmetric memory is slow and collective. So it is made when nothing that is there fits,
+    in the first steps, and never given back; all models that communicate over the group share it.
+    What one stream gave back only goes to the same stream, as with the caching allocator: the order
+    of the stream is what keeps the next user behind the last one ([Note: memory and streams]).
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._free: dict[tuple[torch.device, int], list[Tensor]] = {}
+        """By device and stream, blocks of bytes."""
+        self._lent: dict[int, tuple[tuple[torch.device, int], Tensor]] = {}
+        """By address, blocks in use and where they belong."""
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        """Bytes for the current stream: of the smallest free block that has them, else of a new one."""
+        key = device, torch_border.current_stream_id(device)
+        free = self._free.setdefault(key, [])
+        fitting = [index for index, block in enumerate(free) if block.numel() >= nbytes]
+        if fitting:
+            block = free.pop(min(fitting, key=lambda index: free[index].numel()))
+        else:
+            block = self._new_block(max(nbytes, 1), device)
+        self._lent[block.data_ptr()] = key, block
+        return block.narrow(0, 0, nbytes)
+
+    def give(self, tensor: Tensor) -> None:
+        """Take back what `take` returned, or any view of it."""
+        key, block = self._lent.pop(tensor.untyped_storage().data_ptr())
+        self._free[key].append(block)
+
+    def _new_block(self, nbytes: int, device: torch.device) -> Tensor:
+        group = self._group()
+        assert group is not None, "whoever takes memory of a group holds the group"
+        try:
+            return torch_border.symmetric_bytes(nbytes, device, group)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"Symmetric memory must be registered with all ranks of the process group; {nbytes} bytes on "
+                f"{device} could not be: {error}. Leave set_symm_mem_for_comm out on this machine, or see "
+                "what NCCL_DEBUG=WARN says."
+            ) from error
+
+
+_POOLS: weakref.WeakKeyDictionary[ProcessGroup, SymmetricPool] = weakref.WeakKeyDictionary()
+
+
+def _pool_of(group: ProcessGroup) -> SymmetricPool:
+    if group not in _POOLS:
+        _POOLS[group] = SymmetricPool(group)
+    return _POOLS[group]
+
+
+def check_group_allocates(group: ProcessGroup, device: torch.device) -> None:
+    """Raise unless the group's backend has an allocator for communication memory on the device.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
+    if not torch_border.allocates_tensors(group, device):
+        raise ConfigurationError(
+            "set_allocate_memory_from_process_group_for_comm needs a process group whose backend allocates "
+            f"memory on {device.type}; {backend_of(group, device)} does not on this machine. Leave the call "
+            "out, or use NCCL on GPUs with multicast (NVLink SHARP)."
+        )
+
+
+def choose_symmetric_memory(backend: str, group: ProcessGroup, device: torch.device) -> None:
+    """Make ``backend`` the one that symmetric memory comes from in this process.
+
+    Raises:
+        ConfigurationError: the group does not communicate through it, or torch does not have it.
+    """
+    carrier = backend_of(group, device)
+    if carrier != backend.lower():
+        raise ConfigurationError(
+            f"Symmetric memory of {backend} needs a process group that communicates through it; this one uses "
+            f"{carrier} on {device.type}. Leave set_symm_mem_for_comm out, or use a CUDA mesh and "
+            f"init_process_group('{backend.lower()}')."
+        )
+    try:
+        torch_border.choose_symmetric_backend(backend)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"Symmetric memory of {backend} must be part of this torch, and be chosen before a process uses "
+            f"any other; torch {torch.__version__} says: {error}. Leave set_symm_mem_for_comm out, or call it "
+            "earlier or with another torch."
+        ) from error
+
+
+_BACKENDS: weakref.WeakKeyDictionary[ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
+
+
+def backend_of(group: ProcessGroup, device: torch.device) -> str:
+    """Name of what carries a group's collectives on tensors of a device: nccl, gloo, ..."""
+    backends = _BACKENDS.get(group)
+    if backends is None:
+        pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+        backends = _BACKENDS[group] = {kind: name for kind, _, name in pairs}
+    return backends.get(device.type, "nothing")
+
+
+_CONNECTED: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+def connect(group: ProcessGroup, device: torch.device) -> None:
+    """Let a group have communicated once: NCCL connects the ranks at a group's first collective.
+
+    Collective, the first time.
+    """
+    if group not in _CONNECTED:
+        all_reduce(torch.zeros(1, device=device), group, ReduceOp.SUM)
+        _CONNECTED.add(group)
+
+
+def all_gather(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup, *, async_op: bool
+) -> Work | None:
+    """Gather ``inputs[i]`` of all ranks into ``outputs[i]``, in one call; all are bytes.
+
+    With ``async_op`` False the current stream is ordered after the gather; the host waits for a
+    backend that has no streams.
+
+    [Note: names of gloo's work]
+    Never a coalesced gather on gloo. torch's ProcessGroupGloo has two threads, and each notes the
+    name of the work it has completed in one std::string, outside of the lock (torch 2.13, `runLoop`,
+    lastCompletedWorkName). Names of up to 15 characters lie in the string itself. ALLGATHER_COALESCED
+    does not: one thread frees it while the other writes ALLREDUCE there, and a later malloc aborts, or
+    hands out the same memory twice. Two collectives in flight on a group are enough. ALLGATHER,
+    ALLREDUCE and ALLTOALL_BASE, as which gloo carries all that we call, are short.
+    """
+    if not outputs:
+        return None
+    options = _gather_options(async_op=async_op)
+    if backend_of(group, outputs[0].device) != "gloo":
+        work = torch_border.all_gather_coalesced(group, outputs, inputs, options)
+    elif len(outputs) == 1:
+        work = torch_border.all_gather_single(group, outputs[0], inputs[0], options)
+    else:
+        work = cast(Work, _JoinedGather(outputs, inputs, group, options))
+    return work if async_op else _ordered(work, group, outputs[0].device)
+
+
+class _JoinedGather:
+    """Several gathers in one message, in memory of its own; only `wait` writes the outputs."""
+
+    def __init__(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        group: ProcessGroup,
+        options: Any,
+    ) -> None:
+        own = torch.cat(list(inputs))
+        gathered = own.new_empty(group.size() * own.numel())
+        self._outputs = [output.view(group.size(), -1) for output in outputs]
+        sizes = [tensor.numel() for tensor in inputs]
+        self._pieces = gathered.view(group.size(), -1).split(sizes, dim=1)
+        self._work = torch_border.all_gather_single(group, gathered, own, options)
+
+    def get_future(self) -> Any:
+        """Completed when the message is there."""
+        return self._work.get_future()
+
+    def wait(self) -> None:
+        """Wait for the message and distribute it."""
+        self._work.wait()
+        torch._foreach_copy_(self._outputs, self._pieces)
+
+
+def reduce_scatter(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    group: ProcessGroup,
+    op: ReduceOp.RedOpType,
+    *,
+    async_op: bool,
+) -> Work | None:
+    """Reduce ``inputs[i]`` over ranks and leave this rank's piece in ``outputs[i]``, in one call."""
+    if not outputs:
+        return None
+    options = _reduce_options(op, async_op=async_op)
+    if outputs[0].is_complex():  # as are all others, then
+        outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
+    work = torch_border.reduce_scatter_coalesced(group, outputs, inputs, options)
+    return work if async_op else _ordered(work, group, outputs[0].device)
+
+
+def check_exchanges(wire_dtype: torch.dtype, axes: DataParallelAxes, device: torch.device) -> None:
+    """Refuse to exchange gradients in ``wire_dtype`` where there is nothing, or no way, to do so.
+
+    One rank alone may ask for it.
+
+    Raises:
+        ConfigurationError: there are replicas only, or the backend cannot.
+    """
+    if axes.shard_mesh_size == 1 < axes.replicate_mesh_size:
+        raise ConfigurationError(
+            "wire_dtype is for gradients that are reduce-scattered, but nothing is sharded here: "
+            f"{axes.replicate_mesh_size} replicas average whole gradients, in reduce_dtype. Leave wire_dtype out, or "
+            "shard over more than one rank."
+        )
+    group = axes.shard_process_group
+    if (
+        group is not None
+        and group.size() > 1
+        and device.type != "cpu"
+        and backend_of(group, device) == "gloo"
+    ):
+        # torch 2.11 does not say so, but crashes.
+        raise ConfigurationError(
+            f"wire_dtype={wire_dtype} needs a process group that exchanges memory on {device.type}, and gloo only "
+            "exchanges that of CPUs. Use NCCL, or leave wire_dtype out."
+        )
+
+
+def all_to_all(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup, *, async_op: bool
+) -> list[Work | None]:
+    """Send part r of ``inputs[i]`` to rank r; ``outputs[i]`` gets what all ranks sent, in their order.
+
+    A call each, since no backend coalesces them: small ones should be in one message.
+    """
+    options = _exchange_options(async_op=async_op)
+    return [
+        work if async_op else _ordered(work, group, output.device)
+        for output, work in (
+            (output, torch_border.all_to_all_single(group, output, tensor, options))
+            for output, tensor in zip(outputs, inputs, strict=True)
+            if tensor.numel()
+        )
+    ]
+
+
+def all_reduce(tensor: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType) -> None:
+    """Reduce ``tensor`` over the group in place; the current stream is ordered after it."""
+    dist.all_reduce(as_real(tensor), op=op, group=group)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, flat, in the same memory: not every backend sums others.
+
+    Real tensors are returned as they are.
+    """
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def broadcast(tensor: Tensor, group: ProcessGroup) -> None:
+    """Give all ranks of the group what its first has; the current stream is ordered after it."""
+    dist.broadcast(tensor, group=group, group_src=0)
+
+
+def whole_of_dtensor(tensor: DTensor) -> Tensor:
+    """The whole tensor that a DTensor's ranks have parts of."""
+    return tensor.full_tensor()
+
+
+def values_of_all_ranks(value: T, group: ProcessGroup) -> list[T]:
+    """A small picklable value of every rank, by rank; the host waits for it."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def values_by_rank(value: T, groups: Iterable[ProcessGroup]) -> dict[int, T]:
+    """A small picklable value of all ranks that are in any of the groups, or reached through them; by global rank."""
+    values = {global_rank(): value}
+    for group in groups:
+        everyones = values_of_all_ranks(values, group)
+        values = {rank: each for theirs in everyones for rank, each in theirs.items()}
+    return dict(sorted(values.items()))
+
+
+def value_of_first_rank(value: T, group: ProcessGroup) -> T:
+    """What the first rank of the group has, on all of them; the host waits for it."""
+    values: list[Any] = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return cast("T", values[0])
+
+
+def packed_all_gather(
+    comm: AllGather, output: Tensor, own: Tensor, group: ProcessGroup, *, async_op: bool
+) -> Work | None:
+    """Gather one staged piece per rank with a comm object."""
+    return _checked(comm, comm(output, own, group, async_op=async_op))
+
+
+def packed_reduce_scatter(
+    comm: ReduceScatter,
+    output: Tensor,
+    packed: Tensor,
+    group: ProcessGroup,
+    op: ReduceOp.RedOpType,
+    *,
+    async_op: bool,
+) -> Work | None:
+    """Reduce one staged input with a comm object."""
+    return _checked(comm, comm(as_real(output), as_real(packed), group, op, async_op=async_op))
+
+
+def _checked(comm: Comm, work: object) -> Work | None:
+    if work is not None and not hasattr(work, "wait"):
+        raise CommunicationError(
+            f"A comm object must return a Work (something with wait()) or None; "
+            f"{type(comm).__name__} returned {type(work).__name__}."
+        )
+    return work  # type: ignore[return-value]
+
+
+ON_CURRENT_STREAM = ("nccl", "fake")
+"""Backends that have issued a collective to the current stream, if it is not asynchronous."""
+
+
+def _ordered(work: Work, group: ProcessGroup, device: torch.device) -> Work | None:
+    """Order the current stream after ``work``; there is nothing left to wait for."""
+    if backend_of(group, device) not in ON_CURRENT_STREAM:
+        work.wait()
+    return None
+
+
+# Options are the same for every call, so each is made once.
+_gather_options = functools.cache(torch_border.all_gather_options)
+_reduce_options = functools.cache(torch_border.reduce_scatter_options)
+_exchange_options = functools.cache(torch_border.all_to_all_options)

@@ -1,0 +1,463 @@
+"""Writing down what a step does and when, for `tracing` to export: off unless a `Recorder` is there.
+
+The engine's points of interest read `FSDPCommContext.recorder` and go on if it is None. Otherwise they
+say what happens; it is kept as small tuples, and named and converted when the recording is over.
+
+[Note: when things happened]
+What a device does later than the host asks for it is timed by the device: a mark is an event recorded
+on the stream that is current at that point, so it is reached when everything issued to that stream
+before it is done, and nothing issued after it has begun. Where each mark stands:
+
+    compute         on the compute stream: behind the wait for the gather, before the first kernel of the
+                    module; behind its last kernel, before anything is given back
+    wait            on the compute stream, right before and right behind the wait for an event of another
+                    stream: there is nothing between the two but the wait
+    on the wire     on the stream of the collective: behind the copies into its input, and behind the
+                    collective, before any copy out of its output
+
+Marks are never waited for while a step runs. The host reads them all at the end, after one
+synchronisation. On the CPU a mark is the host's time: compute is over when its call returns, and a wait
+is the time within `Work.wait`. What a backend carries on threads of its own has ended when its future
+says so, or else when somebody waited for it and found it so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch.distributed import Work
+
+from fullshard import torch_border
+
+Mark = Any
+"""A point in time: nanoseconds of the host, or an event in a stream."""
+Pass = Literal["forward", "backward"]
+"""Whether something happened within a backward."""
+Wire = Literal["gather", "reduce", "all-reduce"]
+Reason = Literal["gather", "reduction"]
+Kind = Literal["forward", "backward", "recompute"]
+
+host_ns = time.perf_counter_ns
+
+
+class Waitable(Protocol):
+    """An event of `streams`."""
+
+    def query(self) -> bool:
+        """Whether it has been reached."""
+
+    def wait(self) -> None:
+        """Order the current stream after it."""
+
+
+class Named(Protocol):
+    """A state, or a group of parameters."""
+
+    name: str
+
+
+class Group(Named, Protocol):
+    """What the recorder asks a group of parameters."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the group has for gathering, now."""
+
+
+class HostClock:
+    """Marks are the host's time, at which everything before has been done."""
+
+    on_streams = False
+
+    def __init__(self) -> None:
+        self.zero_ns = host_ns()
+
+    def mark(self) -> Mark:
+        """Now."""
+        return host_ns()
+
+    def microseconds(self, mark: Mark) -> float:
+        """From the clock's start to a mark."""
+        return self.host_microseconds(mark)
+
+    def host_microseconds(self, nanoseconds: int) -> float:
+        """The same for a time of the host."""
+        return (nanoseconds - self.zero_ns) / 1e3
+
+    def synchronize(self) -> None:
+        """Nothing is outstanding."""
+
+
+ALLOCATOR_EVERY_NS = 4_000_000
+"""The device's allocator is asked no more often than this: it takes some 50 microseconds to answer, 1 % of the host's
+time then."""
+
+PREPARED_MARKS = 4096
+"""Events are made before the first step, so many: making one takes as long as recording it."""
+
+
+class StreamClock(HostClock):
+    """Marks are events in streams; each is taken once, and lives as long as what it marks."""
+
+    on_streams = True
+
+    def __init__(self, device: torch.device) -> None:
+        """Wait for the device: then an event is reached when it is recorded, give or take some microseconds."""
+        self._device = device
+        self._unused: list[torch.Event] = []
+        # An event is only made when it is first recorded.
+        self._unused = [self.mark() for _ in range(PREPARED_MARKS)]
+        torch.accelerator.synchronize(device)
+        before = host_ns()
+        self._zero = self.mark()
+        torch.accelerator.synchronize(device)
+        self.zero_ns = (before + host_ns()) // 2
+
+    def mark(self) -> Mark:
+        """The current end of the current stream."""
+        unused = self._unused
+        event = unused.pop() if unused else torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def microseconds(self, mark: Mark) -> float:
+        """From the clock's start to a mark that has been reached.
+
+        All are measured from one event, and rounding keeps their order; so spans that nest still do.
+        """
+        return float(self._zero.elapsed_time(mark)) * 1e3
+
+    def synchronize(self) -> None:
+        """Let all marks be reached."""
+        torch.accelerator.synchronize(self._device)
+
+
+class ComputeSpan(NamedTuple):
+    """A module of a state computed."""
+
+    state: Named
+    kind: Kind
+    within: Pass
+    step: int
+    begin: Mark
+    end: Mark
+
+
+class WaitSpan(NamedTuple):
+    """Compute, or on the CPU the host, stood still for a group's collective."""
+
+    group: Group
+    reason: Reason
+    within: Pass
+    step: int
+    begin: Mark
+    end: Mark
+
+
+class Release(NamedTuple):
+    """A group's gathered memory was given back."""
+
+    group: Group
+    within: Pass
+    step: int
+    at_ns: int
+
+
+class MemorySample(NamedTuple):
+    """Bytes held, from this moment of the host on."""
+
+    at_ns: int
+    gathered: int
+    reducing: int
+    allocated: int | None
+    """Of the device's allocator, where it was asked: it takes longer than all else here."""
+
+
+class StepSpan(NamedTuple):
+    """One step of training."""
+
+    step: int
+    begin: Mark
+    end: Mark
+
+
+class _Open(NamedTuple):
+    """A compute span that has begun."""
+
+    state: Named
+    kind: Kind
+    begin: Mark
+    call: int
+    """Of a backward: when the call began in forward, as a number that grows."""
+
+
+class CollectiveSpan:
+    """One collective of one group, on its way."""
+
+    def __init__(self, recorder: TraceRecorder, wire: Wire, group: Group) -> None:
+        self.recorder, self.wire, self.group = recorder, wire, group
+        self.step, self.within = recorder.step, _pass_now()
+        self.issued_ns = host_ns()
+        self.nbytes = 0
+        self.begin: Mark = None
+        self.ends: list[Mark] = []
+        """When each of its calls had ended: appended to by threads of the backend, too."""
+        self._num_works = 0
+
+    def begins(self, nbytes: int) -> None:
+        """The collective is called next, on its stream; ``nbytes`` come from, or go to, other ranks."""
+        self.nbytes = nbytes
+        self.begin = self.recorder.clock.mark()
+        self.recorder.transfers.append(self)
+
+    def called(self, works: Sequence[Work | None]) -> None:
+        """The collective has been called: what has no work to wait for, its stream is ordered after."""
+        clock = self.recorder.clock
+        pending = [work for work in works if work is not None]
+        self._num_works = len(pending)
+        if not pending:
+            self.ends.append(clock.mark())
+        elif not clock.on_streams:
+            for work in pending:
+                self.recorder.tell_end(work, self)
+
+    def wait(self, works: Sequence[Work | None]) -> None:
+        """Wait for the collective's works; on the CPU the host stands still."""
+        pending = [work for work in works if work is not None]
+        if not pending:
+            return
+        recorder = self.recorder
+        begin = host_ns()
+        for work in pending:
+            work.wait()
+        end = recorder.clock.mark()
+        if len(self.ends) < self._num_works:
+            self.ends.append(end)
+        if not recorder.clock.on_streams:
+            recorder.add_wait(self.group, _reason(self.wire), begin, end)
+
+    def host_waited(self) -> None:
+        """On the CPU, the host stood still while the collective was called: it was not asynchronous."""
+        if not self.recorder.clock.on_streams:
+            self.recorder.add_wait(self.group, _reason(self.wire), self.begin, self.ends[-1])
+
+    def wait_for(self, event: Waitable) -> None:
+        """Order the compute stream after an event of the collective's stream."""
+        self.recorder.wait(event, self.group, _reason(self.wire))
+
+    def followed_by(self, wire: Wire) -> CollectiveSpan | None:
+        """Another collective of the same group; None if there is no room for it."""
+        return self.recorder.transfer(wire, self.group)
+
+
+class TraceRecorder:
+    """What happened since it was made; lives as long as its recording.
+
+    Invariant: on the compute lane, spans nest or are apart. Forwards are calls of modules, one inside the
+    other. Backwards end in whatever order backward leaves states; one that ends takes those with it
+    which began within it.
+    """
+
+    def __init__(self, device: torch.device, *, first_step: int, limit: int) -> None:
+        self.device = device
+        self.clock = HostClock() if device.type == "cpu" else StreamClock(device)
+        self.started_unix_ns = time.time_ns() - (host_ns() - self.clock.zero_ns)
+        self.step = first_step
+        self.dropped = 0
+        """Events that were not recorded, since there are as many as allowed."""
+        self._room = limit
+        self.steps: list[StepSpan] = []
+        self.computes: list[ComputeSpan] = []
+        self.waits: list[WaitSpan] = []
+        self.transfers: list[CollectiveSpan] = []
+        self.releases: list[Release] = []
+        self.memory: list[MemorySample] = []
+        self._open: list[_Open] = []
+        self._gathered: dict[Group, int] = {}
+        self._reducing: dict[object, int] = {}
+        self._total_gathered = self._total_reducing = 0
+        self._without_future: set[tuple[type, Wire]] = set()
+        """Works that have no future, by class and collective: of some, the question takes 0.4 ms."""
+        self._allocator_asked_ns = 0
+        self.begin_step()
+
+    def _has_room(self) -> bool:
+        """Whether one more may be recorded; it then is."""
+        if self._room:
+            self._room -= 1
+            return True
+        self.dropped += 1
+        return False
+
+    def begin_step(self) -> None:
+        """The step that is to come begins here, not where the last one ended."""
+        self._step_began = self.clock.mark()
+
+    def end_step(self) -> None:
+        """The user's step is over; the next begins."""
+        now = self.clock.mark()
+        self.steps.append(StepSpan(self.step, self._step_began, now))
+        self.step += 1
+        self._step_began = now
+        self.sample_allocator()
+
+    # --- compute ------------------------------------------------------------------------------------
+
+    def forward_begins(self, state: Named) -> None:
+        """A module of ``state`` has its parameters and inputs; its forward, or recomputation, is next."""
+        kind: Kind = "forward" if _pass_now() == "forward" else "recompute"
+        self._open.append(_Open(state, kind, self.clock.mark(), 0))
+
+    def forward_ends(self, state: Named) -> None:
+        """It has returned, or raised."""
+        self._end(state, ("forward", "recompute"))
+        self.sample_allocator()
+
+    def backward_begins(self, state: Named, call: int) -> None:
+        """Backward has reached ``state`` and its parameters are there; it may have been reached before.
+
+        ``call`` is a number that is greater for calls which began later in forward. An outer call whose output is
+        that of an inner one is reached after it; it then encloses what is there of those that began later.
+        """
+        if any(each.state is state and each.kind == "backward" for each in self._open):
+            return
+        place = len(self._open)
+        while (
+            place and self._open[place - 1].kind == "backward" and self._open[place - 1].call > call
+        ):
+            place -= 1
+        begin = self._open[place].begin if place < len(self._open) else self.clock.mark()
+        self._open.insert(place, _Open(state, "backward", begin, call))
+        self.sample_allocator()
+
+    def backward_ends(self, state: Named) -> None:
+        """Backward has left ``state``; it may have been reached without our knowledge."""
+        self._end(state, ("backward",))
+
+    def abandon(self, states: Collection[Named]) -> None:
+        """Spans of ``states`` that did not end never will: an exception was raised."""
+        if self._open:
+            self._open = [each for each in self._open if each.state not in states]
+
+    def _end(self, state: Named, kinds: tuple[Kind, ...]) -> None:
+        for place in range(len(self._open) - 1, -1, -1):
+            if self._open[place].state is state and self._open[place].kind in kinds:
+                break
+        else:
+            return
+        now, within = self.clock.mark(), _pass_now()
+        for each in self._open[place:]:
+            if self._has_room():
+                self.computes.append(
+                    ComputeSpan(each.state, each.kind, within, self.step, each.begin, now)
+                )
+        del self._open[place:]
+
+    # --- communication ------------------------------------------------------------------------------
+
+    def transfer(self, wire: Wire, group: Group) -> CollectiveSpan | None:
+        """A collective is about to be issued; None if there is no room for it."""
+        return CollectiveSpan(self, wire, group) if self._has_room() else None
+
+    def tell_end(self, work: Work, transfer: CollectiveSpan) -> None:
+        """Have the end of ``work`` noted by the thread that brings it about, if it can."""
+        kind = type(work), transfer.wire
+        if kind in self._without_future:
+            return
+        ends = transfer.ends
+
+        def ended(_: object) -> None:
+            ends.append(host_ns())
+
+        if not _call_when_done(work, ended):
+            self._without_future.add(kind)
+
+    def wait(self, event: Waitable, group: Group, reason: Reason) -> None:
+        """Order the compute stream after ``event``; on the CPU the host has waited before."""
+        if not self.clock.on_streams:
+            event.wait()
+            return
+        if event.query():  # it has been reached, so compute will not stand still for it
+            event.wait()
+            return
+        begin = self.clock.mark()
+        event.wait()
+        self.add_wait(group, reason, begin, self.clock.mark())
+
+    def add_wait(self, group: Group, reason: Reason, begin: Mark, end: Mark) -> None:
+        """Compute stood still."""
+        if self._has_room():
+            self.waits.append(WaitSpan(group, reason, _pass_now(), self.step, begin, end))
+
+    def released(self, group: Group) -> None:
+        """Gathered memory was given back."""
+        if self._has_room():
+            self.releases.append(Release(group, _pass_now(), self.step, host_ns()))
+        self.note_gathered(group)
+
+    # --- memory -------------------------------------------------------------------------------------
+
+    def note_gathered(self, group: Group) -> None:
+        """The memory of ``group`` for gathering may have changed."""
+        held, before = group.held_bytes, self._gathered.get(group, 0)
+        if held != before:
+            self._gathered[group] = held
+            self._total_gathered += held - before
+            self._add_memory(None)
+
+    def note_reducing(self, buffer: object, held: int) -> None:
+        """So many bytes are held for what ``buffer`` is reduced with."""
+        before = self._reducing.get(buffer, 0)
+        if held != before:
+            self._reducing[buffer] = held
+            self._total_reducing += held - before
+            self._add_memory(None)
+
+    def sample_allocator(self) -> None:
+        """Ask the device's allocator, unless it was asked a moment ago.
+
+        Of a state, activations are most where forward ends, parameters and gradients where backward begins.
+        """
+        now = host_ns()
+        if self.clock.on_streams and now - self._allocator_asked_ns >= ALLOCATOR_EVERY_NS:
+            self._allocator_asked_ns = now
+            allocated = _allocated_bytes(self.device)
+            if allocated is not None:
+                self._add_memory(allocated)
+
+    def _add_memory(self, allocated: int | None) -> None:
+        if self._has_room():
+            self.memory.append(
+                MemorySample(host_ns(), self._total_gathered, self._total_reducing, allocated)
+            )
+
+
+def _pass_now() -> Pass:
+    return "forward" if torch_border.backward_pass_id() == -1 else "backward"
+
+
+def _reason(wire: Wire) -> Reason:
+    return "gather" if wire == "gather" else "reduction"
+
+
+def _call_when_done(work: Work, callback: Callable[[object], None]) -> bool:
+    """Have ``callback`` called by whoever completes ``work``; False if it does not tell."""
+    get_future: Any = getattr(work, "get_future", None)
+    if get_future is None:
+        return False
+    try:
+        get_future().add_done_callback(callback)
+    except RuntimeError:  # some works of gloo are done by those who wait for them
+        return False
+    return True
+
+
+def _allocated_bytes(device: torch.device) -> int | None:
+    """Bytes of the device's caching allocator that are in use, where it is cheap to ask."""
+    if device.type != "cuda":
+        return None
+    statistics = torch.cuda.memory_stats_as_nested_dict(device)
+    return int(statistics["allocated_bytes"]["all"]["current"])

@@ -1,0 +1,180 @@
+"""Streams, events and what is in flight on them.
+
+Compute runs on the user's current stream; gathers, reduce-scatters and all-reduces on streams of
+their own.
+
+    all-gather stream      allocates, fills and frees gather buffers
+    reduce-scatter stream  reads reduce inputs, writes reduced shards; exchanges and their sums, too
+    all-reduce stream      sums reduced shards over replicas (HSDP)
+
+A stream is a context manager: what is issued inside goes to it. On the CPU the same calls do
+nothing: work is ordered by the host, and a collective is finished by waiting for its `Work`.
+`asynchronous` is the one question code may ask: may work be issued now and waited for by an event?
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+
+from fullshard.comm.spans import TraceRecorder
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def record(self) -> None:
+        """Mark the current end of the current stream; replaces an earlier mark."""
+
+    def wait(self) -> None:
+        """Make work issued to the current stream from now on wait for the mark."""
+
+    def query(self) -> bool:
+        """Whether the mark has been reached; the host does not wait."""
+
+
+class _HostEvent:
+    """The CPU's event: the host has already waited."""
+
+    def record(self) -> None:
+        """Do nothing."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Say that it has."""
+        return True
+
+
+class InFlight(Protocol):
+    """A reduction that has been issued and not been waited for."""
+
+    def finish_input(self) -> None:
+        """Order the current stream after the last read of the reduction's input, and give the input back."""
+
+    def finish(self, *, land: bool = True) -> None:
+        """Order the current stream after the whole reduction, and drop what it kept alive.
+
+        With ``land`` False, gradients that are not in `.grad` yet are dropped.
+        """
+
+
+class FSDPCommContext:
+    """The streams of one sharded model and what is in flight on them; shared by all its groups.
+
+    [Note: memory and streams]
+    The caching allocator hands freed memory out again to the stream that allocated it, without
+    waiting for other streams that read it. So whoever holds a buffer that another stream reads also
+    holds the event that ends the read, and three rules keep every reuse behind that event, without
+    record_stream and without stopping the host:
+
+    1. Gather buffers are allocated and freed on the all-gather stream and read by compute. Giving
+       one back records an event on the compute stream (`note_release`); before the next allocation
+       the all-gather stream waits for all such events (`wait_for_releases`).
+    2. Reduce inputs, what exchanges receive, and reduced gradients are allocated on the compute
+       stream and used by the reduce-scatter and all-reduce streams, which wait for compute first.
+       They stay referenced by their reduction until the compute stream has waited for it
+       (`make_room_for_reduction`, `join`).
+    3. Every gather is waited for by the compute stream before its group is given back, used or not;
+       so a later write to the shards (the optimizer) comes after the gather's read of them.
+
+    What comm objects stage follows rules 1 and 2: gathers on the all-gather stream, from allocation
+    to the copy out; reductions allocated on the compute stream and released when it has waited for
+    the input's last read. So a comm object that keeps its memory may hand it out again to the
+    stream that allocated it, without an event of its own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.asynchronous = device.type != "cpu"
+        self.max_reductions = 1
+        """Reduce inputs that may be in flight; one more makes compute wait for the oldest."""
+
+        self.all_gather = self._stream(priority=-1)
+        self.reduce_scatter = self._stream(priority=-1)
+        self.all_reduce = self._stream(priority=0)
+        self.recorder: TraceRecorder | None = None
+        """Who is told what happens and when; usually nobody."""
+        self.host_reads_results = False
+        """Whether gradients land in host memory, so that the host must wait for them."""
+        self._releases: list[Event] = []
+        self._inputs: deque[InFlight] = deque()
+        self._reductions: deque[InFlight] = deque()
+        self._kept: list[object] = []
+
+    def _stream(self, *, priority: int) -> Any:
+        return torch.Stream(self.device, priority=priority) if self.asynchronous else _HOST_STREAM
+
+    def new_event(self) -> Event:
+        """An event to be recorded and waited for as often as one likes."""
+        return torch.Event(self.device.type) if self.asynchronous else _HOST_EVENT
+
+    def gathers_wait_for(self, event: Any = None) -> None:
+        """Let gathers issued from now on see what was written to the shards before ``event``.
+
+        None means everything issued to the current stream so far.
+        """
+        if not self.asynchronous:
+            return
+        if event is None:
+            self.all_gather.wait_stream(torch.accelerator.current_stream(self.device))
+        else:
+            self.all_gather.wait_event(event)
+
+    def note_release(self, event: Event) -> None:
+        """A gather buffer was given back; ``event`` marks the last read of it on the compute stream."""
+        if self.asynchronous:
+            self._releases.append(event)
+
+    def wait_for_releases(self) -> None:
+        """Order the current stream, the all-gather stream, after all reads of buffers given back so far."""
+        for event in self._releases:
+            event.wait()
+        self._releases.clear()
+
+    def make_room_for_reduction(self) -> None:
+        """Keep the reduce inputs in flight below `max_reductions`; called before one is allocated."""
+        while len(self._inputs) >= self.max_reductions:
+            self._inputs.popleft().finish_input()
+        # What outlives the input (an all-reduce, a cast) is small, and one more group's compute is
+        # ample time for it, so waiting for it here costs nothing.
+        while len(self._reductions) > self.max_reductions:
+            self._reductions.popleft().finish()
+
+    def note_reduction(self, reduction: InFlight) -> None:
+        """A reduction was issued; it is finished by `make_room_for_reduction` or `join`."""
+        self._inputs.append(reduction)
+        self._reductions.append(reduction)
+
+    def keep_until_joined(self, memory: object) -> None:
+        """Keep alive what a reduction may still use and nobody else wants: rule 2."""
+        if self._reductions:
+            self._kept.append(memory)
+
+    def finish_inputs(self) -> None:
+        """Order the current stream after the last read of every reduce input in flight."""
+        while self._inputs:
+            self._inputs.popleft().finish_input()
+
+    def join(self, *, land: bool = True) -> None:
+        """Order the current stream after every reduction in flight; see `InFlight.finish`."""
+        self.finish_inputs()
+        while self._reductions:
+            self._reductions.popleft().finish(land=land)
+        self._kept.clear()
+        if self.host_reads_results:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Make the host wait for all streams of this context: what they read and write in its memory is its own."""
+        if self.asynchronous:
+            for stream in (self.all_gather, self.reduce_scatter, self.all_reduce):
+                stream.synchronize()
+
+
+_HOST_EVENT = _HostEvent()
+_HOST_STREAM = contextlib.nullcontext()

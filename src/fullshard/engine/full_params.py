@@ -1,0 +1,207 @@
+"""A group's parameters whole and in their own dtypes, outside of training: to be read, saved, written.
+
+    rest_together      let the shards be what users have made of them; comes before all that follows
+    gather_params      whole parameters in new memory; collective, like all that gathers
+    show, take_shown   put them on the modules, and take them off, with what was done to them
+    write              let the shards be this rank's part of them
+
+It is no part of a step: what forward computes with may be in another dtype, and is in other memory. For
+groups whose parameters are divided flat.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from fullshard.comm import collectives
+from fullshard.comm.all_gather import gather_whole
+from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.errors import ConfigurationError
+from fullshard.storage.buffers import in_memory_order, own_part
+from fullshard.storage.sharded_params import OrigParamShard, PlainShardedParam
+
+
+def rest_together(groups: Sequence[FSDPParamGroup]) -> None:
+    """Bring groups to rest, with what users have put in their parameters' place; all ranks, or none. Collective.
+
+    Only some ranks may have assigned what cannot be used: those raise, and so do all others.
+    """
+    faults = []
+    for group in groups:
+        try:
+            group.rest()
+        except ConfigurationError as error:
+            faults.append(str(error))
+    process_groups = dict.fromkeys(
+        (process_group, group.device)
+        for group in groups
+        for process_group in (
+            group.mesh_info.shard_process_group,
+            group.mesh_info.replicate_process_group,
+        )
+        if process_group is not None
+    )
+    dtypes = [f"{param.name}: {param.dtype}" for group in groups for param in group.params]
+    # One small message per process group, whatever the ranks have found: is there a fault, and are dtypes the same?
+    kind = zlib.crc32("\n".join(dtypes).encode())
+    found = [bool(faults), kind, -kind]
+    for process_group, device in process_groups:
+        message = torch.tensor(found, dtype=torch.int64, device=device)
+        collectives.all_reduce(message, process_group, ReduceOp.MAX)
+        found = message.tolist()
+    if found[0] or found[1] != -found[2]:
+        everyone = collectives.values_by_rank(
+            (faults, dtypes), [each for each, _ in process_groups]
+        )
+        _raise_together(everyone)
+
+
+def _raise_together(everyone: Mapping[int, tuple[list[str], list[str]]]) -> NoReturn:
+    """Raise what ranks have found, or how their dtypes differ."""
+    ranks: dict[str, list[int]] = {}
+    for rank, (faults, _) in everyone.items():
+        for fault in faults:
+            ranks.setdefault(fault, []).append(rank)
+    if ranks:
+        raise ConfigurationError(
+            "\n".join(f"On ranks {theirs}: {fault}" for fault, theirs in ranks.items())
+        )
+    for rank, (_, dtypes) in everyone.items():
+        for each in dtypes:
+            ranks.setdefault(each, []).append(rank)
+    raise ConfigurationError(
+        "Parameters must have the same dtypes on all ranks, but there are:\n  "
+        + "\n  ".join(
+            f"{each} on ranks {theirs}"
+            for each, theirs in ranks.items()
+            if len(theirs) < len(everyone)
+        )
+        + "\nCast them on every rank."
+    )
+
+
+def gather_params(group: FSDPParamGroup) -> list[Tensor]:
+    """All parameters whole in their own dtypes, in new memory on the compute device. Collective."""
+    return [whole for whole in gather(group, group.shards.buffer.pieces) if whole is not None]
+
+
+@torch.no_grad()
+def gather(group: FSDPParamGroup, pieces: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Per parameter, what is whole of which every rank has a piece, per segment; None stays None.
+
+    Collective.
+    """
+    return gather_whole(
+        group.layout,
+        [None if piece is None else piece.to(group.device) for piece in pieces],
+        group.mesh_info.shard_peers,
+    )
+
+
+def show(group: FSDPParamGroup, values: Sequence[Tensor]) -> None:
+    """Let the modules have these as parameters, one for each of the group's, until `take_shown`."""
+    group.hide()
+    group.shown = True
+    for sharded_param, members in _members_of_sharded_params(group):
+        sharded_param.show([values[index] for index in members])
+
+
+def take_shown(group: FSDPParamGroup) -> list[Tensor]:
+    """Put the sharded parameters back on the modules and return what was shown, as it is now."""
+    values: dict[int, Tensor] = {}
+    for sharded_param, members in _members_of_sharded_params(group):
+        values.update(zip(members, sharded_param.take_shown(), strict=True))
+    group.shown = False
+    return [values[index] for index in range(len(group.params))]
+
+
+def _members_of_sharded_params(
+    group: FSDPParamGroup,
+) -> Iterator[tuple[PlainShardedParam, list[int]]]:
+    for sharded_param in group.sharded_params:
+        assert isinstance(sharded_param, PlainShardedParam), "the form of the group's door"
+        yield (
+            sharded_param,
+            [
+                index
+                for index, param in enumerate(group.params)
+                if param.sharded_param is sharded_param
+            ],
+        )
+
+
+@torch.no_grad()
+def write(group: FSDPParamGroup, wholes: Sequence[Tensor]) -> None:
+    """Let the shards be this rank's part of whole parameters."""
+    group.reshard()  # what is gathered is outdated
+    rank = group.mesh_info.shard_mesh_rank
+    for index, (whole, local) in enumerate(zip(wholes, group.shards.buffer.locals, strict=True)):
+        local.copy_(own_part(group.layout, index, rank, whole))
+
+
+# --- gradients, of parameters that have faces of their own ----------------------------------------
+
+
+@torch.no_grad()
+def gather_gradients(group: FSDPParamGroup) -> list[Tensor | None]:
+    """All parameters' gradients whole; None of those that have none on any rank. Collective."""
+    layout, rank = group.layout, group.mesh_info.shard_mesh_rank
+    present = [param.sharded_param.param.grad is not None for param in group.params]
+    peers = group.mesh_info.shard_peers
+    if peers is not None:
+        everybody = collectives.values_of_all_ranks(present, peers)
+        present = [any(found) for found in zip(*everybody, strict=True)]
+    pieces = [
+        torch.zeros(
+            segment.piece_numel,
+            dtype=group.gradients.gradient_dtypes[segment.params[0]],
+            device=group.shard_device,
+        )
+        for segment in layout.segments
+    ]
+    for index, (param, slot) in enumerate(zip(group.params, layout.slots, strict=True)):
+        gradient, piece = param.sharded_param.param.grad, layout.piece(index, rank)
+        if gradient is not None:
+            held = pieces[slot.segment].narrow(0, piece.offset, piece.numel)
+            held.copy_(in_memory_order(gradient, gradient.stride()))
+    wholes = gather(group, pieces)
+    return [whole if found else None for whole, found in zip(wholes, present, strict=True)]
+
+
+def show_gradients(group: FSDPParamGroup, wholes: Sequence[Tensor | None]) -> None:
+    """While whole parameters are shown, let them have these gradients, until `take_shown_gradients`."""
+    for sharded_param, whole in zip(_orig_param_shards(group), wholes, strict=True):
+        sharded_param.show_gradient(whole)
+
+
+def take_shown_gradients(group: FSDPParamGroup) -> list[Tensor | None]:
+    """The whole gradients as they are now, which parameters have no longer; before `take_shown`."""
+    return [sharded_param.take_shown_gradient() for sharded_param in _orig_param_shards(group)]
+
+
+@torch.no_grad()
+def put_gradients_back(group: FSDPParamGroup, wholes: Sequence[Tensor | None] | None) -> None:
+    """Let parameters have their sharded gradients again: as they were, or this rank's part of ``wholes``."""
+    rank = group.mesh_info.shard_mesh_rank
+    for index, sharded_param in enumerate(_orig_param_shards(group)):
+        sharded_param.put_gradient_back()
+        if wholes is None:
+            continue
+        whole, held = wholes[index], sharded_param.param.grad
+        part = None if whole is None else own_part(group.layout, index, rank, whole)
+        if part is not None and held is not None:
+            in_memory_order(held, held.stride()).copy_(part)
+        else:
+            sharded_param.set_gradient(
+                None if part is None else part.to(group.shard_device, copy=True)
+            )
+
+
+def _orig_param_shards(group: FSDPParamGroup) -> list[OrigParamShard]:
+    return [cast(OrigParamShard, param.sharded_param) for param in group.params]

@@ -1,0 +1,139 @@
+"""Which parameters and buffers belong to one call of a door: all below its modules that no other call has taken."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fullshard.engine.runtime import IgnoredParams, state_of
+from fullshard.errors import ConfigurationError
+from fullshard.storage.param import check_can_be_sharded
+from fullshard.storage.sharded_params import ParamOwner, group_of
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedParam:
+    """A parameter that belongs to a call."""
+
+    name: str
+    """Relative to the call's module."""
+    param: nn.Parameter
+    owners: list[ParamOwner]
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module computes anything itself; containers do not."""
+    return type(module).forward is not nn.Module.forward and not isinstance(
+        module, (nn.ModuleList, nn.ModuleDict)
+    )
+
+
+def managed_modules(
+    modules: Iterable[nn.Module], ignored: Collection[nn.Module] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose parameters belong to a call: the given ones and those below, up to other states."""
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, name: str, given: bool) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen or module in ignored or (not given and state_of(module) is not None):
+            return
+        seen.add(module)
+        yield name, module
+        for child_name, child in module.named_children():
+            yield from visit(child, f"{name}.{child_name}" if name else child_name, False)
+
+    for module in modules:
+        yield from visit(module, "", True)
+
+
+def owned_params(
+    modules: Iterable[tuple[str, nn.Module]], ignored_params: Iterable[nn.Parameter]
+) -> list[OwnedParam]:
+    """The parameters of these modules themselves, each once, with all who have it."""
+    ignored = {id(param) for param in ignored_params}
+    found: dict[int, OwnedParam] = {}
+    for prefix, module in modules:
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(param) not in ignored:
+                full_name = f"{prefix}.{name}" if prefix else name
+                owned = found.setdefault(id(param), OwnedParam(full_name, param, []))
+                owned.owners.append(ParamOwner(module, name))
+    return list(found.values())
+
+
+def ignored_below(
+    modules: Iterable[nn.Module],
+    ignored_params: Iterable[nn.Parameter],
+    ignored_modules: Collection[nn.Module] = (),
+) -> IgnoredParams:
+    """Where the parameters are that a call leaves alone: names, since a user may replace the parameters."""
+    ignored = {id(param) for param in ignored_params}
+    found: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+    for each in modules:
+        for module in each.modules():
+            for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+                if module in ignored_modules or id(param) in ignored:
+                    found.setdefault(module, set()).add(name)
+    return found
+
+
+def check_can_be_owned(found: Sequence[OwnedParam], remedy: str) -> None:
+    """Refuse parameters that cannot be sharded, or that another call has; ``remedy`` is about the latter."""
+    taken = [f"{each.name} (by {group})" for each in found if (group := group_of(each.param))]
+    if taken:
+        raise ConfigurationError(
+            "A parameter belongs to one group, but these have been sharded before:\n  "
+            + "\n  ".join(taken)
+            + f"\n{remedy}"
+        )
+    faults = [fault for each in found if (fault := check_can_be_sharded(each.name, each.param))]
+    faults += [
+        f"{each.name}: has sparse gradients (sparse=True)" for each in found if _is_sparse(each)
+    ]
+    if faults:
+        raise ConfigurationError(
+            "Parameters to be sharded must be strided, floating-point or complex where they are trainable, and have "
+            "both methods of the all-gather protocol or none; gradients must be dense:\n  "
+            + "\n  ".join(faults)
+            + "\nFreeze them, or leave them out: ignored_params, or ignored_states of the wrapper."
+        )
+
+
+def _is_sparse(owned: OwnedParam) -> bool:
+    """Whether an embedding is to have sparse gradients, which cannot be reduced with others."""
+    return owned.param.requires_grad and any(
+        isinstance(owner.module, (nn.Embedding, nn.EmbeddingBag)) and owner.module.sparse
+        for owner in owned.owners
+    )
+
+
+def check_real_for_wire(params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse complex gradients for a ``wire_dtype``: it is real, and would lose their imaginary parts."""
+    complex_ones = [name for name, param in params if param.is_complex() and param.requires_grad]
+    if complex_ones:
+        raise ConfigurationError(
+            f"wire_dtype is for gradients of real parameters, but these are complex: {complex_ones}. Shard them in a call of "
+            "their own without wire_dtype, or leave it out."
+        )
+
+
+def check_all_on_meta_or_none(found: Sequence[OwnedParam]) -> None:
+    """Refuse parameters of which only some have memory."""
+    on_meta = [each.name for each in found if each.param.is_meta]
+    if on_meta and not all(each.param.is_meta for each in found):
+        raise ConfigurationError(
+            "The parameters of a group must all be on the meta device, or none; these are, and others are not: "
+            f"{on_meta}. Build the whole module under torch.device('meta'), or materialise these first."
+        )
+
+
+def move_buffers(modules: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
+    """Move buffers to the device; what is on meta stays there."""
+    for _, module in modules:
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if not buffer.is_meta and buffer.device != device:
+                setattr(module, name, buffer.to(device))

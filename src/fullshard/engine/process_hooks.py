@@ -1,0 +1,192 @@
+"""Hooks on torch itself, for what no hook on a module or parameter can notice.
+
+    optimizer.step()      the optimizer cannot update shards (`optimizer_checks`), or has tensors that are not the
+                          model's parameters, or gradients that were not reduced; writes that no version counter counts
+    zero_grad()           gradients that wait to be reduced, and are not in `.grad`, are to be cleared, too
+    backward(inputs=...)  sharded parameters are named, but the graph has the unsharded ones
+    backward()            needs unsharded parameters that are not in memory
+    autograd.grad(...)    returns gradients that another backward may go through
+    module.name = ...     modules and parameters that join a sharded model
+
+They are installed once per process, when a sharded model first runs, and leave everything alone that
+is not sharded by fullshard.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fullshard import torch_border
+from fullshard.comm.group_gradients import gradients_were_cleared, not_to_be_updated
+from fullshard.engine import optimizer_checks
+from fullshard.engine.optimizer_checks import params_of
+from fullshard.engine.param_group import group_without_memory, groups_of, unsharded_groups
+from fullshard.errors import LifecycleError
+from fullshard.storage.sharded_params import group_of, unsharded_name
+
+_INSTALLING = threading.Lock()
+
+
+def install(watch_results: Callable[[list[Tensor]], None]) -> None:
+    """Install the hooks, unless that has been done.
+
+    ``watch_results`` is called with the gradients that backward passes return.
+    """
+    with _INSTALLING:  # ranks may be threads
+        _install(watch_results)
+
+
+@functools.cache
+def _install(watch_results: Callable[[list[Tensor]], None]) -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+    torch_border.observe_zero_grad(_cleared_by_optimizer, _cleared_by_module)
+    torch_border.observe_backward(_graph_inputs, _needed_too_late, watch_results)
+    register_module_module_registration_hook(_joins)
+    register_module_parameter_registration_hook(_joins)
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+_CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""How many parameters an optimizer had when it was checked."""
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    optimizer_checks.check(optimizer)
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _CHECKED.get(optimizer) != count:
+        _check_params(optimizer)
+        _CHECKED[optimizer] = count
+    unreduced = not_to_be_updated(lambda: params_of(optimizer))
+    if unreduced:
+        raise LifecycleError(
+            "Gradients must be reduced before an optimizer updates sharded parameters; those of these were only added up, "
+            f"in no_sync(): {unreduced}. Run the last backward before step() outside of no_sync()."
+        )
+
+
+def _check_params(optimizer: Optimizer) -> None:
+    """Refuse tensors that stand, or stood, for sharded parameters: their gradients never arrive."""
+    params = [param for param in params_of(optimizer) if param.grad is None]
+    unsharded = [name for param in params if (name := unsharded_name(param))]
+    if unsharded:
+        raise LifecycleError(
+            f"{type(optimizer).__name__} was made while these parameters were unsharded, and would never train them: "
+            f"{unsharded}. Make the optimizer before the first forward, after a backward, or after reshard() of the "
+            "module."
+        )
+    lost = [
+        f"one of shape {tuple(param.shape)} in group {group!r}"
+        for param in params
+        if (group := group_of(param)) is not None and not groups_of([param])
+    ]
+    if lost:
+        raise LifecycleError(
+            f"{type(optimizer).__name__} has parameters that sharding, or a load with assign=True, has replaced in the "
+            f"model, and would never train the model: {lost}. Make the optimizer from model.parameters() afterwards."
+        )
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Count the writes to sharded parameters: fused operators, and those on lists of DTensors, do not."""
+    if isinstance(optimizer, torch_border.DelegatingOptimizer):
+        return  # does so itself
+    written = [p for p in params_of(optimizer) if p.grad is not None and group_of(p)]
+    torch.autograd.graph.increment_version(written)
+
+
+# --- zero_grad ------------------------------------------------------------------------------------
+
+
+def _cleared_by_optimizer(optimizer: Optimizer, set_to_none: bool) -> None:
+    gradients_were_cleared(lambda: params_of(optimizer))
+
+
+def _cleared_by_module(module: nn.Module, set_to_none: bool) -> None:
+    """Between forward and backward a module may have unsharded parameters, whose `.grad` is another one."""
+    gradients_were_cleared(module.parameters)
+    groups = unsharded_groups()
+    if groups:
+        cleared = {id(param) for param in module.parameters()}
+        for group in groups:
+            group.clear_gradients(cleared, set_to_none=set_to_none)
+
+
+# --- backward -------------------------------------------------------------------------------------
+
+
+def _needed_too_late(version: int) -> LifecycleError | None:
+    """What to say if a saved tensor is at a version it was not saved at."""
+    group = group_without_memory(version)
+    if group is None:
+        return None
+    return LifecycleError(
+        f"Backward needs the parameters of {group.name!r}, whose memory has been given back: it came to work of this "
+        "module through a tensor that is neither an input nor an output of it. Return such a tensor from the module's "
+        "forward instead of keeping it elsewhere, or call unshard() on the module before backward."
+    )
+
+
+# --- backward(inputs=...) -------------------------------------------------------------------------
+
+
+def _graph_inputs(inputs: tuple[Any, ...], accumulated: bool) -> tuple[Any, ...]:
+    """The inputs of a backward pass, with the unsharded parameters in the place of sharded ones."""
+    sharded = {id(each): each for each in inputs if isinstance(each, Tensor) and group_of(each)}
+    leaves: dict[int, list[Tensor]] = {key: [] for key in sharded}
+    names = []
+    for group in groups_of(sharded.values()):
+        for param in group.params:
+            if id(param.sharded_param.param) in leaves:
+                names.append(param.name)
+                if param.unsharded_param is not None:
+                    leaves[id(param.sharded_param.param)].append(param.unsharded_param)
+    if not names:
+        return inputs
+    if not accumulated:
+        raise LifecycleError(
+            "torch.autograd.grad returns gradients without reducing them over ranks, so it cannot return those of sharded "
+            f"parameters: {names}. Call backward(), with inputs=... for some parameters only, and read their .grad."
+        )
+    found = (leaves.get(id(each), [each]) for each in inputs)
+    return tuple(leaf for together in found for leaf in together)
+
+
+# --- modules and parameters that join a model -----------------------------------------------------
+
+_WATCHED: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
+"""Modules of sharded models, and whom to tell that something joins them."""
+
+
+def watch(modules: Iterable[nn.Module], changed: Callable[[], None]) -> None:
+    """Have ``changed`` called when a module or parameter is put on one of the modules.
+
+    It must not keep a module alive.
+    """
+    for module in modules:
+        _WATCHED[module] = changed
+
+
+def _joins(module: nn.Module, name: str, value: nn.Module | Tensor | None) -> None:
+    if isinstance(value, Tensor) and (group_of(value) or unsharded_name(value)):
+        return  # put there by us
+    changed = _WATCHED.get(module)
+    if changed is not None and value is not None:
+        changed()

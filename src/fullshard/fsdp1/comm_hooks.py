@@ -1,0 +1,57 @@
+"""Reductions of the user's own: `register_comm_hook`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fullshard.errors import ConfigurationError, LifecycleError, OptionTypeError
+from fullshard.fsdp1.construction import HYBRID
+from fullshard.fsdp1.summoned_params import wrappers_in
+
+if TYPE_CHECKING:
+    from fullshard.fsdp1.wrapper import FullyShardedDataParallel
+
+
+def register(wrapper: FullyShardedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+    """See `FullyShardedDataParallel.register_comm_hook`."""
+    if not callable(hook):
+        raise OptionTypeError(f"hook must be callable, got {type(hook).__name__}.")
+    wrapper._require_root("register_comm_hook")
+    wrapper._require_idle("register_comm_hook")
+    wrappers = wrappers_in(wrapper)
+    twice = [each._fsdp_state.name for each in wrappers if each._comm_hook is not None]
+    if twice:
+        raise LifecycleError(
+            f"A communication hook is registered once, but these have one: {twice}. Let one hook do both."
+        )
+    hybrid = [each._fsdp_state.name for each in wrappers if each.sharding_strategy in HYBRID]
+    if hybrid:
+        raise ConfigurationError(
+            "A communication hook replaces one reduction, but hybrid strategies have two, over shards and over "
+            f"replicas: {hybrid}. Use another strategy, or fully_shard with set_all_reduce_hook."
+        )
+    states = [each._fsdp_state for each in wrappers]
+    narrow = [s.name for s in states if any(group.mp_policy.wire_dtype for group in s.groups)]
+    if narrow:
+        raise ConfigurationError(
+            "A communication hook decides itself in which dtype gradients travel, but these have a wire_dtype: "
+            f"{narrow}. Leave wire_dtype out of their MixedPrecision, or the hook."
+        )
+    for each in wrappers:
+        each._comm_hook = hook
+        for group in each._fsdp_state.groups:
+            group.reduction = replace(
+                group.reduction, replacement=functools.partial(_call, hook, state)
+            )
+
+
+def _call(hook: Callable[..., Any], state: object, gradient: Tensor, output: Tensor | None) -> None:
+    if output is None:
+        hook(state, gradient)
+    else:
+        hook(state, gradient, output)

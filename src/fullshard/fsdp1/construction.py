@@ -1,0 +1,555 @@
+"""What the arguments of `FullyShardedDataParallel` mean: ranks, device, parameters, and the state made of them.
+
+    1. axes         over which ranks to shard and to replicate
+    2. device       where to compute
+    3. ignored      what to leave alone
+    4. materials    meta modules get memory and values; rank 0's values go to everybody
+    5. sharding     one group of all that is below the module and in no other wrapper
+
+Everything is checked before the first parameter is touched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fullshard import torch_border
+from fullshard.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fullshard.comm import collectives
+from fullshard.engine.ownership import (
+    OwnedParam,
+    check_can_be_owned,
+    check_real_for_wire,
+    ignored_below,
+    managed_modules,
+    move_buffers,
+    owned_params,
+)
+from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.engine.runtime import FSDPState, attach_state
+from fullshard.errors import ConfigurationError, OptionTypeError, UnsupportedError, UsageError
+from fullshard.names import FLAT, clean_name
+from fullshard.plan.mesh import (
+    DataParallelAxes,
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ProcessGroupAxes,
+    check_mesh,
+    default_group,
+    node_groups,
+)
+from fullshard.plan.placement import DTensorPlacer, ParamPlacement, local_tensor
+from fullshard.plan.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.storage.param import FSDPParam, lies_in_buffers
+from fullshard.storage.shard_formats import FlatFormat, FlatParameterFormat, ShardFormat
+from fullshard.storage.sharded_params import ParamOwner, reads_gradients
+from fullshard.wrap import Wrapping
+
+ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+"""One to shard over; or one to shard and one to replicate over."""
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_KEPT_AFTER_FORWARD = (
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+    ShardingStrategy._HYBRID_SHARD_ZERO2,
+)
+_ALIGNMENT = 16
+"""Bytes at whose multiples parameters begin in a flat array, as torch's do: enough for any vector load."""
+
+
+# --- 1. axes --------------------------------------------------------------------------------------
+
+
+def choose_axes(
+    strategy: ShardingStrategy, process_group: ProcessGroups | None, mesh: DeviceMesh | None
+) -> tuple[DataParallelAxes, ShardingStrategy]:
+    """Over which ranks to shard and to replicate; with one rank, there is nothing to shard."""
+    if process_group is not None and mesh is not None:
+        raise ConfigurationError(
+            "Ranks are given by process_group or by device_mesh, got both. Leave one out."
+        )
+    axes = (
+        _axes_of_mesh(strategy, mesh)
+        if mesh is not None
+        else _axes_of_groups(strategy, process_group)
+    )
+    if strategy not in HYBRID and axes.shard_mesh_size == 1:
+        strategy = ShardingStrategy.NO_SHARD
+    return axes, strategy
+
+
+def _axes_of_mesh(strategy: ShardingStrategy, mesh: DeviceMesh) -> DataParallelAxes:
+    wanted = 2 if strategy in HYBRID else 1
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != wanted:
+        found = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+        raise ConfigurationError(
+            f"device_mesh must be a DeviceMesh with {wanted} ax{'e' if wanted == 2 else 'i'}s for {strategy}, "
+            f"got {found}. Replicas need an axis of their own: (replicate, shard) for hybrid strategies, "
+            "(shard,) for the others."
+        )
+    check_mesh(mesh)
+    if strategy is ShardingStrategy.NO_SHARD:
+        return DDPMeshInfo(mesh, replicate_mesh_dim=0)
+    if strategy in HYBRID:
+        return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+
+
+def _axes_of_groups(
+    strategy: ShardingStrategy, process_group: ProcessGroups | None
+) -> DataParallelAxes:
+    if strategy in HYBRID:
+        if process_group is None:
+            shard, replicate = node_groups(default_group())
+            return ProcessGroupAxes(shard=shard, replicate=replicate)
+        if not isinstance(process_group, tuple) or len(process_group) != 2:
+            raise ConfigurationError(
+                f"{strategy} takes two process groups, (to shard over, to replicate over), got {process_group!r}. "
+                "Leave process_group out to shard within each node, or pass a 2-D device_mesh."
+            )
+        _check_groups(process_group)
+        return ProcessGroupAxes(shard=process_group[0], replicate=process_group[1])
+    group = default_group() if process_group is None else process_group
+    if isinstance(group, tuple):
+        raise ConfigurationError(
+            f"{strategy} takes one process group, got {len(group)}. Two are for HYBRID_SHARD."
+        )
+    _check_groups((group,))
+    if strategy is ShardingStrategy.NO_SHARD or group.size() == 1:
+        return ProcessGroupAxes(replicate=group)
+    return ProcessGroupAxes(shard=group)
+
+
+def _check_groups(groups: Sequence[object]) -> None:
+    wrong = [group for group in groups if not isinstance(group, dist.ProcessGroup)]
+    if wrong:
+        raise OptionTypeError(
+            f"process_group must be a ProcessGroup that this rank is in, got {wrong}."
+        )
+
+
+# --- 2. device ------------------------------------------------------------------------------------
+
+
+def choose_device(
+    device_id: int | torch.device | None, params: Iterable[nn.Parameter], axes: DataParallelAxes
+) -> torch.device:
+    """Where to compute: as asked, or where the parameters are, or on the accelerator if there is one."""
+    present = {param.device for param in params if param.device.type not in ("cpu", "meta")}
+    if len(present) > 1:
+        raise ConfigurationError(
+            f"A wrapped module must be on one device, got {sorted(map(str, present))}. Move it, or pass device_id "
+            "with a module on the CPU."
+        )
+    if device_id is not None:
+        device = _device_of(device_id)
+        if present - {device}:
+            raise ConfigurationError(
+                f"device_id is {device}, but the module is on {present.pop()}. Pass that device, or move the module."
+            )
+        return device
+    if present:
+        return present.pop()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    group = axes.shard_process_group or axes.replicate_process_group
+    assert group is not None, "choose_axes finds at least one"
+    if (
+        accelerator is None or collectives.backend_of(group, accelerator) == "nothing"
+    ):  # for host memory
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _device_of(device_id: Any) -> torch.device:
+    if isinstance(device_id, bool) or not isinstance(device_id, (int, str, torch.device)):
+        raise OptionTypeError(
+            f"device_id must be an int or a torch.device, got {device_id!r}. Use for example "
+            "torch.device('cpu'), or the local rank."
+        )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    try:
+        device = torch.device(device_id)
+    except RuntimeError:  # no such kind; or an int, and there is no accelerator
+        device = None
+    known = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
+    if device is None or device.type not in known:
+        raise UsageError(
+            f"device_id must be a device of this machine, {' or '.join(sorted(known))}, got {device_id!r}. Leave it "
+            "out to compute where the module is, or on the accelerator if there is one."
+        )
+    if device.type == "cpu":
+        return torch.device("cpu")  # what tensors say, whatever index they were made with
+    if cast("int | None", device.index) is None:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return device
+
+
+# --- 3. ignored -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """What a wrapper leaves alone."""
+
+    modules: frozenset[nn.Module]
+    """With all modules below them."""
+    params: frozenset[nn.Parameter]
+    """Those of the modules, too."""
+
+
+def choose_ignored(
+    wrapper_cls: type[nn.Module], ignored_modules: object, ignored_states: object
+) -> Ignored:
+    """Read ``ignored_modules`` and ``ignored_states``; the latter are parameters or modules."""
+    if ignored_modules is not None and ignored_states is not None:
+        raise ConfigurationError(
+            "What to ignore is given by ignored_modules or by ignored_states, got both. Use ignored_states, "
+            "which takes modules, too."
+        )
+    modules = _checked_items("ignored_modules", ignored_modules, nn.Module)
+    states = _checked_items("ignored_states", ignored_states, (nn.Module, nn.Parameter))
+    params = [state for state in states if isinstance(state, nn.Parameter)]
+    modules += [state for state in states if isinstance(state, nn.Module)]
+    if params and modules:
+        raise ConfigurationError(
+            "ignored_states must be parameters only or modules only, got both. Pass the parameters of the modules."
+        )
+    wrapped = [type(each.module).__name__ for each in modules if isinstance(each, wrapper_cls)]
+    if wrapped:
+        raise ConfigurationError(
+            f"Wrapped modules manage themselves and cannot be ignored, got wrappers of {wrapped}. Leave them out."
+        )
+    below = {
+        each
+        for ignored in modules
+        for each in ignored.modules()
+        if not isinstance(each, wrapper_cls)
+    }
+    inherited = {param for each in below for param in each.parameters(recurse=False)}
+    return Ignored(frozenset(below), frozenset(inherited.union(params)))
+
+
+def _checked_items(name: str, given: object, kinds: type | tuple[type, ...]) -> list[Any]:
+    if given is None:
+        return []
+    items = list(given) if isinstance(given, Iterable) else [given]
+    wrong = sorted({type(item).__name__ for item in items if not isinstance(item, kinds)})
+    if wrong or isinstance(given, (nn.Module, torch.Tensor)):
+        expected = "modules" if kinds is nn.Module else "parameters or of modules"
+        raise OptionTypeError(
+            f"{name} must be a collection of {expected}, got {wrong or type(given).__name__}."
+        )
+    return items
+
+
+def check_one_wrapper_per_param(
+    root: nn.Module, wrappings: Sequence[Wrapping], ignored: Ignored
+) -> None:
+    """Refuse parameters that modules of several wrappers share, before the first of them is made."""
+    names = {wrapping.module: wrapping.name for wrapping in wrappings}
+    shared: dict[nn.Parameter, dict[str, str]] = {}
+    """Per parameter, its name in every wrapper."""
+    seen: set[tuple[nn.Module, str]] = set()
+
+    def visit(module: nn.Module, path: str, wrapper: str) -> None:
+        wrapper = names.get(module, wrapper)
+        if module in ignored.modules or (module, wrapper) in seen:
+            return
+        seen.add((module, wrapper))
+        for name, param in module.named_parameters(recurse=False):
+            if param not in ignored.params:
+                shared.setdefault(param, {}).setdefault(wrapper, f"{path}{name}")
+        for name, child in module.named_children():
+            visit(child, f"{path}{name}.", wrapper)
+
+    visit(root, "", "the root")
+    faults = [
+        ", ".join(f"{name} (in {wrapper})" for wrapper, name in of_wrappers.items())
+        for of_wrappers in shared.values()
+        if len(of_wrappers) > 1
+    ]
+    if faults:
+        raise ConfigurationError(
+            "A parameter belongs to one wrapper, but the policy gives these to several:\n  "
+            + "\n  ".join(faults)
+            + "\nLet the policy leave these modules to a wrapper around all of them, for example to the root."
+        )
+
+
+# --- 4. materials ---------------------------------------------------------------------------------
+
+
+def materialise(
+    modules: Sequence[tuple[str, nn.Module]],
+    param_init_fn: Callable[[nn.Module], None] | None,
+    device: torch.device,
+) -> None:
+    """Give meta parameters and buffers memory and values: by ``param_init_fn``, else by `reset_parameters`.
+
+    Parameters that were tied before are tied afterwards.
+    """
+    on_meta = [(name, module) for name, module in modules if _tensors_on_meta(module)]
+    if not on_meta:
+        return
+    tied = [owned.owners for owned in owned_params(modules, ()) if len(owned.owners) > 1]
+    if param_init_fn is not None:
+        for _, module in modules:
+            param_init_fn(module)
+    else:
+        helpless = [
+            name or type(module).__name__
+            for name, module in on_meta
+            if not callable(getattr(module, "reset_parameters", None))
+        ]
+        if helpless:
+            raise ConfigurationError(
+                "Modules on the meta device are initialised by their reset_parameters(), but these have none: "
+                f"{helpless}. Pass param_init_fn, or give them one."
+            )
+        for _, module in on_meta:
+            module.to_empty(device=device, recurse=False)
+            module.reset_parameters()  # type: ignore[operator]  # nn.Module declares no such attribute
+    for owners in tied:
+        first = owners[0].current()
+        for owner in owners[1:]:
+            if first is not None:
+                owner.install(first)
+    left = [
+        f"{name}.{tensor}" if name else tensor
+        for name, module in modules
+        for tensor in _tensors_on_meta(module)
+    ]
+    if left:
+        raise ConfigurationError(
+            f"param_init_fn left parameters or buffers on the meta device: {left}. It is called with every module of "
+            "the wrapper and must materialise its own: module.to_empty(device=..., recurse=False)."
+        )
+
+
+def _tensors_on_meta(module: nn.Module) -> list[str]:
+    named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return [name for name, tensor in named if tensor.is_meta]
+
+
+def _check_all_ranks_can_receive(
+    modules: Sequence[tuple[str, nn.Module]],
+    params: Sequence[OwnedParam],
+    axes: DataParallelAxes,
+    failure: Exception | None,
+) -> None:
+    """Raise on all ranks if one has failed, or has other parameters or buffers than rank 0. Collective."""
+    own = [f"{each.name}: {each.param.dtype} of shape {tuple(each.param.shape)}" for each in params]
+    own += [
+        f"{prefix}.{name}: {buffer.dtype} of shape {tuple(buffer.shape)}".removeprefix(".")
+        for prefix, module in modules
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    for group in (axes.shard_process_group, axes.replicate_process_group):
+        if group is None:
+            continue
+        reports = collectives.values_of_all_ranks((own, failure), group)
+        failures = [error for _, error in reports if error is not None]
+        if failure is not None or failures:
+            raise failure or failures[0]
+        expected = reports[0][0]
+        others = sorted({text for theirs, _ in reports for text in set(expected) ^ set(theirs)})
+        if others or any(theirs != expected for theirs, _ in reports):
+            raise ConfigurationError(
+                "With sync_module_states, all ranks must have the same parameters and buffers as rank 0, in the same "
+                f"order; not on all are: {others or 'those of other orders'}. Build the same module on all ranks."
+            )
+
+
+@torch.no_grad()
+def send_from_rank_0(
+    modules: Sequence[tuple[str, nn.Module]],
+    params: Sequence[OwnedParam],
+    axes: DataParallelAxes,
+    device: torch.device,
+) -> None:
+    """Give every rank the parameters and buffers of rank 0, on the compute device. Collective."""
+    tensors = [owned.param for owned in params]
+    tensors += [buffer for _, module in modules for buffer in module.buffers(recurse=False)]  # type: ignore[misc]
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device)
+        held = local_tensor(tensor)
+        for group in (axes.shard_process_group, axes.replicate_process_group):
+            if group is not None:
+                collectives.broadcast(held, group)
+
+
+# --- 5. sharding ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What one wrapper was told, checked and completed."""
+
+    axes: DataParallelAxes
+    strategy: ShardingStrategy
+    device: torch.device
+    ignored: Ignored
+    precision: MixedPrecision
+    offload: CPUOffload
+    backward_prefetch: BackwardPrefetch | None
+    use_orig_params: bool
+    param_init_fn: Callable[[nn.Module], None] | None
+    sync_module_states: bool
+
+
+def shard(wrapper: nn.Module, wrapped: nn.Module, choices: Choices) -> FSDPState:
+    """Shard what is below ``wrapped`` and in no other wrapper, and attach the state to ``wrapper``."""
+    policy = policy_of(choices.precision)  # refuses dtypes that were changed one by one
+    modules = [
+        (clean_name(name), module)
+        for name, module in managed_modules([wrapper], choices.ignored.modules)
+        if module is not wrapper
+    ]
+    failure: ConfigurationError | UnsupportedError | None = None
+    try:
+        _check(owned_params(modules, choices.ignored.params), choices)
+        materialise(modules, choices.param_init_fn, choices.device)
+    except (ConfigurationError, UnsupportedError) as error:
+        if not choices.sync_module_states:
+            raise
+        failure = error  # maybe of this rank only: others are not on meta
+    params = owned_params(modules, choices.ignored.params)  # others, if they were on meta
+    move_buffers(modules, choices.device)
+    if choices.sync_module_states:
+        _check_all_ranks_can_receive(modules, params, choices.axes, failure)
+        send_from_rank_0(modules, params, choices.axes, choices.device)
+    groups = []
+    if params:
+        offload = CPUOffloadPolicy() if choices.offload.offload_params else OffloadPolicy()
+        group = FSDPParamGroup(
+            [
+                FSDPParam(each.name, each.owners, each.param, placement)
+                for each, placement in zip(params, _placements(params, choices.axes), strict=True)
+            ],
+            choices.axes,
+            choices.device,
+            policy,
+            offload,
+            type(wrapped).__name__,
+            shard_format=_form(wrapped, params, choices),
+            low_precision_gradients=choices.precision.keep_low_precision_grads,
+        )
+        groups.append(group)
+    state = FSDPState(
+        [wrapper],
+        groups,
+        policy,
+        choices.device,
+        reshard_after_forward=choices.strategy not in _KEPT_AFTER_FORWARD,
+        auto_reshard=choices.strategy not in _KEPT_AFTER_FORWARD,
+        kept_for_backward_only=True,  # a strategy is no promise that nobody writes to parameters
+        cast_root_inputs=choices.precision.cast_root_forward_inputs,
+        ignored=ignored_below([wrapper], choices.ignored.params, choices.ignored.modules),
+    )
+    if choices.backward_prefetch is None:
+        state.backward_prefetch = ()
+    state.prefetches_late = choices.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    attach_state(wrapper, state)
+    return state
+
+
+def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
+    """The engine's options for these dtypes."""
+    return MixedPrecisionPolicy(
+        param_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        cast_forward_inputs=precision.cast_forward_inputs,
+        wire_dtype=precision.wire_dtype,
+    )
+
+
+def _form(wrapped: nn.Module, params: Sequence[OwnedParam], choices: Choices) -> ShardFormat:
+    if not choices.use_orig_params:
+        # On the module itself, so that its name does not depend on what was wrapped first.
+        return FlatParameterFormat(
+            ParamOwner(torch_border.without_activation_wrapper(wrapped), FLAT)
+        )
+    dtype = choices.precision.param_dtype or params[0].param.dtype
+    return FlatFormat(alignment=max(_ALIGNMENT // dtype.itemsize, 1))
+
+
+def _check(params: Sequence[OwnedParam], choices: Choices) -> None:
+    """Refuse what cannot be sharded in this form, before anything is changed."""
+    if choices.precision.wire_dtype is not None:
+        check_real_for_wire((each.name, each.param) for each in params)
+        collectives.check_exchanges(choices.precision.wire_dtype, choices.axes, choices.device)
+    check_can_be_owned(
+        params,
+        "Wrap modules that share a parameter together, by wrapping a module that contains both.",
+    )
+    subclasses = [each.name for each in params if not lies_in_buffers(local_tensor(each.param))]
+    if subclasses:
+        raise ConfigurationError(
+            f"Flattened parameters must be plain tensors, but these are tensor subclasses: {subclasses}. Shard "
+            "their modules with fully_shard, or leave them out with ignored_states."
+        )
+    _placements(params, choices.axes)
+    if choices.use_orig_params:
+        return
+    hooked = [each.name for each in params if reads_gradients(each.param)]
+    if hooked:
+        raise ConfigurationError(
+            "With use_orig_params=False the parameters of a wrapper become one, and none of them has a gradient of its "
+            f"own; but hooks wait for the gradients of {hooked}. Pass use_orig_params=True, or register the hooks on "
+            "the flat parameter."
+        )
+    frozen = [each.name for each in params if not each.param.requires_grad]
+    if frozen and len(frozen) < len(params):
+        raise ConfigurationError(
+            "With use_orig_params=False the parameters of a wrapper become one, which is trainable or frozen as a "
+            f"whole; of {len(params)} these are frozen and the others not: {frozen}. Pass use_orig_params=True, "
+            "or wrap frozen modules by themselves."
+        )
+    dtypes = {each.param.dtype for each in params}
+    if len(dtypes) > 1:
+        listed = [f"{each.name}: {each.param.dtype}" for each in params]
+        raise ConfigurationError(
+            "With use_orig_params=False the parameters of a wrapper become one, of one dtype, but there are:\n  "
+            + "\n  ".join(listed)
+            + "\nCast them, pass use_orig_params=True, or wrap modules of different dtypes by themselves."
+        )
+
+
+def _placements(params: Sequence[OwnedParam], axes: DataParallelAxes) -> list[ParamPlacement]:
+    """How parameters lie on meshes: of plain ones only the shape is known, DTensors are on axes beside ours."""
+    placer, found, faults = DTensorPlacer(), list[ParamPlacement](), list[str]()
+    for each in params:
+        if not isinstance(each.param, DTensor):
+            found.append(ParamPlacement(shape=tuple(each.param.shape)))
+        elif not isinstance(axes, DataParallelMeshInfo):
+            faults.append(f"{each.name}: on {each.param.device_mesh}, but there is no device_mesh")
+        else:
+            try:
+                found.append(placer.place(each.param, 0, axes))
+            except ConfigurationError as error:
+                faults.append(f"{each.name}: {error}")
+    if faults:
+        raise ConfigurationError(
+            "Parameters that are DTensors (tensor parallelism) must lie on other axes of the mesh whose data-parallel "
+            "axes are passed as device_mesh:\n  "
+            + "\n  ".join(faults)
+            + "\nTake both from one init_device_mesh call, parallelize first, and pass device_mesh=mesh['dp']."
+        )
+    return found
+
+
+def full_precision_in_eval() -> bool:
+    """Whether modules in eval mode ignore mixed precision: torch's environment variable for it is set."""
+    return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"

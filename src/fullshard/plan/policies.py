@@ -1,0 +1,134 @@
+"""Option values users pass: precision, offloading, which axes of a mesh are data-parallel.
+
+Frozen, so that one value can be shared by many modules and never changes under a running step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+
+from fullshard.errors import ConfigurationError, OptionTypeError
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """In which dtypes a group computes, reduces and returns; its shards keep their own dtype."""
+
+    param_dtype: torch.dtype | None = None
+    """Dtype of the unsharded parameters, hence of gather and compute; None keeps the shard's."""
+
+    reduce_dtype: torch.dtype | None = None
+    """Dtype in which gradients are summed over ranks and accumulated; None means the compute dtype."""
+
+    output_dtype: torch.dtype | None = None
+    """Dtype to which floating-point outputs of the module are cast; None leaves them alone."""
+
+    cast_forward_inputs: bool = True
+    """Cast floating-point inputs of the module to ``param_dtype``."""
+
+    wire_dtype: torch.dtype | None = None
+    """Dtype in which gradients travel to the rank that sums them in ``reduce_dtype``, which is wider; None means
+    ``reduce_dtype``. All gradients of the group are rounded to it, once."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_dtype") and value is not None:
+                check_floating_dtype(field.name, value)
+        casts = switch("cast_forward_inputs", self.cast_forward_inputs)
+        object.__setattr__(self, "cast_forward_inputs", casts)
+        check_wire_dtype(self.wire_dtype, self.reduce_dtype)
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Where shards rest between steps. This base value means: on the compute device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, gradients and optimizer state rest in host memory."""
+
+    pin_memory: bool = True
+    """Page-locked host memory: copies run beside compute, at the price of memory the host cannot page out."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pin_memory", switch("pin_memory", self.pin_memory))
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which axes of a mesh are for data parallelism, by name; several names for one role act as one axis."""
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Iterator):  # can be read once
+                object.__setattr__(self, field.name, tuple(value))
+        if not self.shard_names and not self.replicate_names:
+            raise ConfigurationError(
+                "DataParallelMeshDims must name a shard axis, a replicate axis or both; got neither."
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Axes over which parameters are sharded."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """Axes over which shards are replicated."""
+        return _names(self.replicate)
+
+
+def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+_WIDER: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
+"""By dtype on the wire, those that hold all its values and are worth summing in."""
+
+
+def check_wire_dtype(wire_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
+    """Refuse dtypes of which the one on the wire is not narrower than the one of the sum."""
+    if wire_dtype is not None and reduce_dtype not in _WIDER.get(wire_dtype, ()):
+        pairs = [f"{narrow}: {' or '.join(map(str, wide))}" for narrow, wide in _WIDER.items()]
+        raise ConfigurationError(
+            "wire_dtype needs a reduce_dtype that is wider and holds all its values, as gradients are summed in "
+            f"that; got wire_dtype={wire_dtype} with reduce_dtype={reduce_dtype}. Allowed are {', '.join(pairs)}. "
+            "Pass one of these, or leave wire_dtype out."
+        )
+
+
+def switch(name: str, value: object) -> bool:
+    """The truth of a value given for an option that is on or off: 1 and `numpy.True_` are on, as in torch.
+
+    Text is refused, since "False" is true, and so is what has no truth (a tensor of several elements).
+    """
+    try:
+        if not isinstance(value, (str, bytes)):
+            return bool(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise OptionTypeError(f"{name} must be True or False, got {value!r}.")
+
+
+def check_floating_dtype(name: str, value: object) -> None:
+    """Refuse a value of option ``name`` that is not a floating-point dtype."""
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise OptionTypeError(
+            f"{name} must be a floating-point torch.dtype or None, got {value!r}. "
+            "Use for example torch.bfloat16."
+        )

@@ -1,0 +1,156 @@
+"""The verbs of `fullshard checkpoint`: arguments in, exit code out.
+
+Nothing here imports torch before a verb runs.
+
+Exit codes:
+    0     done; for `verify`, all is well; for `diff`, the checkpoints are equal
+    1     `verify` found faults, `diff` found differences
+    2     trouble: no checkpoint that can be read, wrong options, or nowhere to write, also the output; one message, no
+          traceback
+    130   stopped by Ctrl-C
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from fullshard.errors import FullshardError
+from fullshard.programs.console.tables import tell
+
+if TYPE_CHECKING:
+    from fullshard.checkpoint.differences import Differences
+    from fullshard.checkpoint.source import Source
+
+app = typer.Typer(no_args_is_help=True)
+
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(
+        exists=True,
+        show_default=False,
+        help="A folder of fullshard, Hugging Face or torch.distributed.checkpoint, or a file of torch.save.",
+    ),
+]
+
+
+@app.callback()
+def checkpoint() -> None:
+    """Look into checkpoints of any format, check, convert and compare them."""
+
+
+@app.command()
+def inspect(
+    path: Checkpoint,
+    pieces: Annotated[
+        bool, typer.Option("--pieces", help="List the files and bytes of every tensor.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+) -> None:
+    """Show what a checkpoint has: tensors, optimizer state, who wrote it."""
+    with ends_well():
+        from fullshard.checkpoint.formats import use_source
+        from fullshard.programs.checkpoint_tool import contents, output
+
+        found = use_source(path, lambda source: contents.describe(source, pieces=pieces))
+        if as_json:
+            output.print_json(found)
+        else:
+            output.print_contents(Console(), found)
+
+
+@app.command()
+def verify(path: Checkpoint) -> None:
+    """Read all of a checkpoint and check it against its checksums.
+
+    Exit code 1 if anything is wrong.
+    """
+    with ends_well(trouble=1):
+        from fullshard.checkpoint.formats import use_source
+        from fullshard.programs.checkpoint_tool import output, verification
+
+        def check(source: Source) -> verification.Report:
+            with output.progress(Console(), "verify", verification.bytes_in(source)) as advance:
+                return verification.check(source, advance)
+
+        report = use_source(path, check, is_good=lambda report: not report.faults)
+        output.print_report(Console(), report)
+        if report.faults:
+            raise typer.Exit(1)
+
+
+@app.command()
+def convert(
+    source: Checkpoint,
+    target: Annotated[Path, typer.Argument(show_default=False, help="Where nothing is yet.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="[fullshard|huggingface|dcp|torch]",
+            show_default=False,
+            help="The format to write. Hugging Face folders have the model only.",
+        ),
+    ],
+    files: Annotated[
+        int, typer.Option(help="Files to divide the tensors over, for fullshard.")
+    ] = 1,
+) -> None:
+    """Write a checkpoint in another format."""
+    with ends_well():
+        from fullshard.checkpoint import conversion
+        from fullshard.checkpoint.formats import use_source
+        from fullshard.programs.checkpoint_tool import output, verification
+
+        began = time.perf_counter()
+
+        def write(opened: Source) -> int:
+            nbytes = verification.bytes_in(opened)
+            with output.progress(Console(), "convert", nbytes) as advance:
+                conversion.write(opened, target, to=to, files=files, on_bytes=advance)
+            return nbytes
+
+        nbytes = use_source(source, write)
+        output.print_written(Console(), target, nbytes, time.perf_counter() - began)
+
+
+@app.command()
+def diff(first: Checkpoint, second: Checkpoint) -> None:
+    """Compare two checkpoints of any formats, tensor by tensor, to the last bit.
+
+    Exit code 0 if they are equal, 1 if they differ.
+    """
+    with ends_well():
+        from fullshard.checkpoint.differences import differences
+        from fullshard.checkpoint.formats import use_source
+        from fullshard.programs.checkpoint_tool import output, verification
+
+        def compare(one: Source, other: Source) -> Differences:
+            with output.progress(Console(), "compare", verification.bytes_in(one)) as advance:
+                return differences(one, other, compared=advance)
+
+        found = use_source(first, lambda one: use_source(second, lambda other: compare(one, other)))
+        output.print_differences(Console(), found)
+        if found:
+            raise typer.Exit(1)
+
+
+@contextmanager
+def ends_well(*, trouble: int = 2) -> Iterator[None]:
+    """Turn errors into a message and an exit code, and warnings into lines."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: tell(f"Warning: {message}")
+        try:
+            yield
+        except FullshardError as error:
+            tell(f"Error: {error}")
+            raise typer.Exit(trouble) from None
+        except KeyboardInterrupt:
+            tell("Stopped.")
+            raise typer.Exit(130) from None

@@ -1,0 +1,84 @@
+"""What `inspect` knows of a checkpoint, as JSON can say it: the same for people and for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from fullshard.checkpoint import trees
+from fullshard.checkpoint.source import CLASS, MODEL, OPTIMIZER, Source
+from fullshard.checkpoint.stored import StoredCheckpoint
+from fullshard.programs.checkpoint_tool.tensor_locations import places_in
+
+
+def describe(source: Source, *, pieces: bool = False) -> dict[str, Any]:
+    """All that can be said without reading tensors; with ``pieces``, also where every part of each is."""
+    places = places_in(source)
+    tensors = {}
+    for key, info in source.tensors.items():
+        numel = math.prod(info.shape)
+        tensors[key] = {
+            "dtype": str(info.dtype).removeprefix("torch."),
+            "shape": list(info.shape),
+            "elements": numel,
+            "bytes": numel * info.dtype.itemsize,
+            "pieces": places.num_pieces(key),
+        }
+        if pieces:
+            tensors[key]["places"] = [dataclasses.asdict(piece) for piece in places.pieces(key)]
+    optimizer = source.optimizer
+    return {
+        "path": str(source.path),
+        "format": source.format,
+        "written": _written(source),
+        "files": {
+            str(file.relative_to(source.path)): file.stat().st_size for file in places.files()
+        }
+        if source.path.is_dir()
+        else {source.path.name: source.path.stat().st_size},
+        "model": _totals(tensors[key] for key in tensors if key.startswith(MODEL)),
+        "optimizer": None
+        if optimizer is None
+        else {
+            **_totals(tensors[key] for key in tensors if key.startswith(OPTIMIZER)),
+            "class": next(iter(optimizer.get(CLASS, ())), None),
+            "groups": [
+                {
+                    **{
+                        name: trees.encode(value, name, [])
+                        for name, value in group.items()
+                        if name != "params"
+                    },
+                    "params": len(group["params"]),
+                }
+                for group in optimizer["param_groups"]
+            ],
+        },
+        "tied": dict(source.tied),
+        "extra": trees.encode(source.extra, "extra", []),
+        "tensors": tensors,
+    }
+
+
+def _totals(tensors: Iterable[dict[str, Any]]) -> dict[str, int]:
+    counted = list(tensors)
+    return {
+        "tensors": len(counted),
+        "elements": sum(each["elements"] for each in counted),
+        "bytes": sum(each["bytes"] for each in counted),
+    }
+
+
+def _written(source: Source) -> dict[str, Any] | None:
+    if not isinstance(source, StoredCheckpoint):
+        return None
+    manifest = source.manifest
+    return {
+        "created": manifest.created,
+        "fullshard": manifest.fullshard,
+        "torch": manifest.torch,
+        "world": manifest.world,
+        "serial": manifest.serial,
+    }

@@ -1,0 +1,100 @@
+"""The `fullshard` command: what must be true before torch is imported, and the list of verbs.
+
+Nothing here imports torch, so `fullshard --help` and a mistyped option answer at once. Each program
+brings its own verbs (`fullshard.programs.train.command`, `fullshard.programs.report.command` ...); this file only
+puts them side by side.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from typing import IO, TYPE_CHECKING, cast
+
+from fullshard.programs.console.broken_pipe_safe import (
+    WatchedStream,
+    forgiving,
+    open_standard_streams,
+)
+
+if TYPE_CHECKING:
+    import typer
+
+CLI_LIBRARIES = ("typer", "rich")
+"""What the extra `cli` brings and the commands cannot do without."""
+
+
+def main() -> None:
+    """Run the `fullshard` command with this process's arguments."""
+    open_standard_streams()
+    cap_cpu_instructions()
+    try:
+        app = build_app()
+    except ModuleNotFoundError as error:
+        if error.name not in CLI_LIBRARIES:
+            raise
+        sys.exit(
+            f"The fullshard command needs {' and '.join(CLI_LIBRARIES)}; {error.name} is not "
+            "installed. Install the extra: pip install 'fullshard[cli]'"
+        )
+    _leave(app)
+
+
+def _leave(app: typer.Typer) -> None:
+    """Run a verb, and end the process with its exit code; with 2 and a message, if its output was lost."""
+    output, errors = WatchedStream(sys.stdout), WatchedStream(sys.stderr)
+    sys.stdout = cast("IO[str]", output)
+    code: str | int | None = 0
+    try:
+        app()
+    except SystemExit as leaving:
+        code = leaving.code
+    except OSError:
+        if output.lost() is None:
+            raise
+    lost = output.lost()
+    if lost is not None:
+        code = _told(lost)
+    errors.lost()  # nobody can be told
+    sys.exit(code)
+
+
+def _told(lost: OSError) -> int:
+    """Say that the output could not be written. A reader that has left, as `head` does, wants to hear nothing."""
+    if lost.errno == errno.EPIPE:
+        return 1
+    stream = forgiving(sys.stderr)
+    print(f"Error: The output cannot be written: {lost.strerror}.", file=stream, flush=True)
+    return 2
+
+
+def cap_cpu_instructions() -> None:
+    """Keep oneDNN off AMX, unless the user has already said what it may use.
+
+    Some machines advertise AMX and do not let processes use it; a bf16 matmul on the CPU then ends
+    in an illegal instruction. oneDNN reads this once, so it has to be set before torch is imported.
+    """
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+
+def build_app() -> typer.Typer:
+    """Return the command with all its verbs."""
+    import typer
+
+    from fullshard.programs.checkpoint_tool.command import app as checkpoint
+    from fullshard.programs.inspect_tool.command import inspect
+    from fullshard.programs.report.command import report
+    from fullshard.programs.train.command import train
+
+    app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+    @app.callback()
+    def fullshard() -> None:
+        """Fully sharded data parallel training for PyTorch."""
+
+    app.command()(train)
+    app.command()(inspect)
+    app.command()(report)
+    app.add_typer(checkpoint, name="checkpoint")
+    return app

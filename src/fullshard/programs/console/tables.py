@@ -1,0 +1,77 @@
+"""Lines and tables of the programs: drawn on a terminal, plain with the same columns in a pipe or a file.
+
+Names and values in them may come from any file, so all of them are made harmless here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from fullshard.programs.console.broken_pipe_safe import forgiving
+from fullshard.programs.console.safe_text import harmless, harmless_line
+
+Row = Sequence[str]
+
+
+def tell(text: str) -> None:
+    """Tell trouble."""
+    print_line(Console(file=forgiving(sys.stderr)), text)
+
+
+def counted(number: int, noun: str) -> str:
+    """So many of something."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def size_text(nbytes: int) -> str:
+    """A number of bytes in words."""
+    return decimal(nbytes).replace("bytes", "B")
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print a text as it is, but for what a terminal would obey."""
+    console.print(harmless(text), soft_wrap=True, highlight=False, markup=False)
+
+
+def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
+    """Print labelled texts, one below the other; on a terminal long ones stay beside their labels."""
+    facts = [(label, harmless_line(text)) for label, text in facts]
+    width = max(len(label) for label, _ in facts) + 2
+    if not console.is_terminal:
+        for label, text in facts:
+            print_line(console, f"{label:<{width}}{text}")
+        return
+    grid = Table.grid(padding=(0, 2))
+    for label, text in facts:
+        grid.add_row(Text(label), Text(text, overflow="fold"))
+    console.print(grid)
+
+
+def print_table(console: Console, columns: Row, rows: Sequence[Row], *, num_texts: int) -> None:
+    """Print a table whose first ``num_texts`` columns are texts and the others numbers."""
+    print_line(console, "")
+    rows = [[harmless_line(cell) for cell in row] for row in rows]
+    if not console.is_terminal:
+        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+        for row in (columns, *rows):
+            cells = [
+                f"{cell:<{width}}" if i < num_texts else f"{cell:>{width}}"
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            print_line(console, "  ".join(cells).rstrip())
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for i, column in enumerate(columns):
+        # The name is folded where there is no room: what is cut off would be missing.
+        justify: Literal["left", "right"] = "left" if i < num_texts else "right"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=i > 0)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)

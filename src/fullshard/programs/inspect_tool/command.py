@@ -1,0 +1,110 @@
+"""The verb `fullshard inspect`: arguments in, exit code out.
+
+Exit codes: 0, or 2 for what cannot be, with one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+from rich.console import Console
+
+from fullshard.errors import ConfigurationError, FullshardError
+from fullshard.programs.console.tables import tell
+from fullshard.programs.train.config import Problem, RunConfig, Size
+from fullshard.programs.train.config_file import read_config, toml_value
+from fullshard.programs.train.preflight import model_problems
+
+DEFAULT_WORLD = 8
+
+MAX_WORLD = 1_000_000
+"""Ranks, more than any machine has; the mesh lists them all, so that beyond it memory and time run out."""
+
+
+def inspect(
+    model: Annotated[
+        str,
+        typer.Argument(
+            show_default=False,
+            help=f"A size ({', '.join(get_args(Size))}), a Hugging Face folder, or the TOML file of a run.",
+        ),
+    ],
+    world: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks.", show_default=f"{DEFAULT_WORLD}, or what the file says"),
+    ] = None,
+    replicas: Annotated[
+        str | None, typer.Option(metavar="N", help="--set sharding.replicas=N", show_default=False)
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(metavar="[fp32|bf16]", help="--set compute.precision=...", show_default=False),
+    ] = None,
+    groups: Annotated[
+        str | None,
+        typer.Option(metavar="[blocks|plan]", help="--set sharding.groups=...", show_default=False),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="As in fullshard train."),
+    ] = None,
+) -> None:
+    """Show how a model would be grouped and sharded, without running it.
+
+    Tells what each rank would hold and send. Nothing is allocated and no
+    other rank is needed.
+    """
+    wanted = [*(settings or ())]
+    for field, value in (
+        ("sharding.replicas", replicas),
+        ("compute.precision", precision),
+        ("sharding.groups", groups),
+    ):
+        if value is not None:
+            wanted.append(f"{field}={value}")
+    try:
+        config, ranks = _configuration(model, world, wanted)
+        from fullshard.programs.inspect_tool.cost import measure
+        from fullshard.programs.inspect_tool.output import print_plan
+
+        print_plan(Console(), measure(config, ranks))
+    except FullshardError as error:
+        tell(f"Error: {error}")
+        raise typer.Exit(2) from None
+
+
+def _configuration(model: str, world: int | None, settings: list[str]) -> tuple[RunConfig, int]:
+    """Return the run that would train the model, and on how many ranks."""
+    file, path = None, Path(model)
+    if model in get_args(Size):
+        settings = [f"model.size={model}", *settings]
+    elif (path / "config.json").is_file():
+        settings = [f"model.huggingface={toml_value(path)}", *settings]
+    elif path.is_file():
+        file = path
+    else:
+        raise ConfigurationError(
+            f"A model must be a size ({', '.join(get_args(Size))}), a folder with a config.json of Hugging Face, "
+            f"or the TOML file of a run; {model} is none of them."
+        )
+
+    def ranks(config: RunConfig) -> int:
+        return world or config.run.ranks or DEFAULT_WORLD
+
+    def problems(config: RunConfig) -> Iterator[Problem]:
+        # Nothing is read or computed here: neither batches nor the length of windows matter.
+        for problem in (*config.world_problems(ranks(config)), *model_problems(config)):
+            if not {"train.batch", "data.context"}.intersection(problem.about):
+                yield problem
+        if ranks(config) > MAX_WORLD:
+            yield Problem(
+                ("run.ranks",),
+                f"A model can be inspected for at most {MAX_WORLD:,} ranks; got {ranks(config):,}. "
+                "Set --world to fewer.",
+            )
+
+    config = read_config(file, settings, checks=[problems])
+    return config, ranks(config)

@@ -1,0 +1,46 @@
+"""The verb `fullshard report`: arguments in, exit code out.
+
+Exit codes:
+    0     written
+    2     nothing to report on, or nowhere to write, also the output; one message, no traceback
+"""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fullshard.errors import FullshardError
+from fullshard.programs.console.tables import print_line, tell
+
+
+def report(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            show_default=False, help="Folder of a run, or one that has traces of `fullshard.trace`."
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", show_default=False, help="File to write, not RUN/report.html."
+        ),
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+) -> None:
+    """Write one HTML page about a run: where its time went, and what would help."""
+    from fullshard.programs.report import write_report
+
+    try:
+        written = write_report(run, output)
+    except FullshardError as error:
+        tell(f"Error: {error}")
+        raise typer.Exit(2) from None
+    print_line(Console(), str(written))
+    if show:
+        webbrowser.open(written.resolve().as_uri())

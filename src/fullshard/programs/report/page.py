@@ -1,0 +1,216 @@
+"""The page: what was found, drawn and listed, in one HTML file that needs nothing else.
+
+`page.html` is a template with autoescape on; `page.css` and `page.js` go into it as they are, and plotly.js once. Figures
+travel as JSON in a script element that is not run, with `<` written as an escape, so that no name can end it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from statistics import median
+
+import jinja2
+from markupsafe import Markup, escape
+from plotly.offline import get_plotlyjs
+
+from fullshard import __version__
+from fullshard.programs.console.safe_text import harmless_line
+from fullshard.programs.report.analysis import Analysis
+from fullshard.programs.report.chart import Chart, Table
+from fullshard.programs.report.findings import find
+from fullshard.programs.report.group_charts import comparing_charts, group_table
+from fullshard.programs.report.memory_chart import memory_chart
+from fullshard.programs.report.replay import FAITHFUL_SHARE, MAX_DEPTH
+from fullshard.programs.report.run_charts import run_charts
+from fullshard.programs.report.run_files import Metrics, Run, number, text_of
+from fullshard.programs.report.timeline_chart import timeline_chart
+from fullshard.programs.report.trace_file import LARGEST, as_number
+from fullshard.programs.report.units import count, duration, exact, loss_value, share, size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """A number to see first."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+def render(run: Run) -> str:
+    """The page about ``run``."""
+    analysis = Analysis(run)
+    of_run = list(run_charts(run.metrics))
+    of_steps = [*timeline_chart(analysis), *comparing_charts(analysis)]
+    of_memory = list(memory_chart(analysis))
+    template = _environment().get_template("page.html")
+    return template.render(
+        run=run,
+        version=__version__,
+        subtitle=_subtitle(run),
+        tiles=list(_tiles(analysis)),
+        findings=find(analysis),
+        run_charts=of_run,
+        step_charts=of_steps,
+        memory_charts=of_memory,
+        replay=_replay_table(analysis),
+        groups=group_table(analysis.groups) if analysis.groups else None,
+        facts=list(_facts(run)),
+        config={section: fields for section, fields in run.config.items() if fields},
+        figures=embedded([*of_run, *of_steps, *of_memory]),
+        plotly=Markup(get_plotlyjs()),
+        style=Markup(_asset("page.css")),
+        script=Markup(_asset("page.js")),
+    )
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_asset),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["code"] = with_code
+    environment.filters["toml"] = _setting
+    environment.filters["share"] = share
+    return environment
+
+
+def _asset(name: str) -> str:
+    return (files("fullshard.programs.report") / name).read_text(encoding="utf-8")
+
+
+def with_code(text: str) -> Markup:
+    """Text with what is in `backquotes` as code."""
+    parts = re.split(r"`([^`]*)`", text)
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if i % 2 else escape(part)
+        for i, part in enumerate(parts)
+    )
+
+
+def _setting(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def embedded(charts: list[Chart]) -> Markup:
+    """All figures as JSON that can stand in a script element."""
+    figures = {
+        chart.name: {
+            "first": chart.first,
+            "views": {key: view.to_plotly_json() for key, view in chart.views.items()},
+        }
+        for chart in charts
+    }
+    text = json.dumps(figures, separators=(",", ":"), allow_nan=False)
+    # Safe in a script element, and still JSON.
+    return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028"))
+
+
+def _subtitle(run: Run) -> str:
+    start = run.metrics.start
+    parts = [text for name in ("model", "data") if (text := text_of(start, name))]
+    world = number(start, "world") or (run.traces[0].world if run.traces else None)
+    if world:
+        device = text_of(start, "device") or (run.traces[0].device if run.traces else "")
+        parts.append(f"{world:.0f} {device} {'rank' if world == 1 else 'ranks'}")
+    return " \u00b7 ".join(parts)
+
+
+def _tiles(analysis: Analysis) -> Iterator[Tile]:
+    yield from _run_tiles(analysis.run.metrics)
+    if analysis.steps:
+        waited = analysis.exposed_share * analysis.step_us
+        yield Tile(
+            label="Exposed communication",
+            value=share(analysis.exposed_share),
+            note=f"{duration(waited)} of {duration(analysis.step_us)} a step",
+        )
+        peak = max((s.gathered for step in analysis.steps for s in step.memory), default=0.0)
+        whole = sum(group.gathered_bytes for group in analysis.groups.values())
+        if peak and whole:
+            yield Tile(
+                label="Gathered at once",
+                value=share(peak / whole),
+                note=f"{size(peak)} of {size(whole)} of parameters",
+            )
+
+
+def _run_tiles(metrics: Metrics) -> Iterator[Tile]:
+    if metrics.steps:
+        last = metrics.steps[-1]
+        notes = [f"step {last.step}"]
+        finite = [step for step in metrics.steps if step.loss is not None]
+        if last.loss is None and finite:
+            notes.append(f"last finite {finite[-1].loss:.3f} at step {finite[-1].step}")
+        if metrics.evaluations:
+            at, held_out = metrics.evaluations[-1]
+            notes.append(f"held-out {loss_value(held_out, digits=3)} at step {at}")
+        yield Tile(label="Loss", value=loss_value(last.loss, digits=3), note="; ".join(notes))
+    times = [step.step_s for step in metrics.steps if step.step_s]
+    if times:
+        per_step = number(metrics.start, "tokens_per_step")
+        middle = median(times)
+        yield Tile(
+            label="Speed",
+            value=f"{count(per_step / middle)} tokens/s" if per_step else duration(1e6 * middle),
+            note=f"median step {duration(1e6 * middle)}" if per_step else "median step",
+        )
+
+
+def _replay_table(analysis: Analysis) -> Table | None:
+    """Waits for gathers at other prefetch depths; None where the replay cannot be believed or says nothing."""
+    if not analysis.steps or analysis.prefetch is None:
+        return None
+    measured = analysis.gather_wait_us
+    if measured <= FAITHFUL_SHARE * analysis.step_us:  # a replay may be off by more
+        return None
+    rows = [
+        ["measured", duration(measured), share(measured / analysis.step_us)],
+    ]
+    for depth in range(1, MAX_DEPTH + 1):
+        left = sum(analysis.waits_at(depth).values())
+        used = ", as it was" if depth == analysis.prefetch else ""
+        rows.append([f"depth {depth}{used}", duration(left), share(left / analysis.step_us)])
+    return Table(headings=["Prefetch", "Waits a step", "Of the step"], rows=rows)
+
+
+def _facts(run: Run) -> Iterator[tuple[str, str]]:
+    start = run.metrics.start
+    for label, name, show in (
+        ("Parameters", "parameters", count),
+        ("Bytes of all parameters", "unsharded_bytes", size),
+        ("Tokens per step", "tokens_per_step", exact),
+        ("Steps", "steps", exact),
+    ):
+        value = number(start, name)
+        if value is not None:
+            yield label, show(value)
+    listed = start.get("rank_bytes")
+    held = [as_number(each, largest=LARGEST) for each in listed] if isinstance(listed, list) else []
+    known = [each for each in held if each is not None]
+    if known and len(known) == len(held):
+        low, high = min(known), max(known)
+        text = f"{size(low)} to {size(high)}" if low != high else size(low)
+        yield "Parameters held by a rank", text
+    if run.metrics.steps:
+        done = run.metrics.steps[-1].step
+        yield "Steps done", f"{done}, {'finished' if run.metrics.is_finished else 'not finished'}"
+        memory = max((step.memory_bytes or 0 for step in run.metrics.steps), default=0)
+        if memory:
+            yield "Peak memory of rank 0", size(memory)
+    if run.traces:
+        ranks = ", ".join(str(trace.rank) for trace in run.traces)
+        yield "Ranks with a trace", f"{len(run.traces)} of {run.traces[0].world}: {ranks}"
+    versions = start.get("versions")
+    if isinstance(versions, Mapping):
+        named = {harmless_line(name): text_of(versions, name, "?") for name in versions}
+        yield "Versions", ", ".join(f"{name} {version}" for name, version in named.items())

@@ -1,0 +1,98 @@
+"""Findings of the whole run: from the metrics of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from fullshard.programs.report.finding import Finding
+from fullshard.programs.report.run_files import Run, StepRecord
+from fullshard.programs.report.units import duration
+
+WARM_UP_STEPS = 5
+"""First steps allocate, compile and fill caches; they say nothing of the run's speed."""
+
+SLOWER_BY = 0.1
+"""Of the median step of the run's last quarter against that of its first, from which on it has become slower."""
+
+SPIKE_WINDOW = 25
+"""Steps before one that say what loss was to be expected."""
+
+SPIKE = 8.0
+"""So many times the typical distance from the median of that window is no noise of batches; such a loss is a spike."""
+
+
+def find_in_training(run: Run) -> Iterator[Finding]:
+    """Bad steps, spikes of the loss, steps that take longer and longer."""
+    yield from _troubles(run)
+    yield from _spikes(run.metrics.steps)
+    yield from _slowing_down(run.metrics.steps)
+
+
+def _troubles(run: Run) -> Iterator[Finding]:
+    troubles = [mark for mark in run.metrics.marks if mark.kind == "trouble"]
+    if not troubles:
+        return
+    first = troubles[0]
+    yield Finding(
+        title=f"{len(troubles)} bad {'step' if len(troubles) == 1 else 'steps'}: step {first.step}, {first.text}",
+        text="Loss or gradient norm were not finite, or above the limit, at "
+        + ("step " if len(troubles) == 1 else "steps ")
+        + ", ".join(str(mark.step) for mark in troubles[:10])
+        + (" and later." if len(troubles) > 10 else "."),
+        remedies=(
+            "Lower `optimizer.lr`, longer `schedule.warmup`, smaller `train.clip`",
+            '`train.on_bad_step = "skip"` leaves such updates out',
+        ),
+        severity="bad",
+        cost_share=1.0,
+    )
+
+
+def _spikes(steps: tuple[StepRecord, ...]) -> Iterator[Finding]:
+    found = [(step, expected) for step, expected in _unexpected_losses(steps)]
+    if not found:
+        return
+    worst, expected = max(found, key=lambda each: (each[0].loss or 0.0) - each[1])
+    yield Finding(
+        title=f"The loss jumps to {worst.loss:.3g} at step {worst.step}, where {expected:.3g} was to be expected",
+        text=f"{len(found)} of {len(steps)} steps are far above the {SPIKE_WINDOW} steps before them.",
+        remedies=(
+            "Look at the batch and the gradient norm of that step; lower `optimizer.lr` or smaller `train.clip`",
+        ),
+        severity="bad",
+        cost_share=0.5,
+    )
+
+
+def _unexpected_losses(steps: tuple[StepRecord, ...]) -> Iterator[tuple[StepRecord, float]]:
+    window: list[float] = []
+    for step in steps:
+        if step.loss is None:
+            continue
+        if len(window) == SPIKE_WINDOW:
+            expected = median(window)
+            # The typical distance of noise, but never so small that a flat curve has spikes.
+            distance = max(median(abs(loss - expected) for loss in window), 0.01 * abs(expected))
+            if step.loss - expected > SPIKE * distance:
+                yield step, expected
+            window.pop(0)
+        window.append(step.loss)
+
+
+def _slowing_down(steps: tuple[StepRecord, ...]) -> Iterator[Finding]:
+    times = [step.step_s for step in steps if step.step_s][WARM_UP_STEPS:]
+    quarter = len(times) // 4
+    if quarter < WARM_UP_STEPS:
+        return
+    first, last = median(times[:quarter]), median(times[-quarter:])
+    if last < (1 + SLOWER_BY) * first:
+        return
+    yield Finding(
+        title=f"The run becomes slower: {duration(first * 1e6)} a step at first, {duration(last * 1e6)} at the end",
+        text=f"Medians of the first and the last quarter of the steps, without the first {WARM_UP_STEPS}.",
+        remedies=(
+            "Look for what grows or shares the machine: memory, clocks and temperature, data loading, other programs",
+        ),
+        cost_share=1 - first / last,
+    )

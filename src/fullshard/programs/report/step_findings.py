@@ -1,0 +1,356 @@
+"""Findings of the recorded steps: waits, wires, groups, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import fmean, median
+
+from fullshard.programs.report.analysis import Analysis
+from fullshard.programs.report.finding import Finding
+from fullshard.programs.report.replay import MAX_DEPTH
+from fullshard.programs.report.timeline import WIRES, StepTimes, WaitTimes, mean_duration_us
+from fullshard.programs.report.trace_file import Span
+from fullshard.programs.report.units import count, duration, share, size
+
+HIDDEN_BELOW = 0.01
+"""Less than this part of a step spent on waiting is nothing to act on: steps vary by more."""
+
+WORTH_TELLING = 0.01
+"""A single cause is told from this part of the step on."""
+
+HELPS_FROM = 0.3
+"""A deeper prefetch is recommended if it takes away at least this part of the waits it is for; it costs memory."""
+
+NEARLY_ALL = 0.8
+"""A smaller depth that takes away this part of what the best one does is as good: the rest is not worth its memory."""
+
+WIRE_BOUND = 0.8
+"""Time on the wire, as part of that of compute, from which on there is too little compute to hide gathers behind."""
+
+SLOW_GATHER = 4.0
+"""A gather is slow by itself if it takes this many times as long as those of groups of its size."""
+
+SMALL_GROUP_BYTES = 1_000_000
+"""Gathered bytes below which a collective's time is mostly latency, on wires of 10 GB/s and more."""
+
+MANY_SMALL = 0.5
+"""Part of the groups that are small, from which on merging them is worth a try."""
+
+PADDING = 0.05
+"""Part of all stored and sent elements that is padding, from which on it is told."""
+
+HELD_AT_ONCE = 0.75
+"""Part of all parameters that lie gathered at the same time, from which on sharding saves little of their memory."""
+
+OUTSIDE = 0.35
+"""Part of the step outside of forward and backward, from which on it is told."""
+
+
+def find_in_steps(analysis: Analysis) -> Iterator[Finding]:
+    """All that the recorded steps say; nothing if there are none."""
+    if not analysis.steps:
+        return
+    yield from _first_gather(analysis)
+    yield from _gather_waits(analysis)
+    yield from _reduction_waits(analysis)
+    yield from _straggler(analysis)
+    yield from _small_groups(analysis)
+    yield from _padding(analysis)
+    yield from _held_at_once(analysis)
+    yield from _outside(analysis)
+    yield from _hidden(analysis)
+
+
+def _first_gather(analysis: Analysis) -> Iterator[Finding]:
+    wait = _first_wait(analysis)
+    if wait is None or wait.mean_us < WORTH_TELLING * analysis.step_us:
+        return
+    yield Finding(
+        title=f"The step begins with {duration(wait.mean_us)} of waiting for the gather of `{wait.group}`",
+        text=f"That is {share(wait.mean_us / analysis.step_us)} of the step. Nothing computes before the first gather is "
+        f"there, so no prefetch can hide it. {_slowness(analysis, wait.group)}",
+        remedies=(
+            'Less in the group that comes first: `sharding.groups = "plan"`, or `fully_shard` on the embedding and the '
+            "head by themselves",
+            "Issue it earlier: `model.unshard(async_op=True)` before the batch is read",
+        ),
+        cost_share=wait.mean_us / analysis.step_us,
+    )
+
+
+def _first_wait(analysis: Analysis) -> WaitTimes | None:
+    """The wait for the gather that steps begin with."""
+    first = next((gather for step in analysis.judged for gather in step.of("gather")), None)
+    if first is None:
+        return None
+    key = (first.group, first.phase, "gather")
+    waits = (
+        wait for wait in analysis.judged_waits if (wait.group, wait.phase, wait.awaited) == key
+    )
+    return next(waits, None)
+
+
+def _gather_waits(analysis: Analysis) -> Iterator[Finding]:
+    first = _first_wait(analysis)
+    waits = [wait for wait in analysis.judged_waits if wait.awaited == "gather" and wait != first]
+    total = sum(wait.mean_us for wait in waits)
+    cost = total / analysis.step_us
+    if cost < WORTH_TELLING:
+        return
+    longest = waits[0]
+    where = f"`{longest.group}` waits {duration(longest.mean_us)} for its gather in {longest.phase}"
+    text = (
+        f"Compute stands still for {duration(total)} a step, {share(cost)} of it, for gathers after the first"
+        f"{_and_others(waits)}. {_slowness(analysis, longest.group)}"
+    )
+    depth = _helpful_depth(analysis)
+    if depth is None or analysis.prefetch is None:
+        yield _no_depth_helps(analysis, where, text, cost)
+        return
+    left = analysis.waits_at(depth)
+    left_here = left.get((longest.group, longest.phase), 0.0)
+    left_in_all = sum(left.values()) - (left.get((first.group, first.phase), 0.0) if first else 0.0)
+    more = (depth - analysis.prefetch) * max(g.gathered_bytes for g in analysis.groups.values())
+    yield Finding(
+        title=f"{where}: prefetch depth {depth} would "
+        + ("hide it" if left_here < 0.1 * longest.mean_us else f"leave {duration(left_here)}"),
+        text=text
+        + f"Played again with gathers issued {depth} groups ahead instead of {analysis.prefetch}, "
+        f"{duration(left_in_all)} a step remain, for up to {size(more)} more memory.",
+        remedies=(
+            f"Trainer: `sharding.prefetch = {depth}`{_fully_shard(analysis)}",
+            "API: `set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch`, with the next "
+            f"{depth} layers of each",
+        ),
+        cost_share=cost,
+    )
+
+
+def _fully_shard(analysis: Analysis) -> str:
+    """The trainer's wrapper has no depth to set."""
+    is_wrapped = analysis.run.setting("sharding", "door") == "wrapper"
+    return ' with `sharding.door = "fully_shard"`' if is_wrapped else ""
+
+
+def _and_others(waits: list[WaitTimes]) -> str:
+    named = [f"`{wait.group}` in {wait.phase} {duration(wait.mean_us)}" for wait in waits[1:4]]
+    more = len(waits) - 1 - len(named)
+    if not named:
+        return ""
+    return "; after the longest: " + ", ".join(named) + (f" and {more} more" if more else "")
+
+
+def _slowness(analysis: Analysis, name: str) -> str:
+    """Whether the group's gather is slow by itself, in a sentence: against groups of about its size."""
+    gathers = _gathers_by_group(analysis)
+    if name not in gathers:
+        return ""
+    own_bytes = gathers[name][0].nbytes
+    alike = [
+        mean_duration_us(spans)
+        for group, spans in gathers.items()
+        if group != name and own_bytes / 2 <= spans[0].nbytes <= own_bytes * 2
+    ]
+    own = mean_duration_us(gathers[name])
+    if len(alike) < 2 or own < SLOW_GATHER * median(alike):
+        return ""
+    return f"Its gather takes {duration(own)}; those of groups of its size take {duration(median(alike))}. "
+
+
+def _gathers_by_group(analysis: Analysis) -> dict[str, list[Span]]:
+    gathers: dict[str, list[Span]] = {}
+    for step in analysis.judged:
+        for gather in step.of("gather"):
+            gathers.setdefault(gather.group, []).append(gather)
+    return gathers
+
+
+def _helpful_depth(analysis: Analysis) -> int | None:
+    """The smallest depth that takes away nearly all that any depth can; None if that is not worth it."""
+    used = analysis.prefetch
+    if used is None or not analysis.groups:
+        return None
+    left = {d: sum(analysis.waits_at(d).values()) for d in range(used, max(used, MAX_DEPTH) + 1)}
+    gain = left[used] - min(left.values())
+    if gain <= HELPS_FROM * left[used]:
+        return None
+    return next(depth for depth, waits in left.items() if left[used] - waits >= NEARLY_ALL * gain)
+
+
+def _no_depth_helps(analysis: Analysis, where: str, text: str, cost: float) -> Finding:
+    steps = analysis.judged
+    wire_us = fmean(step.lane("gather").wire_us for step in steps)
+    compute_us = fmean(step.compute_us("forward", "backward") for step in steps)
+    title = where
+    if analysis.prefetch is None:
+        text += (
+            "Playing the step again does not come to the measured waits, so nothing is promised of another prefetch "
+            "depth. "
+        )
+    else:
+        text += f"No prefetch depth up to {MAX_DEPTH} would take away much of it. "
+        if wire_us >= WIRE_BOUND * compute_us:
+            title = f"The wire is the bottleneck: {where}"
+    text += f"Gathers are on the wire for {duration(wire_us)} a step; forward and backward compute for {duration(compute_us)}."
+    return Finding(title=title, text=text, remedies=_less_on_the_wire(analysis), cost_share=cost)
+
+
+def _less_on_the_wire(analysis: Analysis) -> tuple[str, ...]:
+    groups = analysis.groups.values()
+    remedies = [
+        "More work per gather: a larger batch per rank (`train.batch`, or more tokens a forward)"
+    ]
+    if any(group.compute_dtype == "float32" for group in groups):
+        remedies.append(
+            'Half of the bytes: `compute.precision = "bf16"`, or `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`'
+        )
+    if any(_gathers_in_backward(step) for step in analysis.judged):
+        remedies.append(
+            "Fewer gathers, for the memory of the whole model: `sharding.reshard_after_forward = false`, or "
+            "`fully_shard(..., reshard_after_forward=False)`"
+        )
+    if groups and all(g.replicas == 1 and g.world > 2 and g.world % 2 == 0 for g in groups):
+        remedies.append(
+            "Gather over fewer and nearer ranks (HSDP): `sharding.replicas = 2`, or a 2-D mesh"
+        )
+    return tuple(remedies)
+
+
+def _gathers_in_backward(step: StepTimes) -> bool:
+    return any(gather.phase == "backward" for gather in step.of("gather"))
+
+
+def _reduction_waits(analysis: Analysis) -> Iterator[Finding]:
+    waits = [
+        wait for wait in analysis.judged_waits if wait.awaited == "reduction" and wait.mean_us > 0
+    ]
+    total = sum(wait.mean_us for wait in waits)
+    cost = total / analysis.step_us
+    if cost < WORTH_TELLING:
+        return
+    remedies = [
+        "A smaller group first in forward, which is reduced last and has nothing to hide behind: "
+        '`sharding.groups = "plan"`, or `fully_shard` on the embedding',
+        "More work per reduction: a larger batch per rank (`train.batch`)",
+    ]
+    if any(group.wire_dtype in ("", "float32") for group in analysis.groups.values()):
+        remedies.insert(
+            0,
+            'Half of the bytes, still summed in float32: `compute.wire = "bf16"`, or '
+            "`MixedPrecisionPolicy(wire_dtype=torch.bfloat16)`",
+        )
+    yield Finding(
+        title=f"Compute waits {duration(total)} for reductions, {share(cost)} of the step",
+        text=f"The longest is that of `{waits[0].group}` with {duration(waits[0].mean_us)}. What is reduced at the end of "
+        "backward has no compute left to hide behind.",
+        remedies=tuple(remedies),
+        cost_share=cost,
+    )
+
+
+def _straggler(analysis: Analysis) -> Iterator[Finding]:
+    late = analysis.straggler
+    if late is None:
+        return
+    exposed = fmean(step.exposed_us for step in analysis.steps if step.rank != late.rank)
+    # Waiting on the wire costs only what compute did not hide.
+    lost_us = min(late.waited_us, exposed)
+    yield Finding(
+        title=f"Rank {late.rank} comes later than the others, which wait up to {duration(lost_us)} a step for it",
+        text=f"{share(late.part)} of the time that ranks waited for each other was for this one. Their waits look like a "
+        f"slow wire; the other findings are of rank {late.rank} alone.",
+        remedies=(
+            f"Look at rank {late.rank}'s machine: clocks, temperature, other processes, its data loading",
+            "Give all ranks the same work: batches of equal length",
+        ),
+        cost_share=lost_us / analysis.step_us,
+    )
+
+
+def _small_groups(analysis: Analysis) -> Iterator[Finding]:
+    groups = analysis.groups.values()
+    small = [group for group in groups if 0 < group.gathered_bytes < SMALL_GROUP_BYTES]
+    is_planned = analysis.run.setting("sharding", "groups") == "plan"
+    if is_planned or len(small) < 4 or len(small) < MANY_SMALL * len(groups):
+        return
+    names = {group.name for group in small}
+    spans = [span for step in analysis.judged for span in step.of(*WIRES) if span.group in names]
+    if not spans:
+        return
+    # What a wait has beyond the time of a usual collective of theirs, has another cause.
+    usual_us = median(span.duration_us for span in spans)
+    waited = sum(
+        min(wait.mean_us, usual_us) for wait in analysis.judged_waits if wait.group in names
+    )
+    if waited < WORTH_TELLING * analysis.step_us:
+        return
+    yield Finding(
+        title=f"{len(small)} of {len(groups)} groups are smaller than {size(SMALL_GROUP_BYTES)}: their time is mostly latency",
+        text=f"Compute waits {duration(waited)} a step for them, not counting what is unusually long. Fewer and larger groups send "
+        "the same bytes in fewer calls.",
+        remedies=('Trainer: `sharding.groups = "plan"`', "API: `plan_groups(model).apply()`"),
+        cost_share=waited / analysis.step_us,
+    )
+
+
+def _padding(analysis: Analysis) -> Iterator[Finding]:
+    groups = analysis.groups.values()
+    padded = sum(group.padded_numel for group in groups)
+    part = 1 - sum(group.numel for group in groups) / padded if padded else 0.0
+    if part < PADDING:
+        return
+    worst = max(groups, key=lambda group: group.padded_numel - group.numel)
+    yield Finding(
+        title=f"{share(part)} of what is stored and sent is padding",
+        text=f"Most of it is in `{worst.name}`: {count(worst.padded_numel - worst.numel)} of {count(worst.padded_numel)} elements. "
+        f"Rows are kept whole, so a parameter with few rows is padded up to {worst.world} ranks.",
+        remedies=(
+            "Shard over fewer ranks: `sharding.replicas`, or a 2-D mesh",
+            'Without rows: `sharding.door = "wrapper"`',
+            "API: shard along a longer dimension with `shard_placement_fn`",
+        ),
+        cost_share=part * analysis.exposed_share,
+    )
+
+
+def _held_at_once(analysis: Analysis) -> Iterator[Finding]:
+    whole = sum(group.gathered_bytes for group in analysis.groups.values())
+    peak = max((s.gathered for step in analysis.steps for s in step.memory), default=0.0)
+    if len(analysis.groups) < 3 or not whole or peak < HELD_AT_ONCE * whole:
+        return
+    yield Finding(
+        title=f"{share(min(1.0, peak / whole))} of the parameters are gathered at the same time",
+        text=f"At the peak {size(peak)} of {size(whole)} lie unsharded; sharding saves memory of gradients and optimizer "
+        "state only.",
+        remedies=(
+            "Give them back after forward: `sharding.reshard_after_forward = true`, or "
+            "`fully_shard(..., reshard_after_forward=True)`",
+            'More and smaller groups: `sharding.groups = "blocks"`, or `fully_shard` on every layer',
+        ),
+    )
+
+
+def _outside(analysis: Analysis) -> Iterator[Finding]:
+    outside = sum(step.compute_us("outside") for step in analysis.steps) / len(analysis.steps)
+    part = outside / analysis.step_us
+    if part < OUTSIDE:
+        return
+    yield Finding(
+        title=f"{share(part)} of the step is outside of forward and backward",
+        text=f"Loss, optimizer, clipping, data and whatever else the program does take {duration(outside)} a step. Nothing of "
+        "it can be changed by sharding, other than the optimizer's part.",
+        remedies=(
+            "Update whole shards at once: `optimizer.flat = true`, or `fullshard.optim.ShardedOptimizer`",
+        ),
+        cost_share=part - OUTSIDE,
+    )
+
+
+def _hidden(analysis: Analysis) -> Iterator[Finding]:
+    if analysis.exposed_share < HIDDEN_BELOW:
+        yield Finding(
+            title=f"Communication is hidden: {share(analysis.exposed_share)} of the step is exposed",
+            text=f"Of {duration(analysis.step_us)} a step compute stands still for "
+            f"{duration(analysis.exposed_share * analysis.step_us)}.",
+            severity="good",
+        )

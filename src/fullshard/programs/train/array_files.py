@@ -1,0 +1,135 @@
+"""Files of tokens: what their headers say, and their content mapped into memory.
+
+    .npy    a header that numpy writes, then numbers
+    .bin    numbers and nothing else; the configuration says of which dtype
+
+Nothing is read until it is asked for, and ranks of one machine share what was: the files may be
+larger than memory. Headers are read without torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import mmap
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fullshard.errors import ConfigurationError
+from fullshard.programs.train.config import TokenDtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAGIC = b"\x93NUMPY"
+
+DTYPES = {
+    "|u1": "uint8",
+    "|i1": "int8",
+    "<u2": "uint16",
+    "<i2": "int16",
+    "<u4": "uint32",
+    "<i4": "int32",
+    "<u8": "uint64",
+    "<i8": "int64",
+}
+"""What numpy calls those that can be read here, and what torch calls them."""
+
+ITEM_BYTES = {name: int(code[-1]) for code, name in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayFile:
+    """A file of tokens."""
+
+    path: Path
+    dtype: str
+    first_byte: int
+    """Of the first token."""
+    length: int
+    """In tokens."""
+
+    def mapped(self) -> Tensor:
+        """Return its tokens; they must not be written to.
+
+        The mapping is read-only: a private one that could be written counts against the memory of the machine, and
+        Linux refuses it for a file larger than that.
+        """
+        import torch
+
+        dtype = getattr(torch, self.dtype)
+        if not self.length:
+            return torch.empty(0, dtype=dtype)
+        with self.path.open("rb") as stream:
+            memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            return torch.frombuffer(memory, dtype=dtype, count=self.length, offset=self.first_byte)
+
+
+def read_header(path: Path, bin_dtype: TokenDtype) -> ArrayFile:
+    """Return what a file of tokens has, of which those without a header are of `bin_dtype`.
+
+    Raises:
+        ConfigurationError: it cannot be read, is no array, or is one of something else than a row of integers.
+    """
+    try:
+        size = path.stat().st_size
+        if path.suffix == ".npy":
+            return _read_npy_header(path, size)
+    except OSError as error:
+        raise ConfigurationError(f"Arrays of tokens must be readable: {error}.") from error
+    except ConfigurationError:  # a ValueError, too, and says all there is
+        raise
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{path} is not an array as numpy.save writes it: {error}. Write it again."
+        ) from error
+    length, rest = divmod(size, ITEM_BYTES[bin_dtype])
+    if rest:
+        raise ConfigurationError(
+            f"{path} must be tokens of {ITEM_BYTES[bin_dtype]} bytes each (data.dtype {bin_dtype}), but it has "
+            f"{size} bytes. Set data.dtype to what it was written as."
+        )
+    return ArrayFile(path, bin_dtype, 0, length)
+
+
+def _read_npy_header(path: Path, size: int) -> ArrayFile:
+    """Read the header of a `.npy` file; ValueError if there is none."""
+    with path.open("rb") as stream:
+        opening = stream.read(len(MAGIC) + 2)
+        if not opening.startswith(MAGIC) or len(opening) < len(MAGIC) + 2:
+            raise ValueError("it does not begin like one")
+        length_bytes = 2 if opening[-2] == 1 else 4
+        header_length = int.from_bytes(stream.read(length_bytes), "little")
+        first_byte = len(opening) + length_bytes + header_length
+        if first_byte > size:
+            raise ValueError("it ends within its header")
+        header = _literal(stream.read(header_length))
+    shape, dtype = header["shape"], DTYPES.get(header["descr"])
+    if len(shape) != 1 or dtype is None:
+        raise ConfigurationError(
+            f"An array of tokens must have one dimension, and be of {', '.join(DTYPES.values())}; {path} is of "
+            f"{header['descr']} (in numpy's words) and has shape {shape}. Write it with numpy.save as one of those."
+        )
+    missing = first_byte + shape[0] * ITEM_BYTES[dtype] - size
+    if missing > 0:
+        raise ValueError(f"its last {missing} bytes are missing")
+    return ArrayFile(path, dtype, first_byte, shape[0])
+
+
+def _literal(header: bytes) -> dict[str, Any]:
+    """Return the dictionary in a header, which has what we need."""
+    try:
+        found = ast.literal_eval(header.decode())
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"its header cannot be read: {error}") from error
+    if (
+        not isinstance(found, dict)
+        or not isinstance(found.get("descr"), str | list)
+        or not isinstance(found.get("shape"), tuple)
+        or not all(isinstance(size, int) and size >= 0 for size in found["shape"])
+    ):
+        raise ValueError("its header does not say shape and dtype")
+    return {**found, "descr": str(found["descr"])}

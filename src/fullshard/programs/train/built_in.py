@@ -1,0 +1,145 @@
+"""The built-in decoder as something to train: its sizes, and its way to transformers.
+
+Its weights are those of a Llama under other names, so exporting it is renaming.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.checkpoint import save_huggingface
+from fullshard.errors import ConfigurationError
+from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.decoder_shape import VOCABULARY_UNKNOWN, DecoderShape, decoder_shape
+from fullshard.programs.train.model import NORM_EPS, ROTARY_BASE, Decoder
+from fullshard.programs.train.tokenizer import open_tokenizer
+from fullshard.programs.train.weights import DrawnWeights, fill, seed_of
+
+LLAMA_NAMES = {
+    "embed": "model.embed_tokens",
+    "blocks": "model.layers",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}
+"""What a Llama of transformers calls the decoder's modules."""
+
+
+class BuiltInDecoder:
+    """The decoder of `model`; a `ModelSource`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Take the sizes from the configuration, and the vocabulary from there or the tokenizer."""
+        self.tokenizer = open_tokenizer(config)
+        self._context = config.data.context
+        vocabulary = config.model.vocabulary or self.tokenizer.vocabulary
+        if vocabulary is None:
+            raise ConfigurationError(VOCABULARY_UNKNOWN)
+        self.shape = decoder_shape(config.model, vocabulary)
+        self.vocabulary = self.shape.vocabulary
+        self.description = (
+            f"decoder of {self.shape.layers} layers x {self.shape.width}, {self.shape.heads} heads"
+        )
+
+    def build(self) -> nn.Module:
+        """Return the decoder on the meta device."""
+        return empty_decoder(self.shape)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Return its blocks."""
+        assert isinstance(model, Decoder)
+        return list(model.blocks)
+
+    def fill(self, model: nn.Module, *, seed: int) -> None:
+        """Draw its starting weights."""
+        fill(model, starting_weights(self.shape, seed=seed))
+
+    def scores(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """Return the model's scores."""
+        scores: Tensor = model(tokens)
+        return scores
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write it as a Llama."""
+        companions = [LlamaConfiguration(self.shape, self._context), self.tokenizer]
+        save_huggingface(folder, model, config_from=companions, rename=llama_name)
+
+
+def empty_decoder(shape: DecoderShape) -> Decoder:
+    """Return a decoder on the meta device."""
+    with torch.device("meta"):
+        return Decoder(shape)
+
+
+def starting_weights(shape: DecoderShape, *, seed: int) -> DrawnWeights:
+    """Return what a decoder starts with: each parameter by itself, from a generator of its own."""
+    skeleton = empty_decoder(shape)
+    deviations = {name: deviation for name, _, deviation in skeleton.starting_deviations()}
+
+    def draw(name: str) -> dict[str, Tensor]:
+        parameter = torch.empty(skeleton.get_parameter(name).shape)
+        deviation = deviations[name]
+        if deviation is None:
+            parameter.fill_(1.0)
+        else:
+            generator = torch.Generator().manual_seed(seed_of(f"{seed} {name}"))
+            parameter.normal_(std=deviation, generator=generator)
+        return {name: parameter}
+
+    return DrawnWeights(skeleton, draw)
+
+
+def llama_name(name: str) -> str:
+    """Return what a Llama of transformers calls a parameter of the decoder."""
+    module, _, parameter = name.rpartition(".")
+    if not module.startswith("blocks."):
+        return f"{LLAMA_NAMES[module]}.{parameter}"
+    blocks, number, inner = module.split(".", 2)
+    return f"{LLAMA_NAMES[blocks]}.{number}.{LLAMA_NAMES[inner]}.{parameter}"
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfiguration:
+    """The decoder's sizes as transformers wants to be told."""
+
+    shape: DecoderShape
+    context: int
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write `config.json`."""
+        content = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.shape.vocabulary,
+            "hidden_size": self.shape.width,
+            "intermediate_size": self.shape.hidden,
+            "num_hidden_layers": self.shape.layers,
+            "num_attention_heads": self.shape.heads,
+            "num_key_value_heads": self.shape.heads,
+            "head_dim": self.shape.width // self.shape.heads,
+            "hidden_act": "silu",
+            "rms_norm_eps": NORM_EPS,
+            "rope_theta": ROTARY_BASE,
+            "max_position_embeddings": self.context,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "torch_dtype": "float32",
+            # Llama's own would be tokens of its tokenizer.
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")

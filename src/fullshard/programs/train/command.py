@@ -1,0 +1,124 @@
+"""The verb `fullshard train`: arguments in, exit code out.
+
+Exit codes:
+    0     trained, or the run in the folder was finished already
+    1     a rank failed, and its traceback was shown; or a bad step stopped the run, or a
+          checkpoint that cannot be written or read
+    2     wrong configuration or data; one message, no traceback
+    129   stopped by SIGHUP: its terminal was closed
+    130   stopped by Ctrl-C
+    143   stopped by SIGTERM
+Stopped runs have saved where they stood, unless the message says that they could not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fullshard.errors import CheckpointError, ConfigurationError
+from fullshard.programs.console.broken_pipe_safe import forgiving
+from fullshard.programs.console.tables import tell
+from fullshard.programs.train.config_file import read_config, toml_value
+from fullshard.programs.train.config_reference import print_reference
+from fullshard.programs.train.launch import problems_here, speaks_for_all, start
+from fullshard.programs.train.processes import RankFailedError, StoppedError
+from fullshard.programs.train.stop import BadStepError, StoppedBySignalError
+
+
+def train(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN.toml", show_default=False, help="What the run is to be."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SECTION.FIELD=VALUE",
+            help="Set a field, whatever the file says; may be given many times.",
+        ),
+    ] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Ranks to start: --set run.ranks=N", show_default=False),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder of the run: --set run.folder=DIR", show_default=False
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Begin anew; a run that is in the folder is moved aside."),
+    ] = False,
+    fields: Annotated[
+        bool, typer.Option("--fields", help="List all sections and fields, and leave.")
+    ] = False,
+) -> None:
+    """Train a language model, sharded over ranks.
+
+    What is trained, on what and how is said in a TOML file; without one,
+    two CPU ranks (or all GPUs) train a small model on the Python standard
+    library's sources. A run that is in the folder goes on where it stood.
+    Under torchrun or srun it joins the ranks it is given.
+    """
+    if fields:
+        print_reference(Console())
+        return
+    wanted = [*(settings or ())]
+    if ranks is not None:
+        wanted.append(f"run.ranks={ranks}")
+    if folder is not None:
+        wanted.append(f"run.folder={toml_value(folder)}")
+    is_heard = speaks_for_all(os.environ)
+    with _ends_well(is_heard=is_heard):
+        config = read_config(file, wanted, checks=[partial(problems_here, fresh=fresh)])
+        if is_heard:
+            stream = forgiving(sys.stdout)  # the run goes on if nobody can read this
+            print("Starting; importing torch takes a few seconds.", file=stream, flush=True)
+        start(config, fresh=fresh)
+
+
+@contextmanager
+def _ends_well(*, is_heard: bool) -> Iterator[None]:
+    """Turn what may end a run into a message and an exit code.
+
+    Args:
+        is_heard: this process speaks for all; what every rank of a launcher finds, it tells alone.
+    """
+    try:
+        yield
+        return
+    except ConfigurationError as error:
+        message, code = f"Error: {error}", 2
+    except (RankFailedError, BadStepError, CheckpointError) as error:
+        message, code = str(error), 1
+    except StoppedError as error:
+        message, code = str(error), 128 + error.by
+    except StoppedBySignalError as error:
+        message, code = str(error), 128 + signal.SIGTERM
+    except KeyboardInterrupt:
+        message, code = "Stopped.", 128 + signal.SIGINT
+    if is_heard:
+        _restore_terminal()
+        tell(message)
+    raise typer.Exit(code)
+
+
+def _restore_terminal() -> None:
+    """Close the live line that rank 0 may have had no time to close: a new line, and the cursor back."""
+    console = Console(file=forgiving(sys.stdout))
+    if console.is_terminal:
+        console.print()
+        console.show_cursor(True)

@@ -1,0 +1,426 @@
+"""What a training run can be told: one dataclass per section of the file, every field explained.
+
+    [model]
+    size = "small"
+
+    [train]
+    steps = 2000
+
+A file names what differs from the defaults here; `--set train.steps=10` differs from the file. This
+module imports no torch: a wrong configuration is answered at once.
+
+The text under a field is all there is about it: `config_fields` takes it from here for the file of
+a run, the command's answers and the documentation. A field's type says which values it may have;
+what concerns several fields is said by the `problems` of their section, or of `RunConfig`.
+
+Fields marked `FIXED` decide the trajectory of a run; a run that is resumed must have them as they
+were. What is done about bad steps is not among them, though it has a part in the trajectory: a run
+that a bad step has stopped could not go on otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from fullshard.programs.train.limits import Limits
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+Size = Literal["tiny", "small", "medium", "large"]
+Tokens = Literal["auto", "text", "array"]
+TokenDtype = Literal["uint8", "uint16", "int32", "int64"]
+OptimizerName = Literal["adamw", "adam", "sgd", "adagrad"]
+Schedule = Literal["cosine", "linear", "constant"]
+Door = Literal["fully_shard", "wrapper"]
+Grouping = Literal["blocks", "plan"]
+Precision = Literal["fp32", "bf16"]
+Blocks = Literal["none", "blocks"]
+BadStep = Literal["stop", "skip", "ignore"]
+
+Count = Annotated[int, Limits(0)]
+PositiveCount = Annotated[int, Limits(1)]
+NotNegative = Annotated[float, Limits(0)]
+Positive = Annotated[float, Limits(0, open_low=True)]
+Timeout = Annotated[float, Limits(0, 7 * 24 * 3600, open_low=True)]
+Part = Annotated[float, Limits(0, 1)]
+PartBelowOne = Annotated[float, Limits(0, 1, open_high=True)]
+ProperPart = Annotated[float, Limits(0, 1, open_low=True, open_high=True)]
+
+DEFAULT_FOLDER = Path("runs/default")
+
+FIXED = {"fixed": True}
+"""Marks a field that a resumed run must have as it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong with a configuration that concerns more than the value of one field."""
+
+    about: tuple[str, ...]
+    """The fields it follows from (`train.batch`), or whole sections (`model`). If one of them was refused for itself,
+    this problem may not be there at all."""
+
+    text: str
+    """The rule, what was found, the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSection:
+    """Where a run takes place, and where it leaves what it makes."""
+
+    folder: Path = DEFAULT_FOLDER
+    """Folder of the run: configuration, metrics, checkpoints, traces, report. If a run is in it, it goes on."""
+
+    ranks: PositiveCount | None = None
+    """Ranks to start here; none given takes those of a launcher, else 2 on CPU and one per GPU."""
+
+    device: DeviceChoice = "auto"
+    """Where to train; auto takes CUDA when there is a GPU."""
+
+    timeout: Timeout = 600.0
+    """Seconds a rank waits for the others before it gives up: what is left of a run ends so long after a host is lost."""
+
+    seed: Count = field(default=0, metadata=FIXED)
+    """Decides starting weights, the order of the data, and samples."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSection:
+    """What is trained: the built-in decoder, or a model of transformers."""
+
+    size: Size = field(default="tiny", metadata=FIXED)
+    """Size of the built-in decoder."""
+
+    layers: PositiveCount | None = field(default=None, metadata=FIXED)
+    """Its blocks, if not those of the size."""
+
+    width: PositiveCount | None = field(default=None, metadata=FIXED)
+    """Width of its residual stream, if not that of the size."""
+
+    heads: PositiveCount | None = field(default=None, metadata=FIXED)
+    """Its attention heads, if not those of the size; width / heads is even."""
+
+    vocabulary: PositiveCount | None = field(default=None, metadata=FIXED)
+    """Tokens it knows, if not those of the tokenizer; to be given for arrays without one."""
+
+    huggingface: Path | None = field(default=None, metadata=FIXED)
+    """Folder with the `config.json` of a causal language model of transformers, instead of the built-in decoder."""
+
+    pretrained: bool = field(default=False, metadata=FIXED)
+    """Start from the weights in the Hugging Face folder, not from drawn ones."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Find what does not go together."""
+        if self.pretrained and self.huggingface is None:
+            yield Problem(
+                ("model.pretrained", "model.huggingface"),
+                "model.pretrained needs a folder with weights to start from. Set model.huggingface, or leave "
+                "model.pretrained out.",
+            )
+        own = [
+            name
+            for name in ("layers", "width", "heads", "vocabulary")
+            if getattr(self, name) is not None
+        ]
+        if self.huggingface is not None and own:
+            yield Problem(
+                ("model.huggingface", *(f"model.{name}" for name in own)),
+                f"{', '.join(f'model.{name}' for name in own)} shape the built-in decoder; the model of "
+                f"{self.huggingface} is shaped by its config.json. Leave them out, or model.huggingface.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSection:
+    """What is learned from."""
+
+    path: Path | None = field(default=None, metadata=FIXED)
+    """File or folder; none given takes the sources of Python's standard library."""
+
+    kind: Tokens = field(default="auto", metadata=FIXED)
+    """text (files are tokenised when the run starts) or array (`.npy`, or `.bin` without a header, memory-mapped);
+    auto goes by the file's name."""
+
+    dtype: TokenDtype = field(default="uint16", metadata=FIXED)
+    """Of the tokens in a `.bin` file."""
+
+    tokenizer: Path | None = field(default=None, metadata=FIXED)
+    """Folder or file of a Hugging Face tokenizer for text; none given takes that of the model's folder if there is
+    one, else bytes."""
+
+    context: PositiveCount = field(default=128, metadata=FIXED)
+    """Tokens the model sees at once."""
+
+    held_out: ProperPart = field(default=0.05, metadata=FIXED)
+    """Part of the tokens kept back for evaluation, from the end."""
+
+    max_bytes: PositiveCount = field(default=8_000_000, metadata=FIXED)
+    """Read no more text than this."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Find what does not go together."""
+        if self.kind == "array" and self.path is None:
+            yield Problem(
+                ("data.kind", "data.path"),
+                'data.kind = "array" needs an array to read. Set data.path to a .npy or .bin file, or leave '
+                "data.kind out.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSection:
+    """The steps."""
+
+    steps: PositiveCount = 240
+    """Optimizer steps of the whole run."""
+
+    batch: PositiveCount = field(default=16, metadata=FIXED)
+    """Windows per step, of all ranks together; any number of ranks that divides it sees the same batches."""
+
+    accumulate: PositiveCount = 1
+    """Parts a rank's share of the batch is computed in, one after the other."""
+
+    clip: NotNegative = field(default=1.0, metadata=FIXED)
+    """Largest norm of the gradients; larger ones are scaled down to it. 0 does not clip."""
+
+    on_bad_step: BadStep = "stop"
+    """What to do when loss or gradient norm are not finite, or the norm exceeds `max_norm`: stop the run, skip the
+    update, or ignore it."""
+
+    max_norm: NotNegative = 0.0
+    """Norm of the gradients above which a step is bad; 0 for none."""
+
+    max_bad_steps: PositiveCount = 10
+    """With skip: so many bad steps in a row stop the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSection:
+    """How gradients become updates."""
+
+    name: OptimizerName = field(default="adamw", metadata=FIXED)
+    """Which optimizer of torch.optim."""
+
+    lr: Positive = field(default=3e-3, metadata=FIXED)
+    """Highest learning rate."""
+
+    weight_decay: NotNegative = field(default=0.1, metadata=FIXED)
+    """Of matrices; vectors (norms, biases) are not decayed."""
+
+    betas: tuple[PartBelowOne, PartBelowOne] = field(default=(0.9, 0.95), metadata=FIXED)
+    """Of adam and adamw."""
+
+    eps: Positive = field(default=1e-8, metadata=FIXED)
+    """Of adam, adamw and adagrad."""
+
+    momentum: PartBelowOne = field(default=0.9, metadata=FIXED)
+    """Of sgd."""
+
+    flat: bool = True
+    """Update whole shards at once (fullshard.optim), not parameter by parameter."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleSection:
+    """The learning rate over the run."""
+
+    kind: Schedule = field(default="cosine", metadata=FIXED)
+    """Its way down after the warm-up."""
+
+    warmup: NotNegative = field(default=0.1, metadata=FIXED)
+    """Part of the steps in which it rises from 0, if below 1; else so many steps."""
+
+    last: Part = field(default=0.1, metadata=FIXED)
+    """Part of the highest rate that it ends at."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingSection:
+    """How the model is spread over the ranks."""
+
+    door: Door = "fully_shard"
+    """fully_shard, or wrapper: FullyShardedDataParallel."""
+
+    groups: Grouping = "blocks"
+    """One group per block, or those of `plan_groups`, which merges small ones."""
+
+    replicas: PositiveCount = 1
+    """Copies of the sharded model (HSDP); ranks / replicas ranks share one."""
+
+    reshard_after_forward: bool = True
+    """Give gathered parameters back between forward and backward."""
+
+    prefetch: Count = 1
+    """Groups that are gathered ahead of the one that computes."""
+
+    offload: bool = False
+    """Keep shards and optimizer state in host memory; fully_shard on CUDA only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeSection:
+    """How a step is computed."""
+
+    precision: Precision = field(default="fp32", metadata=FIXED)
+    """fp32, or bf16: compute in bfloat16, keep parameters and reduce gradients in float32."""
+
+    wire: Precision = field(default="fp32", metadata=FIXED)
+    """In what gradients travel; with bf16 they are still summed in float32."""
+
+    checkpoint_activations: Blocks = "none"
+    """Recompute the activations of blocks in backward instead of keeping them."""
+
+    compile: Blocks = "none"
+    """torch.compile each block."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationSection:
+    """The loss on held-out data; always taken at the start and the end."""
+
+    every: Count = 0
+    """Steps between evaluations; 0 for none in between."""
+
+    windows: PositiveCount = 64
+    """At most so many windows, spread evenly."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSection:
+    """What is kept, so that a run can go on."""
+
+    every: Count = 100
+    """Steps between checkpoints, written while training goes on; 0 for none but the last."""
+
+    keep: PositiveCount = 2
+    """So many of the newest stay."""
+
+    export: bool = False
+    """At the end, write the model as a Hugging Face folder `model`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceSection:
+    """A few steps are recorded for the report's timeline."""
+
+    start: PositiveCount = 20
+    """The first of them, counted from 1."""
+
+    steps: Count = 3
+    """How many; 0 for none."""
+
+    ranks: Count = 8
+    """So many of the first ranks record."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogSection:
+    """What is written down and shown."""
+
+    every: PositiveCount = 1
+    """Steps between lines of `metrics.jsonl`."""
+
+    tensorboard: bool = False
+    """Write metrics for TensorBoard, too; needs the package tensorboard."""
+
+    report: bool = True
+    """Write `report.html` at the end; needs the package plotly."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplesSection:
+    """Text the model writes at the end."""
+
+    count: Count = 1
+    """How many samples; 0 for none."""
+
+    prompt: str = "def "
+    """How each begins."""
+
+    tokens: PositiveCount = 120
+    """How many tokens each gets."""
+
+    temperature: NotNegative = 0.8
+    """0 always takes the likeliest token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """One training run, as the user asked for it."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    sharding: ShardingSection = field(default_factory=ShardingSection)
+    compute: ComputeSection = field(default_factory=ComputeSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    trace: TraceSection = field(default_factory=TraceSection)
+    log: LogSection = field(default_factory=LogSection)
+    samples: SamplesSection = field(default_factory=SamplesSection)
+
+    def problems(self) -> Iterator[Problem]:
+        """Find what does not go together, whatever the machine and the number of ranks."""
+        yield from self.model.problems()
+        yield from self.data.problems()
+        if self.sharding.offload and self.sharding.door == "wrapper":
+            yield Problem(
+                ("sharding.offload", "sharding.door"),
+                "sharding.offload is there for fully_shard only, and sharding.door is wrapper. Leave one of them out.",
+            )
+        if self.sharding.prefetch != 1 and self.sharding.door == "wrapper":
+            yield Problem(
+                ("sharding.prefetch", "sharding.door"),
+                f"sharding.prefetch is there for fully_shard only: the wrapper gathers 1 group ahead, and not "
+                f"{self.sharding.prefetch}. Leave it out, or sharding.door.",
+            )
+        if self.sharding.offload and self.run.device == "cpu":
+            yield Problem(("sharding.offload", "run.device"), OFFLOAD_ON_CPU)
+
+    def world_problems(self, world: int) -> Iterator[Problem]:
+        """Find what does not go with this number of ranks."""
+        train = self.train
+        parts = world * train.accumulate
+        if train.batch % parts:
+            below = train.batch // parts * parts
+            yield Problem(
+                ("run.ranks", "train.batch", "train.accumulate"),
+                "train.batch must be divisible by ranks * train.accumulate: "
+                f"{train.batch} / ({world} * {train.accumulate}) leaves {train.batch % parts}. "
+                f"{_either(*([below] if below else []), below + parts)} would do as train.batch"
+                f"{self._ranks_that_would_do(world)}.",
+            )
+        if world % self.sharding.replicas:
+            yield Problem(
+                ("run.ranks", "sharding.replicas"),
+                f"The number of ranks must be divisible by sharding.replicas: {world} / "
+                f"{self.sharding.replicas} leaves {world % self.sharding.replicas}. "
+                f"{_either(*_divisors(world, world))} would do as sharding.replicas.",
+            )
+
+    def _ranks_that_would_do(self, world: int) -> str:
+        shares, rest = divmod(self.train.batch, self.train.accumulate)
+        return (
+            "" if rest else f", or {_either(*_divisors(shares, 2 * world))} as the number of ranks"
+        )
+
+
+OFFLOAD_ON_CPU = (
+    "sharding.offload needs CUDA: on the CPU shards are in host memory in any case. Leave it out."
+)
+
+
+def _divisors(number: int, highest: int) -> list[int]:
+    """Return the divisors up to `highest`; of large ones the search is given up."""
+    return [n for n in range(1, min(highest, 10_000) + 1) if number % n == 0]
+
+
+def _either(*numbers: int) -> str:
+    """Return numbers as a choice in words."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,77 @@
+"""The loss: of windows, and over the held-out data of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fullshard.programs.train.models import ModelSource
+from fullshard.programs.train.windows import Windows
+
+
+def window_losses(source: ModelSource, module: nn.Module, windows: Tensor) -> Tensor:
+    """Return the mean loss of each window (rows of context + 1 tokens), in nats per token."""
+    inputs, targets = windows[:, :-1], windows[:, 1:]
+    scores = source.scores(module, inputs).float()
+    losses = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.view(targets.shape).mean(dim=1)
+
+
+@torch.no_grad()
+def held_out_loss(
+    source: ModelSource,
+    module: nn.Module,
+    held_out: Windows,
+    *,
+    limit: int,
+    rows: int,
+    device: torch.device,
+) -> float:
+    """Return the mean loss over held-out windows, those of all ranks together.
+
+    Args:
+        source: What the model was made from.
+        module: The sharded model. All ranks call this.
+        held_out: Windows that are not trained on.
+        limit: Take at most so many, spread evenly.
+        rows: Windows a rank computes at a time.
+        device: Where it computes.
+    """
+    chosen = spread_evenly(limit, len(held_out))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    total = torch.zeros((), device=device)
+    was_training = module.training
+    module.eval()
+    for mine, weights in shares(chosen, rank=rank, world=world, rows=rows):
+        windows = held_out.rows(mine).to(device)
+        total += window_losses(source, module, windows) @ torch.tensor(weights, device=device)
+    module.train(was_training)
+    dist.all_reduce(total)
+    return float(total.item() / len(chosen))
+
+
+def spread_evenly(limit: int, num_windows: int) -> list[int]:
+    """Choose at most so many windows, spread over all."""
+    count = min(limit, num_windows)
+    return [number * num_windows // count for number in range(count)]
+
+
+def shares(
+    chosen: Sequence[int], *, rank: int, world: int, rows: int
+) -> Iterator[tuple[list[int], list[float]]]:
+    """Yield a rank's windows, some rows at a time, and the weight of each.
+
+    Every rank gets as many, because every forward of a sharded model is a collective: rows beyond the last
+    window are filled up with the first, and weigh nothing.
+    """
+    for first in range(0, len(chosen), world * rows):
+        mine = first + rank * rows
+        places = range(mine, mine + rows)
+        yield (
+            [chosen[place] if place < len(chosen) else chosen[0] for place in places],
+            [float(place < len(chosen)) for place in places],
+        )

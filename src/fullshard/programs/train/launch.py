@@ -1,0 +1,217 @@
+"""Decide where a run takes place: on ranks started here, or as one of those a launcher started.
+
+    start(config)
+      torchrun, srun   this process is a rank already        -> run_rank
+      else             n processes on this machine           -> run_rank in each
+
+What can be known to be wrong is found here, before any rank starts: by `problems_here` without
+torch, whose import takes seconds; then what only torch can tell.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from fullshard.errors import ConfigurationError, FullshardError
+from fullshard.programs.console.broken_pipe_safe import forgiving
+from fullshard.programs.train import slurm
+from fullshard.programs.train.config import OFFLOAD_ON_CPU, DeviceChoice, Problem, RunConfig
+from fullshard.programs.train.config_fields import config_sections
+from fullshard.programs.train.preflight import data_problems, model_problems
+from fullshard.programs.train.processes import StoppedError, run_in_processes
+from fullshard.programs.train.rank_info import (
+    Device,
+    RankInfo,
+    has_torchrun,
+    place_by_torchrun,
+    places_on_this_machine,
+)
+from fullshard.programs.train.run_folder import RunFolder
+from fullshard.programs.train.stop import ENDS_OF_ALL_RANKS, StoppedBySignalError
+
+DEFAULT_CPU_RANKS = 2
+
+
+def start(config: RunConfig, *, fresh: bool = False) -> None:
+    """Train, and return when all is done that this process has to do.
+
+    Args:
+        config: what `read_config` has found right, with `problems_here`.
+        fresh: begin anew; a run that is in the folder is moved aside.
+
+    Raises:
+        ConfigurationError: it does not fit this machine; no rank was started.
+        RankFailedError: a rank started here failed; all of them have ended.
+        BadStepError: a step was bad, and the configuration says to stop then.
+        CheckpointError: a checkpoint cannot be written, or read.
+        StoppedError, StoppedBySignalError: this process was told to stop, and did.
+    """
+    device = choose_device(config.run.device)
+    place = place_in(os.environ, device)
+    if place is not None:
+        _check_machine(config, device, world=place.world, ranks_here=place.local_world)
+        join(config, place)
+    else:
+        ranks = config.run.ranks or (num_gpus() if device == "cuda" else DEFAULT_CPU_RANKS)
+        _check_machine(config, device, world=ranks, ranks_here=ranks)
+        launch(config, ranks, device, fresh=fresh)
+
+
+# --- who is a rank ---------------------------------------------------------------------------------------
+
+
+def place_in(environment: Mapping[str, str], device: Device) -> RankInfo | None:
+    """Return the place that a launcher gave this process; none if it is not one of its ranks."""
+    if has_torchrun(environment):
+        return place_by_torchrun(environment, device)
+    if slurm.has_step(environment):
+        return slurm.place_by_slurm(environment, device)
+    return None
+
+
+def speaks_for_all(environment: Mapping[str, str]) -> bool:
+    """Say whether this process is the one to tell what all find: under a launcher, rank 0."""
+    if has_torchrun(environment):
+        return environment["RANK"] == "0"
+    return not slurm.has_step(environment) or environment["SLURM_PROCID"] == "0"
+
+
+def join(config: RunConfig, place: RankInfo) -> None:
+    """Train as the rank a launcher made of this process."""
+    # A launcher may pass Ctrl-C on as it is; to a rank it means what SIGTERM does.
+    signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
+    from fullshard.programs.train.rank import run_rank
+
+    run_rank(config, place)
+
+
+def launch(config: RunConfig, ranks: int, device: Device, *, fresh: bool) -> None:
+    """Train on ranks started here; `fresh` as in `start`."""
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
+        # A file to meet at, not a port: a free port can be taken before the ranks get to it.
+        rendezvous = (Path(folder) / "rendezvous").as_uri()
+        places = places_on_this_machine(ranks, device, rendezvous=rendezvous)
+        work = partial(_launched_rank, config, fresh=fresh)
+        ended = run_in_processes(work, places, on_stop=_say_stopping)
+    error = ended.results[0]
+    if isinstance(error, StoppedBySignalError):
+        raise StoppedError(str(error), ended.stopped_by or signal.SIGTERM)
+    if error is not None:
+        raise error
+
+
+def _launched_rank(config: RunConfig, place: RankInfo, *, fresh: bool) -> FullshardError | None:
+    """Train as a rank; return what made all ranks end alike, which is no failure of this one."""
+    # All ranks are here, so gloo need not find out which network the machine's name belongs to.
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    from fullshard.programs.train.rank import run_rank
+
+    try:
+        run_rank(config, place, fresh=fresh)
+    except ENDS_OF_ALL_RANKS as error:
+        return error
+    return None
+
+
+def _say_stopping(by: signal.Signals) -> None:
+    cause = "Ctrl-C" if by == signal.SIGINT else by.name
+    print(
+        f"\n{cause}: the ranks save a checkpoint and leave. Ctrl-C ends them at once.",
+        file=forgiving(sys.stderr),  # after a SIGHUP there is no terminal
+        flush=True,
+    )
+
+
+# --- what is wrong ---------------------------------------------------------------------------------------
+
+
+def problems_here(config: RunConfig, *, fresh: bool = False) -> Iterator[Problem]:
+    """Find what is wrong with a configuration on this machine, as far as torch is not needed for it."""
+    launched = None
+    try:
+        # For its world alone: whether there is a GPU is not known yet.
+        launched = place_in(os.environ, "cpu")
+    except ConfigurationError as error:
+        yield Problem((), str(error))
+    if launched is not None:
+        yield from _problems_under_launcher(config, launched.world, fresh=fresh)
+    # If torch has to be asked for GPUs first: the smallest world there can be, which divides the others.
+    default = DEFAULT_CPU_RANKS if config.run.device == "cpu" else config.sharding.replicas
+    yield from config.world_problems(launched.world if launched else config.run.ranks or default)
+    yield from model_problems(config)
+    yield from data_problems(config)
+    if not fresh:
+        yield from _folder_problems(config)
+    if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        yield Problem(
+            ("log.tensorboard",),
+            "log.tensorboard needs the package tensorboard. Install the extra (pip install "
+            "'fullshard[tensorboard]'), or leave it out.",
+        )
+
+
+def _problems_under_launcher(config: RunConfig, world: int, *, fresh: bool) -> Iterator[Problem]:
+    if config.run.ranks not in (None, world):
+        yield Problem(
+            ("run.ranks",),
+            f"run.ranks must agree with the launcher: got {config.run.ranks}, but it has started {world} "
+            "ranks. Leave it out under a launcher.",
+        )
+    if fresh:
+        yield Problem(
+            (),
+            "--fresh is not for ranks of a launcher: those that are started again after a failure would begin "
+            "anew, too. Move the folder away, or choose another run.folder.",
+        )
+
+
+def _folder_problems(config: RunConfig) -> Iterator[Problem]:
+    try:
+        RunFolder(config.run.folder).check(config)
+    except ConfigurationError as error:
+        yield Problem(tuple(config_sections()), str(error))
+
+
+def choose_device(choice: DeviceChoice) -> Device:
+    """Return the device a configuration asks for, if the machine has it."""
+    if choice == "cpu":
+        return "cpu"
+    if num_gpus() > 0:
+        return "cuda"
+    if choice == "cuda":
+        raise ConfigurationError(
+            "run.device = cuda needs a GPU that torch can use, and there is none. Leave it out, or "
+            "use cpu."
+        )
+    return "cpu"
+
+
+def num_gpus() -> int:
+    """Return how many GPUs torch can use."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _check_machine(config: RunConfig, device: Device, *, world: int, ranks_here: int) -> None:
+    """Check what could not be known without torch."""
+    problems = [problem.text for problem in config.world_problems(world)]
+    if device == "cpu" and config.sharding.offload:
+        problems.append(OFFLOAD_ON_CPU)
+    if device == "cuda" and ranks_here > num_gpus():
+        problems.append(
+            f"Each rank needs a GPU of its own: {ranks_here} ranks on this machine, {num_gpus()} GPUs "
+            "that each of them can see. Start fewer ranks here, or use run.device = cpu."
+        )
+    if problems:
+        raise ConfigurationError("\n".join(problems))

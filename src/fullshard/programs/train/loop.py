@@ -1,0 +1,380 @@
+"""The steps of a run on one rank.
+
+A step, and where its ranks meet:
+
+    gradients    of this rank's windows, in parts; the last part's backward reduces them      collectives
+    norm         of all gradients, scaled down if it is too large                             one number
+    agreement    loss; whether the step is bad; whether any rank was asked to stop            one small message
+    update       or none, if the step was bad and is to be skipped
+
+The host waits for the device once, to read what was agreed. That comes before the update because it decides whether
+there is one; what it costs is the time in which the host issues the update.
+
+A step depends on its number, the configuration, weights and optimizer state, and on nothing that was computed
+before: windows, learning rate and random numbers are made from the number. So a run that goes on from a checkpoint
+takes the same steps, to the last bit if it has the same ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import random
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard import __version__
+from fullshard.checkpoint.rank_group import RankGroup
+from fullshard.errors import ConfigurationError
+from fullshard.programs.train.config import RunConfig, TrainSection
+from fullshard.programs.train.data import Data
+from fullshard.programs.train.evaluation import held_out_loss, window_losses
+from fullshard.programs.train.events import (
+    Action,
+    End,
+    Evaluation,
+    Samples,
+    Start,
+    Step,
+    Stopped,
+    Trouble,
+    Watcher,
+)
+from fullshard.programs.train.memory import memory_bytes
+from fullshard.programs.train.models import ModelSource
+from fullshard.programs.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from fullshard.programs.train.result import TrainResult
+from fullshard.programs.train.resume import Checkpoints, RunState
+from fullshard.programs.train.run_folder import RunFolder
+from fullshard.programs.train.sampler import Sampler
+from fullshard.programs.train.samples import write_samples
+from fullshard.programs.train.sharded_model import build_model
+from fullshard.programs.train.stop import BadStepError, StoppedBySignalError, StopRequest
+from fullshard.programs.train.traced_steps import TracedSteps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What one rank is to train, and where."""
+
+    config: RunConfig
+    source: ModelSource
+    data: Data
+    device: torch.device
+    stop: StopRequest
+
+    @property
+    def folder(self) -> RunFolder:
+        """Where the run leaves what it makes."""
+        return RunFolder(self.config.run.folder)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """What all ranks know of a step before its update."""
+
+    loss: float
+    grad_norm: float
+    norm_is_bad: bool
+    """Some rank says so."""
+    is_asked_to_stop: bool
+    """Some rank was."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and norm are."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    def trouble(self, max_norm: float) -> str | None:
+        """Say what is wrong with the step, if anything is."""
+        if not math.isfinite(self.loss):
+            return f"loss is {self.loss}"
+        if not math.isfinite(self.grad_norm):
+            return f"norm of the gradients is {self.grad_norm}"
+        if self.norm_is_bad:
+            return f"norm of the gradients is {self.grad_norm:g}, above train.max_norm {max_norm:g}"
+        return None
+
+
+class Training:
+    """One rank's part of a run, from where it stands to its end."""
+
+    def __init__(self, job: Job, watch: Watcher) -> None:
+        """Build the model, and go on from the newest checkpoint if there is one. All ranks call it."""
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.job, self.config, self.watch = job, job.config, watch
+        check_batch(job.config, self.world)
+        self.model = build_model(job.config, job.source, job.device)
+        self.optimizer = build_optimizer(job.config.optimizer, *self.model.parameters())
+        self.sampler = Sampler(len(job.data.training), job.config.run.seed)
+        self.checkpoints = Checkpoints(
+            job.folder, job.config.checkpoint, self.model.module, self.optimizer, watch
+        )
+        self.state = self.checkpoints.resume() or self._begin()
+        self.result = TrainResult(tokens=self.state.tokens)
+        self.peak_bytes = 0
+
+    def run(self) -> TrainResult:
+        """Take the steps that are left, and do what comes after the last.
+
+        Raises:
+            StoppedBySignalError: a rank was asked to stop; there is a checkpoint of the last step.
+            BadStepError: a step was bad, and the configuration says to stop then.
+        """
+        config, began = self.config, time.perf_counter()
+        self.watch(self._start())
+        if self.state.step == 0:
+            self._evaluate()
+        with TracedSteps(
+            config.trace, self.model.module, self.job.folder.trace, rank=self.rank
+        ) as traced:
+            while self.state.step < config.train.steps:
+                traced.begin(self.state.step + 1)
+                is_asked_to_stop = self._take_step()
+                traced.end(self.state.step)
+                if is_asked_to_stop and self.state.step < config.train.steps:
+                    self._stop()
+                with traced.between_steps():
+                    self._between_steps()
+        # First of all, so that a run that is ended from here on has nothing to compute again.
+        self.checkpoints.save(self.state)
+        self._evaluate()
+        self.checkpoints.finish()
+        if config.samples.count:
+            self._write_samples()
+        if config.checkpoint.export:
+            self.job.source.export(self.model.module, self.job.folder.exported_model)
+        self.result.seconds = time.perf_counter() - began
+        self.watch(End(step=self.state.step, seconds=self.result.seconds))
+        return self.result
+
+    # --- one step -------------------------------------------------------------------------------------
+
+    def _take_step(self) -> bool:
+        """Take a step, or skip it; say whether a rank was asked to stop."""
+        began, train, number = time.perf_counter(), self.config.train, self.state.step + 1
+        rate = learning_rate(
+            self.state.step,
+            highest=self.config.optimizer.lr,
+            steps=train.steps,
+            section=self.config.schedule,
+        )
+        set_learning_rate(self.optimizer, rate)
+        agreed = self._agree(self._compute_gradients())
+        trouble = agreed.trouble(train.max_norm)
+        action = self._action(trouble)
+        if action in (None, "ignore"):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._count_step(is_bad=trouble is not None)
+        self.result.losses[number] = agreed.loss
+        self.peak_bytes = max(self.peak_bytes, memory_bytes(self.job.device))
+        self.watch(
+            Step(
+                step=number,
+                loss=agreed.loss,
+                grad_norm=agreed.grad_norm,
+                lr=rate,
+                tokens=self.state.tokens,
+                step_s=time.perf_counter() - began,
+                memory_bytes=self.peak_bytes,
+            )
+        )
+        if trouble is not None and action is not None:
+            self.watch(Trouble(step=number, what=trouble, action=action))
+            if action == "stop":
+                self._give_up(number, trouble, agreed)
+        return agreed.is_asked_to_stop
+
+    def _compute_gradients(self) -> Tensor:
+        """Leave the gradients of the global batch's mean loss, and return that of this rank's windows.
+
+        Each rank has as many windows, and gradients are averaged over ranks: so the mean of all windows is the mean
+        of the ranks' means, and each part weighs as many windows as it has.
+        """
+        train = self.config.train
+        drawn = self.sampler.windows(self.state.position, train.batch)
+        num_rows = train.batch // self.world
+        mine = drawn[self.rank * num_rows : (self.rank + 1) * num_rows]
+        part_rows = num_rows // train.accumulate
+        # Dropout, say: other numbers on each rank and at each step, and the same after a resume.
+        torch.manual_seed(seed_of_step(self.config.run.seed, self.state.step, self.rank))
+        total = torch.zeros((), device=self.job.device)
+        for first in range(0, num_rows, part_rows):
+            windows = self._windows(mine[first : first + part_rows])
+            is_last = first + part_rows == num_rows
+            with nullcontext() if is_last else self.model.accumulating():
+                losses = window_losses(self.job.source, self.model.module, windows)
+                loss = losses.sum() / num_rows
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _windows(self, indices: tuple[int, ...]) -> Tensor:
+        windows = self.job.data.training.rows(indices)
+        if self.job.device.type == "cuda":
+            windows = windows.pin_memory()  # else the host would wait for the copy
+        return windows.to(self.job.device, non_blocking=True)
+
+    def _agree(self, loss: Tensor) -> Agreement:
+        """Clip the gradients, and let all ranks know the same of the step."""
+        train, device = self.config.train, self.job.device
+        norm = self.model.clip_gradients(train.clip or math.inf).to(device)
+        is_bad = ~(norm.isfinite() & (norm <= (train.max_norm or math.inf)))
+        # Made on the device: what is copied there would be waited for.
+        is_asked = torch.full((), float(self.job.stop.is_made), device=device)
+        facts = torch.stack((loss / self.world, is_bad.float(), is_asked, norm.float()))
+        dist.all_reduce(facts[:3])  # all ranks have the norm already
+        mean, num_bad, num_asked, grad_norm = facts.tolist()
+        return Agreement(
+            loss=mean,
+            grad_norm=grad_norm,
+            norm_is_bad=num_bad > 0,
+            is_asked_to_stop=num_asked > 0,
+        )
+
+    def _action(self, trouble: str | None) -> Action | None:
+        """What a bad step calls for: the same on all ranks, who agree about the trouble."""
+        train = self.config.train
+        if trouble is None:
+            return None
+        if train.on_bad_step == "skip" and self.state.bad_steps + 1 >= train.max_bad_steps:
+            return "stop"
+        return train.on_bad_step
+
+    def _count_step(self, *, is_bad: bool) -> None:
+        self.state.step += 1
+        self.state.position += self.config.train.batch
+        self.state.tokens += self.config.train.batch * self.config.data.context
+        self.state.bad_steps = self.state.bad_steps + 1 if is_bad else 0
+        self.result.tokens = self.state.tokens
+
+    # --- between steps --------------------------------------------------------------------------------
+
+    def _between_steps(self) -> None:
+        step, every = self.state.step, self.config.evaluation.every
+        self.checkpoints.notice_completed()
+        if step == self.config.train.steps:
+            return  # what comes at the end comes there
+        if self.checkpoints.is_due(step):
+            self.checkpoints.save(self.state)
+        if every and step % every == 0:
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        config = self.config
+        loss = held_out_loss(
+            self.job.source,
+            self.model.module,
+            self.job.data.held_out,
+            limit=config.evaluation.windows,
+            rows=config.train.batch // (self.world * config.train.accumulate),
+            device=self.job.device,
+        )
+        self.result.evaluations[self.state.step] = loss
+        self.watch(Evaluation(step=self.state.step, loss=loss))
+
+    def _write_samples(self) -> None:
+        texts = write_samples(
+            self.model.module,
+            self.job.source,
+            self.job.data.tokenizer,
+            self.config.samples,
+            seed=self.config.run.seed,
+            context=self.config.data.context,
+            device=self.job.device,
+        )
+        self.result.samples = tuple(texts)
+        self.watch(Samples(step=self.state.step, texts=tuple(texts)))
+
+    # --- before the end -------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """Save where the run stands, and leave it."""
+        self.checkpoints.save(self.state)
+        self.checkpoints.finish()
+        self.watch(Stopped(step=self.state.step, why="a signal"))
+        raise StoppedBySignalError(
+            f"Stopped by a signal after step {self.state.step} of {self.config.train.steps}, which is saved in "
+            f"{self.checkpoints.newest}. Give the same command again to go on."
+        )
+
+    def _give_up(self, number: int, trouble: str, agreed: Agreement) -> None:
+        """Leave the run because of a bad step, whose update was not made."""
+        self.checkpoints.finish()
+        in_a_row, newest = self.state.bad_steps, self.checkpoints.newest
+        raise BadStepError(
+            f"Step {number} was bad: {trouble}"
+            + (f", and {in_a_row} steps in a row were" if in_a_row > 1 else "")
+            + ". Its update was not made, and the run was stopped. "
+            + ways_out(self.config.train, newest, is_finite=agreed.is_finite)
+        )
+
+    # --- at the start ---------------------------------------------------------------------------------
+
+    def _begin(self) -> RunState:
+        self.job.source.fill(self.model.module, seed=self.config.run.seed)
+        return RunState()
+
+    def _start(self) -> Start:
+        config, data = self.config, self.job.data
+        return Start(
+            world=self.world,
+            device=self.job.device.type,
+            parameters=self.model.whole.num_elements,
+            unsharded_bytes=self.model.whole.num_bytes,
+            rank_bytes=tuple(RankGroup().of_all(self.model.bytes_at_rest())),
+            tokens_per_step=config.train.batch * config.data.context,
+            steps=config.train.steps,
+            model=self.job.source.description,
+            data=data.source,
+            training_tokens=data.training.tokens,
+            held_out_tokens=data.held_out.tokens,
+            versions={
+                "fullshard": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            resumed_from=self.state.step or None,
+        )
+
+
+def ways_out(train: TrainSection, newest: Path | None, *, is_finite: bool) -> str:
+    """Say what may help a run that a bad step has stopped; if the step was finite, its norm was above the limit."""
+    changes = [
+        "a larger train.max_bad_steps"
+        if train.on_bad_step == "skip"
+        else 'train.on_bad_step = "skip"',
+        *(["a higher train.max_norm"] if is_finite else []),
+    ]
+    start = (
+        "the start: there is no checkpoint yet"
+        if newest is None
+        else f"the last checkpoint, {newest}"
+    )
+    anew = ["a lower optimizer.lr", "a lower train.clip" if train.clip else "a train.clip above 0"]
+    return (
+        f"The same command with {' or '.join(changes)} goes on from {start}. If it comes to a bad step again, look "
+        f"at the data, or begin anew with {' or '.join(anew)}."
+    )
+
+
+def check_batch(config: RunConfig, world: int) -> None:
+    """Refuse a batch that ranks and parts cannot share evenly."""
+    train = config.train
+    if train.batch % (world * train.accumulate):
+        raise ConfigurationError(
+            f"train.batch must be divisible by ranks * train.accumulate = {world} * {train.accumulate} = "
+            f"{world * train.accumulate}, got {train.batch}. Change one of them."
+        )
+
+
+def seed_of_step(seed: int, step: int, rank: int) -> int:
+    """Return what random numbers of a step begin with."""
+    return random.Random(f"step {seed} {step} {rank}").getrandbits(63)

@@ -1,0 +1,105 @@
+"""Events as files: `metrics.jsonl`, one JSON object a line, and TensorBoard's.
+
+A process can be killed while it writes a line. So the next one begins on a line of its own, and readers leave out
+what is not JSON. After a resume some steps are written again: the last record of a kind and step counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fullshard.programs.train.events import Evaluation, Event, Start, Step
+
+
+class MetricsFile:
+    """Appends events to a file of JSON lines."""
+
+    def __init__(self, path: Path, *, every: int = 1) -> None:
+        """Write each event, of steps only one in ``every`` and the last."""
+        self._every = every
+        self._steps = 0
+        self._file = path.open("a+b")
+        if _is_cut(path):
+            self._file.write(b"\n")
+
+    def __call__(self, event: Event) -> None:
+        """Write a line, such that it is there if this process is killed."""
+        if isinstance(event, Start):
+            self._steps = event.steps
+        if isinstance(event, Step) and event.step % self._every and event.step != self._steps:
+            return
+        self._file.write(json.dumps(record_of(event), allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write no more."""
+        self._file.close()
+
+
+def record_of(event: Event) -> dict[str, Any]:
+    """What is written of an event. JSON has no NaN and no infinity: these are null."""
+    values = {field.name: getattr(event, field.name) for field in fields(event)}
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+    return {"kind": event.kind, "time": time.time(), **finite}
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a metrics file that were written in full; none if there is no file."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):  # cut short by a kill, or damaged
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether the last line of a file has no end."""
+    content_end = path.stat().st_size
+    if content_end == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(content_end - 1)
+        return file.read(1) != b"\n"
+
+
+class TensorBoardFiles:
+    """Writes curves for TensorBoard."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = folder
+        self._writer_class = SummaryWriter
+        self._writer: SummaryWriter | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Write what can be drawn over steps."""
+        if isinstance(event, Start):
+            # Steps that are taken again after a resume are not to be drawn twice.
+            first = None if event.resumed_from is None else event.resumed_from + 1
+            self._writer = self._writer_class(str(self._folder), purge_step=first)
+        assert self._writer is not None, "runs begin with their start"
+        if isinstance(event, Step):
+            for name in ("loss", "grad_norm", "lr", "step_s", "memory_bytes"):
+                self._writer.add_scalar(f"train/{name}", getattr(event, name), event.step)
+        elif isinstance(event, Evaluation):
+            self._writer.add_scalar("held_out/loss", event.loss, event.step)
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._writer is not None:
+            self._writer.close()

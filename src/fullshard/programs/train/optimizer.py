@@ -1,0 +1,66 @@
+"""How gradients become updates: the optimizer, and its learning rate over the run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.optim import ShardedOptimizer
+from fullshard.programs.train.config import OptimizerSection, ScheduleSection
+
+
+def build_optimizer(
+    section: OptimizerSection, matrices: list[nn.Parameter], others: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return an optimizer of this rank's pieces of the parameters; matrices are decayed, others not.
+
+    Made when the parameters show their sharded face: those are the ones to update.
+    """
+    groups = [
+        {"params": matrices, "weight_decay": section.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    optimizer_class, options = class_and_options(section)
+    if section.flat:
+        return ShardedOptimizer(optimizer_class, groups, **options)
+    return optimizer_class(groups, **options)
+
+
+def class_and_options(section: OptimizerSection) -> tuple[type[torch.optim.Optimizer], Any]:
+    """Return the class of torch.optim and what it is to be made with."""
+    if section.name == "sgd":
+        return torch.optim.SGD, {"lr": section.lr, "momentum": section.momentum}
+    if section.name == "adagrad":
+        return torch.optim.Adagrad, {"lr": section.lr, "eps": section.eps}
+    adam = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
+    # Fused is fastest, and of the fused ones only these also take DTensors.
+    return adam, {"lr": section.lr, "betas": section.betas, "eps": section.eps, "fused": True}
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Let the next step use a learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def learning_rate(step: int, *, highest: float, steps: int, section: ScheduleSection) -> float:
+    """Return the rate of a step (from 0): it rises linearly, then falls as the schedule's kind says.
+
+    It depends on nothing else, so a run that is resumed needs to know the step only.
+    """
+    warmup = section.warmup * steps if section.warmup < 1 else section.warmup
+    warmup_steps = round(warmup)
+    if step < warmup_steps:
+        return highest * (step + 1) / warmup_steps
+    # A run may also have fewer steps than its warm-up, and go on beyond the steps it was planned for.
+    done = min((step - warmup_steps) / max(steps - warmup_steps, 1), 1.0)
+    falling = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        "linear": 1 - done,
+        "constant": 1.0,
+    }[section.kind]
+    return highest * (section.last + (1 - section.last) * falling)

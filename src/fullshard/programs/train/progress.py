@@ -1,0 +1,190 @@
+"""What the user sees of a run: a line while it trains, what happens besides, and a summary at its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.table import Table
+
+from fullshard.programs.console.broken_pipe_safe import forgiving
+from fullshard.programs.console.progress_line import ProgressLine, showing_line
+from fullshard.programs.console.tables import print_line
+from fullshard.programs.train.events import (
+    Checkpoint,
+    End,
+    Evaluation,
+    Event,
+    Samples,
+    Start,
+    Step,
+    Stopped,
+    Trouble,
+)
+
+SMOOTHING = 0.9
+"""How much of a shown number is carried over from step to step."""
+
+DONE = {"stop": "the run is stopped", "skip": "its update is skipped", "ignore": "it is ignored"}
+"""What is said of a bad step, by what was done about it."""
+
+
+class SmoothValue:
+    """A running mean in which old values fade; those that are not finite are left out."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._weight = 0.0
+
+    def add(self, value: float) -> float:
+        """Take in a value and return the mean."""
+        if math.isfinite(value):
+            self._sum = SMOOTHING * self._sum + value
+            self._weight = SMOOTHING * self._weight + 1.0
+        return self._sum / self._weight if self._weight else value
+
+
+class RunProgress:
+    """Shows a run; a `Watcher`."""
+
+    def __init__(self, console: Console, line: ProgressLine) -> None:
+        self._console = console
+        self._line = line
+        self._loss = SmoothValue()
+        self._step_s = SmoothValue()
+        self._start: Start | None = None
+        self._steps: list[Step] = []
+        """The first one and the last one until now."""
+        self._evaluations: list[Evaluation] = []
+        """The same."""
+
+    def __call__(self, event: Event) -> None:
+        """Show what has happened."""
+        match event:
+            case Start():
+                self._begin(event)
+            case Step():
+                self._show_step(event)
+            case Evaluation():
+                self._evaluations = [*self._evaluations[:1], event]
+                self._say(f"step {event.step}: held-out loss {event.loss:.4f}")
+            case Checkpoint():
+                self._say(f"step {event.step}: saved in {event.path}")
+            case Trouble():
+                self._say(f"step {event.step}: {event.what}; {DONE[event.action]}")
+            case Samples():
+                self._line.close()
+                for text in event.texts:
+                    self._say(f"\nThe model writes:\n{text}")
+            case Stopped():
+                self._line.close()
+                self._say(f"step {event.step}: stopped by {event.why}")
+            case End():
+                self._end(event)
+
+    def say_last(self, text: str) -> None:
+        """Close the line, and say something about the run as a whole."""
+        self._line.close()
+        self._say(text)
+
+    def _say(self, text: str) -> None:
+        print_line(self._console, text)
+
+    def _begin(self, start: Start) -> None:
+        self._start = start
+        self._say(
+            f"Data    {start.data}\n"
+            f"        {start.training_tokens:,} tokens to learn from, {start.held_out_tokens:,} held out\n"
+            f"Model   {start.model}\n"
+            f"        {start.parameters:,} parameters, sharded over {ranks_on(start)}\n"
+            f"Steps   {start.steps} of {start.tokens_per_step:,} tokens"
+        )
+        if start.resumed_from is not None:
+            self._say(f"        goes on after step {start.resumed_from}")
+        first = start.resumed_from or 0
+        self._line.begin(start.steps, step_of(first, start.steps), "evaluating")
+
+    def _show_step(self, step: Step) -> None:
+        assert self._start is not None, "runs begin with their start"
+        self._steps = [*self._steps[:1], step]
+        mean = self._loss.add(step.loss)
+        status = status_of(
+            step,
+            loss=mean if math.isfinite(step.loss) else step.loss,
+            speed=self._start.tokens_per_step / self._step_s.add(step.step_s),
+        )
+        self._line.show(step.step, step_of(step.step, self._start.steps), status)
+
+    def _end(self, end: End) -> None:
+        assert self._start is not None, "runs begin with their start"
+        self._line.close()
+        num_steps = end.step - (self._start.resumed_from or 0)
+        self._say(
+            f"\nTrained {self._start.parameters:,} parameters on {num_steps * self._start.tokens_per_step:,} "
+            f"tokens in {end.seconds:.1f} s, sharded over {ranks_on(self._start)}.\n"
+        )
+        self._console.print(
+            loss_table(self._steps, self._evaluations), memory_table(self._start), sep="\n"
+        )
+
+
+@contextmanager
+def showing_progress(console: Console) -> Iterator[RunProgress]:
+    """Give the watcher that suits where the console writes to, and leave the terminal as it was.
+
+    From then on, the console is silent when it cannot write: the run goes on, and its files tell.
+    """
+    console.file = forgiving(console.file)
+    with showing_line(console) as line:
+        yield RunProgress(console, line)
+
+
+def step_of(step: int, steps: int) -> str:
+    """Return where the run stands, in a width that stays the same."""
+    return f"step {step:>{len(str(steps))}}/{steps}"
+
+
+def status_of(step: Step, *, loss: float, speed: float) -> str:
+    """Return loss, rate, norm, speed and memory in a few words; loss and speed are means of the last steps."""
+    return (
+        f"loss {loss:.3f}  lr {step.lr:.1e}  norm {step.grad_norm:.2f}  "
+        f"{speed:,.0f} tokens/s  {megabytes(step.memory_bytes)}"
+    )
+
+
+def loss_table(steps: Sequence[Step], evaluations: Sequence[Evaluation]) -> Table:
+    """Return the losses at both ends of what was trained here."""
+    table = Table(title="Loss", title_justify="left")
+    table.add_column("")
+    for unit in ("nats per token", "bits per token"):
+        table.add_column(unit, justify="right")
+    rows = [(f"step {step.step}", step.loss) for step in steps]
+    rows += [(f"held out, after step {each.step}", each.loss) for each in evaluations]
+    for label, loss in rows:
+        table.add_row(label, f"{loss:.4f}", f"{loss / math.log(2):.4f}")
+    return table
+
+
+def memory_table(start: Start) -> Table:
+    """Return the bytes of parameters at rest, rank by rank, against the unsharded model."""
+    table = Table(title="Parameters held at rest", title_justify="left")
+    table.add_column("")
+    table.add_column("bytes", justify="right")
+    table.add_column("share", justify="right")
+    for rank, held in enumerate(start.rank_bytes):
+        table.add_row(f"rank {rank}", f"{held:,}", f"{held / start.unsharded_bytes:.1%}")
+    table.add_section()
+    table.add_row("unsharded model", f"{start.unsharded_bytes:,}", "100.0%")
+    return table
+
+
+def ranks_on(start: Start) -> str:
+    """Return number and device of the ranks in words."""
+    return f"{start.world} {start.device} rank{'s' if start.world > 1 else ''}"
+
+
+def megabytes(num_bytes: int) -> str:
+    """Return a size in words."""
+    return f"{num_bytes / 1e6:,.1f} MB"

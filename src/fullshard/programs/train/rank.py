@@ -1,0 +1,149 @@
+"""The life of one rank: join the process group, train, leave.
+
+How the rank came to be (started by `launch` or by torchrun) is settled before; it arrives as a
+`Place`. What concerns the run as a whole (its folder, what is written and shown) is the first rank's, and what goes
+wrong there goes wrong on all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from fullshard.checkpoint.rank_group import RankGroup
+from fullshard.checkpoint.save_plan import log as checkpoint_log
+from fullshard.errors import FullshardError
+from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.data import open_data
+from fullshard.programs.train.events import Watcher, all_of
+from fullshard.programs.train.loop import Job, Training
+from fullshard.programs.train.metrics import MetricsFile, TensorBoardFiles
+from fullshard.programs.train.models import open_model
+from fullshard.programs.train.progress import RunProgress, showing_progress
+from fullshard.programs.train.rank_info import RankInfo
+from fullshard.programs.train.rendezvous import store_of_torchrun
+from fullshard.programs.train.result import TrainResult
+from fullshard.programs.train.run_folder import RunFolder
+from fullshard.programs.train.stop import ENDS_OF_ALL_RANKS, noticing_stop_requests
+
+
+def run_rank(config: RunConfig, place: RankInfo, *, fresh: bool = False) -> TrainResult:
+    """Train as one of the ranks; the first one shows the progress.
+
+    Args:
+        config: what the run is to be.
+        place: which of the ranks this is.
+        fresh: begin anew; a run that is in the folder is moved aside, once nothing stands against this one.
+
+    Raises:
+        ConfigurationError: the run cannot be begun or gone on with.
+        StoppedBySignalError: it was asked to stop, and saved where it stood.
+        BadStepError: a step was bad.
+        CheckpointError: one cannot be written, or the newest cannot be read.
+    """
+    # An error of a save is raised where the loop waits for it; each rank would log it besides.
+    checkpoint_log.addHandler(logging.NullHandler())
+    device = _claim_device(place)
+    # Read before the process group exists: what fails here must not leave other ranks waiting in a
+    # collective.
+    source = open_model(config)
+    data = open_data(config, source)
+    # Only then are signals noted: until the ranks have met there is nothing to save, and SIGTERM may end them.
+    with _process_group(place, device, config.run.timeout), noticing_stop_requests() as stop:
+        job = Job(config=config, source=source, data=data, device=device, stop=stop)
+        return run_in_folder(job, Console(), fresh=fresh)
+
+
+def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainResult:
+    """Begin or go on with a run in its folder, over all ranks of the default process group; `fresh` as in `run_rank`."""
+    team, config, folder = RankGroup(), job.config, job.folder
+    with ExitStack() as stack:
+        watchers: list[Watcher] = []
+        progress = None
+        if team.is_first:
+            progress = stack.enter_context(showing_progress(console))
+
+        def begin() -> bool:
+            """Take the folder, and say whether there is something left to do in it."""
+            if fresh and (old := folder.move_aside()) and progress is not None:
+                progress.say_last(f"The run that was in {folder.path} is now in {old}.")
+            stack.enter_context(folder.locked())
+            if not folder.begin(config):
+                return False
+            metrics = MetricsFile(folder.metrics, every=config.log.every)
+            watchers.append(stack.enter_context(closing(metrics)))
+            if config.log.tensorboard:
+                curves = TensorBoardFiles(folder.tensorboard)
+                watchers.append(stack.enter_context(closing(curves)))
+            return True
+
+        result = TrainResult(was_finished=True)
+        if team.first(begin):
+            # Files first: what is shown has been written.
+            watch = all_of([*watchers, progress] if progress is not None else [])
+            result = Training(job, watch).run()
+        elif progress is not None:
+            progress.say_last(f"The run in {folder.path} is finished.")
+        if progress is not None and config.log.report:
+            result.report = _report(folder, progress)
+        return result
+
+
+def _report(folder: RunFolder, progress: RunProgress) -> Path | None:
+    """Write the report, and say as the last thing where it is."""
+    from fullshard.programs.report import write_report
+
+    try:
+        report = write_report(folder.path)
+    except FullshardError as error:  # plotly is not installed, say; the run itself is done
+        progress.say_last(f"There is no report: {error}")
+        return None
+    progress.say_last(f"Report  {report}")
+    return report
+
+
+@contextmanager
+def _process_group(place: RankInfo, device: torch.device, timeout_s: float) -> Iterator[None]:
+    store = store_of_torchrun(os.environ, rank=place.rank, world=place.world, timeout_s=timeout_s)
+    dist.init_process_group(
+        # gloo for what is in host memory: offloaded gradients, checkpoints, agreements.
+        backend="cpu:gloo,cuda:nccl" if place.device == "cuda" else "gloo",
+        init_method=place.rendezvous if store is None else None,
+        store=store,
+        rank=place.rank,
+        world_size=place.world,
+        device_id=device if place.device == "cuda" else None,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        yield
+    except ENDS_OF_ALL_RANKS:
+        dist.destroy_process_group()
+        raise
+    # Not in a finally: after other errors the other ranks may be inside a collective, and leaving could
+    # wait for them.
+    dist.destroy_process_group()
+
+
+def num_cores() -> int:
+    """Return how many CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _claim_device(place: RankInfo) -> torch.device:
+    """Take this rank's share of the machine: a GPU of its own, or some of the cores."""
+    if place.device == "cuda":
+        torch.cuda.set_device(place.local_rank)
+        return torch.device("cuda", place.local_rank)
+    torch.set_num_threads(max(1, num_cores() // place.local_world))
+    return torch.device("cpu")

@@ -1,0 +1,134 @@
+"""Where a run stands, in its checkpoints: written while it trains, read when it goes on.
+
+Weights and optimizer state are the checkpoint's own; beside them is all that decides the next step. There is little
+of it, because a step is a function of its number: learning rate, windows and random numbers are made from that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fullshard import checkpoint
+from fullshard.checkpoint.rank_group import RankGroup
+from fullshard.errors import CheckpointError
+from fullshard.programs.train.config import CheckpointSection
+from fullshard.programs.train.events import Checkpoint, Watcher
+from fullshard.programs.train.run_folder import RunFolder
+
+
+@dataclass(kw_only=True, slots=True)
+class RunState:
+    """Where a run stands between two steps."""
+
+    step: int = 0
+    """Steps done."""
+    position: int = 0
+    """Windows drawn from the sampler."""
+    tokens: int = 0
+    """Tokens seen, all ranks together."""
+    bad_steps: int = 0
+    """Bad steps in a row until now."""
+
+
+def _state_in(loaded: checkpoint.Loaded) -> RunState:
+    """Where the run of a checkpoint stood.
+
+    Raises:
+        CheckpointError: it is a checkpoint of something else.
+    """
+    names = {field.name for field in fields(RunState)}
+    extra = loaded.extra
+    if (
+        not isinstance(extra, dict)
+        or extra.keys() != names
+        or not all(type(each) is int and each >= 0 for each in extra.values())
+    ):
+        raise CheckpointError(
+            f"A run goes on from a checkpoint that fullshard train wrote; {loaded.path} does not say {', '.join(sorted(names))}. "
+            "Move it out of the run's folder."
+        )
+    return RunState(**extra)
+
+
+class Checkpoints:
+    """The checkpoints of a run, one of which may be on its way. All ranks call all methods."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        section: CheckpointSection,
+        model: nn.Module,
+        optimizer: Optimizer,
+        watch: Watcher,
+    ) -> None:
+        self._folder = folder
+        self._section = section
+        self._model = model
+        self._optimizer = optimizer
+        self._watch = watch
+        self._pending: tuple[Checkpoint, checkpoint.PendingSave] | None = None
+        self._last_step = -1
+        """Of which there is one, or one on its way."""
+        self.newest: Path | None = None
+        """The last one that is known to be complete."""
+
+    def resume(self) -> RunState | None:
+        """Load the newest one, and return where it was made; None if there is none."""
+        # The first rank's answer for all: a shared file system may show others less.
+        self.newest = RankGroup().first(lambda: checkpoint.latest(self._folder.checkpoints))
+        if self.newest is None:
+            return None
+        loaded = checkpoint.load(self.newest, self._model, self._optimizer)
+        state = _state_in(loaded)
+        self._last_step = state.step
+        return state
+
+    def is_due(self, step: int) -> bool:
+        """Whether there should be one of this step."""
+        return self._section.every > 0 and step % self._section.every == 0
+
+    def save(self, state: RunState) -> None:
+        """Begin to save a state, unless that was done already; waits for the one before."""
+        if state.step == self._last_step:
+            return
+        began = time.perf_counter()
+        self.finish()
+        name = f"step_{state.step:08d}"
+        pending = checkpoint.async_save(
+            self._folder.checkpoints / name,
+            self._model,
+            self._optimizer,
+            extra=asdict(state),
+            keep_last=self._section.keep,
+        )
+        blocked_s = time.perf_counter() - began
+        path = f"{self._folder.checkpoints.name}/{name}"
+        self._last_step = state.step
+        self._pending = Checkpoint(step=state.step, path=path, blocked_s=blocked_s), pending
+
+    def notice_completed(self) -> None:
+        """Tell of the one that was on its way, if it is complete by now; never waits.
+
+        Ranks may notice it after different steps. So an error is left to `finish`, where all raise it.
+        """
+        if self._pending is not None and self._pending[1].done():
+            with contextlib.suppress(CheckpointError):
+                self.finish()
+
+    def finish(self) -> None:
+        """Wait for the one that is on its way, and tell of it.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._pending is not None:
+            event, pending = self._pending
+            self.newest = pending.wait().path
+            self._pending = None
+            self._watch(event)

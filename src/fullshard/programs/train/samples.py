@@ -1,0 +1,80 @@
+"""Text the model writes: all ranks in step, since each forward of a sharded model is a collective."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard.errors import ConfigurationError
+from fullshard.programs.train.config import SamplesSection
+from fullshard.programs.train.models import ModelSource
+from fullshard.programs.train.tokenizer import Tokenizer
+
+
+@torch.no_grad()
+def write_samples(
+    model: nn.Module,
+    source: ModelSource,
+    tokenizer: Tokenizer,
+    section: SamplesSection,
+    *,
+    seed: int,
+    context: int,
+    device: torch.device,
+) -> list[str]:
+    """Let the model go on from the prompt, and return the texts, prompts included. All ranks call it, and get the same.
+
+    Raises:
+        ConfigurationError: the prompt has tokens that the model does not know; before the first forward.
+    """
+    if not section.count:
+        return []
+    prompt = _prompt(tokenizer, section.prompt, source.vocabulary)
+    end = len(prompt) + section.tokens
+    # Filled from the left and always of one shape, for the sake of compilers: no position sees what is to its right.
+    texts = torch.zeros(section.count, end, dtype=torch.int64)
+    texts[:, : len(prompt)] = torch.tensor(prompt)
+    generator = torch.Generator().manual_seed(seed)
+    width = min(end, context)
+    was_training = model.training
+    model.eval()
+    try:
+        for place in range(len(prompt), end):
+            start = max(0, place - width)
+            scores = source.scores(model, texts[:, start : start + width].to(device))
+            last = scores[:, place - 1 - start].float().cpu()
+            texts[:, place] = _agreed(_choose(last, section.temperature, generator), device)
+    finally:
+        model.train(was_training)
+    return [tokenizer.decode(text) for text in texts.tolist()]
+
+
+def _prompt(tokenizer: Tokenizer, text: str, vocabulary: int) -> list[int]:
+    """Return the tokens to go on from: at least one, whatever the text."""
+    tokens = tokenizer.encode(text) or tokenizer.encode("\n") or [0]
+    unknown = sorted({token for token in tokens if token >= vocabulary})
+    if unknown:
+        raise ConfigurationError(
+            f"samples.prompt must be made of tokens below the model's vocabulary of {vocabulary}, but "
+            f"{text!r} has {', '.join(map(str, unknown))}. Give another prompt, or samples.count 0."
+        )
+    return tokens
+
+
+def _choose(scores: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    """Return a token for each row of scores; any, where a model that has diverged gives no numbers."""
+    scores = scores.nan_to_num()
+    if temperature == 0:
+        return scores.argmax(dim=-1)
+    chances = torch.softmax(scores / temperature, dim=-1)
+    return torch.multinomial(chances, 1, generator=generator)[:, 0]
+
+
+def _agreed(tokens: Tensor, device: torch.device) -> Tensor:
+    """Return what rank 0 has chosen: ranks on different machines may differ in the last bit of a score."""
+    if not dist.is_initialized():
+        return tokens
+    tokens = tokens.to(device)
+    dist.broadcast(tokens, src=0)
+    return tokens.cpu()

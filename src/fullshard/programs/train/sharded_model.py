@@ -1,0 +1,263 @@
+"""From a model's plan to the model that trains on this rank, through either door.
+
+    1. build          parameters on the meta device: no memory yet
+    2. recompute      replaces the forward of blocks, so it comes before whatever is put around them: recomputing runs
+                      the forward alone and gathers nothing again
+    3. compile        what a block's forward is by then; a block's hooks run between compiled code, and collectives
+                      stay out of it
+    4. shard          each rank gets memory for its pieces. The wrapper materialises a group, cuts it and goes on to
+                      the next; `fully_shard` cuts first, and memory comes after it, for the pieces only
+
+What the memory holds then is for others to say: starting weights, or a checkpoint. They see a `ShardedModel`, and
+do not ask for the door.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from fullshard import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    clip_grad_norm_,
+    fully_shard,
+    plan_groups,
+)
+from fullshard.errors import ConfigurationError
+from fullshard.names import clean_name
+from fullshard.plan.mesh import default_group, wait_no_longer
+from fullshard.programs.train.config import ComputeSection, RunConfig
+from fullshard.programs.train.models import ModelSource
+from fullshard.programs.train.weights import materialise
+from fullshard.wrap import CustomPolicy
+
+STRATEGIES = {
+    # has replicas, gives parameters back after forward
+    (False, True): ShardingStrategy.FULL_SHARD,
+    (False, False): ShardingStrategy.SHARD_GRAD_OP,
+    (True, True): ShardingStrategy.HYBRID_SHARD,
+    (True, False): ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """What is to be known of a model after it was cut."""
+
+    num_elements: int
+    num_bytes: int
+    matrices: frozenset[str]
+    """Names of the parameters with more than one dimension."""
+
+
+class ShardedModel(ABC):
+    """A model of which this rank has a part, from its sharding to the end of the run."""
+
+    def __init__(self, module: nn.Module, whole: WholeModel) -> None:
+        self.module = module
+        """The root: what is called, saved and exported."""
+        self.whole = whole
+
+    def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the parameters this rank updates: matrices, and all others.
+
+        By the shapes the model was built with: the wrapper's pieces are all flat.
+        """
+        both: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                both[clean_name(name) not in self.whole.matrices].append(parameter)
+        return both
+
+    def bytes_at_rest(self) -> int:
+        """Return how many bytes of parameters this rank holds between steps."""
+        local = (p.to_local() if isinstance(p, DTensor) else p for p in self.module.parameters())
+        return sum(piece.numel() * piece.element_size() for piece in local)
+
+    @abstractmethod
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Within it, forward and backward add to this rank's gradients and reduce none."""
+
+    @abstractmethod
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to a norm, and return what it was: one number, the same on all ranks."""
+
+
+class FunctionalModel(ShardedModel):
+    """Sharded by `fully_shard`."""
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """See `ShardedModel`."""
+        assert isinstance(self.module, FSDPModule), "fully_shard makes it one"
+        self.module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.module.set_requires_gradient_sync(True)
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """See `ShardedModel`."""
+        return clip_grad_norm_(self.module, max_norm)
+
+
+class WrappedModel(ShardedModel):
+    """Sharded by `FullyShardedDataParallel`."""
+
+    module: FullyShardedDataParallel
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """See `ShardedModel`."""
+        with self.module.no_sync():
+            yield
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """See `ShardedModel`."""
+        return self.module.clip_grad_norm_(max_norm)
+
+
+def build_model(config: RunConfig, source: ModelSource, device: torch.device) -> ShardedModel:
+    """Return the model with memory for this rank's part of it, not filled yet. All ranks call it."""
+    mesh = make_mesh(config.sharding.replicas, device)
+    model = source.build()
+    whole = WholeModel(
+        sum(parameter.numel() for parameter in model.parameters()),
+        sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
+        frozenset(name for name, p in model.named_parameters() if p.ndim > 1),
+    )
+    blocks = source.blocks(model)
+    if config.compute.checkpoint_activations == "blocks":
+        for block in blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if config.compute.compile == "blocks":
+        for block in blocks:
+            # On CPUs inductor needs a C++ compiler, which not every machine has.
+            block.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
+    sharded: ShardedModel
+    if config.sharding.door == "wrapper":
+        sharded = WrappedModel(wrap(model, blocks, mesh, device, config), whole)
+    else:
+        sharded = FunctionalModel(shard(model, blocks, mesh, device, config), whole)
+    return sharded
+
+
+def make_mesh(replicas: int, device: torch.device) -> DeviceMesh:
+    """Return the ranks as (shard,), or with replicas as (replicate, shard)."""
+    world = dist.get_world_size()
+    if world % replicas:
+        raise ConfigurationError(
+            f"Replicas have the same number of ranks, so sharding.replicas must divide them; got {replicas} "
+            f"replicas and {world} ranks. Choose another number of either."
+        )
+    if replicas == 1:
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    shape = (replicas, world // replicas)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    for axis in mesh.get_all_groups():
+        wait_no_longer(axis, default_group())  # run.timeout
+    return mesh
+
+
+def shard(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    device: torch.device,
+    config: RunConfig,
+) -> nn.Module:
+    """Cut a model with `fully_shard`, and give it memory for this rank's pieces."""
+    section, policy = config.sharding, precision_policy(config.compute)
+    offload = CPUOffloadPolicy() if section.offload else OffloadPolicy()
+    groups = [[block] for block in blocks]
+    if section.groups == "plan":
+        planned = plan_groups(model, mp_policy=policy).groups[1:]
+        groups = [[model.get_submodule(name) for name in group.modules] for group in planned]
+    # None lets the root keep its parameters for backward, which needs them first.
+    release = None if section.reshard_after_forward else False
+    # The innermost first: a group takes what no other has taken.
+    for modules in [*reversed(groups), [model]]:
+        fully_shard(
+            modules,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=release,
+        )
+    if section.prefetch != 1:  # which is what the engine does by itself
+        set_prefetch([model, *(modules[0] for modules in groups)], section.prefetch)
+    materialise(model, torch.device("cpu") if section.offload else device)
+    return model
+
+
+def set_prefetch(modules: Sequence[nn.Module], depth: int) -> None:
+    """Let each group gather so many ahead, in forward and in backward.
+
+    The root is first in both: forward goes from it to the first group, backward to the last.
+    """
+    order: list[FSDPModule] = [each for each in modules if isinstance(each, FSDPModule)]
+    for place, module in enumerate(order):
+        module.set_modules_to_forward_prefetch(order[place + 1 : place + 1 + depth])
+        before = order[1:place] if place else order[1:]
+        module.set_modules_to_backward_prefetch(before[::-1][:depth])
+
+
+def wrap(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    device: torch.device,
+    config: RunConfig,
+) -> FullyShardedDataParallel:
+    """Cut a model with `FullyShardedDataParallel`, into the same groups."""
+    section, policy = config.sharding, precision_policy(config.compute)
+    if section.prefetch != 1:
+        raise ConfigurationError(
+            f"sharding.prefetch is for the door fully_shard; the wrapper gathers 1 group ahead, got {section.prefetch}. "
+            "Leave it out, or change sharding.door."
+        )
+    wrap_policy = CustomPolicy(set(blocks).__contains__)
+    if section.groups == "plan":
+        wrap_policy = plan_groups(model, mp_policy=policy).wrap_policy()
+    return FullyShardedDataParallel(
+        model,
+        device_mesh=mesh,
+        sharding_strategy=STRATEGIES[mesh.ndim == 2, section.reshard_after_forward],
+        auto_wrap_policy=wrap_policy,
+        mixed_precision=MixedPrecision(
+            param_dtype=policy.param_dtype,
+            reduce_dtype=policy.reduce_dtype,
+            wire_dtype=policy.wire_dtype,
+        ),
+        cpu_offload=CPUOffload(offload_params=section.offload),
+        param_init_fn=partial(materialise, device=device, recurse=False),
+        device_id=device,
+        use_orig_params=True,
+    )
+
+
+def precision_policy(section: ComputeSection) -> MixedPrecisionPolicy:
+    """Return the dtypes of compute, of gradients on the wire, and of their sum, which is always float32."""
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if section.precision == "bf16" else None,
+        reduce_dtype=torch.float32,
+        wire_dtype=torch.bfloat16 if section.wire == "bf16" else None,
+    )

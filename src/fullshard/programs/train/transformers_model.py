@@ -1,0 +1,221 @@
+"""Models of transformers: any folder with the configuration of a causal language model.
+
+A model is built with its parameters on the meta device and its buffers real: buffers such as the
+frequencies of rotary positions are computed where they are registered, and are in no checkpoint.
+
+Starting weights are drawn the model's own way (`_init_weights`, which every model of transformers
+has), one **unit** at a time: a layer with all within it, since models also reach from a layer into
+its parts (GPT-2's layers scale their projections), and outside of layers each module by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from fullshard.checkpoint import load_huggingface, save_huggingface
+from fullshard.errors import ConfigurationError
+from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.tokenizer import copy_files, open_tokenizer
+from fullshard.programs.train.weights import DrawnWeights, fill, materialise, seed_of
+
+CONFIGURATION_FILES = ("config.json", "generation_config.json", "*.py")
+"""Names of the files in a model's folder that describe the model."""
+
+
+class TransformersModel:
+    """A causal language model of transformers; a `ModelSource`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Read the model's configuration.
+
+        Raises:
+            ConfigurationError: transformers is missing, or cannot make a causal language model of it.
+        """
+        folder = config.model.huggingface
+        assert folder is not None, "other models are not transformers'"
+        self._folder = folder
+        self._pretrained = config.model.pretrained
+        self.tokenizer = open_tokenizer(config)
+        self._configuration = _configuration(folder)
+        self.vocabulary: int = self._configuration.get_text_config().vocab_size
+        self.description = f"{self._configuration.model_type} of transformers in {folder}"
+
+    def build(self) -> nn.Module:
+        """Return the model: parameters on the meta device, in float32, and real buffers."""
+        from transformers import AutoModelForCausalLM
+
+        # It belongs to the model that is made of it, and is changed by that.
+        configuration = copy.deepcopy(self._configuration)
+        try:
+            with parameters_on_meta():
+                model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    configuration, trust_remote_code=False
+                )
+        except (
+            ValueError,
+            ImportError,
+        ) as error:  # not a causal model; code or a package is missing
+            raise ConfigurationError(
+                f"transformers must be able to make a causal language model of {self._folder}: {error}"
+            ) from error
+        return model
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Return its layers: of the lists of modules that are in no other list, the one with the most parameters."""
+        lists = [list(each) for each in _outermost_lists(model)]
+        return max(lists, key=_numel, default=[])
+
+    def fill(self, model: nn.Module, *, seed: int) -> None:
+        """Draw its starting weights, or read those of the folder."""
+        if self._pretrained:
+            load_huggingface(self._folder, model)
+        else:
+            skeleton = self.build()
+            fill(model, starting_weights(skeleton, self.blocks(skeleton), seed=seed))
+
+    def scores(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """Return the model's scores."""
+        scores: Tensor = model(input_ids=tokens, use_cache=False).logits
+        return scores
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write it as transformers would."""
+        companions = [_ConfigurationFiles(self._folder), self.tokenizer]
+        save_huggingface(folder, model, config_from=companions)
+
+
+def _configuration(folder: Path) -> Any:
+    """Return the configuration in a folder, changed to build in float32: compute may be in another dtype."""
+    try:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    except ImportError as error:
+        raise ConfigurationError(
+            f"model.huggingface needs the package transformers: {error}. "
+            "Install fullshard[transformers]."
+        ) from error
+    try:
+        configuration = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (
+        Exception
+    ) as error:  # whatever transformers raises on a configuration it does not understand
+        raise ConfigurationError(
+            f"model.huggingface must be a folder with the config.json of a model; {folder}: {error}"
+        ) from error
+    if type(configuration) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigurationError(
+            f"model.huggingface must be a causal language model that transformers knows; {folder} has a "
+            f"{type(configuration).__name__}. Take the folder of another model."
+        )
+    # Called torch_dtype until transformers 4.56.
+    setattr(
+        configuration, "dtype" if hasattr(configuration, "dtype") else "torch_dtype", torch.float32
+    )
+    return configuration
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Let modules that are made within have parameters on the meta device, and whatever else where it is made.
+
+    The memory a parameter is made with is given back at once. Mostly it was never touched, since
+    modules initialise their parameters after registering them.
+    """
+
+    def moved(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:  # tied ones are registered again, and stay tied
+            return parameter
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(moved)  # type: ignore[arg-type]  # may return one
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def starting_weights(skeleton: nn.Module, blocks: list[nn.Module], *, seed: int) -> DrawnWeights:
+    """Return what a model of transformers starts with."""
+    names = {module: name for name, module in skeleton.named_modules()}
+    prefixes = [f"{names[block]}." for block in blocks]
+
+    def draw(name: str) -> dict[str, Tensor]:
+        block = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        unit = name.rpartition(".")[0] if block is None else block.removesuffix(".")
+        tensors = _drawn_unit(skeleton, unit, with_parts=block is not None, seed=seed)
+        return {f"{unit}.{part}" if unit else part: tensor for part, tensor in tensors.items()}
+
+    return DrawnWeights(skeleton, draw)
+
+
+@torch.no_grad()
+def _drawn_unit(
+    skeleton: nn.Module, unit: str, *, with_parts: bool, seed: int
+) -> dict[str, Tensor]:
+    """Return the tensors of a module, with all within it or without."""
+    module = skeleton.get_submodule(unit)
+    kept = {} if with_parts else {id(child): child for child in module.children()}
+    module = copy.deepcopy(module, kept)
+    materialise(module, torch.device("cpu"), recurse=with_parts)
+    for parameter in module.parameters(recurse=with_parts):
+        parameter.fill_(torch.nan)  # so that what nobody initialises is noticed
+    initialise = _initialiser(skeleton, unit)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(f"{seed} {unit}"))
+        if with_parts:
+            module.apply(initialise)
+        else:
+            initialise(module)
+    found = {name: each for name, each in module.state_dict().items() if not each.is_meta}
+    forgotten = [
+        f"{unit}.{name}"
+        for name, each in found.items()
+        if each.is_floating_point() and each.isnan().any()
+    ]
+    if forgotten:
+        raise ConfigurationError(
+            f"Models must say how their parameters start; {type(skeleton).__name__} does not for "
+            f"{', '.join(forgotten)}. Start from weights that exist: model.pretrained."
+        )
+    return found
+
+
+def _initialiser(skeleton: nn.Module, unit: str) -> Callable[[nn.Module], None]:
+    """Return how the modules of a unit are initialised: by the innermost model of transformers around it."""
+    parts = unit.split(".")
+    around = [skeleton.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+    innermost: Any = [module for module in around if hasattr(module, "_init_weights")][-1]
+    initialise: Callable[[nn.Module], None] = innermost._init_weights
+    return initialise
+
+
+def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _outermost_lists(child)
+
+
+def _numel(modules: list[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+class _ConfigurationFiles:
+    """What describes the model in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Copy it."""
+        copy_files(self._folder, CONFIGURATION_FILES, folder)

@@ -1,0 +1,94 @@
+"""Windows: the rows of batches, cut from sequences of tokens.
+
+A window is one token longer than the context: its tokens without the last are the inputs, without
+the first the targets. Windows lie `context` apart, so neighbours share one token and every token
+but the first of a sequence is predicted once an epoch. No window crosses from one sequence into the
+next; what is left at a sequence's end is not used.
+
+    context 3    | a b c d e f g h |         windows  a b c d    d e f g
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from fullshard.errors import ConfigurationError
+from fullshard.programs.train.held_out_split import num_windows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """A sequence of tokens: a file's, or a part of them."""
+
+    source: str
+    """Where they are from, in words."""
+
+    values: Tensor
+    """One dimension, of any integer dtype; may be mapped from a file, and is not written to."""
+
+    first: int = 0
+    """How many tokens come before them in the source."""
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def part(self, start: int, stop: int) -> Tokens:
+        """Return a part of them."""
+        return Tokens(self.source, self.values[start:stop], self.first + start)
+
+
+class Windows:
+    """The windows of some sequences, numbered through."""
+
+    def __init__(self, sequences: Sequence[Tokens], *, context: int, vocabulary: int) -> None:
+        self._sequences = [each for each in sequences if num_windows(len(each), context)]
+        self._ends = list(accumulate(num_windows(len(each), context) for each in self._sequences))
+        """How many windows there are up to the end of each sequence."""
+        self._context = context
+        self._vocabulary = vocabulary
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are predicted in an epoch."""
+        return len(self) * self._context
+
+    def rows(self, indices: Sequence[int]) -> Tensor:
+        """Return windows as int64 rows of context + 1 tokens, on the CPU.
+
+        Raises:
+            ConfigurationError: a token is not in the model's vocabulary.
+        """
+        windows = [self._window(index) for index in indices]
+        rows = torch.stack([window.values.long() for window in windows])
+        if rows.min() < 0 or rows.max() >= self._vocabulary:
+            for window in windows:
+                check_tokens(window, self._vocabulary)
+        return rows
+
+    def _window(self, index: int) -> Tokens:
+        number = bisect_right(self._ends, index)
+        before = self._ends[number - 1] if number else 0
+        start = (index - before) * self._context
+        return self._sequences[number].part(start, start + self._context + 1)
+
+
+def check_tokens(tokens: Tokens, vocabulary: int) -> None:
+    """Refuse tokens that a model does not know, naming the first of them."""
+    values = tokens.values.long()
+    wrong = ((values < 0) | (values >= vocabulary)).nonzero()
+    if len(wrong):
+        place = int(wrong[0])
+        raise ConfigurationError(
+            f"Tokens must be at least 0 and below the model's vocabulary of {vocabulary}, but token "
+            f"number {tokens.first + place} of {tokens.source} is {int(values[place])}. "
+            "Take the tokenizer and the model that belong together, or begin a run with a larger model.vocabulary."
+        )

@@ -1,0 +1,480 @@
+"""Allocating and giving back the memory of a group.
+
+    ShardBuffer     this rank's pieces of all parameters, for the life of the group
+    GatherBuffer    the whole parameters, while they are needed
+
+A `Buffer` can give its memory back and take it again without its views noticing: the storage is
+resized, not replaced. Tensors that autograd saved keep their storage object and see the data again
+after the next gather, and every view a step needs is made once. Views are made with `set_`, so they
+are no autograd views: each has a version counter of its own, and a gather does not look to autograd
+like a change of the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fullshard.plan.layout import Division, Layout, contiguous_strides, place, place_row
+
+
+class Buffer:
+    """One storage whose memory can be given back and taken again."""
+
+    def __init__(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> None:
+        """Allocate at once, on the current stream, as views can only be made of present memory.
+
+        Pinned memory is the host's, and not given back before the buffer's end.
+        """
+        self.nbytes = nbytes
+        self._storage = (
+            torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
+            if pinned
+            else torch.UntypedStorage(nbytes, device=device)
+        )
+
+    @property
+    def allocated(self) -> bool:
+        """Whether the memory is present; an empty buffer always counts as given back."""
+        return self._storage.nbytes() > 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that it has now."""
+        return self._storage.nbytes()
+
+    @property
+    def data_ptr(self) -> int:
+        """Address of the memory, 0 when given back."""
+        return self._storage.data_ptr()
+
+    def allocate(self) -> None:
+        """Take memory from the current stream's pool; contents are undefined."""
+        self._storage.resize_(self.nbytes)
+
+    def release(self) -> None:
+        """Give the memory back to the pool of the stream that allocated it."""
+        self._storage.resize_(0)
+
+    def view(
+        self,
+        dtype: torch.dtype,
+        start: int,
+        shape: Sequence[int],
+        strides: Sequence[int] | None = None,
+    ) -> Tensor:
+        """A tensor at byte ``start``, contiguous by default: an alias of the storage without autograd history."""
+        assert self._storage.nbytes() == self.nbytes, "set_ on absent memory would allocate it"
+        tensor = torch.empty(0, dtype=dtype, device=self._storage.device)
+        strides = contiguous_strides(shape) if strides is None else tuple(strides)
+        return tensor.set_(self._storage, start // dtype.itemsize, tuple(shape), strides)
+
+
+def take_storages(tensors: Iterable[Tensor]) -> None:
+    """Take memory from the current stream's pool for tensors whose own was given back."""
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        needed = int(tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+        if storage.nbytes() < needed:
+            storage.resize_(needed)
+
+
+def release_storages(tensors: Iterable[Tensor]) -> None:
+    """Give the memory of tensors back to the pool of the stream that allocated it."""
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
+
+
+def own_part(layout: Layout, param: int, rank: int, whole: Tensor) -> Tensor:
+    """What ``rank`` holds of a whole parameter, as a view of it."""
+    slot, piece = layout.slots[param], layout.piece(param, rank)
+    if slot.division is Division.REPLICATED:
+        return whole
+    if slot.division is Division.FLAT:
+        return in_memory_order(whole, slot.strides).narrow(0, piece.start, piece.numel)
+    return whole.narrow(slot.dim, piece.start, piece.shape[slot.dim])
+
+
+def in_memory_order(whole: Tensor, strides: Sequence[int]) -> Tensor:
+    """A tensor's elements in the order in which they would lie in memory with ``strides``, flat.
+
+    A view if they do lie so.
+    """
+    by_stride = sorted(range(whole.ndim), key=lambda dim: (-strides[dim], dim))
+    return whole.permute(by_stride).reshape(-1)
+
+
+def rank_chunks(layout: Layout, param: int, whole: Tensor) -> list[Tensor]:
+    """The blocks of a whole parameter (or gradient) that the ranks hold, empty ones included."""
+    slot = layout.slots[param]
+    pieces = [layout.piece(param, rank) for rank in range(layout.world)]
+    return [whole.narrow(slot.dim, piece.start, piece.shape[slot.dim]) for piece in pieces]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """One rank's pieces of all segments, flat."""
+
+    each: list[Tensor]
+    row: Tensor | None
+    """All of them with the gaps between, if they lie one after the other (`layout.place`) in one dtype."""
+
+    def copy_from(self, other: Pieces) -> None:
+        """Cast and copy another's of the same layout."""
+        if self.row is not None and other.row is not None:
+            self.row.copy_(other.row)  # blocks lie in the same places whatever their dtype
+        else:
+            torch._foreach_copy_(self.each, other.each)
+
+
+class ShardBuffer:
+    """This rank's pieces of all parameters of a group, in the parameters' own dtypes."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        *,
+        pinned: bool = False,
+    ) -> None:
+        self.device = device
+        segment_dtypes = [dtypes[segment.params[0]] for segment in layout.segments]
+        numels = [segment.piece_numel for segment in layout.segments]
+        placement = place_row(layout, range(len(numels)), segment_dtypes)
+        self._buffer = Buffer(placement.nbytes, device, pinned=pinned)
+        self._layout, self._dtypes, self._starts = layout, dtypes, placement.starts
+        self.nbytes = placement.nbytes
+        self.bytes = self._buffer.view(torch.uint8, 0, (placement.nbytes,))
+        """All of it."""
+        self.pieces = [
+            self._buffer.view(dtype, start, (numel,))
+            for dtype, start, numel in zip(segment_dtypes, placement.starts, numels, strict=True)
+        ]
+        """Per segment, this rank's piece with its padding, flat: what a gather sends."""
+        row = None
+        if len(set(segment_dtypes)) == 1:
+            dtype = segment_dtypes[0]
+            row = self._buffer.view(dtype, 0, (placement.nbytes // dtype.itemsize,))
+        self.own = Pieces(self.pieces, row)
+
+        self.locals = []
+        """Per parameter, what of it this rank holds: the data of its sharded face."""
+        for index, slot in enumerate(layout.slots):
+            piece = layout.piece(index, rank)
+            start = placement.starts[slot.segment] + piece.offset * dtypes[index].itemsize
+            self.locals.append(self._buffer.view(dtypes[index], start, piece.shape))
+        if device.type != "meta":
+            for piece_tensor in self.pieces:
+                piece_tensor.zero_()  # padding travels with every gather; let it be the same everywhere
+
+    def full_params(self) -> list[Tensor]:
+        """Of a rank that holds everything: other aliases of the whole parameters, in their shapes."""
+        assert self._layout.world == 1, "the others hold the rest"
+        return [
+            self._buffer.view(
+                dtype,
+                self._starts[slot.segment] + slot.start * dtype.itemsize,
+                slot.shape,
+                slot.strides,
+            )
+            for slot, dtype in zip(self._layout.slots, self._dtypes, strict=True)
+        ]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that it has now."""
+        return self._buffer.held_bytes
+
+    def allocate(self) -> None:
+        """Take memory again, on the current stream."""
+        self._buffer.allocate()
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._buffer.release()
+
+
+class UploadBuffer:
+    """A copy on the device of shards that rest in host memory, while they are cast and gathered from."""
+
+    def __init__(
+        self, layout: Layout, rank: int, dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> None:
+        """Allocate on the current stream (the all-gather stream)."""
+        self._twin = ShardBuffer(layout, rank, dtypes, device)
+
+    def upload(self, shards: ShardBuffer) -> Pieces:
+        """Copy the shards without waiting for it, and return their pieces on the device."""
+        self._twin.allocate()
+        self._twin.bytes.copy_(shards.bytes, non_blocking=True)
+        return self._twin.own
+
+    def release(self) -> None:
+        """Give the memory back, to the stream that uploaded and read it."""
+        self._twin.release()
+
+
+class GatherBuffer:
+    """The whole parameters of a group in the compute dtype, while the group is unsharded.
+
+    In place, `outputs` are segments of this buffer and `inputs` this rank's pieces of them; what
+    cannot be gathered in place (`Division.CHUNKS`) goes through a staging buffer of its own.
+    Packed, everything goes through one staging buffer, (world, bytes of a shard): one output, one
+    input; the whole parameters take their memory only when it is copied out, when the group used
+    before has given its own back.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        *,
+        packed: bool,
+        into: GatherBuffer | None = None,
+    ) -> None:
+        """Allocate on the current stream (the all-gather stream) and make every view a step needs.
+
+        With ``into``, the whole parameters are those of another buffer, whose memory is present. It
+        is for a multiple of this one's ranks: then its padding is at least as long.
+        """
+        self._layout, self._rank = layout, rank
+        self.packed = packed
+        self._dtypes = [dtypes[segment.params[0]] for segment in layout.segments]
+        homes = place(
+            [
+                segment.piece_numel * layout.world
+                if _is_zero_copy(layout, index)
+                else layout.slots[segment.params[0]].numel
+                for index, segment in enumerate(layout.segments)
+            ],
+            self._dtypes,
+        )
+        self._borrows_homes = into is not None
+        self._homes: Buffer = Buffer(homes.nbytes, device) if into is None else into._homes
+        self._starts: tuple[int, ...] = homes.starts if into is None else into._starts
+        self.params = [
+            self._homes.view(
+                dtype,
+                self._starts[slot.segment] + slot.start * dtype.itemsize,
+                slot.shape,
+                slot.strides,
+            )
+            for slot, dtype in zip(layout.slots, dtypes, strict=True)
+        ]
+        """Per parameter, the data of its unsharded face."""
+        self.outputs: list[Tensor] = []
+        """Bytes that collectives gather into."""
+        self.inputs: list[Tensor] = []
+        """Parallel to `outputs`, the bytes that this rank sends, which lie in them."""
+        self.own = Pieces([], None)
+        """This rank's pieces in the compute dtype: what the shard is cast and copied into."""
+        self._copy_out: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._packing = place_row(layout, range(len(layout.segments)), self._dtypes)
+        self._split: _Split | None = None
+        if packed:
+            self._prepare_packed(device)
+        else:
+            self._prepare_in_place(device)
+        if into is not None:
+            self._staging.release()
+        elif packed:
+            self._homes.release()
+
+    @property
+    def _is_uniform(self) -> bool:
+        """Whether a rank's pieces are of one dtype, without gaps, and whole parameters are made of them by splitting."""
+        layout = self._layout
+        numel = sum(segment.piece_numel for segment in layout.segments)
+        return (
+            len(set(self._dtypes)) == 1
+            and numel * self._dtypes[0].itemsize == self._packing.nbytes
+            and all(slot.zero_copy for slot in layout.slots)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameters, padding included."""
+        return self._homes.nbytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that it has now, staging included; whole parameters of another buffer are that one's."""
+        own_homes = 0 if self._borrows_homes else self._homes.held_bytes
+        return own_homes + self._staging.held_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of a gather's outputs that come from other ranks."""
+        sent = sum(tensor.nbytes for tensor in self.inputs)
+        return sent * (self._layout.world - 1)
+
+    def contains(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the gathered memory."""
+        begin = self._homes.data_ptr
+        return self._homes.allocated and begin <= tensor.data_ptr() < begin + self._homes.nbytes
+
+    def _prepare_in_place(self, device: torch.device) -> None:
+        layout, world = self._layout, self._layout.world
+        staged = [not _is_zero_copy(layout, index) for index in range(len(layout.segments))]
+        staging = place(
+            [s.piece_numel * world * flag for s, flag in zip(layout.segments, staged, strict=True)],
+            self._dtypes,
+        )
+        self._staging = Buffer(staging.nbytes, device)
+        for index, segment in enumerate(layout.segments):
+            dtype = self._dtypes[index]
+            buffer, start = (
+                (self._staging, staging.starts[index])
+                if staged[index]
+                else (self._homes, self._starts[index])
+            )
+            self._add_message(buffer, start, segment.piece_numel * dtype.itemsize)
+            own = start + self._rank * segment.piece_numel * dtype.itemsize
+            self.own.each.append(buffer.view(dtype, own, (segment.piece_numel,)))
+            if staged[index]:
+                param = segment.params[0]
+                self._copy_out[0].extend(rank_chunks(layout, param, self._whole(index)))
+                self._copy_out[1].extend(staged_chunks(layout, param, buffer, start, dtype))
+
+    def _prepare_packed(self, device: torch.device) -> None:
+        nbytes = self.packed_nbytes
+        self._staging = Buffer(nbytes * self._layout.world, device)
+        self._add_message(self._staging, 0, nbytes)
+        rows = self._staging.view(torch.uint8, 0, (self._layout.world, nbytes))
+        self.own = self.own_in(rows)
+        self._copy_out = (self._packed_targets(), self._packed_sources(rows))
+        if device.type != "cpu" and self._is_uniform and min(map(Tensor.numel, self._copy_out[0])):
+            order = sorted(range(len(self._dtypes)), key=self._packing.starts.__getitem__)
+            parts = [self._copy_out[0][index] for index in order]
+            self._split = _Split(rows.view(self._dtypes[0]), parts)
+
+    def _whole(self, segment: int) -> Tensor:
+        """Another alias of a segment's one parameter: writing to `params` would bump the faces' versions."""
+        shape = self._layout.slots[self._layout.segments[segment].params[0]].shape
+        return self._homes.view(self._dtypes[segment], self._starts[segment], shape)
+
+    def _add_message(self, buffer: Buffer, start: int, piece_bytes: int) -> None:
+        if piece_bytes:  # a collective has nothing to do for parameters without elements
+            own = start + self._rank * piece_bytes
+            self.outputs.append(
+                buffer.view(torch.uint8, start, (piece_bytes * self._layout.world,))
+            )
+            self.inputs.append(buffer.view(torch.uint8, own, (piece_bytes,)))
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of one rank's message in a packed gather."""
+        return self._packing.nbytes
+
+    def own_in(self, rows: Tensor) -> Pieces:
+        """This rank's pieces in ``rows``, bytes of shape (world, `packed_nbytes`)."""
+        each = [pieces[self._rank] for pieces in self._pieces_in(rows)]
+        one_dtype = len(set(self._dtypes)) == 1 and rows.numel() > 0
+        return Pieces(each, rows[self._rank].view(self._dtypes[0]) if one_dtype else None)
+
+    def copy_out_of(self, rows: Tensor) -> None:
+        """Distribute a packed gather that went into memory of somebody else's."""
+        torch._foreach_copy_(self._copy_out[0], self._packed_sources(rows))
+        self._staging.release()
+
+    def _pieces_in(self, rows: Tensor) -> list[Tensor]:
+        pieces = []
+        for segment, dtype, start in zip(
+            self._layout.segments, self._dtypes, self._packing.starts, strict=True
+        ):
+            piece = rows[:, start : start + segment.piece_numel * dtype.itemsize]
+            # Rows without a byte have no stride that could be another dtype's.
+            pieces.append(piece.view(dtype) if piece.numel() else piece.to(dtype))
+        return pieces
+
+    def _packed_targets(self) -> list[Tensor]:
+        """Parts of the whole parameters, parallel to `_packed_sources`."""
+        layout, targets = self._layout, list[Tensor]()
+        for index, segment in enumerate(layout.segments):
+            if _is_zero_copy(layout, index):
+                shape = (layout.world, segment.piece_numel)
+                targets.append(self._homes.view(self._dtypes[index], self._starts[index], shape))
+            else:
+                targets += rank_chunks(layout, segment.params[0], self._whole(index))
+        return targets
+
+    def _packed_sources(self, rows: Tensor) -> list[Tensor]:
+        layout, sources = self._layout, list[Tensor]()
+        for index, pieces in enumerate(self._pieces_in(rows)):
+            if _is_zero_copy(layout, index):
+                sources.append(pieces)
+                continue
+            for rank in range(layout.world):
+                held = layout.piece(layout.segments[index].params[0], rank)
+                sources.append(pieces[rank, : held.numel].view(held.shape))
+        return sources
+
+    def allocate(self) -> None:
+        """Take memory to gather into, on the current stream (the all-gather stream)."""
+        if not self.packed:
+            self._homes.allocate()
+        if self._staging.nbytes:
+            self._staging.allocate()
+
+    def allocate_params(self) -> None:
+        """Take memory for the whole parameters, on the current stream (the all-gather stream)."""
+        self._homes.allocate()
+
+    def copy_out(self) -> None:
+        """Distribute what was staged; after the collective, on the stream that ran it."""
+        assert self._homes.allocated or not self._homes.nbytes, "there must be memory to copy to"
+        if self._split is not None:
+            self._split()
+            self._staging.release()
+        elif self._copy_out[0]:
+            torch._foreach_copy_(*self._copy_out)
+            self._staging.release()
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._homes.release()
+        self._staging.release()
+
+
+class _Split:
+    """Cuts rows into parts: one kernel on accelerators, where copies of parts would take one each."""
+
+    def __init__(self, rows: Tensor, parts: list[Tensor]) -> None:
+        """Cut ``rows``, of shape (ranks, n), along their length into ``parts``, each of shape (ranks, part of n)."""
+        self._rows, self._parts = rows, parts
+        self._sizes = [part.shape[1] for part in parts]
+
+    def __call__(self) -> None:
+        """Copy, on the current stream."""
+        torch.split_with_sizes_copy(self._rows, self._sizes, dim=1, out=self._parts)
+
+
+def _is_zero_copy(layout: Layout, segment: int) -> bool:
+    return layout.slots[layout.segments[segment].params[0]].zero_copy
+
+
+def staged_chunks(
+    layout: Layout,
+    param: int,
+    buffer: Buffer,
+    start: int,
+    dtype: torch.dtype,
+    step: int | None = None,
+) -> list[Tensor]:
+    """The ranks' blocks of a CHUNKS parameter: the first at byte ``start``, the others ``step`` elements apart.
+
+    By default they follow each other.
+    """
+    if step is None:
+        step = layout.segments[layout.slots[param].segment].piece_numel
+    return [
+        buffer.view(dtype, start + rank * step * dtype.itemsize, layout.piece(param, rank).shape)
+        for rank in range(layout.world)
+    ]

@@ -1,0 +1,201 @@
+"""One parameter for all of a wrapped module: `FlatParameter`, and what the modules show meanwhile.
+
+module.weight, at rest     a `ShardedAttribute`: knows shape and dtype, raises an error when it is used
+in forward and backward    a leaf tensor over the gathered memory
+in summon_full_params      a parameter over whole data
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import torch_border
+from fullshard.errors import LifecycleError
+from fullshard.plan.placement import ParamPlacement
+from fullshard.storage.sharded_params import (
+    GROUP_MARK,
+    NOT_TIED,
+    ParamOwner,
+    PlainShardedParam,
+    are_equal,
+    shown_on,
+)
+
+_FLAT_MARK = "_fullshard_flat"
+"""Attribute of a `FlatParameter`."""
+
+
+class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch declares no metaclass
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, nn.Parameter) and hasattr(instance, _FLAT_MARK)
+
+
+class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
+    """This rank's piece of all parameters of a wrapped module, flattened one after the other.
+
+    Its type is `nn.Parameter`, whose fast implementations optimizers use for no class derived from it;
+    `isinstance` knows it all the same.
+    """
+
+    def __new__(cls, data: Tensor, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
+        """Make a parameter over ``data``."""
+        made = nn.Parameter(data, requires_grad=requires_grad)
+        setattr(made, _FLAT_MARK, True)
+        return made
+
+
+class FlatShardedParam(PlainShardedParam):
+    """One parameter for all of a segment; meanwhile the modules show what the parameters were."""
+
+    stands_for_several = True
+
+    def __init__(
+        self,
+        name: str,
+        home: ParamOwner,
+        members: Sequence[tuple[str, Sequence[ParamOwner], nn.Parameter, ParamPlacement]],
+        local: Tensor,
+        group_name: str,
+    ) -> None:
+        """Register a `FlatParameter` over ``local`` at ``home``, instead of the members at their owners."""
+        trainable = members[0][2].requires_grad
+        super().__init__(name, [home], local, trainable=trainable)
+        self._members = [tuple(owners) for _, owners, _, _ in members]
+        self._placements = [placement for _, _, _, placement in members]
+        self._shapes = [
+            (name, tuple(original.shape), original.stride()) for name, _, original, _ in members
+        ]
+        self._resting: dict[ParamOwner, Tensor] = {}
+        self._shown: list[nn.Parameter] = []
+        for _, _, original, _ in members:
+            setattr(original, GROUP_MARK, group_name)
+        self._put_stand_ins(local)
+        self._be(FlatParameter(local, requires_grad=trainable), group_name)
+
+    def resting(self, owner: ParamOwner) -> Tensor:
+        """See `ShardedParam`."""
+        return self._resting[owner]
+
+    def resting_places(self) -> list[tuple[ParamOwner, Tensor]]:
+        """See `ShardedParam`."""
+        return [*super().resting_places(), *self._resting.items()]
+
+    def assigned_members(self) -> dict[int, Any]:
+        """See `ShardedParam`."""
+        found = {place: self._others_of(owners) for place, owners in enumerate(self._members)}
+        return {place: others[0] for place, others in found.items() if others}
+
+    def _others_of(self, owners: Sequence[ParamOwner]) -> list[Any]:
+        """What is on a member's owners instead of its stand-in."""
+        values = {owner: getattr(owner.module, owner.name, None) for owner in owners}
+        return [value for owner, value in values.items() if value is not self._resting[owner]]
+
+    def fault(self, candidate: Tensor | None) -> str | None:
+        """See `ShardedParam`."""
+        faults = [super().fault(candidate)]
+        dtype = (
+            self.param.dtype if candidate is None else candidate.dtype
+        )  # both may have been cast
+        for place, value in self.assigned_members().items():
+            name, shape, _ = self._shapes[place]
+            foreign = isinstance(value, DTensor) and not self._placements[place].is_as_before(value)
+            if not isinstance(value, Tensor) or foreign or value.is_meta:
+                faults.append(f"{name}: expected a plain tensor, got {type(value).__name__}")
+            elif tuple(value.shape) != shape or value.dtype != dtype:
+                faults.append(
+                    f"{name}: expected shape {shape} and {dtype}, the whole parameter, got "
+                    f"{tuple(value.shape)} and {value.dtype}"
+                )
+            elif not are_equal(self._others_of(self._members[place])):
+                faults.append(f"{name}: {NOT_TIED}")
+        return "\n  ".join(each for each in faults if each) or None
+
+    def put_stand_ins_back(self) -> None:
+        """Let the owners show their stand-ins again, after something else was assigned."""
+        for owner, stand_in in self._resting.items():
+            owner.install(stand_in)
+
+    def put_over(self, local: Tensor) -> None:
+        """See `ShardedParam`."""
+        super().put_over(local)
+        known = next(iter(self._resting.values()))
+        if (known.dtype, known.device) != (local.dtype, local.device):
+            self._put_stand_ins(local)
+
+    def _put_stand_ins(self, local: Tensor) -> None:
+        """Let the owners show what of their parameters can be known, in the dtype and on the device of ``local``."""
+        for owners, (name, shape, strides) in zip(self._members, self._shapes, strict=True):
+            stand_in = ShardedAttribute.of(name, shape, strides, local)
+            for owner in owners:
+                self._resting[owner] = stand_in
+                owner.install(stand_in)
+
+    def unsharded(self, whole: Tensor, placement: ParamPlacement, *, trainable: bool) -> Tensor:
+        """See `ShardedParam`."""
+        # No parameter: modules would list it beside the flat one.
+        return placement.unsharded(whole, trainable=trainable, as_parameter=False)
+
+    def show(self, values: Sequence[Tensor]) -> None:
+        """See `PlainShardedParam`."""
+        for owner in self.owners:
+            owner.remove()
+        self._shown = [
+            cast(nn.Parameter, placement.unsharded(value, trainable=self.param.requires_grad))
+            for placement, value in zip(self._placements, values, strict=True)
+        ]
+        for owners, param in zip(self._members, self._shown, strict=True):
+            for owner in owners:
+                owner.install(param)
+
+    def take_shown(self) -> list[Tensor]:
+        """See `PlainShardedParam`."""
+        values = [
+            placement.local_part(shown_on(owners, param).data)
+            for placement, owners, param in zip(
+                self._placements, self._members, self._shown, strict=True
+            )
+        ]
+        self._shown = []
+        self.put_stand_ins_back()
+        self._install()
+        return values
+
+    def adopt(self, candidate: Tensor, group_name: str) -> None:
+        """See `ShardedParam`."""
+        setattr(candidate, _FLAT_MARK, True)  # moving makes another parameter
+        super().adopt(candidate, group_name)
+
+
+class ShardedAttribute(Tensor):
+    """Stands where a parameter was while it is part of a `FlatParameter`: knows its shape, has no data."""
+
+    _name: str
+
+    @staticmethod
+    def of(
+        name: str, shape: Sequence[int], strides: Sequence[int], like: Tensor
+    ) -> ShardedAttribute:
+        """In the place of a parameter, with the dtype and device of ``like``."""
+        made = torch_border.tensor_without_memory(ShardedAttribute, shape, strides, like)
+        made._name = name
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"{type(self).__name__}({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves the function out
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        names = [arg._name for arg in args if isinstance(arg, cls)]
+        raise LifecycleError(
+            f"{', '.join(names) or 'A parameter'} is sharded now: it has no data outside of its module's forward. "
+            "Read or write it within FullyShardedDataParallel.summon_full_params, or wrap the module that "
+            f"uses it, whose forward gathers it ({function})."
+        )

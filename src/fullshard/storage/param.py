@@ -1,0 +1,216 @@
+"""One parameter and its two faces.
+
+    sharded face     over this rank's piece: what the user, the optimizer and state dicts see (`faces`)
+    unsharded face   over the gather buffer: what forward and backward compute with
+
+Both are objects made once; going from one state to the other means putting the other object on the
+modules that own the parameter. A `VersionGuard` makes sure that nobody computes with an unsharded face
+in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from fullshard import torch_border
+from fullshard.errors import ConfigurationError
+from fullshard.plan.placement import ParamPlacement, local_tensor
+from fullshard.storage.sharded_params import ParamOwner, ShardedParam, mark_unsharded
+
+
+class FSDPParam:
+    """One parameter of a group; lives as long as the group."""
+
+    def __init__(
+        self,
+        name: str,
+        owners: Sequence[ParamOwner],
+        original: nn.Parameter,
+        placement: ParamPlacement,
+        shard_dim: int = 0,
+    ) -> None:
+        self.name = name
+        self.owners = tuple(owners)
+        self.placement = placement
+        local = local_tensor(original)
+        self.shape = tuple(local.shape)
+        """Of the whole local tensor: of all that this rank had before."""
+        self.strides = local.stride()
+        self.shard_dim = shard_dim
+        self.original: nn.Parameter | None = original
+        """The parameter as the user made it, until it is sharded."""
+        self.sharded_param: ShardedParam
+        """Its own, or shared with others of its group."""
+        self.unsharded_param: Tensor | None = None
+        self.trainable = original.requires_grad
+        self.watched = False
+        """Whether somebody is told when the unsharded face's gradient has been accumulated."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the shard; the group's policy says in which dtype it computes."""
+        return (self.sharded_param.param if self.original is None else self.original).dtype
+
+    @property
+    def the_original(self) -> nn.Parameter:
+        """The parameter as the user made it; asked for before it is sharded."""
+        assert self.original is not None, "a parameter is sharded once"
+        return self.original
+
+    def rest_as(self, sharded_param: ShardedParam) -> None:
+        """From now on ``face`` stands for the parameter while it is sharded."""
+        self.original = None
+        self.sharded_param = sharded_param
+
+    def make_unsharded_param(self, whole: Tensor) -> None:
+        """Make a leaf over the gathered local tensor.
+
+        On the compute stream: autograd remembers the stream on which it first sees a leaf.
+        """
+        self.unsharded_param = self.sharded_param.unsharded(
+            whole, self.placement, trainable=self.trainable
+        )
+        mark_unsharded(self.unsharded_param, self.name)
+        self.watched = False
+
+    def set_trainable(self, trainable: bool) -> None:
+        """Let the unsharded face follow the sharded one's `requires_grad`."""
+        self.trainable = trainable
+        if self.unsharded_param is not None:
+            self.unsharded_param.requires_grad_(trainable)
+
+
+class ParamSwap:
+    """Puts one face of all parameters of a group on their modules; made anew when a face is.
+
+    Twice per step for every parameter, so it writes where `nn.Module` keeps them, except on modules
+    that do more on assignment.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam]) -> None:
+        self._tables = []
+        self._assigned = []
+        self._memory = []
+        for param in params:
+            unsharded = param.unsharded_param
+            assert unsharded is not None, "a switch is between two faces"
+            if type(unsharded.data) is Tensor:  # a subclass may exchange what it holds
+                memory = torch_border.storage_id(unsharded)
+                self._memory.append((param.name, unsharded, memory))
+            for owner in param.owners:
+                resting = param.sharded_param.resting(owner)
+                if owner.plain:
+                    table = torch_border.table_for(owner.module, resting)
+                    self._tables.append((table, owner.name, resting, unsharded))
+                else:
+                    self._assigned.append((owner, resting, unsharded))
+
+    def replaced(self) -> list[str]:
+        """Names of unsharded faces that are not on their modules any more, or not over the gathered memory."""
+        found = [
+            name for table, name, _, unsharded in self._tables if table.get(name) is not unsharded
+        ]
+        found += [
+            owner.name
+            for owner, _, unsharded in self._assigned
+            if getattr(owner.module, owner.name, None) is not unsharded
+        ]
+        return found + [
+            f"{name}.data"
+            for name, unsharded, memory in self._memory
+            if torch_border.storage_id(unsharded) != memory
+        ]
+
+    def to_sharded(self) -> None:
+        """Put the sharded faces on the modules."""
+        for table, name, sharded, _ in self._tables:
+            table[name] = sharded
+        for owner, sharded, _ in self._assigned:
+            owner.install(sharded)
+
+    def to_unsharded(self) -> None:
+        """Put the unsharded faces on the modules."""
+        for table, name, _, unsharded in self._tables:
+            table[name] = unsharded
+        for owner, _, unsharded in self._assigned:
+            owner.install(unsharded)
+
+
+_ABSENT_VERSIONS = itertools.count(1_000_000_000)
+
+
+class VersionGuard:
+    """Makes autograd raise an error when it needs unsharded parameters whose memory is not there.
+
+    Otherwise it would read memory that was given back, which ends the process, or that a gather is
+    still filling, which is silently wrong. Autograd compares the version of every tensor it saved; so
+    while the memory is absent, parameters have another one. Setting it is one call for all of a group.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam]) -> None:
+        """Guard the unsharded parameters, whose memory is there now."""
+        self.absent_version = next(_ABSENT_VERSIONS)
+        """What autograd's error says such a parameter is at."""
+        self._tensors = tuple(p.unsharded_param for p in params if p.unsharded_param is not None)
+        self._present = torch_border.versions_of(self._tensors)
+        self._absent = (self.absent_version,) * len(self._tensors)
+
+    def memory_is_there(self) -> None:
+        """From now on work issued to the compute stream may use the parameters."""
+        torch_border.set_versions(self._tensors, self._present)
+
+    def memory_is_absent(self) -> None:
+        """From now on nobody may use them."""
+        torch_border.set_versions(self._tensors, self._absent)
+
+
+BEFORE_GATHER, AFTER_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+"""Methods of the all-gather protocol: see `self_gathered`."""
+
+
+def gathers_itself(local: Tensor) -> bool:
+    """Whether a tensor has the all-gather protocol."""
+    return hasattr(local, BEFORE_GATHER) and hasattr(local, AFTER_GATHER)
+
+
+def lies_in_buffers(local: Tensor) -> bool:
+    """Whether a parameter's local tensor is plain data, which a group's buffers can hold."""
+    return type(local) is Tensor and not gathers_itself(local)
+
+
+def check_can_be_sharded(name: str, param: nn.Parameter) -> str | None:
+    """Why a parameter cannot be sharded, or None if it can."""
+    local = local_tensor(param)
+    if hasattr(local, BEFORE_GATHER) != hasattr(local, AFTER_GATHER):
+        return (
+            f"{name}: is a {type(local).__name__}, which has only one of fsdp_pre_all_gather and "
+            "fsdp_post_all_gather"
+        )
+    if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
+        return f"{name}: is trainable but of dtype {param.dtype}"
+    if param.layout is not torch.strided:
+        return f"{name}: has layout {param.layout}"
+    return None
+
+
+def normalized_shard_dim(name: str, param: nn.Parameter, placement: object) -> int:
+    """The dimension a `shard_placement_fn` asks for, checked and made non-negative."""
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ConfigurationError(
+            "shard_placement_fn must return None, Shard(dim) or ShardPlacementResult(Shard(dim), mesh_info), "
+            f"of fullshard.mesh, got {placement!r} for {name}."
+        )
+    dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < max(param.ndim, 1):
+        raise ConfigurationError(
+            f"shard_placement_fn returned {placement!r} for {name} of shape {tuple(param.shape)}: "
+            f"it has {param.ndim} dimensions."
+        )
+    return dim

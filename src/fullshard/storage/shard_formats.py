@@ -1,0 +1,144 @@
+"""How the parameters of a group rest: by which layout they are divided, and which faces they show.
+
+    RowFormat     per row, a DTensor each                                        fully_shard, replicate
+    FlatFormat    flat, the parameters the user made, each over a flat piece     wrapper, use_orig_params=True
+                flat, one `FlatParameter` for all                              wrapper, use_orig_params=False
+
+A door chooses the form; the engine asks it and knows nothing else about doors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fullshard.plan.layout import (
+    Layout,
+    contiguous_strides,
+    flat_layout,
+    has_no_gaps,
+    per_row_layout,
+)
+from fullshard.storage.buffers import ShardBuffer
+from fullshard.storage.flat_parameter import FlatShardedParam
+from fullshard.storage.param import FSDPParam
+from fullshard.storage.sharded_params import (
+    DTensorShardedParam,
+    OrigParamShard,
+    ParallelOrigParamShard,
+    ParamOwner,
+    ShardedParam,
+)
+
+
+class ShardFormat(ABC):
+    """How one group's parameters rest."""
+
+    by_segment = False
+    """Whether one face stands for all parameters of a segment."""
+
+    @abstractmethod
+    def layout(self, params: Sequence[FSDPParam], ranks: int) -> Layout:
+        """How to divide the parameters over so many ranks."""
+
+    @abstractmethod
+    def make_sharded_params(
+        self, params: Sequence[FSDPParam], locals_: Sequence[Tensor], layout: Layout, group: str
+    ) -> None:
+        """Give every parameter its face, over what this rank holds of it; ``group`` is the group's name."""
+
+    def homes(self, params: Sequence[FSDPParam], shards: ShardBuffer) -> dict[ShardedParam, Tensor]:
+        """The memory that every face stands for."""
+        return {
+            param.sharded_param: local for param, local in zip(params, shards.locals, strict=True)
+        }
+
+
+class RowFormat(ShardFormat):
+    """Every parameter is divided along one of its dimensions, and is a DTensor."""
+
+    def layout(self, params: Sequence[FSDPParam], ranks: int) -> Layout:
+        """See `Form`."""
+        shapes, dims = [param.shape for param in params], [param.shard_dim for param in params]
+        return per_row_layout(shapes, world=ranks, dims=dims)
+
+    def make_sharded_params(
+        self, params: Sequence[FSDPParam], locals_: Sequence[Tensor], layout: Layout, group: str
+    ) -> None:
+        """See `Form`."""
+        for param, local in zip(params, locals_, strict=True):
+            sharded_param = DTensorShardedParam(
+                param.name, param.owners, param.the_original, param.placement, local, group
+            )
+            param.rest_as(sharded_param)
+
+
+class FlatFormat(ShardFormat):
+    """The parameters one after the other are one array, divided evenly; each keeps a face of its own.
+
+    Frozen and trainable parameters are arrays of their own, so that only what has gradients is
+    reduced; so are those of different dtypes.
+    """
+
+    def __init__(self, *, alignment: int) -> None:
+        """Let every parameter begin at a multiple of ``alignment`` elements."""
+        self._alignment = alignment
+
+    def layout(self, params: Sequence[FSDPParam], ranks: int) -> Layout:
+        """See `Form`."""
+        return flat_layout(
+            [param.shape for param in params],
+            world=ranks,
+            kinds=[(param.dtype, param.trainable) for param in params],
+            multiple=self._alignment,
+            strides=[
+                param.strides
+                if has_no_gaps(param.shape, param.strides)
+                else contiguous_strides(param.shape)
+                for param in params
+            ],
+        )
+
+    def make_sharded_params(
+        self, params: Sequence[FSDPParam], locals_: Sequence[Tensor], layout: Layout, group: str
+    ) -> None:
+        """See `Form`."""
+        for param, slot, local in zip(params, layout.slots, locals_, strict=True):
+            # What a single rank holds keeps its shape.
+            shown = local.as_strided(slot.shape, slot.strides) if layout.world == 1 else local
+            name, owners, original = param.name, param.owners, param.the_original
+            param.rest_as(
+                ParallelOrigParamShard(name, owners, original, param.placement, shown, group)
+                if param.placement.parallel
+                else OrigParamShard(name, owners, original, shown, group)
+            )
+
+
+class FlatParameterFormat(FlatFormat):
+    """The same, but one `FlatParameter` stands for all."""
+
+    by_segment = True
+
+    def __init__(self, home: ParamOwner) -> None:
+        """Register the `FlatParameter` at ``home``."""
+        super().__init__(alignment=1)
+        self._home = home
+
+    def make_sharded_params(
+        self, params: Sequence[FSDPParam], locals_: Sequence[Tensor], layout: Layout, group: str
+    ) -> None:
+        """See `Form`."""
+        assert len(layout.segments) == 1, "a FlatParameter is of one dtype, and frozen or not"
+        piece = locals_[0].as_strided((layout.segments[0].piece_numel,), (1,), 0)
+        members = [
+            (param.name, param.owners, param.the_original, param.placement) for param in params
+        ]
+        sharded_param = FlatShardedParam(self._home.name, self._home, members, piece, group)
+        for param in params:
+            param.rest_as(sharded_param)
+
+    def homes(self, params: Sequence[FSDPParam], shards: ShardBuffer) -> dict[ShardedParam, Tensor]:
+        """See `Form`."""
+        return {params[0].sharded_param: shards.pieces[0]}

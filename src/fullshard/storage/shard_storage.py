@@ -1,0 +1,282 @@
+"""A group's shards between uses: their memory, and the sharded parameters that stand for it.
+
+One buffer holds this rank's pieces, and every face has its home there. Users move, cast, re-materialise
+and assign parameters, or their data; afterwards the objects on the modules are the truth:
+
+    replacements   what was put in the faces' place, if anything was
+    adopt          ... is copied into a new buffer, and the faces stand for that
+
+Whatever reads or writes the shards outside of a step first lets the group look for replacements
+(`FSDPParamGroup.rest`), and so does every forward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fullshard import torch_border
+from fullshard.errors import ConfigurationError
+from fullshard.plan.mesh import DataParallelAxes
+from fullshard.plan.placement import local_tensor
+from fullshard.storage.buffers import ShardBuffer, own_part
+from fullshard.storage.flat_parameter import FlatShardedParam
+from fullshard.storage.param import FSDPParam, gathers_itself
+from fullshard.storage.shard_formats import ShardFormat
+from fullshard.storage.sharded_params import ShardedParam
+
+
+class ShardStorage:
+    """What this rank keeps of a group's parameters, and their sharded faces."""
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        packed: Sequence[FSDPParam],
+        shard_format: ShardFormat,
+        mesh_info: DataParallelAxes,
+        device: torch.device,
+        group: str,
+        *,
+        pinned: bool,
+    ) -> None:
+        """Copy this rank's pieces into one shard buffer and put the sharded faces on the modules.
+
+        Args:
+            params: The group's parameters.
+            packed: Those of them that lie in the buffer; each of the others rests in memory of its own.
+            shard_format: How they rest.
+            mesh_info: Over which ranks they are sharded.
+            device: Where they are to rest; those on the meta device stay there for now.
+            group: The group's name.
+            pinned: Whether in page-locked memory.
+        """
+        self._params, self._packed = params, packed
+        self._form = shard_format
+        self._rank, self._world = mesh_info.shard_mesh_rank, mesh_info.shard_mesh_size
+        self._device, self._pins = device, pinned
+        self.layout = shard_format.layout(params, mesh_info.shard_mesh_size)
+        """Of all parameters."""
+        self.packed_layout = shard_format.layout(packed, mesh_info.shard_mesh_size)
+        """Of those in the buffer."""
+        self._shard_originals(group)
+        self.sharded_params = tuple(dict.fromkeys(param.sharded_param for param in params))
+        self._find_homes()
+        self._find_places()
+
+    @torch.no_grad()
+    def _shard_originals(self, group: str) -> None:
+        on_meta = self._params[0].the_original.is_meta  # all of them, or none
+        device = torch.device("meta") if on_meta else self._device
+        self.buffer = self._new_buffer(device)
+        packed = dict(zip(self._packed, self.buffer.locals, strict=True))
+        locals_ = []
+        for index, param in enumerate(self._params):
+            piece = own_part(self.layout, index, self._rank, local_tensor(param.the_original))
+            if param not in packed:
+                locals_.append(self._at_rest(_copy_of(piece), device))
+                continue
+            if not on_meta:
+                packed[param].copy_(piece)
+            locals_.append(packed[param])
+        self._form.make_sharded_params(self._params, locals_, self.layout, group)
+
+    def _new_buffer(self, device: torch.device) -> ShardBuffer:
+        return ShardBuffer(
+            self.packed_layout,
+            self._rank,
+            [param.dtype for param in self._packed],
+            device,
+            pinned=self._pins and device.type == "cpu",
+        )
+
+    def _at_rest(self, shard: Tensor, device: torch.device) -> Tensor:
+        """A shard that is in no buffer, where shards rest."""
+        shard = shard.to(device)
+        if self._pins and device.type == "cpu":
+            pinned = shard.pin_memory()
+            if type(pinned) is type(shard):  # not every subclass knows how
+                return pinned
+        return shard
+
+    def _find_homes(self) -> None:
+        self.homes = self._form.homes(self._packed, self.buffer)
+        """The memory in the buffer that each face stands for, of those that have one there."""
+
+    def _find_places(self) -> None:
+        """Note what the modules show at rest, and the tensors that count writes to it."""
+        tensors = [
+            tensor for sharded_param in self.sharded_params for tensor in sharded_param.versioned
+        ]
+        self._versioned = [tensor for tensor in tensors if not tensor.is_inference()]
+        places = [
+            place
+            for sharded_param in self.sharded_params
+            for place in sharded_param.resting_places()
+        ]
+        self._tables = [torch_border.table_for(owner.module, value) for owner, value in places]
+        self._names = [owner.name for owner, _ in places]
+        self._resting = [value for _, value in places]
+
+    @property
+    def on_modules(self) -> bool:
+        """Whether the modules show what they should at rest. Asked in every forward, so no loop in Python."""
+        found = map(dict.get, self._tables, self._names)
+        return all(map(operator.is_, found, self._resting))
+
+    # --- replaced by users ------------------------------------------------------------------------
+
+    def disturbed(self, *, on_modules: bool) -> bool:
+        """Whether a parameter, or its data, was replaced behind our back: ``param.data = ...``.
+
+        Parameters on the modules can be compared only if the sharded ones should be ``on_modules``.
+        """
+        if on_modules and not self.on_modules:
+            return True
+        return any(not sharded_param.lies_in(home) for sharded_param, home in self.homes.items())
+
+    def replacements(self, group: str) -> dict[ShardedParam, Tensor]:
+        """What is on the modules where the faces should be; empty if all is as it was.
+
+        ``group`` is the group's name. Nothing has changed if it raises.
+
+        Raises:
+            ConfigurationError: some of it can not replace what it stands for.
+        """
+        if not self.disturbed(on_modules=True):
+            return {}
+        found = {sharded_param: sharded_param.found() for sharded_param in self.sharded_params}
+        faults = [
+            sharded_param.fault(candidate) or sharded_param.tie_fault()
+            for sharded_param, candidate in found.items()
+        ]
+        if any(faults):
+            raise ConfigurationError(
+                "Sharded parameters may be replaced by others of their kind only, of the same shape and "
+                "placements:\n  "
+                + "\n  ".join(fault for fault in faults if fault)
+                + "\nConvert full tensors with torch.distributed.tensor.distribute_tensor, or load them with "
+                "torch.distributed.checkpoint.state_dict.set_model_state_dict. With FullyShardedDataParallel, assign "
+                "whole parameters within summon_full_params, or load a state dict."
+            )
+        candidates = {
+            sharded_param: candidate
+            for sharded_param, candidate in found.items()
+            if candidate is not None
+        }
+        devices = {str(local_tensor(candidate).device) for candidate in candidates.values()}
+        if len(devices) > 1:
+            raise ConfigurationError(
+                f"All parameters of a group must be on one device; group {group!r} has them on "
+                f"{sorted(devices)}. Move the whole module."
+            )
+        self._check_dtypes_of_segments(candidates, group)
+        return candidates
+
+    def adopt(self, replacements: Mapping[ShardedParam, Tensor], group: str) -> None:
+        """Let the faces be what `replacements` has found, with its data in a new buffer."""
+        members = {
+            sharded_param: sharded_param.assigned_members() for sharded_param in replacements
+        }
+        for sharded_param, candidate in replacements.items():
+            sharded_param.adopt(candidate, group)
+        self.buffer = self._new_buffer(self.sharded_params[0].local.device)
+        self._find_homes()
+        for sharded_param, home in self.homes.items():
+            if not sharded_param.local.is_meta:
+                home.copy_(sharded_param.in_home_order())
+            sharded_param.put_over(home)
+            if members[sharded_param]:
+                self._write_members(sharded_param, members[sharded_param])
+        self._find_places()
+
+    def take_out(self, params: Sequence[FSDPParam]) -> None:
+        """From now on these rest in memory of their own, each in the tensor that its face stands for now."""
+        self._packed = [param for param in self._packed if param not in params]
+        self.packed_layout = self._form.layout(self._packed, self._world)
+        self.buffer = self._new_buffer(self.buffer.device)
+        self._find_homes()
+        for sharded_param, home in self.homes.items():
+            if not sharded_param.local.is_meta:
+                home.copy_(sharded_param.in_home_order())
+            sharded_param.put_over(home)
+        self._find_places()
+
+    def _write_members(self, sharded_param: ShardedParam, values: Mapping[int, Tensor]) -> None:
+        """Take this rank's part of whole tensors that were assigned in a `FlatParameter`'s members' places."""
+        assert isinstance(sharded_param, FlatShardedParam), "others have no members"
+        indices = [
+            index
+            for index, param in enumerate(self._params)
+            if param.sharded_param is sharded_param
+        ]
+        for place, value in values.items():
+            index = indices[place]
+            whole = self._params[index].placement.local_part(value.detach())
+            part = own_part(self.layout, index, self._rank, whole)
+            self.buffer.locals[index].copy_(part)
+        sharded_param.put_stand_ins_back()
+
+    def _check_dtypes_of_segments(
+        self, candidates: Mapping[ShardedParam, Tensor], group: str
+    ) -> None:
+        """Parameters that lie together have one dtype."""
+        dtypes = [candidates[param.sharded_param].dtype for param in self._params]
+        mixed = [
+            f"{self._params[index].name}: {dtypes[index]}"
+            for segment in self.layout.segments
+            if len({dtypes[index] for index in segment.params}) > 1
+            for index in segment.params
+        ]
+        if mixed:
+            raise ConfigurationError(
+                f"Parameters that were flattened together must be cast together; in group {group!r} there are "
+                "now:\n  "
+                + "\n  ".join(mixed)
+                + "\nCast the whole wrapped module, or before it is wrapped."
+            )
+
+    # --- what is said about them ------------------------------------------------------------------
+
+    def homes_in_order(self) -> list[tuple[ShardedParam, Tensor]]:
+        """The faces in the shard buffer with the memory they stand for, as they lie there.
+
+        Nothing but padding is between two that follow each other.
+        """
+        return sorted(
+            self.homes.items(), key=lambda item: item[1].storage_offset() * item[1].itemsize
+        )
+
+    def misplaced(self) -> list[str]:
+        """Names of parameters that are not where they are to rest, with where they are."""
+        return [
+            f"{sharded_param.name} is on {sharded_param.local.device}"
+            for sharded_param in self.sharded_params
+            if sharded_param.local.device != self._device
+        ]
+
+    @property
+    def version(self) -> int:
+        """Another one after each change in place that is counted."""
+        return torch_border.version_sum(self._versioned)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards, those included that lie in no buffer."""
+        apart = (
+            sharded_param.local.nbytes
+            for sharded_param in self.sharded_params
+            if sharded_param not in self.homes
+        )
+        return self.buffer.nbytes + sum(apart)
+
+
+def _copy_of(shard: Tensor) -> Tensor:
+    """The same in memory of its own, by operators that a subclass must have to be sharded."""
+    if gathers_itself(shard):
+        return shard.clone()
+    copied: Tensor = shard.new_zeros(shard.shape)
+    return copied.copy_(shard)

@@ -1,0 +1,542 @@
+"""What stands for parameters at rest, between steps: their sharded faces.
+
+    DTensorShardedParam   one per parameter: a DTensor over this rank's rows
+    OrigParamShard     one per parameter: the parameter the user made, of which this rank keeps a flat piece
+    FlatShardedParam      one for all parameters of a segment: this rank's piece of it (`flat_parameter`)
+
+Users, optimizers and state dicts see them. A face keeps its identity for life, unless a user puts
+another parameter in its place, which it then adopts; its data are a view of the group's shard buffer.
+
+This file, `flat_parameter` and `param` are the only ones that put parameters on modules.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import torch_border
+from fullshard.errors import ConfigurationError
+from fullshard.plan.placement import ParamPlacement, local_tensor
+from fullshard.storage.buffers import in_memory_order
+
+GROUP_MARK = "_fullshard_group"
+"""Attribute of a parameter that belongs to a group, on its sharded face and on the original it replaced."""
+_UNSHARDED_MARK = "_fullshard_unsharded"
+"""Attribute of an unsharded parameter: its full name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamOwner:
+    """A module that has the parameter, and under which name; tied parameters have several."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def plain(self) -> bool:
+        """Whether assigning the parameter has no side effect of the module's own (RNNs keep lists, say)."""
+        return type(self.module).__setattr__ is nn.Module.__setattr__
+
+    def current(self) -> Tensor | None:
+        """The parameter now on the module."""
+        return torch_border.parameter_table(self.module).get(self.name)
+
+    def install(self, value: Tensor) -> None:
+        """Put a parameter, or a tensor that stands for one, on the module."""
+        if not isinstance(value, nn.Parameter):  # the module would refuse it in a parameter's place
+            self.remove()
+        setattr(self.module, self.name, value)
+
+    def remove(self) -> None:
+        """Take the parameter off the module."""
+        torch_border.parameter_table(self.module).pop(self.name, None)
+
+
+class ShardedParam(ABC):
+    """A parameter object at rest."""
+
+    param: nn.Parameter
+
+    def __init__(self, name: str, owners: Sequence[ParamOwner], *, trainable: bool) -> None:
+        self.name = name
+        """Full name, for messages."""
+        self.trainable = trainable
+        """Whether the parameters it stands for are known to be."""
+        self.owners = tuple(owners)
+        """Where the face is at rest."""
+
+    @property
+    @abstractmethod
+    def local(self) -> Tensor:
+        """What this rank holds."""
+
+    @property
+    def versioned(self) -> tuple[Tensor, ...]:
+        """The tensors whose version counters tell of writes to the face."""
+        return (self.param,)
+
+    @abstractmethod
+    def put_over(self, local: Tensor) -> None:
+        """Let the face, and all who know it, stand for other memory of the same shape and dtype."""
+
+    @abstractmethod
+    def lies_in(self, local: Tensor) -> bool:
+        """Whether the face stands for this very memory."""
+
+    @abstractmethod
+    def fault(self, candidate: Tensor | None) -> str | None:
+        """Why ``candidate`` cannot replace the face, or None if it can."""
+
+    @abstractmethod
+    def land(self, gradient: Tensor) -> None:
+        """Take a reduced gradient, or add to the one there is; the user's hooks run before and after."""
+
+    def _hooked(self, gradient: Tensor) -> Tensor:
+        """What the user's tensor hooks make of a gradient before it is accumulated."""
+        for hook in tuple((torch_border.tensor_hooks(self.param) or {}).values()):
+            returned = hook(gradient)
+            if returned is None:
+                continue
+            if type(returned) is not type(gradient) or returned.shape != gradient.shape:
+                raise ConfigurationError(
+                    "A hook on a sharded parameter gets the reduced gradient, sharded as the parameter is, and returns "
+                    f"None or another like it; for {self.name} it got a {type(gradient).__name__} of shape "
+                    f"{tuple(gradient.shape)} and returned a {type(returned).__name__} of shape "
+                    f"{tuple(returned.shape)}."
+                )
+            gradient = returned
+        return gradient
+
+    def clear_gradient(self, *, set_to_none: bool) -> None:
+        """Do what ``zero_grad`` does."""
+        if set_to_none:
+            self.param.grad = None
+        elif self.param.grad is not None:
+            self.param.grad.zero_()
+
+    def resting(self, owner: ParamOwner) -> Tensor:
+        """What the owner of a parameter shows while this face stands for it."""
+        return self.param
+
+    def unsharded(self, whole: Tensor, placement: ParamPlacement, *, trainable: bool) -> Tensor:
+        """A leaf for autograd over a gathered parameter that the face stands for at rest."""
+        return placement.unsharded(whole, trainable=trainable)
+
+    def found(self) -> Tensor | None:
+        """The parameter now on the modules in this face's place; another if any owner has another."""
+        return next(iter(self.others()), self.param)
+
+    def others(self) -> list[Tensor | None]:
+        """What is on the owners instead of the face; None if something was taken away."""
+        found = [owner.current() for owner in self.owners]
+        return [each for each in found if each is not self.param]
+
+    def tie_fault(self) -> str | None:
+        """Why what was assigned on several owners cannot be one parameter, or None if it can."""
+        locals_ = [None if each is None else local_tensor(each) for each in self.others()]
+        return None if are_equal(locals_) else f"{self.name}: {NOT_TIED}"
+
+    def resting_places(self) -> list[tuple[ParamOwner, Tensor]]:
+        """All modules that show something at rest because of this face, with what they show."""
+        return [(owner, self.param) for owner in self.owners]
+
+    def assigned_members(self) -> dict[int, Any]:
+        """Whole tensors that users put where parameters were that the face stands for, by their places among them.
+
+        Nothing for a face that stands for one parameter and is on its modules itself.
+        """
+        return {}
+
+    def in_home_order(self) -> Tensor:
+        """What this rank holds, with its elements in the order of the face's memory in the buffer."""
+        return self.local
+
+    def adopt(self, candidate: Tensor, group_name: str) -> None:
+        """Take a parameter that was put in the face's place: moved, cast, assigned."""
+        self._be(cast(nn.Parameter, candidate), group_name)
+
+    def _be(self, param: nn.Parameter, group_name: str) -> None:
+        self.param = param
+        setattr(param, GROUP_MARK, group_name)
+        self._install()
+
+    def _install(self) -> None:
+        for owner in self.owners:
+            owner.install(self.param)
+
+
+class DTensorShardedParam(ShardedParam):
+    """A DTensor over this rank's part of one parameter."""
+
+    def __init__(
+        self,
+        name: str,
+        owners: Sequence[ParamOwner],
+        original: nn.Parameter,
+        placement: ParamPlacement,
+        local: Tensor,
+        group_name: str,
+    ) -> None:
+        super().__init__(name, owners, trainable=original.requires_grad)
+        self._shape = placement.shape
+        # A subclass decides itself what its shards are.
+        self._local_shape = tuple(local.shape) if type(local) is Tensor else None
+        sharded_param = placement.sharded(local, trainable=original.requires_grad)
+        if type(local) is Tensor:
+            # Attributes users hang on parameters move along; a subclass keeps its data in there.
+            sharded_param.__dict__.update(original.__dict__)
+        torch_border.move_hooks(original, sharded_param)
+        setattr(original, GROUP_MARK, group_name)
+        self._be(sharded_param, group_name)
+
+    @property
+    def local(self) -> Tensor:
+        """See `ShardedParam`."""
+        return torch_border.local_of(self.param)
+
+    @property
+    def versioned(self) -> tuple[Tensor, ...]:
+        """See `ShardedParam`."""
+        # An operator on a DTensor counts there, one on its local tensor here.
+        return self.param, self.local
+
+    def put_over(self, local: Tensor) -> None:
+        """See `ShardedParam`."""
+        torch_border.replace_local(self.param, local)
+
+    def lies_in(self, local: Tensor) -> bool:
+        """See `ShardedParam`."""
+        return self.local is local
+
+    def fault(self, candidate: Tensor | None) -> str | None:
+        """See `ShardedParam`."""
+        if not isinstance(candidate, DTensor):
+            return f"{self.name}: expected a DTensor, got {type(candidate).__name__}"
+        if not isinstance(candidate, nn.Parameter):
+            return (
+                f"{self.name}: expected a parameter, got a DTensor that is none (torch.func.functional_call cannot "
+                "compute with tensors in the place of sharded parameters)"
+            )
+        if tuple(candidate.shape) != self._shape:
+            return f"{self.name}: expected shape {self._shape}, got {tuple(candidate.shape)}"
+        expected = torch_border.spec_of(self.param)
+        if candidate.placements != expected.placements or candidate.device_mesh != expected.mesh:
+            return (
+                f"{self.name}: expected placements {expected.placements} on {expected.mesh}, "
+                f"got {candidate.placements} on {candidate.device_mesh}"
+            )
+        held = tuple(torch_border.local_of(candidate).shape)
+        if self._local_shape is not None and held != self._local_shape:
+            return f"{self.name}: expected a part of shape {self._local_shape} on this rank, got {held}"
+        return None
+
+    def land(self, gradient: Tensor) -> None:
+        """See `ShardedParam`."""
+        param = self.param
+        if torch_border.tensor_hooks(param):
+            hooked = self._hooked(torch_border.dtensor(gradient, torch_border.spec_of(param)))
+            gradient = torch_border.redistributed_local(
+                hooked, torch_border.spec_of(param).placements
+            )
+        if param.grad is None:
+            param.grad = torch_border.dtensor(gradient, torch_border.spec_of(param))
+        else:
+            torch_border.local_of(param.grad).add_(gradient)
+        _after_accumulation(param)
+
+
+class PlainShardedParam(ShardedParam):
+    """A plain parameter over a part of the shard buffer.
+
+    For a while, other tensors can be shown in the place of what it stands for: whole parameters, say.
+    """
+
+    stands_for_several = False
+    """Whether it is one parameter for all of a segment."""
+    _unreduced_shape: torch.Size | None = None
+    """Of the gradient that `show_unreduced` has put into `.grad`, if it has."""
+    _reduced_gradient: Tensor | None = None
+    """What was in `.grad` before."""
+
+    def __init__(
+        self, name: str, owners: Sequence[ParamOwner], local: Tensor, *, trainable: bool
+    ) -> None:
+        super().__init__(name, owners, trainable=trainable)
+        # Not to be asked of the parameter: users may assign data of another shape.
+        self._shape, self._strides = tuple(local.shape), local.stride()
+
+    @abstractmethod
+    def show(self, values: Sequence[Tensor]) -> None:
+        """Let the modules have these as parameters, one for each that the face stands for."""
+
+    @abstractmethod
+    def take_shown(self) -> list[Tensor]:
+        """Put the face back on the modules, and return what was shown in its place, as it is now."""
+
+    @property
+    def local(self) -> Tensor:
+        """See `ShardedParam`."""
+        return self.param.data
+
+    def put_over(self, local: Tensor) -> None:
+        """See `ShardedParam`."""
+        self.param.data = self._shaped(local)
+
+    def lies_in(self, local: Tensor) -> bool:
+        """See `ShardedParam`."""
+        param = self.param
+        return param.data_ptr() == local.data_ptr() and param.dtype == local.dtype
+
+    def fault(self, candidate: Tensor | None) -> str | None:
+        """See `ShardedParam`."""
+        if not isinstance(candidate, nn.Parameter) or isinstance(candidate, DTensor):
+            return f"{self.name}: expected a plain parameter, got {type(candidate).__name__}"
+        if tuple(candidate.shape) != self._shape:
+            return (
+                f"{self.name}: expected a part of shape {self._shape} on this rank, got "
+                f"{tuple(candidate.shape)}"
+            )
+        return None
+
+    def in_home_order(self) -> Tensor:
+        """See `ShardedParam`."""
+        return in_memory_order(self.local, self._strides)
+
+    def land(self, gradient: Tensor) -> None:
+        """See `ShardedParam`."""
+        param, shaped = self.param, self._shaped(gradient)
+        if torch_border.tensor_hooks(param):
+            shaped = self._hooked(shaped)
+        if param.grad is None:
+            self._have_gradient(shaped)
+        else:
+            param.grad.add_(shaped)
+        _after_accumulation(param)
+
+    def show_unreduced(self, whole: Tensor) -> None:
+        """Let `.grad` be this rank's own gradient of all that the face stands for, until `show_reduced`."""
+        if self.unreduced is None:
+            self._reduced_gradient = self.param.grad
+        self._unreduced_shape = whole.shape
+        self._assign_gradient(whole)
+
+    @property
+    def unreduced(self) -> Tensor | None:
+        """The gradient of `show_unreduced` as it is now; None if it was cleared, or another assigned."""
+        found = self.param.grad
+        return found if found is not None and found.shape == self._unreduced_shape else None
+
+    def show_reduced(self) -> None:
+        """Let `.grad` be what it was before `show_unreduced`; if it was cleared since then, it stays so."""
+        if self.unreduced is not None:
+            self._assign_gradient(self._reduced_gradient)
+        self._unreduced_shape = self._reduced_gradient = None
+
+    def forget_reduced(self) -> None:
+        """Let there be no gradient after `show_reduced`: it has been cleared."""
+        self._reduced_gradient = None
+
+    def _assign_gradient(self, gradient: Tensor | None) -> None:
+        """Let `.grad` be a tensor of any shape, dtype and device."""
+        param = self.param
+        param.grad = None
+        if gradient is None:
+            return
+        if gradient.shape == param.shape and gradient.device == param.device:
+            self._have_gradient(gradient)
+        else:
+            # torch looks at it when it is assigned, and lets it become another afterwards.
+            param.grad = like_param = torch.empty_like(param, dtype=param.grad_dtype)
+            like_param.data = gradient
+
+    def _have_gradient(self, gradient: Tensor) -> None:
+        if gradient.dtype != self.param.grad_dtype:
+            self.param.grad_dtype = gradient.dtype
+        self.param.grad = gradient
+
+    def _shaped(self, flat: Tensor) -> Tensor:
+        if len(self._shape) == 1:
+            return flat
+        return flat.as_strided(self._shape, self._strides, flat.storage_offset())
+
+
+class OrigParamShard(PlainShardedParam):
+    """The parameter the user made, whose data are now this rank's piece of it: flat, and maybe empty."""
+
+    def __init__(
+        self,
+        name: str,
+        owners: Sequence[ParamOwner],
+        original: nn.Parameter,
+        local: Tensor,
+        group_name: str,
+    ) -> None:
+        """Let ``original`` be a parameter over ``local`` from now on."""
+        super().__init__(name, owners, local, trainable=original.requires_grad)
+        original.grad = None  # it would be of another shape
+        original.data = local
+        self._hidden: Tensor
+        self._gradient_before: Tensor | None
+        self._hidden_gradient: Tensor | None
+        self._be(original, group_name)
+
+    def show(self, values: Sequence[Tensor]) -> None:
+        """See `PlainShardedParam`."""
+        self._hidden, self._gradient_before = self.param.data, self.param.grad
+        self.param.data = values[0]
+
+    def take_shown(self) -> list[Tensor]:
+        """See `PlainShardedParam`."""
+        values = [shown_on(self.owners, self.param).data]
+        self.param.data = self._hidden
+        gradient = self.param.grad
+        if gradient is not None and gradient is not self._gradient_before:  # of the whole one
+            self._assign_gradient(self._gradient_before)
+        del self._hidden, self._gradient_before
+        if self.found() is not self.param:  # somebody assigned another
+            self._install()
+        return values
+
+    def show_gradient(self, whole: Tensor | None) -> None:
+        """While a whole parameter is shown, show its gradient, too, until `take_shown_gradient`."""
+        self._hidden_gradient, self.param.grad = self.param.grad, None
+        if whole is not None:
+            self._have_gradient(whole)
+
+    def take_shown_gradient(self) -> Tensor | None:
+        """Let there be no gradient, and return the one shown, as it is now; before `take_shown`."""
+        whole, self.param.grad = self.param.grad, None
+        return whole
+
+    def put_gradient_back(self) -> None:
+        """Have the sharded gradient again; after `take_shown`."""
+        self.param.grad = self._hidden_gradient
+        del self._hidden_gradient
+
+    def set_gradient(self, part: Tensor | None) -> None:
+        """Have this rank's part of a whole gradient, flat, or none."""
+        self.param.grad = None
+        if part is not None and part.numel():
+            self._have_gradient(self._shaped(part))
+
+    def land(self, gradient: Tensor) -> None:
+        """See `ShardedParam`."""
+        if gradient.numel():  # an optimizer should not find anything to do here otherwise
+            super().land(gradient)
+
+
+class ParallelOrigParamShard(OrigParamShard):
+    """This rank's flat piece of what tensor parallelism has left here of a parameter.
+
+    A DTensor cannot become a piece, so this is another parameter than the user made. While a whole parameter
+    is shown, it is a DTensor as before, in this one's place.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        owners: Sequence[ParamOwner],
+        original: nn.Parameter,
+        placement: ParamPlacement,
+        local: Tensor,
+        group_name: str,
+    ) -> None:
+        """Put a parameter over ``local`` in the place of ``original``."""
+        piece = nn.Parameter(local, requires_grad=original.requires_grad)
+        piece.__dict__.update(original.__dict__)  # attributes users hang on parameters move along
+        super().__init__(name, owners, piece, local, group_name)
+        setattr(original, GROUP_MARK, group_name)
+        self._placement = placement
+        self._shown: nn.Parameter
+
+    def show(self, values: Sequence[Tensor]) -> None:
+        """See `PlainShardedParam`."""
+        trainable = self.param.requires_grad
+        self._shown = cast(nn.Parameter, self._placement.unsharded(values[0], trainable=trainable))
+        for owner in self.owners:
+            owner.install(self._shown)
+
+    def take_shown(self) -> list[Tensor]:
+        """See `PlainShardedParam`."""
+        values = [self._placement.local_part(shown_on(self.owners, self._shown)).detach()]
+        del self._shown
+        self._install()
+        return values
+
+    def show_gradient(self, whole: Tensor | None) -> None:
+        """See `OrigParamShard`."""
+        if whole is not None:
+            self._shown.grad = self._placement.as_before(whole)
+
+    def take_shown_gradient(self) -> Tensor | None:
+        """See `OrigParamShard`."""
+        whole = self._shown.grad
+        return None if whole is None else self._placement.local_part(whole)
+
+    def put_gradient_back(self) -> None:
+        """See `OrigParamShard`: it was never hidden."""
+
+
+def group_of(param: Tensor) -> str | None:
+    """Name of the group a parameter belongs to, or None."""
+    return cast("str | None", getattr(param, GROUP_MARK, None))
+
+
+NOT_TIED = "shared by several modules, on which there are different parameters now"
+
+
+def are_equal(tensors: Sequence[Any]) -> bool:
+    """Whether all are tensors with the same elements."""
+    first, *others = tensors or [None]
+    return all(
+        isinstance(other, Tensor)
+        and (first.dtype, first.device, first.shape) == (other.dtype, other.device, other.shape)
+        and (first.is_meta or torch.equal(first, other))
+        for other in others
+    )
+
+
+def shown_on(owners: Sequence[ParamOwner], shown: nn.Parameter) -> Tensor:
+    """What is on the owners where ``shown`` was put: itself, or what was last assigned under one of its names."""
+    found = [owner.current() for owner in owners]
+    return next((each for each in reversed(found) if each is not None and each is not shown), shown)
+
+
+def unsharded_name(tensor: Tensor) -> str | None:
+    """Full name of the parameter of which ``tensor`` is the unsharded face, or None."""
+    return cast("str | None", getattr(tensor, _UNSHARDED_MARK, None))
+
+
+def mark_unsharded(tensor: Tensor, name: str) -> None:
+    """Let `unsharded_name` know the unsharded face of a parameter."""
+    setattr(tensor, _UNSHARDED_MARK, name)
+
+
+def reads_gradients(param: nn.Parameter) -> bool:
+    """Whether something of the user's runs when a gradient is accumulated."""
+    return bool(
+        torch_border.post_accumulate_grad_hooks(param)
+        or torch_border.tensor_hooks(param)
+        or param.__dict__.get(torch_border.IN_BACKWARD_OPTIMIZERS)
+    )
+
+
+def _after_accumulation(param: nn.Parameter) -> None:
+    """Run what the user wants to happen when a gradient is complete."""
+    hooks = torch_border.post_accumulate_grad_hooks(param)
+    if hooks:
+        for hook in tuple(hooks.values()):
+            hook(param)
+    optimizers = param.__dict__.get(torch_border.IN_BACKWARD_OPTIMIZERS)
+    if optimizers:
+        # torch hangs its own hook on the parameter's node in the graph, where a sharded one never is.
+        for optimizer in optimizers:
+            optimizer.step()
+        param.grad = None

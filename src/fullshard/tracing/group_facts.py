@@ -1,0 +1,156 @@
+"""What there is to know about a model's groups: sizes, bytes on the wire, dtypes.
+
+Nothing is run and nothing is communicated, so it also works on the meta device, for any number of ranks:
+`fullshard inspect`, traces and reports read it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.engine.runtime import FSDPState, named_states, state_of
+from fullshard.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFacts:
+    """One group of parameters that are gathered and reduced together, as this rank has it."""
+
+    name: str
+    """Of its modules, joined by commas; "root" for the outermost. A number follows where several have the same."""
+    modules: tuple[str, ...]
+    """The modules that `fully_shard` or the wrapper were given; "" is the outermost."""
+    parameters: int
+    """How many tensors."""
+    numel: int
+    """Elements of the whole parameters."""
+    padded_numel: int
+    """The same with padding: of all ranks' pieces together."""
+    shard_bytes: int
+    """This rank's part at rest."""
+    gathered_bytes: int
+    """Memory of the whole parameters in the compute dtype, with padding; 0 if nothing has to be gathered."""
+    gather_bytes: int
+    """Received from other ranks by one gather."""
+    reduce_bytes: int
+    """Sent to other ranks by one reduction of all trainable parameters."""
+    all_reduce_bytes: int
+    """Sent to other replicas by the same."""
+    param_dtype: str
+    compute_dtype: str
+    reduce_dtype: str
+    wire_dtype: str
+    """In which gradients travel; "" if nothing is trainable."""
+    world: int
+    """Ranks that it is sharded over."""
+    replicas: int
+    """How often all of it exists."""
+
+
+def group_facts(model: nn.Module) -> tuple[GroupFacts, ...]:
+    """Facts about all groups of a sharded model, in the order of forward as far as it is known.
+
+    Raises:
+        ConfigurationError: nothing in ``model`` is sharded.
+    """
+    return tuple(facts for _, facts in facts_of_groups(model))
+
+
+def facts_of_groups(model: nn.Module) -> list[tuple[FSDPParamGroup, GroupFacts]]:
+    """The same, beside the groups themselves."""
+    found = [
+        (group, name, modules)
+        for state, name, modules in states_in(model)
+        for group in state.groups
+    ]
+    counts = Counter(name for _, name, _ in found)
+    seen: Counter[str] = Counter()
+    result = []
+    for group, name, modules in found:
+        seen[name] += 1
+        unique = name if counts[name] == 1 else f"{name} ({seen[name]})"
+        result.append((group, _facts(group, unique, modules)))
+    return result
+
+
+def states_in(model: nn.Module) -> Iterator[tuple[FSDPState, str, tuple[str, ...]]]:
+    """All states of the models in ``model``, with their names and those of their modules, in order of forward.
+
+    Names are as the engine gives them at the first forward; with several models, each after its own path.
+    """
+    roots = outermost_states(model)
+    for path, root in roots.items():
+        names = named_states(root.modules[0])
+        order = root.runtime.schedule.forecast if root.runtime is not None else ()
+        for state in dict.fromkeys((*order, *names)):
+            modules = [f"{path}.{name}".strip(".") for name in names[state]]
+            name = ", ".join(names[state]) or "root"
+            yield state, f"{path}: {name}" if len(roots) > 1 else name, tuple(modules)
+
+
+def outermost_states(model: nn.Module) -> dict[str, FSDPState]:
+    """The roots of all sharded models in ``model``, by their paths in it.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    roots: dict[str, FSDPState] = {}
+    for path, state in _uppermost(model, ""):
+        root = state if state.runtime is None else state.runtime.root
+        if root not in roots.values():
+            roots[path] = root
+    if not roots:
+        raise ConfigurationError(
+            f"A model must be sharded for its groups to be known; nothing in this {type(model).__name__} is. "
+            "Apply fully_shard or FullyShardedDataParallel first, and pass the result."
+        )
+    return roots
+
+
+def _uppermost(module: nn.Module, path: str) -> Iterator[tuple[str, FSDPState]]:
+    """States of modules that are in no other sharded module, in order, with their paths."""
+    state = state_of(module)
+    if state is not None:
+        yield path, state
+        return
+    for name, child in module.named_children():
+        yield from _uppermost(child, f"{path}.{name}".strip("."))
+
+
+def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupFacts:
+    group.notice_replacements()
+    layout, axes, gradients = group.layout, group.mesh_info, group.gradients
+    gathers, reduces = group.gather_traffic(), gradients.traffic(group.reduction)
+    reduce_dtypes = {
+        dtype
+        for param, dtype in zip(group.params, gradients.reduce_dtypes, strict=True)
+        if param.trainable
+    }
+    return GroupFacts(
+        name=name,
+        modules=modules,
+        parameters=len(group.params),
+        numel=sum(slot.numel for slot in layout.slots),
+        padded_numel=sum(segment.piece_numel for segment in layout.segments) * layout.world,
+        shard_bytes=group.shards.nbytes,
+        gathered_bytes=gathers.memory,
+        gather_bytes=gathers.received,
+        reduce_bytes=reduces.sent,
+        all_reduce_bytes=reduces.all_reduced,
+        param_dtype=_names({param.dtype for param in group.params}),
+        compute_dtype=_names({*group.compute_dtypes}),
+        reduce_dtype=_names(reduce_dtypes),
+        wire_dtype=_names({gradients.wire_dtype or dtype for dtype in reduce_dtypes}),
+        world=axes.shard_mesh_size,
+        replicas=axes.replicate_mesh_size,
+    )
+
+
+def _names(dtypes: Collection[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

@@ -1,1 +1,0 @@
-"""The wrapper door: `FullyShardedDataParallel` is in `module`, and the rest serves it."""
