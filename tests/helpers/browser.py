@@ -46,6 +46,25 @@ FLAGS = (
 )
 # Popen cannot say which number a descriptor gets in the child; this puts them at 3 and 4 and becomes the browser.
 BECOME = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+# A page tells a double click from two clicks by its clock, and on a busy machine a gesture takes as long as it likes.
+# Pages therefore see a clock that the hand on the mouse sets: see `Tab.click` and `Tab.double_click`.
+CLOCK = """
+(() => {
+    const RealDate = Date;
+    let ahead = 0;
+    let held = null;
+    const now = () => held ?? RealDate.now() + ahead;
+    globalThis.Date = class extends RealDate {
+        constructor(...args) { super(...(args.length ? args : [now()])); }
+        static now() { return now(); }
+    };
+    globalThis.clock = {
+        skip: () => { ahead += 10_000; },
+        hold: () => { held = now(); },
+        release: () => { held = null; },
+    };
+})();
+"""
 KEYS = {"+": 187, "-": 189, "0": 48, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39, "Tab": 9}
 
 
@@ -143,6 +162,7 @@ class Browser:
         tab.resize(width, height, phone=phone)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         tab.send("Emulation.setEmulatedMedia", features=features)
+        tab.send("Page.addScriptToEvaluateOnNewDocument", source=CLOCK)
         tab.send("Page.navigate", url=address)
         tab.wait_until("document.readyState === 'complete'")
         try:
@@ -202,10 +222,24 @@ class Tab:
         self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
     def click(self, x: float, y: float) -> None:
-        self.mouse("mousePressed", x, y, button="left", buttons=1, clickCount=1)
-        self.mouse("mouseReleased", x, y, button="left", clickCount=1)
+        """Click once, long after whatever was clicked before."""
+        self.evaluate("clock.skip()")
+        self._press_button(x, y, nth=1)
+
+    def double_click(self, x: float, y: float) -> None:
+        """Click twice at the same time by the page's clock."""
+        self.evaluate("clock.skip(), clock.hold()")
+        self._press_button(x, y, nth=1)
+        self._press_button(x, y, nth=2)
+        self.evaluate("clock.release()")
+
+    def _press_button(self, x: float, y: float, *, nth: int) -> None:
+        self.mouse("mousePressed", x, y, button="left", buttons=1, clickCount=nth)
+        self.mouse("mouseReleased", x, y, button="left", clickCount=nth)
 
     def drag(self, x: float, y: float, to_x: float, to_y: float) -> None:
+        """Drag, long after whatever was clicked before."""
+        self.evaluate("clock.skip()")
         self.mouse("mouseMoved", x, y)
         self.mouse("mousePressed", x, y, button="left", buttons=1, clickCount=1)
         for part in (0.25, 0.5, 0.75, 1.0):
