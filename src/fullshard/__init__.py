@@ -35,6 +35,7 @@ if _TYPE_CHECKING:
         StateDictType,
     )
     from fullshard.engine.clip_grad import clip_grad_norm_
+    from fullshard.engine.unshard_handle import UnshardHandle
     from fullshard.errors import (
         CheckpointError,
         CommunicationError,
@@ -50,7 +51,6 @@ if _TYPE_CHECKING:
     from fullshard.fsdp2.fsdp_module import (
         FSDPModule,
         ReplicateModule,
-        UnshardHandle,
         register_fsdp_forward_method,
         share_comm_ctx,
     )
@@ -138,7 +138,7 @@ _MODULES = {
     "StateDictConfig": "api",
     "StateDictSettings": "api",
     "StateDictType": "api",
-    "UnshardHandle": "fsdp2.fsdp_module",
+    "UnshardHandle": "engine.unshard_handle",
     "clip_grad_norm_": "engine.clip_grad",
     "fully_shard": "fsdp2.fully_shard",
     "plan_groups": "fsdp2.group_plan",

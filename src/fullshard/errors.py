@@ -20,6 +20,8 @@ error.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class FullshardError(Exception):
     """Base of every exception this package raises on purpose."""
@@ -55,3 +57,9 @@ class CheckpointError(FullshardError, RuntimeError):
 
 class UnsupportedError(FullshardError, NotImplementedError):
     """A part of torch's FSDP surface that this version of fullshard does not have yet."""
+
+
+def fault_paragraphs(faults: Iterable[str], rule: str, remedy: str) -> list[str]:
+    """Return one paragraph of a message: the rule, a line per fault, the remedy; or none if nothing is at fault."""
+    lines = sorted(set(faults))
+    return [f"{rule}\n  " + "\n  ".join(lines) + f"\n{remedy}"] if lines else []

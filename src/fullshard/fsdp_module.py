@@ -1,9 +1,9 @@
 """Sharded modules: the public names of `fullshard.fsdp2.fsdp_module`."""
 
+from fullshard.engine.unshard_handle import UnshardHandle
 from fullshard.fsdp2.fsdp_module import (
     FSDPModule,
     ReplicateModule,
-    UnshardHandle,
     disable_fsdp_module_new_init,
     get_cls_to_fsdp_cls,
     register_fsdp_forward_method,

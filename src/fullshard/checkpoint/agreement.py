@@ -31,8 +31,7 @@ from fullshard.checkpoint.manifest import StoredTensor
 from fullshard.checkpoint.rank_group import ranks_text
 from fullshard.checkpoint.source import CLASS, MODEL, TensorRef
 from fullshard.checkpoint.spread import Spread
-from fullshard.errors import CheckpointError
-from fullshard.fsdp1.optimizer_params import listed
+from fullshard.errors import CheckpointError, fault_paragraphs
 
 Tree = Mapping[str, Any]
 
@@ -141,7 +140,7 @@ def agreed(own: Outline, told: Mapping[int, Outline], rank: int) -> Outline:
     faults = [*_tensor_differences(own, joined, rank), *_tied_differences(own, joined)]
     if own.optimizer is not None:
         faults += _optimizer_differences(own, own.optimizer, joined)
-    for paragraph in listed(
+    for paragraph in fault_paragraphs(
         faults,
         "Ranks that save together must have the same model and optimizer, as far as they share parameters. Nothing was "
         "saved, because on this rank these are not as on others:",
@@ -363,7 +362,7 @@ def parts_to_write(
             )
         else:
             parts.append((key, local))
-    for paragraph in listed(
+    for paragraph in fault_paragraphs(
         faults,
         "A rank must have the parts of tensors that it is to write. Nothing was saved, because of these this rank has "
         "something else:",

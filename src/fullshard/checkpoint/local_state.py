@@ -27,10 +27,7 @@ from fullshard.checkpoint.source import MODEL
 from fullshard.checkpoint.spread import Spread, undivided
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.runtime import FSDPState, state_of
-from fullshard.errors import CheckpointError, LifecycleError, UnsupportedError
-from fullshard.fsdp1.optimizer_params import listed
-from fullshard.fsdp1.state_dicts import put_back
-from fullshard.fsdp1.summoned_params import wrappers_in
+from fullshard.errors import CheckpointError, LifecycleError, UnsupportedError, fault_paragraphs
 from fullshard.names import clean_name
 from fullshard.plan.mesh import global_rank, ranks_by_replica
 from fullshard.storage.flat_parameter import FlatParameter, FlatShardedParam
@@ -138,7 +135,7 @@ class LocalModelState:
         for name, param in plain:
             spread = self._add_plain(name, param)
             self.params[param] = [HeldParam(name, tuple(param.shape), spread)]
-        dtypes = _buffer_dtypes(model)
+        dtypes = _buffer_dtypes(states)
         for prefix, module in _named_modules(model):
             for name, buffer in torch_border.persistent_buffers(module).items():
                 self._add_buffer(f"{prefix}{name}", buffer, dtypes.get((module, name)))
@@ -295,12 +292,10 @@ def _rest(model: nn.Module, method: str) -> list[FSDPState]:
             f"{method} was called within forward or backward of the model. Call it between them. (After an exception, "
             "call reset_iter_state of a model that was sharded with fully_shard, or run a forward of a wrapped one.)"
         )
-    wrappers = wrappers_in(model)
-    if any(wrapper._summoned for wrapper in wrappers):
+    if any(state.summoned for state in states):
         raise LifecycleError(f"{method} was called within summon_full_params. Call it outside.")
-    for wrapper in wrappers:
-        put_back(wrapper)  # loading a state dict has failed
     for state in states:
+        state.installed_full_params.uninstall()  # loading a state dict has failed
         for group in state.groups:
             group.reshard()
             group.notice_replacements()
@@ -340,12 +335,10 @@ def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield "".join(f"{part}." for part in parts), module
 
 
-def _buffer_dtypes(model: nn.Module) -> dict[tuple[nn.Module, str], torch.dtype]:
-    """The dtypes of buffers that wrappers may have cast, before they did."""
+def _buffer_dtypes(states: list[FSDPState]) -> dict[tuple[nn.Module, str], torch.dtype]:
+    """Return the dtypes that buffers had before they were cast for compute, by owner and name."""
     return {
-        place: dtype
-        for wrapper in wrappers_in(model)
-        for place, dtype in wrapper._precision.original_buffer_dtypes().items()
+        place: dtype for state in states for place, dtype in state.original_buffer_dtypes.items()
     }
 
 
@@ -383,32 +376,32 @@ class _Faults:
 
     def raise_for(self, method: str) -> None:
         paragraphs = [
-            *listed(
+            *fault_paragraphs(
                 self._taken,
                 f"{method} knows tensors by their names without wrappers; several tensors have each of these:",
                 "Rename one of the modules.",
             ),
-            *listed(
+            *fault_paragraphs(
                 self._meta,
                 f"{method} needs tensors that have data; these are on the meta device:",
                 "Materialise the model first: model.to_empty(device=...).",
             ),
-            *listed(
+            *fault_paragraphs(
                 self._partial,
                 f"{method} needs tensors whose values are known; of these, ranks have summands:",
                 "Redistribute them to Replicate() or Shard(dim).",
             ),
-            *listed(
+            *fault_paragraphs(
                 self._subclasses,
                 f"{method} takes tensors that are plain memory on each rank; these are of another class or layout:",
                 "Convert them to plain tensors, or register them as buffers with persistent=False.",
             ),
-            *listed(
+            *fault_paragraphs(
                 self._misshapen,
                 f"{method} finds what a rank holds by a tensor's placements; these hold something else:",
                 "Make them with torch.distributed.tensor.distribute_tensor.",
             ),
-            *listed(
+            *fault_paragraphs(
                 self.foreign,
                 f"{method} takes tensors, and values that JSON can say, from get_extra_state; these are others:",
                 "Return dicts, lists, numbers, strings or a tensor.",

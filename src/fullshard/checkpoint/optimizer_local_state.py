@@ -25,8 +25,7 @@ from fullshard.checkpoint.source import CLASS, OPTIMIZER, TensorRef
 from fullshard.checkpoint.spread import Spread, undivided
 from fullshard.checkpoint.trees import DeviceScalar
 from fullshard.engine.tensor_trees import map_tensors, tensors_in
-from fullshard.errors import CheckpointError
-from fullshard.fsdp1.optimizer_params import listed
+from fullshard.errors import CheckpointError, fault_paragraphs
 
 Tree = dict[str, Any]
 
@@ -72,7 +71,7 @@ def named_groups(optimizer: Optimizer, model: LocalModelState) -> list[Tree]:
         for index, param in enumerate(group["params"])
         if param not in model.params
     ]
-    for paragraph in listed(
+    for paragraph in fault_paragraphs(
         strangers,
         "All parameters of the optimizer must be parameters of the model, but these are not:",
         "Pass the model that contains them all, and make the optimizer after sharding it.",
@@ -147,17 +146,17 @@ class _Collected:
     def raise_faults(self, foreign: list[str]) -> None:
         """Refuse what cannot be saved, and state that is of no parameter."""
         paragraphs = [
-            *listed(
+            *fault_paragraphs(
                 foreign,
                 "An optimizer's state is saved by parameters; it has entries of something else:",
                 "Keep these yourself: save's argument extra takes them.",
             ),
-            *listed(
+            *fault_paragraphs(
                 self._partial,
                 "Optimizer state must have values that are known; of these, ranks have summands:",
                 "Redistribute them to Replicate() or Shard(dim).",
             ),
-            *listed(
+            *fault_paragraphs(
                 self._unknown,
                 "Optimizer state of a sharded parameter must be a tensor like the parameter's part on this rank, a "
                 "DTensor, or a single number; how these are divided over ranks is not known:",

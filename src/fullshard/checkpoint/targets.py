@@ -20,8 +20,7 @@ from fullshard.checkpoint.blocks import Block, whole
 from fullshard.checkpoint.local_state import Held, LocalModelState
 from fullshard.checkpoint.plain_memory import fill
 from fullshard.checkpoint.source import MODEL, Source, TensorInfo
-from fullshard.errors import CheckpointError
-from fullshard.fsdp1.optimizer_params import listed
+from fullshard.errors import CheckpointError, fault_paragraphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,32 +60,32 @@ class Faults:
     def paragraphs(self) -> list[str]:
         """For an error that names all of them."""
         return [
-            *listed(
+            *fault_paragraphs(
                 self.missing,
                 "The checkpoint has nothing for these:",
                 "Build the model, and the optimizer, that were saved.",
             ),
-            *listed(
+            *fault_paragraphs(
                 self.unexpected,
                 "The checkpoint has these, and there is nothing to take them:",
                 "Build the model, and the optimizer, that were saved.",
             ),
-            *listed(
+            *fault_paragraphs(
                 self.shapes,
                 "These have other shapes in the checkpoint:",
                 "Build the model with the sizes it was saved with.",
             ),
-            *listed(
+            *fault_paragraphs(
                 self.dtypes,
                 "These have other dtypes in the checkpoint:",
                 "Convert the model before, or pass cast=True.",
             ),
-            *listed(
+            *fault_paragraphs(
                 self.others,
                 "The optimizer's groups, or its state, are others than in the checkpoint:",
                 "Make the optimizer as it was when it was saved, and change its options afterwards.",
             ),
-            *listed(
+            *fault_paragraphs(
                 self.kinds,
                 "The optimizer cannot go on with the checkpoint's state:",
                 "Make the optimizer that was saved, or load the model alone with without_optimizer=True.",

@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from fullshard import torch_border
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import process_hooks
+from fullshard.engine.installed_full_params import InstalledFullParams
 from fullshard.engine.module_outputs import without_parameters
 from fullshard.engine.param_group import FSDPParamGroup, ShardedState
 from fullshard.engine.tensor_trees import cast_floating, tensors_in, to_device
@@ -116,6 +117,12 @@ class FSDPState:
         self.shared_context: FSDPCommContext | None = None
         """Of a root: streams it shares with other models."""
         self.runtime: Runtime | None = None
+        self.summoned = False
+        """Whether the modules are within `summon_full_params`."""
+        self.installed_full_params = InstalledFullParams()
+        """Full parameters that are on the modules while a state dict is made or loaded."""
+        self.original_buffer_dtypes: Mapping[tuple[nn.Module, str], torch.dtype] = {}
+        """By owner and name, the dtypes of buffers before they were cast for compute."""
 
         self.call: Call[FSDPState] | None = None
         """The forward now running."""

@@ -46,7 +46,7 @@ class DirectCalls:
         wrapper = self._wrapper()
         if wrapper is None:
             return None
-        if wrapper._summoned:
+        if wrapper._fsdp_state.summoned:
             summoned_params.check_whole(wrapper)
             return None
         self._direct += 1  # first of all: `_after` is called in any case

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.fsdp1.optimizer_params import Entry, Listing, ModelParams, listed
+from fullshard.errors import fault_paragraphs
+from fullshard.fsdp1.optimizer_params import Entry, Listing, ModelParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class Agreement:
 
     def _lacking_params(self) -> list[str]:
         having = {key: [r for r, m in self._everyone.items() if key in m.keys] for key in self.keys}
-        return listed(
+        return fault_paragraphs(
             (
                 f"{self._label(key)}: not on rank {rank}, but on {having[key]}"
                 for rank, each in self._everyone.items()
@@ -139,7 +140,7 @@ class Agreement:
         self.groups = [
             [entry for key, entry in self._entries.items() if key in group] for group in merged
         ]
-        self.faults = listed(
+        self.faults = fault_paragraphs(
             differing,
             "The options of an optimizer's groups must be the same on all ranks, but:",
             "Set them alike on every rank.",
@@ -160,7 +161,7 @@ class Agreement:
         counts = {rank: len(each.groups or ()) for rank, each in self._everyone.items()}
         if len(set(counts.values())) > 1:
             lines.append(f"the number of groups, by rank: {counts}")
-        return listed(
+        return fault_paragraphs(
             lines,
             "The optimizers of all ranks must have the same groups of parameters, but:",
             "Divide the parameters in the same way on every rank.",

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from fullshard.api import OptimStateKeyType
 from fullshard.engine import full_params
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.errors import ConfigurationError, LifecycleError, OptionTypeError
+from fullshard.errors import ConfigurationError, LifecycleError, OptionTypeError, fault_paragraphs
 from fullshard.fsdp1.summoned_params import wrappers_in
 from fullshard.names import clean_name
 from fullshard.plan.placement import ParamPlacement
@@ -90,7 +90,7 @@ class ModelParams:
         wrappers = set[nn.Module](self.wrappers)
         for wrapper in self.wrappers:
             wrapper._require_idle(method)
-            if wrapper._summoned:
+            if wrapper._fsdp_state.summoned:
                 raise LifecycleError(
                     f"{method} was called within summon_full_params. Call it outside."
                 )
@@ -208,7 +208,7 @@ def listing_of(
 
 def strangers_paragraph(faults: Iterable[str]) -> list[str]:
     """Of an error: an optimizer has parameters that the model does not have; or nothing."""
-    return listed(
+    return fault_paragraphs(
         faults,
         "All parameters of the optimizer must be parameters of the model, but these are not:",
         "Pass the model that contains them all, and make the optimizer after wrapping it.",
@@ -311,9 +311,3 @@ def rekeyed(
 
 def _params_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
     return [key for group in groups for key in group["params"]]
-
-
-def listed(faults: Iterable[str], rule: str, remedy: str) -> list[str]:
-    """A paragraph of an error, or nothing without faults."""
-    lines = sorted(set(faults))
-    return [f"{rule}\n  " + "\n  ".join(lines) + f"\n{remedy}"] if lines else []

@@ -29,14 +29,13 @@ from fullshard.comm import collectives
 from fullshard.engine import full_params
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.tensor_trees import map_tensors, tensors_in
-from fullshard.errors import ConfigurationError, UsageError
+from fullshard.errors import ConfigurationError, UsageError, fault_paragraphs
 from fullshard.fsdp1.optimizer_agreement import Agreement, Membership, membership_of, same
 from fullshard.fsdp1.optimizer_params import (
     Entry,
     Listing,
     ModelParams,
     is_first,
-    listed,
     listing_of,
     missing_parts,
     strangers_paragraph,
@@ -325,19 +324,19 @@ class _Differing:
     def paragraphs(self) -> list[str]:
         """Of an error, or nothing."""
         return [
-            *listed(
+            *fault_paragraphs(
                 self.missing,
                 "Every rank that holds elements of a parameter must have the state that others have of it; these are "
                 "missing:",
                 "Let the optimizers of all ranks take the same steps, or load the same checkpoint on all.",
             ),
-            *listed(
+            *fault_paragraphs(
                 self.dtypes,
                 "State of a parameter must be in one dtype on all ranks, but these are in several (None: no tensor of "
                 "elements):",
                 "Load the same checkpoint on all ranks, or make the optimizer anew.",
             ),
-            *listed(
+            *fault_paragraphs(
                 self.values,
                 "State that is no tensor of its parameter's elements must be the same on all ranks, but:",
                 "Let the optimizers of all ranks take the same steps, or load the same checkpoint on all.",
@@ -384,7 +383,7 @@ def _unkept(known: ModelParams, everyone: Mapping[int, _Facts]) -> list[str]:
     """State of plain parameters, of which each rank keeps its own, that only ranks have which keep nothing."""
     kept = {key for facts in everyone.values() if facts.keeps for key in facts.plain}
     labels = {entry.key: entry.label for entry in known.entries.values()}
-    return listed(
+    return fault_paragraphs(
         (
             f"{labels.get(key, key)} on rank {rank}"
             for rank, facts in everyone.items()
@@ -399,14 +398,14 @@ def _raise_unreadable(everyone: Sequence[_Facts]) -> None:
     """Refuse state dicts of which it is not known what they mean."""
     paragraphs = [
         *dict.fromkeys(fault for facts in everyone for fault in facts.malformed),
-        *listed(
+        *fault_paragraphs(
             (key for facts in everyone for key in facts.unknown),
             "Keys of the given state dict must be numbers of the optimizer's parameters, or their names in the model; "
             "these are not:",
             "Pass what state_dict() of this very optimizer returned.",
         ),
         *strangers_paragraph(stranger for facts in everyone for stranger in facts.strangers),
-        *listed(
+        *fault_paragraphs(
             (shapeless for facts in everyone for shapeless in facts.shapeless),
             "State of sharded parameters must be a tensor with one value per element of the parameter (its piece on "
             "this rank), a single number, or no tensor at all:",

@@ -27,14 +27,13 @@ from torch.optim import Optimizer
 from fullshard.api import FullOptimStateDictConfig, StateDictType
 from fullshard.comm import collectives
 from fullshard.engine.tensor_trees import map_tensors
-from fullshard.errors import ConfigurationError
+from fullshard.errors import ConfigurationError, fault_paragraphs
 from fullshard.fsdp1.optimizer_agreement import Agreement, Membership, membership_of, same
 from fullshard.fsdp1.optimizer_params import (
     Entry,
     Listing,
     ModelParams,
     is_first,
-    listed,
     listing_of,
     missing_parts,
     raise_strangers,
@@ -281,7 +280,7 @@ class _FromFirst(_Source):
                     # Tensor parallelism has first ranks of its own, which have a state together.
                     if entry.placement_of(name).is_as_before(value):
                         self.tensors[name, each] = whole_of_rows(value, entry.group.device)
-            self.faults += listed(
+            self.faults += fault_paragraphs(
                 (f"{name}: {each}" for (name, each), v in self.tensors.items() if is_spread(v)),
                 "A state dict that rank 0 sends to the others must have whole tensors, but these are spread over "
                 "ranks:",
@@ -317,19 +316,19 @@ def _faults(outline: _Outline, known: ModelParams, listing: Listing) -> list[str
     in_groups = [name for group in outline.groups or () for name in group["params"]]
     unknown = [name for name in (*outline.states, *in_groups) if name not in names]
     return [
-        *listed(
+        *fault_paragraphs(
             (f"{n} (not of this optimizer)" for n in unknown if n in known.by_name),
             "State is loaded for parameters of the optimizer, but these are in the model only:",
             "Load it with the optimizer that it was saved from, or remove them from 'state' and 'param_groups'.",
         ),
-        *listed(
+        *fault_paragraphs(
             (str(name) for name in unknown if name not in known.by_name),
             "Keys of an optimizer's state dict must be names of the model's parameters, without wrappers; these are "
             "not:",
             "Load it for the model that it was saved from, or remove them from 'state' and 'param_groups'. "
             "rekey_optim_state_dict turns ids into names.",
         ),
-        *listed(
+        *fault_paragraphs(
             (fault for entry in listing.entries for fault in _entry_faults(entry, outline)),
             "State must be a tensor of its parameter's shape, a single number or no tensor, and that of parameters "
             "in one FlatParameter must be of the same kinds, dtypes and numbers:",
@@ -388,7 +387,7 @@ def _differences(
             lacking = [rank for rank, shape in found.items() if shape is None]
             parts = f", only ranks {spread} have sharded tensors" if spread else ""
             lines.append(f"{name}: {each}" + (f", not on ranks {lacking}" if lacking else parts))
-    return listed(
+    return fault_paragraphs(
         lines,
         "All ranks must load the same tensors, but some lack these or have others:",
         "Pass every rank's own part of the same checkpoint.",
@@ -429,7 +428,7 @@ def _matched(
         for home in range(len(saved))
         if taken.count(home) > 1
     ]
-    return matched, listed(
+    return matched, fault_paragraphs(
         faults,
         "Groups of the state dict and of the optimizer must be of the same parameters, but:",
         "Make the optimizer with the groups of the one that was saved, and change its options afterwards.",

@@ -161,12 +161,12 @@ def _groups(wrapper: nn.Module) -> tuple[FSDPParamGroup, ...]:
 
 def _begin(wrapper: FullyShardedDataParallel) -> None:
     """Refuse state dicts at the wrong time; clean up after one that failed."""
-    if wrapper._summoned:
+    if wrapper._fsdp_state.summoned:
         raise LifecycleError(
             "State dicts cannot be made or loaded within summon_full_params. Do it outside."
         )
     wrapper._require_idle("state_dict or load_state_dict")
-    put_back(wrapper)
+    wrapper._fsdp_state.installed_full_params.uninstall()
 
 
 def _show_whole(wrapper: FullyShardedDataParallel, device: torch.device | None) -> None:
@@ -177,17 +177,7 @@ def _show_whole(wrapper: FullyShardedDataParallel, device: torch.device | None) 
             whole.to(device or whole.device, copy=True)
             for whole in full_params.gather_params(group)
         ]
-        full_params.show(group, wholes)
-        wrapper._shown_groups[group] = wholes
-
-
-def put_back(wrapper: FullyShardedDataParallel, *, write: bool = False) -> None:
-    """Let the modules have their sharded parameters again; with ``write``, with what was loaded."""
-    while wrapper._shown_groups:
-        group, _ = wrapper._shown_groups.popitem()
-        wholes = full_params.take_shown(group)
-        if write:
-            full_params.write(group, wholes)
+        wrapper._fsdp_state.installed_full_params.install(group, wholes)
 
 
 @torch.inference_mode(False)
@@ -217,7 +207,7 @@ def _after_saving(
     elif settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         _add_local_entries(wrapper, state_dict, prefix)
     _keep_shown(wrapper, state_dict)
-    put_back(wrapper)
+    wrapper._fsdp_state.installed_full_params.uninstall()
     _restore_buffers(wrapper, state_dict, prefix, offload=config.offload_to_cpu)
     _replace_beginning(state_dict, f"{prefix}{WRAPPED}.", prefix)
     metadata = getattr(state_dict, "_metadata", None)
@@ -236,7 +226,7 @@ def _keep_shown(wrapper: FullyShardedDataParallel, state_dict: dict[str, Any]) -
     kept: dict[Any, nn.Parameter] = {}
     sharded_params = {
         sharded_param.param
-        for group in wrapper._shown_groups
+        for group in wrapper._fsdp_state.installed_full_params.groups
         for sharded_param in group.sharded_params
     }
     for key, value in state_dict.items():
@@ -258,7 +248,7 @@ def _restore_buffers(
     wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *, offload: bool
 ) -> None:
     """Give buffers that were cast for compute the dtype they had, and move them where parameters are."""
-    dtypes = wrapper._precision.original_buffer_dtypes()
+    dtypes = wrapper._fsdp_state.original_buffer_dtypes
     if not dtypes and not offload:
         return
     for path, module in _paths(wrapper):
@@ -314,8 +304,7 @@ def _shard_entries(
     # A hook of the user's may have given one another name.
     shown = {
         (whole.data_ptr(), whole.shape)
-        for wholes in wrapper._shown_groups.values()
-        for whole in wholes
+        for whole in wrapper._fsdp_state.installed_full_params.tensors
         if whole.numel()
     }
     for key, value in state_dict.items():
@@ -535,7 +524,7 @@ def _prepare_local_entries(
 
 def _after_loading(module: nn.Module, incompatible: Any) -> None:
     wrapper = cast("FullyShardedDataParallel", module)
-    put_back(wrapper, write=True)
+    wrapper._fsdp_state.installed_full_params.uninstall(write=True)
     for group in _groups(wrapper):
         group.repack()  # loading by assignment puts other parameters on the modules
     wrapper._precision.forget_mode()  # ... and other buffers

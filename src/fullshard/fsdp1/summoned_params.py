@@ -66,7 +66,7 @@ def summon_full_params(
         _check_gradients_can_be_shown(wrappers, offload_to_cpu)
     for wrapper in wrappers:
         wrapper._require_idle("summon_full_params")
-        if wrapper._summoned:
+        if wrapper._fsdp_state.summoned:
             raise LifecycleError(
                 "summon_full_params was called within itself, on a module that is whole already. Leave the inner "
                 "call out."
@@ -77,7 +77,7 @@ def summon_full_params(
     try:
         full_params.rest_together([g for each in wrappers for g in each._fsdp_state.groups])
         for wrapper in wrappers:
-            wrapper._summoned = True
+            wrapper._fsdp_state.summoned = True
         for wrapper in wrappers:
             state = state_of(wrapper)
             assert state is not None, "attached when the wrapper was made"
@@ -90,7 +90,7 @@ def summon_full_params(
         yield
     finally:
         for wrapper in wrappers:
-            wrapper._summoned = False
+            wrapper._fsdp_state.summoned = False
         faults = [fault for each in shown for fault in each.end(writeback=writeback)]
     if faults:
         raise ConfigurationError(

@@ -28,8 +28,8 @@ from fullshard.api import (
 )
 from fullshard.engine.clip_grad import Clipping
 from fullshard.engine.ownership import has_forward
-from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.runtime import FSDPState, Runtime, lazy_init, state_of
+from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
 from fullshard.errors import LifecycleError, OptionTypeError, UnsupportedError, UsageError
 from fullshard.fsdp1 import (
     comm_hooks,
@@ -51,7 +51,6 @@ from fullshard.fsdp1.construction import (
     shard,
 )
 from fullshard.fsdp1.direct_calls import DirectCalls
-from fullshard.fsdp2.fsdp_module import UnshardHandle, unshard_state
 from fullshard.names import WRAPPED
 from fullshard.plan.mesh import DataParallelAxes
 from fullshard.plan.policies import switch
@@ -193,9 +192,6 @@ class FullyShardedDataParallel(nn.Module):
         self._use_orig_params = use_orig_params
         self._device_mesh = device_mesh
         self._ignored = ignored
-        self._summoned = False
-        self._shown_groups: dict[FSDPParamGroup, list[Tensor]] = {}
-        """Groups whose whole parameters, these, are on the modules while a state dict is made or loaded."""
         self._load_errors: list[str] = []
         """What has gone wrong in the load now running."""
         self._comm_hook: Any = None
@@ -218,6 +214,7 @@ class FullyShardedDataParallel(nn.Module):
         )
         self._direct_calls = DirectCalls(self, module)
         self._precision = precision.Precision(self, precision_)
+        self._fsdp_state.original_buffer_dtypes = self._precision.original_buffer_dtypes()
         state_dicts.register_hooks(self)
 
     def _wrap_below(
@@ -272,7 +269,8 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward, with its parameters gathered."""
-        if self._summoned:
+        state = self._fsdp_state
+        if state.summoned:
             return summoned_params.forward(self, args, kwargs)
         args, kwargs = self._pre_forward(args, kwargs)
         output = None
@@ -281,23 +279,23 @@ class FullyShardedDataParallel(nn.Module):
             output = self._fsdp_wrapped_module(*args, **kwargs)
         finally:  # nobody stays unsharded when it raises
             self._direct_calls.through_wrapper -= 1
-            output = self._fsdp_state.post_forward(self, args, output)
+            output = state.post_forward(self, args, output)
         return output
 
     def _pre_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather, and return the inputs in the compute dtype."""
-        if self._shown_groups:
-            state_dicts.put_back(self)  # loading a module around this one has failed
         state = self._fsdp_state
+        if state.installed_full_params:
+            state.installed_full_params.uninstall()  # loading a module around this one has failed
         self._precision.prepare_forward(state, training=self.training)
         return state.pre_forward(self, args, kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Move or cast: parameters are sharded while it happens, and packed again afterwards."""
         state = self._fsdp_state
-        if self._summoned:
+        if state.summoned:
             raise LifecycleError(
                 "A wrapped module cannot be moved or cast within summon_full_params. Do it outside."
             )
@@ -317,12 +315,17 @@ class FullyShardedDataParallel(nn.Module):
         """As of any module; within `summon_full_params`, under names without wrappers."""
         summoned_params.notice_assigned(self)
         for name, param in super().named_parameters(*args, **kwargs):
-            yield (_without_wrappers(name) if self._summoned else name), param
+            yield self._shown_name(name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """As of any module; within `summon_full_params`, under names without wrappers."""
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield (_without_wrappers(name) if self._summoned else name), buffer
+            yield self._shown_name(name), buffer
+
+    def _shown_name(self, name: str) -> str:
+        """Return a name as it is now: within `summon_full_params`, without the wrappers."""
+        state = state_of(self)  # None while the wrapper is made
+        return _without_wrappers(name) if state is not None and state.summoned else name
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -472,8 +475,7 @@ class FullyShardedDataParallel(nn.Module):
                 *args, destination=destination, prefix=prefix, keep_vars=keep_vars
             )
         finally:
-            if self._shown_groups:
-                state_dicts.put_back(self)  # a module below has raised
+            self._fsdp_state.installed_full_params.uninstall()  # a module below has raised
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -485,7 +487,7 @@ class FullyShardedDataParallel(nn.Module):
             )
         finally:
             for wrapper in summoned_params.wrappers_in(self):
-                state_dicts.put_back(wrapper)  # a module has raised
+                wrapper._fsdp_state.installed_full_params.uninstall()  # a module has raised
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Which child is not part of names, for `torch.distributed.checkpoint.state_dict`."""

@@ -30,47 +30,12 @@ from fullshard.comm.collectives import (
     choose_symmetric_memory,
 )
 from fullshard.comm.streams import FSDPCommContext
-from fullshard.engine.param_group import FSDPParamGroup, ShardedState
+from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.runtime import FSDPState, state_of
+from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
 from fullshard.errors import ConfigurationError, LifecycleError, OptionTypeError, UsageError
 from fullshard.plan.mesh import twin_group
 from fullshard.plan.policies import switch
-
-
-class UnshardHandle:
-    """What `FSDPModule.unshard(async_op=True)` returns: the gather in flight."""
-
-    def __init__(self, state: FSDPState) -> None:
-        self._state: FSDPState | None = state
-
-    def wait(self) -> None:
-        """Wait until the parameters are unsharded; the current stream may use them afterwards."""
-        if self._state is not None and self._state.gathered:  # no forward has used them and let go
-            with torch_border.outside_transforms():
-                self._state.wait()
-        self._state = None  # waiting twice is harmless
-
-
-def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
-    """Gather the parameters of a state; with ``async_op`` return a handle to wait for."""
-    idle = state.runtime is None or not state.runtime.busy
-    with torch_border.outside_transforms():
-        for group in state.groups:
-            # What waits for a backward must stay what its forward has used.
-            awaited = state.left_gathered and group.gathered
-            if idle and not awaited and group.sharded_state is ShardedState.SHARDED:
-                group.notice_replacements()
-                if group.outdated:
-                    group.reshard()
-            if not group.gathered:
-                group.context.gathers_wait_for()
-                group.unshard()
-                group.remember_shards()
-    handle = UnshardHandle(state)
-    if async_op:
-        return handle
-    handle.wait()
-    return None
 
 
 class FSDPModule:

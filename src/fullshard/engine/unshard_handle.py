@@ -1,0 +1,44 @@
+"""Gathers that a user asks for: `unshard`, which both doors have."""
+
+from __future__ import annotations
+
+from fullshard import torch_border
+from fullshard.engine.param_group import ShardedState
+from fullshard.engine.runtime import FSDPState
+
+
+class UnshardHandle:
+    """A gather in flight: what `FSDPModule.unshard(async_op=True)` returns."""
+
+    def __init__(self, state: FSDPState) -> None:
+        self._state: FSDPState | None = state
+
+    def wait(self) -> None:
+        """Wait until the parameters are unsharded; the current stream may use them afterwards."""
+        # Nothing is left to wait for if a forward has used the parameters and resharded them.
+        if self._state is not None and self._state.gathered:
+            with torch_border.outside_transforms():
+                self._state.wait()
+        self._state = None  # waiting twice is harmless
+
+
+def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
+    """Gather the parameters of a state; with ``async_op`` return a handle to wait for."""
+    idle = state.runtime is None or not state.runtime.busy
+    with torch_border.outside_transforms():
+        for group in state.groups:
+            # Parameters kept for a backward must stay those that its forward has used.
+            awaited = state.left_gathered and group.gathered
+            if idle and not awaited and group.sharded_state is ShardedState.SHARDED:
+                group.notice_replacements()
+                if group.outdated:
+                    group.reshard()
+            if not group.gathered:
+                group.context.gathers_wait_for()
+                group.unshard()
+                group.remember_shards()
+    handle = UnshardHandle(state)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
