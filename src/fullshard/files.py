@@ -1,18 +1,23 @@
-"""Small files, read whole: manifests, metadata, indices. What is at their path may be anything."""
+"""Files that are read whole, and files that are replaced whole. This module imports no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def content_of(path: Path, *, most_bytes: int) -> bytes:
-    """The bytes of a regular file; it neither waits for the other end of a pipe nor reads without an end.
+    """Return the bytes of a small regular file. It never waits for the other end of a pipe.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or has more than ``most_bytes``.
+        OSError: the file cannot be read, is not a regular file, or has more than ``most_bytes``.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
@@ -24,3 +29,56 @@ def content_of(path: Path, *, most_bytes: int) -> bytes:
         if status.st_size > most_bytes:
             raise OSError(errno.EFBIG, f"It has more than {most_bytes} bytes", str(path))
         return file.read()
+
+
+@contextmanager
+def atomic_write(path: Path, *, durable: bool) -> Iterator[IO[bytes]]:
+    """Open a new file, and give it the name ``path`` when the block ends without an error.
+
+    Readers see the old file or the new one, never a part. A reader that has the old file open keeps reading it.
+
+    - After an error in the block, ``path`` is as it was and nothing else is left.
+    - After a crash of the process, ``path`` is the old file or the new one. A file ``NAME.<12 hex digits>.tmp`` may be
+      left beside it; nobody removes it.
+    - After a crash of the machine, the same holds if ``durable`` is set, and once the block has ended it is the new file.
+      Otherwise ``path`` may also be empty or cut short: some file systems write a name before its data.
+    - A link at ``path`` is replaced, not followed. A folder there is an error, after the block.
+    - The new file has the permissions of any new file of this process, not those of the old one.
+    - Two processes may write to one path at a time. The one that ends last wins.
+
+    Args:
+        path: The file. Its folder must exist.
+        durable: Whether to wait until the disk has the data (``fsync`` of the file before the rename) and the name
+            (``fsync`` of its folder after it). If only the latter fails, the error is raised with the new file in place.
+
+    Raises:
+        OSError: the file cannot be written or renamed.
+    """
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        with unfinished.open("xb") as file:
+            yield file
+        # The file is closed before: some file systems (NFS) say only then that the disk is full.
+        rename_into_place(unfinished, path, durable=durable)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def rename_into_place(written: Path, path: Path, *, durable: bool) -> None:
+    """Give a file that is completely written the name ``path``; `atomic_write` says what then holds."""
+    if durable:
+        flush(written)
+    written.replace(path)
+    if durable:
+        flush(path.absolute().parent)
+
+
+def flush(path: Path) -> None:
+    """Wait until the disk has the data of a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

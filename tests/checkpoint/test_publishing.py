@@ -88,8 +88,8 @@ def test_files_are_flushed_before_they_are_named(
     monkeypatch.setattr(Path, "replace", watch_replace)
     manifest = write(tmp_path / "step-1")
     before, after = calls[: calls.index("rename")], calls[calls.index("rename") + 1 :]
-    assert before[0].startswith("manifest.json.")
-    assert before[1:] == [manifest.data, "step-1"]
+    assert before[:2] == [manifest.data, "step-1"]
+    assert before[2].startswith("manifest.json.")
     assert after == ["step-1", tmp_path.name]
 
 
@@ -150,3 +150,23 @@ def test_a_manifest_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.M
     save.abandon()
     assert manifests.read(tmp_path / "a") == manifest
     assert len(list((tmp_path / "a").iterdir())) == 2
+
+
+def test_a_checkpoint_that_is_published_stays_if_only_the_last_flush_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = write(tmp_path / "a")
+    save = publication.begin(tmp_path / "a")
+    (save.folder / file_name(0)).write_bytes(b"data")
+    newer = replace(manifest, serial=9, data=save.folder.name)
+
+    def refuse_after_the_rename(_: int) -> None:
+        if manifests.read(tmp_path / "a") == newer:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refuse_after_the_rename)
+    with pytest.raises(CheckpointError, match=r"cannot be completed: .*Input/output error"):
+        publication.publish(save, newer)
+    save.abandon()
+    assert publication.latest(tmp_path) == tmp_path / "a"
+    assert manifests.read(tmp_path / "a") == newer

@@ -49,6 +49,7 @@ from fullshard.checkpoint.source import (
 from fullshard.checkpoint.torch_items import fault_of, refuse_compressed
 from fullshard.checkpoint.verified_reads import read_verified, with_tensors
 from fullshard.errors import CheckpointError
+from fullshard.files import atomic_write
 from fullshard.torch_border import dcp_item_place
 
 EXTRA = "extra/"
@@ -394,7 +395,6 @@ def write_dcp(source: Source, path: str | os.PathLike[str]) -> None:
     be new or empty; it is a checkpoint once its metadata are there, which are written last.
     """
     folder = Path(path)
-    unfinished = folder / f"{METADATA}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -402,27 +402,25 @@ def write_dcp(source: Source, path: str | os.PathLike[str]) -> None:
                 f"A torch distributed checkpoint is written to a new or an empty folder; {folder} is not."
             )
         try:
-            _write_files(source, folder / DATA, unfinished)
+            metadata = _write_data(source, folder / DATA)
+            with atomic_write(folder / METADATA, durable=True) as file:
+                pickle.dump(metadata, file)
         except BaseException:
-            for file in (folder / DATA, unfinished):
-                file.unlink(missing_ok=True)
+            (folder / DATA).unlink(missing_ok=True)
             raise
-        unfinished.replace(folder / METADATA)
     except OSError as error:
         raise CheckpointError(f"No checkpoint can be written to {folder}: {error}") from error
 
 
-def _write_files(source: Source, data: Path, description: Path) -> None:
+def _write_data(source: Source, path: Path) -> Metadata:
+    """Write all items to a new file; return where they are."""
     metadata = Metadata({}, planner_data={}, storage_data={})
-    with data.open("xb") as file:
+    with path.open("xb") as file:
         for where, value in _leaves(_state_dict(source)):
             _write_entry(file, metadata, where, value, source)
         file.flush()
         os.fsync(file.fileno())
-    with description.open("xb") as file:
-        pickle.dump(metadata, file)
-        file.flush()
-        os.fsync(file.fileno())
+    return metadata
 
 
 def _state_dict(source: Source) -> dict[str, Any]:

@@ -30,12 +30,12 @@ from fullshard.checkpoint.unfinished import (
     MOST_TRIES,
     UnfinishedSave,
     changing,
-    flush,
     names_in,
     remove_leftovers,
     unlock,
 )
 from fullshard.errors import CheckpointError
+from fullshard.files import flush
 
 
 def begin(path: Path) -> UnfinishedSave:

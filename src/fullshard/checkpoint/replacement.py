@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fullshard.checkpoint.rank_group import RankGroup
-from fullshard.checkpoint.unfinished import flush
 from fullshard.errors import CheckpointError
+from fullshard.files import flush
 
 NEW = "new"
 _OLD = "old"

@@ -12,9 +12,7 @@ by numbers, as optimizers do themselves.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,9 +32,9 @@ from fullshard.checkpoint.source import (
     without_class,
 )
 from fullshard.checkpoint.torch_items import fault_of, refuse_compressed
-from fullshard.checkpoint.unfinished import flush
 from fullshard.checkpoint.verified_reads import with_tensors
 from fullshard.errors import CheckpointError
+from fullshard.files import atomic_write
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict")
 _OPTIMIZER_NAMES = ("optimizer", "optimizer_state_dict", "optim")
@@ -127,20 +125,12 @@ def write_torch_file(source: Source, path: str | os.PathLike[str]) -> None:
         content["optimizer"] = with_tensors(without_class(source.optimizer), source)
     if source.extra is not None:
         content[_EXTRA] = with_tensors(source.extra, source)
-    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("xb") as file:
+        with atomic_write(path, durable=True) as file:
             torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-        flush(path.absolute().parent)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{path} cannot be written: {error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
 
 
 def _whole_model(source: Source) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ from typing import IO
 from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.manifest import DATA_FOLDER, MANIFEST, Manifest
 from fullshard.errors import CheckpointError
+from fullshard.files import flush, rename_into_place
 
 PATIENCE_S = 3600.0
 """How long nothing is written to a save of another machine before it counts as dead."""
@@ -67,18 +68,14 @@ class UnfinishedSave:
         """
         text = manifests.text_of(manifest)
         manifests.parse(text.encode(), self.path)  # nothing is published that could not be read
-        unfinished = Path(self._file.name)
         try:
             self._file.write(text)
             self._file.flush()
-            os.fsync(self._file.fileno())
             # Names are flushed before they are referred to: files, their folder, its name, then the manifest's.
             for folder in (self.folder, self.path):
                 flush(folder)
             with changing(self.path):
-                unfinished.replace(self.path / MANIFEST)
-            self._is_published = True
-            flush(self.path)
+                self._rename()
             with contextlib.suppress(PermissionError):  # one may write to a folder, and not list it
                 flush(self.path.absolute().parent)
         except OSError as error:
@@ -86,6 +83,15 @@ class UnfinishedSave:
                 f"The checkpoint {self.path} cannot be completed: {error}"
             ) from error
         return self._file
+
+    def _rename(self) -> None:
+        unfinished = Path(self._file.name)
+        try:
+            rename_into_place(unfinished, self.path / MANIFEST, durable=True)
+        finally:
+            # The rename may be done and only the flush after it have failed. In doubt the data stay: a later save
+            # removes what no manifest names.
+            self._is_published = not os.path.exists(unfinished)
 
     def abandon(self) -> None:
         """Remove the data, and the folder if that was made for them. What has been published stays."""
@@ -299,12 +305,3 @@ def _is_ours(entry: Path) -> bool:
         or entry.name.startswith(".nfs")
         or _UNFINISHED_MANIFEST.fullmatch(entry.name) is not None
     )
-
-
-def flush(path: Path) -> None:
-    """Let a file, or the names in a folder, be on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

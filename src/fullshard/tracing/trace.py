@@ -25,6 +25,7 @@ from torch import nn
 from fullshard.comm.spans import CollectiveSpan, Named, TraceRecorder, Wire
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.errors import ConfigurationError, LifecycleError
+from fullshard.files import atomic_write
 from fullshard.plan.mesh import global_rank, world_size
 from fullshard.tracing.group_facts import facts_of_groups, outermost_states, states_in
 
@@ -133,7 +134,10 @@ class Recording:
             context.recorder = None
         try:
             recorder.clock.synchronize()
-            _write(self.path, _trace_of(self._model, recorder, self._first_step))
+            content = _trace_of(self._model, recorder, self._first_step)
+            # A trace is worth no wait for the disk: the run that wrote it can write another.
+            with atomic_write(self.path, durable=False) as file:
+                file.write(json.dumps(content, separators=(",", ":"), allow_nan=False).encode())
         except Exception:
             if error is None:  # else it would hide why the block was left
                 raise
@@ -154,13 +158,6 @@ def _contexts_of(model: nn.Module) -> list[FSDPCommContext]:
         root.shared_context = root.shared_context or FSDPCommContext(root.device)
         contexts.append(root.shared_context)
     return list(dict.fromkeys(contexts))
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    """Let the file be there whole, or as it was before."""
-    unfinished = path.with_suffix(".json.unfinished")
-    unfinished.write_text(json.dumps(content, separators=(",", ":"), allow_nan=False))
-    unfinished.replace(path)
 
 
 # --- the format -----------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ units          numbers as people read them
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 from fullshard.errors import ConfigurationError
+from fullshard.files import atomic_write
 
 FILE_NAME = "report.html"
 LIBRARIES = ("plotly", "jinja2")
@@ -51,19 +51,15 @@ def write_report(run: Path, output: Path | None = None) -> Path:
             "Install the extra: pip install 'fullshard[report]'"
         ) from None
     target = output or run / FILE_NAME
-    _write_whole(target, render(found))
+    _write(target, render(found))
     return target
 
 
-def _write_whole(target: Path, text: str) -> None:
-    """Write beside ``target`` and rename: a reader sees the old page or the new one."""
-    beside = target.with_name(f".{target.name}.writing")
+def _write(target: Path, text: str) -> None:
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(target)
+        with atomic_write(target, durable=False) as file:
+            file.write(text.encode())
     except OSError as error:
-        with suppress(OSError):
-            beside.unlink()
         raise ConfigurationError(
             f"The report cannot be written to {target}: {error.strerror}. Name a file in a folder that is there "
             "and can be written to, with --output."

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fullshard.errors import ConfigurationError
+from fullshard.files import atomic_write
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import differences, read_config, to_toml
 from fullshard.programs.train.metrics import read_records
@@ -99,9 +100,8 @@ class RunFolder:
         self.check(config)
         if self.is_finished(config.train.steps):
             return False
-        unfinished = self.path / f"{CONFIG}.tmp"
-        unfinished.write_text(to_toml(config))
-        unfinished.replace(self.config)
+        with atomic_write(self.config, durable=True) as file:
+            file.write(to_toml(config).encode())
         return True
 
     @contextmanager
