@@ -7,34 +7,44 @@ tests show each check code that it must object to.
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 import fullshard
 
 FOLDER = Path(fullshard.__file__).parent
 
-LAYERS = [
-    ["errors", "names", "files", "torch_border"],
-    ["plan", "mesh", "api", "wrap"],
-    ["storage"],
-    ["comm"],
-    ["engine"],
-    ["fsdp2", "fsdp_module", "fsdp1", "fully_sharded_data_parallel", "sharded_grad_scaler"],
-    ["optim", "tracing", "checkpoint"],
-    ["__init__"],  # `from fullshard import ...`: what users see, and the programs below are users
-    ["programs", "report", "__main__"],
-]
-"""Files and folders of the package from first to last: each imports from its left and from lines above."""
+DESIGN = (FOLDER.parents[1] / "docs" / "design.md").read_text()
+VERSION = "fullshard.__version__"
+"""The one name that files take from the package itself; it is there before anything is imported."""
 
-ORDER = [unit for layer in LAYERS for unit in layer]
-PROGRAMS = LAYERS[-1]
-WHERE = "LAYERS in tests/test_architecture.py"
+
+def layers_in(page: str) -> list[str]:
+    """Folders and top files of the package, from first to last, as the page lists them."""
+    block = page.split("## Layers\n")[1].split("\n## ")[0]
+    rows = [
+        re.split(" {3,}", line.strip())[0] for line in block.splitlines() if line.startswith("    ")
+    ]
+    return [unit.rstrip("/") for row in rows for unit in row.split()]
+
+
+ORDER = layers_in(DESIGN)
+WHERE = "Layers in docs/design.md"
+PROGRAMS = ("programs", "report", "__main__")
+DOORS = ("fsdp1", "fsdp2", "fsdp_module", "fully_sharded_data_parallel")
+BELOW_THE_DOORS = ("plan", "storage", "comm", "engine", "optim", "tracing", "checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +57,14 @@ class Source:
 
     @property
     def unit(self) -> str:
-        """Its name in `LAYERS`: the file's or, within a folder, the folder's."""
+        """The file's name or, within a folder, the folder's."""
         return self.path.with_suffix("").parts[0]
+
+    @property
+    def module(self) -> str:
+        """Its dotted name."""
+        parts = ["fullshard", *self.path.with_suffix("").parts]
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     @property
     def package(self) -> list[str]:
@@ -58,6 +74,10 @@ class Source:
     def fault(self, node: ast.AST, text: str) -> str:
         """A line about a place in it."""
         return f"src/fullshard/{self.path}:{getattr(node, 'lineno', 1)}: {text}"
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
 def sources() -> list[Source]:
@@ -137,18 +157,73 @@ def own_names(all_sources: Sequence[Source]) -> set[str]:
 # --- checks ----------------------------------------------------------------------------------------------
 
 
+def units_imported(source: Source) -> Iterator[tuple[ast.AST, str, str]]:
+    """Every import of another folder or top file: the statement, the imported name, the unit."""
+    for node, _, name in imports(source):
+        if not within(name, "fullshard") or name == VERSION:
+            continue
+        part = name.split(".")[1] if "." in name else ""
+        unit = part if part in ORDER else "__init__"
+        if unit != source.unit:
+            yield node, name, unit
+
+
 def wrong_way_imports(all_sources: Sequence[Source]) -> list[str]:
+    return [
+        source.fault(node, f"{source.unit} imports {name}, but {unit} comes after it; see {WHERE}")
+        for source in all_sources
+        for node, name, unit in units_imported(source)
+        if ORDER.index(unit) > ORDER.index(source.unit)
+    ]
+
+
+def imports_of_doors(all_sources: Sequence[Source]) -> list[str]:
+    """The two APIs do not import each other, and what is below them or beside them imports neither."""
+    of_fsdp1 = ("fsdp1", "fully_sharded_data_parallel")
     faults = []
     for source in all_sources:
-        for node, _, name in imports(source):
-            if not within(name, "fullshard") or name == "fullshard.__version__":
-                continue
-            part = name.split(".")[1] if "." in name else ""
-            target = part if part in ORDER else "__init__"
-            if target != source.unit and ORDER.index(target) > ORDER.index(source.unit):
-                text = f"{source.unit} imports {name}, but {target} comes after it; see {WHERE}"
-                faults.append(source.fault(node, text))
+        for node, name, unit in units_imported(source):
+            is_other = source.unit in DOORS and (source.unit in of_fsdp1) != (unit in of_fsdp1)
+            if unit in DOORS and (is_other or source.unit in BELOW_THE_DOORS):
+                faults.append(source.fault(node, f"{source.unit} imports {name}, which is an API"))
     return faults
+
+
+def module_graph(all_sources: Sequence[Source]) -> dict[str, set[str]]:
+    """Which files each file imports when it runs, also inside of functions."""
+    modules = {source.module for source in all_sources}
+    graph: dict[str, set[str]] = {}
+    for source in all_sources:
+        unused = {
+            id(each)
+            for node in ast.walk(source.tree)
+            if is_type_checking(node)
+            for statement in node.body  # type: ignore[attr-defined]
+            for each in ast.walk(statement)
+        }
+        names = {name for node, _, name in imports(source) if id(node) not in unused}
+        found = {name if name in modules else name.rpartition(".")[0] for name in names} & modules
+        # Python imports the folders around a file before it; the package itself fetches names when they are used.
+        graph[source.module] = {
+            name for name in found if not within(source.module, name) and name != "fullshard"
+        }
+    return graph
+
+
+def cycles(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return [" imports ".join(reversed(error.args[1]))]
+    return []
+
+
+def folder_graph(all_sources: Sequence[Source]) -> dict[str, set[str]]:
+    """Which folders and top files each of them imports, in the order of the layers."""
+    graph: dict[str, set[str]] = {unit: set() for unit in ORDER}
+    for source in all_sources:
+        graph[source.unit] |= {unit for _, _, unit in units_imported(source)}
+    return graph
 
 
 def imports_of_torch_fsdp(all_sources: Sequence[Source]) -> list[str]:
@@ -272,16 +347,31 @@ def private_torch_names_outside_the_border(all_sources: Sequence[Source]) -> lis
     return faults
 
 
+OF_TORCH = {
+    name
+    for owner in (nn.Module, Tensor, nn.Parameter, DTensor, DeviceMesh, Optimizer, ProcessGroup)
+    for name in dir(owner)
+    if is_private(name)
+} | {"_metadata", "_checkpoint_wrapped_module", "_orig_mod", "_extra_state"}
+"""Names of torch that are torch's even where the package has one of its own that is called the same."""
+
+
 def _foreign_private_names(source: Source, own: set[str]) -> Iterator[tuple[ast.AST, str]]:
     imported = dict(dotted_names(source))
     for node, name in imported.items():
         if within(name, "torch"):
             yield from ((node, part) for part in name.split(".") if is_private(part))
+    of_self = _set_on_self(source)
     for node in ast.walk(source.tree):
         if node in imported:
             continue
-        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
-            yield node, node.attr
+        yield from (found for found in _overridden(node) if found[1] in OF_TORCH)
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            is_ours = node.attr in (of_self if node.attr in OF_TORCH else own | of_self)
+            if not (is_ours and (node.attr not in OF_TORCH or attribute_chain(node)[0] == "self")):
+                yield node, node.attr
+        elif isinstance(node, ast.Constant) and node.value in OF_TORCH:
+            yield node, str(node.value)
         elif (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
@@ -289,6 +379,30 @@ def _foreign_private_names(source: Source, own: set[str]) -> Iterator[tuple[ast.
         ):
             names = [name for name in _constants(node) if isinstance(name, str)]
             yield from ((node, name) for name in names if is_private(name) and name not in own)
+
+
+def _set_on_self(source: Source) -> set[str]:
+    """Attributes and methods that classes of a file give themselves."""
+    methods = {
+        node.name
+        for owner in ast.walk(source.tree)
+        if isinstance(owner, ast.ClassDef) and not owner.bases
+        for node in owner.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    return methods | {
+        node.attr
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and attribute_chain(node)[:-1] == ["self"]
+    }
+
+
+def _overridden(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Methods of a class that torch may call, since the class derives from another."""
+    if isinstance(node, ast.ClassDef) and node.bases:
+        yield from ((each, each.name) for each in node.body if isinstance(each, ast.FunctionDef))
 
 
 def none(faults: Sequence[str]) -> bool:
@@ -301,7 +415,7 @@ def none(faults: Sequence[str]) -> bool:
 # --- the package -----------------------------------------------------------------------------------------
 
 
-def test_every_module_has_its_place() -> None:
+def test_the_design_lists_every_folder_and_top_file_once() -> None:
     units = {source.unit for source in SOURCES}
     assert none(
         [f"{unit} has no place: add it to {WHERE}" for unit in sorted(units - set(ORDER))]
@@ -310,8 +424,62 @@ def test_every_module_has_its_place() -> None:
     assert len(ORDER) == len(set(ORDER))
 
 
-def test_modules_import_from_their_left_and_from_above() -> None:
-    assert none(wrong_way_imports([source for source in SOURCES if source.unit in ORDER]))
+@pytest.mark.xfail(reason="checkpoint imports fsdp1")
+def test_folders_import_from_above_only() -> None:
+    graph = folder_graph(SOURCES)
+    for unit, imported in graph.items():  # shown by -s, and when the test fails
+        print(f"{unit:28} imports {', '.join(sorted(imported, key=ORDER.index)) or 'nothing'}")
+    assert none(wrong_way_imports(SOURCES))
+    assert none(cycles(graph))
+
+
+@pytest.mark.xfail(reason="fsdp1 is being untied")
+def test_no_file_imports_itself_through_others() -> None:
+    assert none(cycles(module_graph(SOURCES)))
+
+
+@pytest.mark.xfail(reason="being untied")
+def test_the_apis_are_imported_neither_by_each_other_nor_from_below() -> None:
+    assert none(imports_of_doors(SOURCES))
+
+
+def test_every_folder_says_what_it_holds_may_import_and_owns() -> None:
+    for source in SOURCES:
+        if source.path.name == "__init__.py" and len(source.path.parts) == 2:
+            doc = ast.get_docstring(source.tree) or ""
+            for words in ("may import", " own"):
+                assert words in doc, f"the docstring of src/fullshard/{source.path}: {words}"
+
+
+def test_files_that_the_design_names_are_there() -> None:
+    section = DESIGN.split("## Where is ...?\n")[1].split("\n## ")[0]
+    answers = re.findall(r"^\| .*\? \| `(.+?)`", section, re.MULTILINE)
+    assert len(answers) >= 12
+    assert none([name for name in answers if not (FOLDER / name).is_file()])
+
+
+@pytest.mark.xfail(reason="being split")
+def test_the_house_stays_small() -> None:
+    sizes = {
+        source.path: len((FOLDER / source.path).read_text().splitlines()) for source in SOURCES
+    }
+    entries = [path for path in FOLDER.iterdir() if path.name != "__pycache__"]
+    assert len(entries) <= 24
+    assert statistics.median(sizes.values()) <= 200
+    assert none([f"{path} has {lines} lines" for path, lines in sizes.items() if lines > 650])
+    assert none(long_functions(SOURCES))
+
+
+def long_functions(all_sources: Sequence[Source]) -> list[str]:
+    """Functions above 60 lines; the wrapper's constructor has as many arguments as torch's."""
+    return [
+        source.fault(node, f"{node.name} has {lines} lines")
+        for source in all_sources
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := (node.end_lineno or 0) - node.lineno + 1) > 60
+        and (source.unit, node.name) != ("fsdp1", "__init__")
+    ]
 
 
 def test_torch_s_own_fsdp_is_not_imported() -> None:
@@ -387,6 +555,26 @@ BREACHES: list[tuple[Callable[[Sequence[Source]], list[str]], str, str, str]] = 
         "fullshard.programs.train.loop.train",
     ),
     (wrong_way_imports, "programs/train/loop.py", "from ...report import x", "fullshard.report.x"),
+    (imports_of_doors, "fsdp1/wrapper.py", "from fullshard.fsdp2 import x", "fullshard.fsdp2.x"),
+    (imports_of_doors, "fsdp2/group_plan.py", "from fullshard.fsdp1.a import b", "fsdp1.a.b"),
+    (imports_of_doors, "checkpoint/save.py", "def f():\n  import fullshard.fsdp1", "fsdp1"),
+    (private_torch_names_outside_the_border, "fsdp1/a.py", "super()._apply(f)", "_apply"),
+    (
+        private_torch_names_outside_the_border,
+        "fsdp1/a.py",
+        "class A(nn.Module):\n    def _apply(self): ...",
+        "_apply",
+    ),
+    (private_torch_names_outside_the_border, "fsdp1/a.py", "found._metadata = x", "_metadata"),
+    (private_torch_names_outside_the_border, "names.py", "NAME = '_orig_mod'", "_orig_mod"),
+    (private_torch_names_outside_the_border, "names.py", "NAME = '_extra_state'", "_extra_state"),
+    (
+        private_torch_names_outside_the_border,
+        "names.py",
+        "child = '_checkpoint_wrapped_module'",
+        "_checkpoint_wrapped_module",
+    ),
+    (long_functions, "wrap.py", f"def f(): return [{chr(10) * 60}]", "f has 61 lines"),
     (
         imports_of_torch_fsdp,
         "comm/collectives.py",
@@ -478,8 +666,8 @@ def test_a_breach_is_found_and_named_with_file_and_line(
     check: Callable[[Sequence[Source]], list[str]], path: str, code: str, named: str
 ) -> None:
     (fault, *_) = check([Source(path=Path(path), tree=ast.parse(f'"""Doc."""\n{code}'))])
-    last = 1 + len(code.splitlines())
-    assert fault.startswith(f"src/fullshard/{path}:{last}: ")
+    line = 2 if check is long_functions else 1 + len(code.splitlines())
+    assert fault.startswith(f"src/fullshard/{path}:{line}: ")
     assert named in fault
 
 

@@ -4,10 +4,13 @@
 
     checkpoint.save("runs/a/step-100", model, optimizer, extra={"step": 100})
     newest = checkpoint.latest("runs/a")
-    loaded = checkpoint.load(newest, model, optimizer)  # any number of ranks, either door
+    loaded = checkpoint.load(newest, model, optimizer)  # any number of ranks, either API
     step = loaded.extra["step"]
 
-All ranks call these. On disk are safetensors files and a JSON manifest: see docs/checkpoints.md.
+It may import the engine and below, and `optim`; it knows neither of the two APIs.
+It owns what is on the disk: safetensors files and a JSON manifest, described in docs/checkpoints.md.
+
+All ranks call these functions.
 """
 
 from fullshard.checkpoint.formats import load

@@ -50,7 +50,7 @@ from fullshard.checkpoint.torch_items import fault_of, refuse_compressed
 from fullshard.checkpoint.verified_reads import read_verified, with_tensors
 from fullshard.errors import CheckpointError
 from fullshard.files import atomic_write
-from fullshard.torch_border import dcp_item_place
+from fullshard.torch_border import EXTRA_STATE, dcp_item_place
 
 EXTRA = "extra/"
 """Begins the keys of tensors in `extra` that are too large to be read when the checkpoint is opened."""
@@ -60,8 +60,6 @@ CHUNK_BYTES = 256 << 20
 """Of tensors that are written; those who read them load a chunk at a time."""
 
 MODEL_ROOT = "model"
-MODULE_STATE = "_extra_state"
-"""Ends the names under which state dicts have what a module's `get_extra_state` returned."""
 OPTIMIZER_ROOTS = ("optimizer", "optim")
 EXTRA_ROOT = "extra"
 
@@ -440,7 +438,7 @@ def _state_dict(source: Source) -> dict[str, Any]:
 
 
 def _is_module_state(name: str) -> bool:
-    return name.rpartition(".")[2] == MODULE_STATE
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def _module_state(source: Source, name: str) -> Any:

@@ -33,11 +33,6 @@ from fullshard.plan.mesh import global_rank, ranks_by_replica
 from fullshard.storage.flat_parameter import FlatParameter, FlatShardedParam
 from fullshard.storage.sharded_params import PlainShardedParam
 
-_COMPILED = "_orig_mod"
-"""The child of a module that torch.compile has wrapped."""
-_EXTRA = "_extra_state"
-"""Under which torch saves what a module's `get_extra_state` returns."""
-
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -235,10 +230,10 @@ class LocalModelState:
         self._add_plain(name, buffer)
 
     def _add_extra_state(self, prefix: str, module: nn.Module) -> None:
-        name = f"{prefix}{_EXTRA}"
+        name = f"{prefix}{torch_border.EXTRA_STATE}"
         if type(module).get_extra_state is nn.Module.get_extra_state:
             return
-        if not self._is_new(name, (module, _EXTRA)):
+        if not self._is_new(name, (module, torch_border.EXTRA_STATE)):
             return
         value = module.get_extra_state()
         if not isinstance(value, Tensor):
@@ -331,7 +326,9 @@ def _members(
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules under all their names, which are without wrappers and end with a dot."""
     for name, module in model.named_modules(remove_duplicate=False):
-        parts = [part for part in clean_name(name).split(".") if part not in ("", _COMPILED)]
+        parts = [
+            part for part in clean_name(name).split(".") if part not in ("", torch_border.COMPILED)
+        ]
         yield "".join(f"{part}." for part in parts), module
 
 

@@ -13,7 +13,6 @@ of the user's, and modules that do it their own way, see what they would see wit
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -210,7 +209,7 @@ def _after_saving(
     wrapper._fsdp_state.installed_full_params.uninstall()
     _restore_buffers(wrapper, state_dict, prefix, offload=config.offload_to_cpu)
     _replace_beginning(state_dict, f"{prefix}{WRAPPED}.", prefix)
-    metadata = getattr(state_dict, "_metadata", None)
+    metadata = torch_border.module_versions(state_dict)
     if metadata is not None:  # by names of modules: versions of what they save
         _replace_beginning(metadata, f"{prefix}{WRAPPED}.", prefix)
         own = metadata.pop(f"{prefix}{WRAPPED}", None)
@@ -536,12 +535,11 @@ def _after_loading(module: nn.Module, incompatible: Any) -> None:
 
 def with_versions(model: nn.Module, state_dict: Any) -> Any:
     """The same state dict, whose metadata, which are by names of modules, are found through wrappers."""
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is None:
+    found = torch_border.module_versions(state_dict)
+    if found is None:
         return state_dict
-    copied: Any = OrderedDict(state_dict)
-    copied._metadata = dict(metadata)
+    versions = dict(found)
     for name, _ in model.named_modules(remove_duplicate=False):
-        if clean_name(name) in metadata:
-            copied._metadata.setdefault(name, metadata[clean_name(name)])
-    return copied
+        if clean_name(name) in found:
+            versions.setdefault(name, found[clean_name(name)])
+    return torch_border.with_module_versions(state_dict, versions)

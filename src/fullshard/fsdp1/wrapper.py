@@ -57,7 +57,7 @@ from fullshard.plan.policies import switch
 from fullshard.wrap import auto_wrap
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(torch_border.ConvertibleModule, nn.Module):
     """A module whose parameters are split over ranks and gathered only while it computes.
 
         model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -292,19 +292,19 @@ class FullyShardedDataParallel(nn.Module):
         self._precision.prepare_forward(state, training=self.training)
         return state.pre_forward(self, args, kwargs)
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """Move or cast: parameters are sharded while it happens, and packed again afterwards."""
-        state = self._fsdp_state
-        if state.summoned:
+    def _before_conversion(self) -> None:
+        """Shard the parameters: they are converted as shards."""
+        if self._fsdp_state.summoned:
             raise LifecycleError(
                 "A wrapped module cannot be moved or cast within summon_full_params. Do it outside."
             )
-        state.reshard()
-        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for group in state.groups:
+        self._fsdp_state.reshard()
+
+    def _after_conversion(self) -> None:
+        """Pack the converted shards into a buffer again."""
+        for group in self._fsdp_state.groups:
             group.repack()
         self._precision.forget_mode()
-        return result
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to every module below, while its parameters are whole; what it changes is kept."""

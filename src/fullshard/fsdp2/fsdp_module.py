@@ -38,7 +38,7 @@ from fullshard.plan.mesh import twin_group
 from fullshard.plan.policies import switch
 
 
-class FSDPModule:
+class FSDPModule(torch_border.ConvertibleModule):
     """Methods of a module that `fully_shard` was applied to."""
 
     _original_class: type[nn.Module]
@@ -62,14 +62,13 @@ class FSDPModule:
             "Copy the module before fully_shard, or build a second one and load the state dict."
         )
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """Move or cast: parameters are sharded while it happens, and packed again afterwards."""
-        state = _state(self)
-        state.reshard()
-        # The class this one is mixed with has nn.Module's _apply.
-        result = super()._apply(fn, recurse)  # type: ignore[misc]
-        repack_when_complete(state)
-        return result
+    def _before_conversion(self) -> None:
+        """Shard the parameters: they are converted as shards."""
+        _state(self).reshard()
+
+    def _after_conversion(self) -> None:
+        """Pack the converted shards into a buffer again."""
+        repack_when_complete(_state(self))
 
     def reshard(self) -> None:
         """Free the unsharded parameters and put the sharded ones back, of this module's group only."""

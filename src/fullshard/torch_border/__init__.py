@@ -1,0 +1,102 @@
+"""The border to torch: every touch of a private torch name, and every difference between torch versions.
+
+It may import nothing else of fullshard.
+It owns how torch spells what it does not promise: when a torch release moves something, only this folder changes.
+
+Users of it write ``torch_border.name``, whichever file has the name.
+"""
+
+from fullshard.torch_border.autograd import (
+    backward_pass_id as backward_pass_id,
+    move_hooks as move_hooks,
+    observe_backward as observe_backward,
+    opaque_to_compiler as opaque_to_compiler,
+    post_accumulate_grad_hooks as post_accumulate_grad_hooks,
+    profiler_range as profiler_range,
+    queue_end_of_backward as queue_end_of_backward,
+    set_versions as set_versions,
+    tensor_hooks as tensor_hooks,
+    version_sum as version_sum,
+    versions_kept as versions_kept,
+    versions_of as versions_of,
+)
+from fullshard.torch_border.dtensors import (
+    dtensor as dtensor,
+    dtensor_parameter as dtensor_parameter,
+    dtensor_spec as dtensor_spec,
+    flat_mesh as flat_mesh,
+    joined_mesh as joined_mesh,
+    local_gradients_of as local_gradients_of,
+    local_of as local_of,
+    locals_of as locals_of,
+    redistributed_local as redistributed_local,
+    replace_local as replace_local,
+    sharded_dim as sharded_dim,
+    spec_of as spec_of,
+    split_factor as split_factor,
+    strided_shard as strided_shard,
+)
+from fullshard.torch_border.modules import (
+    ACTIVATION_CHECKPOINTED as ACTIVATION_CHECKPOINTED,
+    COMPILED as COMPILED,
+    EXTRA_STATE as EXTRA_STATE,
+    BatchNorm as BatchNorm,
+    ConvertibleModule as ConvertibleModule,
+    child_table as child_table,
+    dcp_item_place as dcp_item_place,
+    in_optimizer_state_dict as in_optimizer_state_dict,
+    module_versions as module_versions,
+    parameter_table as parameter_table,
+    persistent_buffers as persistent_buffers,
+    table_for as table_for,
+    with_module_versions as with_module_versions,
+    without_activation_wrapper as without_activation_wrapper,
+)
+from fullshard.torch_border.optimizers import (
+    IN_BACKWARD_OPTIMIZERS as IN_BACKWARD_OPTIMIZERS,
+    DelegatingOptimizer as DelegatingOptimizer,
+    OpenGradScaler as OpenGradScaler,
+    observe_zero_grad as observe_zero_grad,
+    unscale_and_check as unscale_and_check,
+)
+from fullshard.torch_border.process_groups import (
+    all_gather_coalesced as all_gather_coalesced,
+    all_gather_options as all_gather_options,
+    all_gather_single as all_gather_single,
+    all_to_all_options as all_to_all_options,
+    all_to_all_single as all_to_all_single,
+    allocate_tensor as allocate_tensor,
+    allocates_tensors as allocates_tensors,
+    arrived as arrived,
+    choose_symmetric_backend as choose_symmetric_backend,
+    fake_process_group as fake_process_group,
+    reduce_scatter_coalesced as reduce_scatter_coalesced,
+    reduce_scatter_options as reduce_scatter_options,
+    reduce_scatter_single as reduce_scatter_single,
+    set_timeout as set_timeout,
+    symmetric_bytes as symmetric_bytes,
+    timeout_of as timeout_of,
+)
+from fullshard.torch_border.sharded_tensors import (
+    ShardedTensorParts as ShardedTensorParts,
+    is_sharded_tensor as is_sharded_tensor,
+    local_sharded_tensor as local_sharded_tensor,
+    parts_of_sharded_tensor as parts_of_sharded_tensor,
+    sharded_tensor as sharded_tensor,
+)
+from fullshard.torch_border.tensors import (
+    base_of as base_of,
+    current_stream_id as current_stream_id,
+    pin as pin,
+    same_memory as same_memory,
+    sparse_values as sparse_values,
+    storage_id as storage_id,
+    tensor_without_memory as tensor_without_memory,
+    unpin as unpin,
+)
+from fullshard.torch_border.transforms import (
+    graph_tensors as graph_tensors,
+    outside_transforms as outside_transforms,
+    plain_parts as plain_parts,
+    with_tangent as with_tangent,
+)

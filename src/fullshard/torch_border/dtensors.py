@@ -1,0 +1,116 @@
+"""DTensors, their specs and placements, and meshes, without communication, checks or autograd."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fullshard.torch_border.process_groups import arrived
+
+
+def dtensor_spec(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    """How a contiguous tensor of ``shape`` is spread over a mesh; made once per parameter."""
+    size = torch.Size(shape)
+    stride = torch.empty(size, device="meta").stride()
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(size, stride, dtype))
+
+
+# Asked for every parameter in every step, so these are calls without a Python frame of their own.
+dtensor: Callable[[Tensor, DTensorSpec], DTensor] = functools.partial(
+    # Without the compiler's guard around the constructor, which takes as long as the construction.
+    cast(Any, inspect.unwrap(DTensor.__new__)),
+    DTensor,
+    requires_grad=False,
+)
+"""Wraps this rank's piece without communication, checks or autograd."""
+
+spec_of: Callable[[Tensor], DTensorSpec] = operator.attrgetter("_spec")
+"""The spec of a DTensor."""
+
+local_of: Callable[[Tensor], Tensor] = operator.attrgetter("_local_tensor")
+"""This rank's piece of a DTensor, itself and not an autograd view of it."""
+
+
+def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same of several DTensors, in less time."""
+    return [tensor._local_tensor for tensor in cast("Sequence[DTensor]", tensors)]
+
+
+def local_gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """This rank's pieces of the gradients of DTensors, spread as these are."""
+    pieces: list[Tensor | None] = []
+    for param in cast("Sequence[Any]", params):
+        gradient = param.grad
+        if gradient is None:
+            pieces.append(None)
+        elif gradient._spec is param._spec:
+            pieces.append(gradient._local_tensor)
+        else:
+            pieces.append(redistributed_local(gradient, param.placements))
+    return pieces
+
+
+def replace_local(tensor: Tensor, local: Tensor) -> None:
+    """Let a DTensor keep its identity and stand for another local tensor of the same shape and dtype."""
+    cast(DTensor, tensor)._local_tensor = local
+
+
+def dtensor_parameter(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:
+    """A DTensor parameter over ``local`` itself."""
+    param = nn.Parameter(dtensor(local, spec), requires_grad=requires_grad)
+    replace_local(param, local)  # the Parameter was made over an alias of it
+    return param
+
+
+def redistributed_local(
+    tensor: Tensor, placements: Sequence[Placement], *, untouched_axes: Collection[int] = ()
+) -> Tensor:
+    """This rank's piece of a DTensor once it has ``placements``, on all axes but ``untouched_axes``."""
+    found = cast(DTensor, tensor)
+    target = [
+        old if axis in untouched_axes else new
+        for axis, (old, new) in enumerate(zip(found.placements, placements, strict=True))
+    ]
+    if tuple(target) != found.placements:
+        found = found.redistribute(placements=target)
+    return arrived(found._local_tensor)
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Sharding of a dimension that other axes have cut into ``split_factor`` parts before."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def sharded_dim(placement: Placement) -> int | None:
+    """Which dimension a placement cuts, if any."""
+    return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+
+
+def split_factor(placement: Placement) -> int:
+    """Into how many parts other axes have cut a dimension before this placement does."""
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+
+
+def joined_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh of the axes of several, which must be axes of the same larger mesh."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A mesh with one axis made of all axes of ``mesh``."""
+    return mesh._flatten(name)

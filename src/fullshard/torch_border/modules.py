@@ -1,0 +1,109 @@
+"""What a module keeps, and the names under which torch wraps modules and saves their state."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+ACTIVATION_CHECKPOINTED = "_checkpoint_wrapped_module"
+"""The child of torch's wrapper for activation checkpointing; part of all names below it."""
+
+COMPILED = "_orig_mod"
+"""The child of a module that `torch.compile` has wrapped; part of all names below it."""
+
+EXTRA_STATE = "_extra_state"
+"""The last part of the name under which torch saves what a module's `get_extra_state` returns."""
+
+BatchNorm: type[nn.Module] = _BatchNorm
+"""What all batch norms derive from, synchronised ones too."""
+
+parameter_table: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter(
+    "_parameters"
+)
+"""Where a module keeps its own parameters; writing here has no side effects."""
+
+
+def table_for(module: nn.Module, value: Tensor) -> dict[str, Any]:
+    """Where a module keeps ``value`` and its like: parameters apart from other tensors."""
+    return parameter_table(module) if isinstance(value, nn.Parameter) else module.__dict__
+
+
+def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's children under all their names; None where there is none yet, or no longer."""
+    return module._modules
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own buffers that are saved."""
+    hidden = module._non_persistent_buffers_set
+    return {
+        name: buffer
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in hidden
+    }
+
+
+def without_activation_wrapper(module: nn.Module) -> nn.Module:
+    """The module inside torch's wrapper for activation checkpointing, or the module itself."""
+    return child_table(module).get(ACTIVATION_CHECKPOINTED) or module
+
+
+def in_optimizer_state_dict() -> bool:
+    """Whether the caller runs within a function of `torch.distributed.checkpoint.state_dict` that was given optimizers."""
+    functions = {
+        f"{verb}_{what}state_dict" for verb in ("get", "set") for what in ("", "optimizer_")
+    }
+    frame = inspect.currentframe()
+    while frame is not None:
+        if (
+            frame.f_code.co_name in functions
+            and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+        ):
+            return bool(frame.f_locals.get("optimizers"))
+        frame = frame.f_back
+    return False
+
+
+def dcp_item_place(file: str, offset: int, nbytes: int) -> Any:
+    """Where an item of a torch distributed checkpoint is, as its metadata says it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, nbytes)
+
+
+def module_versions(state_dict: object) -> dict[str, Any] | None:
+    """Return what a state dict says about its modules, by their names; None if it is a plain dict."""
+    found: dict[str, Any] | None = getattr(state_dict, "_metadata", None)
+    return found
+
+
+def with_module_versions(
+    state_dict: Mapping[str, Any], versions: dict[str, Any]
+) -> OrderedDict[str, Any]:
+    """Return a copy of a state dict that says ``versions`` about its modules."""
+    copied: Any = OrderedDict(state_dict)
+    copied._metadata = versions
+    return cast("OrderedDict[str, Any]", copied)
+
+
+class ConvertibleModule:
+    """A mixin of modules that must know when `to`, `cuda`, `half` and their like convert their tensors."""
+
+    def _before_conversion(self) -> None:
+        raise NotImplementedError
+
+    def _after_conversion(self) -> None:
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Convert all tensors: torch calls this for every such method, and for every child of a module."""
+        self._before_conversion()
+        result = super()._apply(fn, recurse)  # type: ignore[misc]  # the class this is mixed with has it
+        self._after_conversion()
+        return result

@@ -1,0 +1,91 @@
+"""Base classes of optimizers and loss scalers, and what they are told."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.torch_border.autograd import opaque_to_compiler
+
+
+class OpenGradScaler(torch.amp.GradScaler):
+    """torch's loss scaler; a derived class says what happens to the gradients."""
+
+    def unscale_gradients(
+        self, optimizer: torch.optim.Optimizer, factor: Tensor, found_inf: Tensor
+    ) -> None:
+        """Multiply an optimizer's gradients by ``factor``, and make ``found_inf`` 1 if one is not finite.
+
+        For `unscale_`, and with a factor of 1 for optimizers that unscale in their own step.
+        """
+        raise NotImplementedError
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        self.unscale_gradients(optimizer, inv_scale, found_inf)
+        return {found_inf.device: found_inf}
+
+
+def unscale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:
+    """Multiply tensors of one device and dtype by ``factor``; make ``found_inf`` 1 if one was not finite."""
+    with torch.no_grad():
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
+
+
+class DelegatingOptimizer(torch.optim.Optimizer):
+    """torch's base class, for an optimizer whose updates another one makes."""
+
+    inner: torch.optim.Optimizer
+    """Who makes them; known to nobody else, and its hooks are not run."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a loss scaler asks: whether `step` unscales gradients, as fused ones do."""
+        return getattr(self.inner, "_step_supports_amp_scaling", False)
+
+    def step_inner(self) -> None:
+        """Let the other make a step, with what a loss scaler has told this one."""
+        scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        self.inner.__dict__.update(scaling)
+        # The constructor of every optimizer wraps its class's step, to run hooks: some are for all optimizers.
+        step: Callable[..., Any] = type(self.inner).step
+        if getattr(step, "hooked", False):
+            step = inspect.getattr_static(step, "__wrapped__")
+        step(self.inner)
+
+
+def observe_zero_grad(
+    by_optimizer: Callable[[torch.optim.Optimizer, bool], None],
+    by_module: Callable[[nn.Module, bool], None],
+) -> None:
+    """Have functions called after ``zero_grad`` of every optimizer and module, with it and ``set_to_none``.
+
+    torch has no hook for it. Classes that override it without calling the one they inherit are not observed.
+    """
+    _tell_of_zero_grad(torch.optim.Optimizer, by_optimizer)
+    _tell_of_zero_grad(nn.Module, by_module)
+
+
+def _tell_of_zero_grad(cls: Any, told: Callable[[Any, bool], None]) -> None:
+    original, told = cls.zero_grad, opaque_to_compiler(told)
+
+    @functools.wraps(original)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        original(self, set_to_none)
+        told(self, set_to_none)
+
+    cls.zero_grad = zero_grad
+
+
+IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
+"""Where torch's `_apply_optimizer_in_backward` keeps a parameter's optimizers, among its attributes."""

@@ -1,0 +1,160 @@
+"""Collectives, memory and timeouts of process groups."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllToAllOptions,
+    ReduceOp,
+    ReduceScatterOptions,
+    Work,
+)
+
+# torch 2.13 renamed the coalesced collectives of ProcessGroup; 2.11 has only the older names.
+_RENAMED = hasattr(ProcessGroup, "all_gather_single_coalesced")
+
+_ALL_GATHER = "all_gather_single_coalesced" if _RENAMED else "allgather_into_tensor_coalesced"
+
+_REDUCE_SCATTER = (
+    "reduce_scatter_single_coalesced" if _RENAMED else "reduce_scatter_tensor_coalesced"
+)
+
+
+@contextlib.contextmanager
+def fake_process_group(world: int) -> Iterator[None]:
+    """Be rank 0 of a default process group whose other ranks are not there, and whose collectives do nothing."""
+    # Importing it is what makes the backend known; nothing else that trains needs it.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def all_gather_options(*, async_op: bool) -> AllgatherOptions:
+    """Options to reuse for every all-gather; with ``async_op`` False, NCCL runs on the current stream."""
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return options
+
+
+def reduce_scatter_options(op: ReduceOp.RedOpType, *, async_op: bool) -> ReduceScatterOptions:
+    """Options to reuse for every reduce-scatter with this ``op``."""
+    options = ReduceScatterOptions()
+    options.reduceOp = cast(ReduceOp, op)  # the enum converts; the stub does not say so
+    options.asyncOp = async_op
+    return options
+
+
+def all_gather_coalesced(
+    group: ProcessGroup,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    options: AllgatherOptions,
+) -> Work:
+    """Gather ``inputs[i]`` of every rank into ``outputs[i]``, all in one call; inputs may lie in the outputs."""
+    return cast(Work, getattr(group, _ALL_GATHER)(outputs, inputs, options))
+
+
+def reduce_scatter_coalesced(
+    group: ProcessGroup,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    options: ReduceScatterOptions,
+) -> Work:
+    """Reduce ``inputs[i]`` over ranks and leave this rank's piece in ``outputs[i]``, all in one call."""
+    return cast(Work, getattr(group, _REDUCE_SCATTER)(outputs, inputs, options))
+
+
+def all_gather_single(
+    group: ProcessGroup, output: Tensor, tensor: Tensor, options: AllgatherOptions
+) -> Work:
+    """Gather one tensor of every rank into one output."""
+    name = "all_gather_single" if _RENAMED else "_allgather_base"
+    return cast(Work, getattr(group, name)(output, tensor, options))
+
+
+def reduce_scatter_single(
+    group: ProcessGroup, output: Tensor, tensor: Tensor, options: ReduceScatterOptions
+) -> Work:
+    """Reduce one tensor over ranks and leave this rank's piece in the output."""
+    name = "reduce_scatter_single" if _RENAMED else "_reduce_scatter_base"
+    return cast(Work, getattr(group, name)(output, tensor, options))
+
+
+def all_to_all_options(*, async_op: bool) -> AllToAllOptions:
+    """Options to reuse for every all-to-all."""
+    options = AllToAllOptions()
+    options.asyncOp = async_op
+    return options
+
+
+def all_to_all_single(
+    group: ProcessGroup, output: Tensor, tensor: Tensor, options: AllToAllOptions
+) -> Work:
+    """Send part r of ``tensor`` to rank r; ``output`` has what all ranks sent, in their order."""
+    name = "all_to_all_single" if _RENAMED else "alltoall_base"
+    return cast(Work, getattr(group, name)(output, tensor, [], [], options))
+
+
+def allocates_tensors(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether a group's backend has an allocator of its own for memory on ``device``."""
+    return group._get_backend(device).supports_tensor_alloc(device)
+
+
+def allocate_tensor(
+    group: ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A flat tensor from the backend's allocator, cached by stream as ordinary memory is.
+
+    NCCL's wants a group that has communicated.
+    """
+    return group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
+
+
+def choose_symmetric_backend(name: str) -> None:
+    """Take symmetric memory from ``name`` in this process; RuntimeError if it cannot be had, or not any more."""
+    import torch.distributed._symmetric_memory as symmetric_memory  # slow, and rarely needed
+
+    symmetric_memory.set_backend(cast(Any, name))
+
+
+def symmetric_bytes(nbytes: int, device: torch.device, group: ProcessGroup) -> Tensor:
+    """New symmetric memory, known to all ranks of a group that has communicated. Collective and slow."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    tensor = symmetric_memory.empty((nbytes,), dtype=torch.uint8, device=device)
+    symmetric_memory.rendezvous(tensor, group.group_name)
+    return tensor
+
+
+def timeout_of(group: ProcessGroup) -> timedelta | None:
+    """How long a collective of a group waits for other ranks; None if its backends do not say."""
+    timeouts = []
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):  # a device for which the group has no backend
+            options = getattr(group._get_backend(device), "options", None)
+            timeouts.append(getattr(options, "_timeout", None))
+    return min((timeout for timeout in timeouts if timeout is not None), default=None)
+
+
+def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Let the collectives of a group wait for other ranks so long."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """The tensor itself; one that a collective is still filling is waited for."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

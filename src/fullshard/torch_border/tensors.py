@@ -1,0 +1,62 @@
+"""Storages, views and pinned memory of plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+TensorT = TypeVar("TensorT", bound=Tensor)
+
+
+def current_stream_id(device: torch.device) -> int:
+    """A number for the stream that work on ``device`` is issued to; 0 where there are none."""
+    return 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
+
+
+def tensor_without_memory(
+    cls: type[TensorT], shape: Sequence[int], strides: Sequence[int], like: Tensor
+) -> TensorT:
+    """A tensor of a subclass with the dtype and device of another, and no data."""
+    return Tensor._make_wrapper_subclass(
+        cls, torch.Size(shape), strides=tuple(strides), dtype=like.dtype, device=like.device
+    )
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The same for tensors over the same storage, whatever memory that has now."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of as many elements are at the same place of the same storage, in the same dtype."""
+    return (
+        storage_id(one) == storage_id(other)
+        and one.storage_offset() == other.storage_offset()
+        and one.dtype == other.dtype
+    )
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of, or None."""
+    return tensor._base if tensor._is_view() else None
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """The values of a sparse tensor themselves; several may be of the same element."""
+    return tensor._values()
+
+
+def pin(memory: Tensor) -> None:
+    """Let CUDA write to host memory by itself, without a copy; no other device is known to need it."""
+    if memory.numel() and torch.cuda.is_available():
+        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        torch.cuda.check_error(int(error))
+
+
+def unpin(memory: Tensor) -> None:
+    """Undo `pin`, before the memory is given back."""
+    if memory.numel() and torch.cuda.is_available():
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))

@@ -1,0 +1,111 @@
+"""Function transforms: `torch.func` and forward-mode differentiation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _functorch
+from torch.autograd import forward_ad
+
+_innermost_transform: Callable[[], Any] = _functorch.peek_interpreter_stack
+"""The transform of `torch.func` that operations go through first, or None outside of all."""
+
+
+class _OutsideTransforms:
+    """Takes the transforms of `torch.func` off this thread's stack, and puts them back."""
+
+    def __init__(self) -> None:
+        self._layers: list[Any] = []
+
+    def __enter__(self) -> None:
+        while _innermost_transform() is not None:
+            self._layers.append(_functorch.pop_dynamic_layer_stack())
+
+    def __exit__(self, *_: object) -> None:
+        while self._layers:
+            _functorch.push_dynamic_layer_stack(self._layers.pop())
+
+
+_NO_TRANSFORM = contextlib.nullcontext()
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[None]:
+    """Within it, operations on tensors that no transform made are ordinary ones.
+
+    A transform (`torch.func.jvp`, `grad`, `vmap`, ...) forbids in-place writes to tensors from outside
+    of it, and makes wrapped tensors of new ones. Tensors that it has wrapped must not be touched within.
+    """
+    if _innermost_transform() is None:
+        return _NO_TRANSFORM
+    return _OutsideTransforms()
+
+
+def with_tangent(tensor: Tensor) -> Sequence[Tensor]:
+    """The tensor, and its tangent if it is a dual number of forward-mode differentiation."""
+    if forward_ad._current_level < 0:
+        return (tensor,)
+    tangent = forward_ad.unpack_dual(tensor).tangent
+    return (tensor,) if tangent is None else (tensor, tangent)
+
+
+def graph_tensors(tensor: Tensor) -> Sequence[Tensor]:
+    """All tensors that make up one: each may have a backward graph of its own.
+
+    Outside of transforms these are the tensor and its tangent. A transform wraps tensors; it builds its
+    graph on the wrapper, and the transforms outside of it, or ordinary autograd, build theirs on what is
+    wrapped.
+    """
+    if _innermost_transform() is None:
+        parts = with_tangent(tensor)
+        if any(map(_functorch.is_legacy_batchedtensor, parts)):
+            parts = [*parts, *map(_without_batch_dimension, parts)]
+        return parts
+    found: dict[int, Tensor] = {}
+    layers: list[Any] = []
+    tensors: Sequence[Tensor] = (tensor,)
+    try:
+        while True:
+            top = _innermost_transform()
+            if top is None or top.key() == _functorch.TransformType.Jvp:
+                tensors = [part for whole in tensors for part in with_tangent(whole)]
+            found.update((id(part), part) for part in tensors)
+            if top is None:
+                return tuple(found.values())
+            level = top.level()
+            layers.append(_functorch.pop_dynamic_layer_stack())
+            tensors = [
+                _functorch.get_unwrapped(part)
+                if _functorch.maybe_get_level(part) == level
+                else part
+                for part in tensors
+            ]
+    finally:
+        while layers:
+            _functorch.push_dynamic_layer_stack(layers.pop())
+
+
+def _without_batch_dimension(tensor: Tensor) -> Tensor:
+    """What a tensor of the older vmap wraps: `is_grads_batched` and `vectorize` of torch.autograd use it.
+
+    The very tensor if its batch dimension is the first one, as it is unless an operator has moved it.
+    """
+    if not _functorch.is_legacy_batchedtensor(tensor):
+        return tensor
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return torch._remove_batch_dim(tensor, level, 0, 0)
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """Of `graph_tensors`, those that have memory of their own: no wrapper, and of no other class."""
+    return [
+        part
+        for part in graph_tensors(tensor)
+        if type(part) in (Tensor, nn.Parameter)
+        and not _functorch.is_functorch_wrapped_tensor(part)
+        and not _functorch.is_legacy_batchedtensor(part)
+    ]
