@@ -424,7 +424,6 @@ def test_the_design_lists_every_folder_and_top_file_once() -> None:
     assert len(ORDER) == len(set(ORDER))
 
 
-@pytest.mark.xfail(reason="checkpoint imports fsdp1")
 def test_folders_import_from_above_only() -> None:
     graph = folder_graph(SOURCES)
     for unit, imported in graph.items():  # shown by -s, and when the test fails
@@ -438,7 +437,6 @@ def test_no_file_imports_itself_through_others() -> None:
     assert none(cycles(module_graph(SOURCES)))
 
 
-@pytest.mark.xfail(reason="being untied")
 def test_the_apis_are_imported_neither_by_each_other_nor_from_below() -> None:
     assert none(imports_of_doors(SOURCES))
 
