@@ -51,7 +51,7 @@ def at_rest(model: nn.Module, before: dict[str, Any]) -> None:
     for module in model.modules():
         state = state_of(module)
         for group in state.groups if state else ():
-            assert not group.shown
+            assert not group.full_params_installed
             assert not group.shards.disturbed(on_modules=True)
 
 

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, Work
 from fullshard.comm import collectives
 from fullshard.comm.spans import CollectiveSpan
 from fullshard.plan.layout import Layout, gathers_in_place
-from fullshard.storage.buffers import GatherBuffer, Pieces, ShardBuffer
+from fullshard.storage.buffers import FlatShard, GatherBuffer, ShardBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Messages:
         )
 
 
-class Gathering:
+class GroupAllGather:
     """One way to gather a group: over which ranks, into which memory; used again and again."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Gathering:
         device: torch.device,
         custom: collectives.AllGather | None,
         *,
-        into: Gathering | None = None,
+        into: GroupAllGather | None = None,
     ) -> None:
         """Allocate on the current stream (the all-gather stream) and make every view a step needs.
 
@@ -95,7 +95,7 @@ class Gathering:
 
     def start(
         self,
-        copy_in: Callable[[Pieces], None],
+        copy_in: Callable[[FlatShard], None],
         extra: Messages | None,
         *,
         async_op: bool,
@@ -127,7 +127,7 @@ class Gathering:
     def _start_custom(
         self,
         custom: collectives.AllGather,
-        copy_in: Callable[[Pieces], None],
+        copy_in: Callable[[FlatShard], None],
         extra: Messages | None,
         async_op: bool,
     ) -> None:
@@ -200,7 +200,7 @@ class UnshardedInPlace:
 
     def start(
         self,
-        copy_in: Callable[[Pieces], None],
+        copy_in: Callable[[FlatShard], None],
         extra: Messages | None,
         *,
         async_op: bool,
@@ -217,7 +217,7 @@ class UnshardedInPlace:
         """The shards stay."""
 
 
-def gather_whole(
+def all_gather_full(
     layout: Layout, pieces: Sequence[Tensor | None], process_group: ProcessGroup | None
 ) -> list[Tensor | None]:
     """What is whole of which every rank has a piece, per segment: parameters, or something shaped like them.

@@ -42,14 +42,14 @@ from fullshard.plan.layout import contiguous_strides
 from fullshard.plan.policies import MixedPrecisionPolicy
 from fullshard.storage.buffers import Buffer, release_storages, take_storages
 from fullshard.storage.param import (
-    AFTER_GATHER as _AFTER,
-    BEFORE_GATHER as _BEFORE,
+    POST_ALL_GATHER as _AFTER,
+    PRE_ALL_GATHER as _BEFORE,
     FSDPParam,
-    gathers_itself,
+    has_all_gather_extension,
 )
 
 
-class GatheredApart(ABC):
+class UnbufferedAllGather(ABC):
     """One parameter of a group that is gathered outside of its buffers, in the same call."""
 
     def __init__(self, param: FSDPParam, policy: MixedPrecisionPolicy) -> None:
@@ -128,7 +128,7 @@ class GatheredApart(ABC):
         release_storages(self._inner)
 
 
-class SelfGathered(GatheredApart):
+class ExtensionAllGather(UnbufferedAllGather):
     """A parameter whose shard has the protocol."""
 
     def __init__(self, param: FSDPParam, policy: MixedPrecisionPolicy, mesh: DeviceMesh) -> None:
@@ -142,11 +142,11 @@ class SelfGathered(GatheredApart):
         self._metadata: Any = None
 
     def prepare(self, device: torch.device) -> None:
-        """See `GatheredApart`."""
+        """See `UnbufferedAllGather`."""
         shard = self.param.sharded_param.local
         if shard.device != device:
             moved = shard.to(device, non_blocking=True)
-            if not gathers_itself(moved):  # the methods were set on the shard itself
+            if not has_all_gather_extension(moved):  # the methods were set on the shard itself
                 for name in (_BEFORE, _AFTER):
                     method = getattr(shard, name)
                     setattr(moved, name, MethodType(getattr(method, "__func__", method), moved))
@@ -156,7 +156,7 @@ class SelfGathered(GatheredApart):
         self.inputs = list(inputs)
 
     def finish(self) -> None:
-        """See `GatheredApart`."""
+        """See `UnbufferedAllGather`."""
         after: Any = getattr(self.param.sharded_param.local, _AFTER)
         outputs = tuple(self._outputs)
         if self.whole is None:
@@ -176,7 +176,7 @@ class SelfGathered(GatheredApart):
         self.inputs = []
 
 
-class GatheredAsPlain(GatheredApart):
+class SubclassAllGather(UnbufferedAllGather):
     """A parameter of a subclass without the protocol."""
 
     def __init__(self, param: FSDPParam, policy: MixedPrecisionPolicy, world: int) -> None:
@@ -192,7 +192,7 @@ class GatheredAsPlain(GatheredApart):
         """Of a rank's shard; others are padded, as ranks must send equally much."""
 
     def prepare(self, device: torch.device) -> None:
-        """See `GatheredApart`."""
+        """See `UnbufferedAllGather`."""
         shard = self.param.sharded_param.local
         sent = torch.zeros((self._most_rows, *self._row_shape), dtype=self._dtype, device=device)
         rows = shard.shape[self._dim] if shard.ndim else 1
@@ -201,7 +201,7 @@ class GatheredAsPlain(GatheredApart):
         self.inputs = [sent]
 
     def finish(self) -> None:
-        """See `GatheredApart`."""
+        """See `UnbufferedAllGather`."""
         if self.whole is None:
             with torch.inference_mode(False):
                 rows = self._outputs[0].narrow(0, 0, self._rows)
@@ -210,7 +210,7 @@ class GatheredAsPlain(GatheredApart):
         self.inputs = []
 
 
-def agree_on_sizes(members: Sequence[GatheredApart], group: ProcessGroup) -> list[list[int]]:
+def agree_on_sizes(members: Sequence[UnbufferedAllGather], group: ProcessGroup) -> list[list[int]]:
     """The bytes that every rank sends, per parameter and input: those of rank 0, whose shards are largest.
 
     Collective, once per group.

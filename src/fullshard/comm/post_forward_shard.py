@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fullshard.comm import collectives
-from fullshard.comm.all_gather import Gathering
+from fullshard.comm.all_gather import GroupAllGather
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.plan.layout import Layout
-from fullshard.storage.buffers import Pieces, ShardBuffer, own_part
+from fullshard.storage.buffers import FlatShard, ShardBuffer, shard_of
 
 
 class PostForwardShard:
@@ -33,12 +33,12 @@ class PostForwardShard:
         self.held = False
         """Whether there are values to gather from."""
         self._buffer: ShardBuffer | None = None
-        self._gathering: Gathering | None = None
+        self._gathering: GroupAllGather | None = None
         self._sources: list[Tensor] = []
         """Views of the whole parameters, parallel to the buffer's `locals`."""
 
     @property
-    def gathering(self) -> Gathering:
+    def gathering(self) -> GroupAllGather:
         """How to gather what is held."""
         assert self._gathering is not None, "asked for while a part is held"
         return self._gathering
@@ -52,7 +52,7 @@ class PostForwardShard:
 
     def keep(
         self,
-        whole: Gathering,
+        whole: GroupAllGather,
         dtypes: Sequence[torch.dtype],
         custom: collectives.AllGather | None,
         context: FSDPCommContext,
@@ -70,7 +70,7 @@ class PostForwardShard:
 
     def _prepare(
         self,
-        whole: Gathering,
+        whole: GroupAllGather,
         dtypes: Sequence[torch.dtype],
         custom: collectives.AllGather | None,
         context: FSDPCommContext,
@@ -80,14 +80,14 @@ class PostForwardShard:
             custom = custom.moved_to(self._block)
         with torch.inference_mode(False):
             with context.all_gather:
-                self._gathering = Gathering(
+                self._gathering = GroupAllGather(
                     layout, rank, self._block, dtypes, context.device, custom, into=whole
                 )
             params = whole.params
-            self._sources = [own_part(layout, i, rank, param) for i, param in enumerate(params)]
+            self._sources = [shard_of(layout, i, rank, param) for i, param in enumerate(params)]
             return ShardBuffer(layout, rank, dtypes, context.device)
 
-    def copy_in(self, own: Pieces) -> None:
+    def copy_in(self, own: FlatShard) -> None:
         """Copy what is held to where it is sent from, on the all-gather stream."""
         assert self._buffer is not None, "asked for while a part is held"
         own.copy_from(self._buffer.own)

@@ -1,12 +1,13 @@
-"""A group's parameters whole and in their own dtypes, outside of training: to be read, saved, written.
+"""The full parameters of a group in their own dtypes, outside of training: to be read, saved, written.
 
-    rest_together      let the shards be what users have made of them; comes before all that follows
-    gather_params      whole parameters in new memory; collective, like all that gathers
-    show, take_shown   put them on the modules, and take them off, with what was done to them
-    write              let the shards be this rank's part of them
+    refresh_shards_together   adopt what users have put in the parameters' place; comes before all that follows
+    gather_params             full parameters in new memory; collective, like everything that gathers
+    install_full_params       put full parameters on the modules
+    uninstall_full_params     take them off again, with what was done to them
+    write                     copy this rank's shard of full parameters into the shard buffer
 
-It is no part of a step: what forward computes with may be in another dtype, and is in other memory. For
-groups whose parameters are divided flat.
+This is no part of a training step. Forward may compute in another dtype, and always computes in other memory.
+For groups whose parameters are divided flat.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from fullshard.comm import collectives
-from fullshard.comm.all_gather import gather_whole
+from fullshard.comm.all_gather import all_gather_full
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.errors import ConfigurationError
-from fullshard.storage.buffers import in_memory_order, own_part
+from fullshard.storage.buffers import in_memory_order, shard_of
 from fullshard.storage.sharded_params import OrigParamShard, PlainShardedParam
 
 
-def rest_together(groups: Sequence[FSDPParamGroup]) -> None:
+def refresh_shards_together(groups: Sequence[FSDPParamGroup]) -> None:
     """Bring groups to rest, with what users have put in their parameters' place; all ranks, or none. Collective.
 
     Only some ranks may have assigned what cannot be used: those raise, and so do all others.
@@ -35,7 +36,7 @@ def rest_together(groups: Sequence[FSDPParamGroup]) -> None:
     faults = []
     for group in groups:
         try:
-            group.rest()
+            group.refresh_shards()
         except ConfigurationError as error:
             faults.append(str(error))
     process_groups = dict.fromkeys(
@@ -97,27 +98,27 @@ def gather(group: FSDPParamGroup, pieces: Sequence[Tensor | None]) -> list[Tenso
 
     Collective.
     """
-    return gather_whole(
+    return all_gather_full(
         group.layout,
         [None if piece is None else piece.to(group.device) for piece in pieces],
         group.mesh_info.shard_peers,
     )
 
 
-def show(group: FSDPParamGroup, values: Sequence[Tensor]) -> None:
-    """Let the modules have these as parameters, one for each of the group's, until `take_shown`."""
-    group.hide()
-    group.shown = True
+def install_full_params(group: FSDPParamGroup, values: Sequence[Tensor]) -> None:
+    """Let the modules have these as parameters, one for each of the group's, until `uninstall_full_params`."""
+    group.use_sharded_params()
+    group.full_params_installed = True
     for sharded_param, members in _members_of_sharded_params(group):
-        sharded_param.show([values[index] for index in members])
+        sharded_param.install_full_params([values[index] for index in members])
 
 
-def take_shown(group: FSDPParamGroup) -> list[Tensor]:
+def uninstall_full_params(group: FSDPParamGroup) -> list[Tensor]:
     """Put the sharded parameters back on the modules and return what was shown, as it is now."""
     values: dict[int, Tensor] = {}
     for sharded_param, members in _members_of_sharded_params(group):
-        values.update(zip(members, sharded_param.take_shown(), strict=True))
-    group.shown = False
+        values.update(zip(members, sharded_param.uninstall_full_params(), strict=True))
+    group.full_params_installed = False
     return [values[index] for index in range(len(group.params))]
 
 
@@ -142,7 +143,7 @@ def write(group: FSDPParamGroup, wholes: Sequence[Tensor]) -> None:
     group.reshard()  # what is gathered is outdated
     rank = group.mesh_info.shard_mesh_rank
     for index, (whole, local) in enumerate(zip(wholes, group.shards.buffer.locals, strict=True)):
-        local.copy_(own_part(group.layout, index, rank, whole))
+        local.copy_(shard_of(group.layout, index, rank, whole))
 
 
 # --- gradients, of parameters that have faces of their own ----------------------------------------
@@ -174,27 +175,29 @@ def gather_gradients(group: FSDPParamGroup) -> list[Tensor | None]:
     return [whole if found else None for whole, found in zip(wholes, present, strict=True)]
 
 
-def show_gradients(group: FSDPParamGroup, wholes: Sequence[Tensor | None]) -> None:
-    """While whole parameters are shown, let them have these gradients, until `take_shown_gradients`."""
+def install_full_gradients(group: FSDPParamGroup, wholes: Sequence[Tensor | None]) -> None:
+    """While whole parameters are shown, let them have these gradients, until `uninstall_full_gradients`."""
     for sharded_param, whole in zip(_orig_param_shards(group), wholes, strict=True):
-        sharded_param.show_gradient(whole)
+        sharded_param.install_full_gradient(whole)
 
 
-def take_shown_gradients(group: FSDPParamGroup) -> list[Tensor | None]:
-    """The whole gradients as they are now, which parameters have no longer; before `take_shown`."""
-    return [sharded_param.take_shown_gradient() for sharded_param in _orig_param_shards(group)]
+def uninstall_full_gradients(group: FSDPParamGroup) -> list[Tensor | None]:
+    """The whole gradients as they are now, which parameters have no longer; before `uninstall_full_params`."""
+    return [sharded_param.uninstall_full_gradient() for sharded_param in _orig_param_shards(group)]
 
 
 @torch.no_grad()
-def put_gradients_back(group: FSDPParamGroup, wholes: Sequence[Tensor | None] | None) -> None:
+def restore_sharded_gradients(
+    group: FSDPParamGroup, wholes: Sequence[Tensor | None] | None
+) -> None:
     """Let parameters have their sharded gradients again: as they were, or this rank's part of ``wholes``."""
     rank = group.mesh_info.shard_mesh_rank
     for index, sharded_param in enumerate(_orig_param_shards(group)):
-        sharded_param.put_gradient_back()
+        sharded_param.restore_sharded_gradient()
         if wholes is None:
             continue
         whole, held = wholes[index], sharded_param.param.grad
-        part = None if whole is None else own_part(group.layout, index, rank, whole)
+        part = None if whole is None else shard_of(group.layout, index, rank, whole)
         if part is not None and held is not None:
             in_memory_order(held, held.stride()).copy_(part)
         else:

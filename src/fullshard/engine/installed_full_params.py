@@ -36,13 +36,13 @@ class InstalledFullParams:
 
     def install(self, group: FSDPParamGroup, tensors: Sequence[Tensor]) -> None:
         """Put these full parameters of a group on its modules."""
-        full_params.show(group, tensors)
+        full_params.install_full_params(group, tensors)
         self._tensors[group] = tensors
 
     def uninstall(self, *, write: bool = False) -> None:
         """Put the sharded parameters back on the modules; with ``write``, with the values installed now."""
         while self._tensors:
             group, _ = self._tensors.popitem()
-            full = full_params.take_shown(group)
+            full = full_params.uninstall_full_params(group)
             if write:
                 full_params.write(group, full)

@@ -12,7 +12,7 @@ from torch import nn
 from fullshard.engine.runtime import IgnoredParams, state_of
 from fullshard.errors import ConfigurationError
 from fullshard.storage.param import check_can_be_sharded
-from fullshard.storage.sharded_params import ParamOwner, group_of
+from fullshard.storage.sharded_params import ParamModuleInfo, group_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class OwnedParam:
     name: str
     """Relative to the call's module."""
     param: nn.Parameter
-    owners: list[ParamOwner]
+    owners: list[ParamModuleInfo]
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -61,7 +61,7 @@ def owned_params(
             if id(param) not in ignored:
                 full_name = f"{prefix}.{name}" if prefix else name
                 owned = found.setdefault(id(param), OwnedParam(full_name, param, []))
-                owned.owners.append(ParamOwner(module, name))
+                owned.owners.append(ParamModuleInfo(module, name))
     return list(found.values())
 
 

@@ -5,7 +5,7 @@ each other. Its verbs stand in the order in which one step uses them:
 
     unshard            start gathering
     wait               the gathered parameters are on their modules, ready for compute
-    hide               the sharded parameters are back on their modules, the gathered memory is kept
+    use_sharded_params the sharded parameters are back on their modules, the gathered memory is kept
     reshard            ... and the gathered memory is given back
     collect_gradients  unsharded gradients are moved into the reduce buffer
     reduce_gradients   ... and on their way to the sharded parameters
@@ -24,11 +24,11 @@ from torch import Tensor
 
 from fullshard import torch_border
 from fullshard.comm import collectives
-from fullshard.comm.all_gather import Gathering, Messages, UnshardedInPlace
+from fullshard.comm.all_gather import GroupAllGather, Messages, UnshardedInPlace
 from fullshard.comm.all_gather_extensions import (
-    GatheredApart,
-    GatheredAsPlain,
-    SelfGathered,
+    ExtensionAllGather,
+    SubclassAllGather,
+    UnbufferedAllGather,
     agree_on_sizes,
 )
 from fullshard.comm.group_gradients import GroupGradients
@@ -40,13 +40,13 @@ from fullshard.errors import ConfigurationError
 from fullshard.plan.mesh import DataParallelAxes, DataParallelMeshInfo, block_group
 from fullshard.plan.placement import local_tensor
 from fullshard.plan.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.storage.buffers import Pieces, UploadBuffer
+from fullshard.storage.buffers import FlatShard, UploadBuffer
 from fullshard.storage.param import (
     FSDPParam,
     ParamSwap,
     VersionGuard,
-    gathers_itself,
-    lies_in_buffers,
+    fits_in_buffers,
+    has_all_gather_extension,
 )
 from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.shard_storage import ShardStorage
@@ -102,12 +102,12 @@ class FSDPParamGroup:
         name: str,
         *,
         shard_format: ShardFormat,
-        part_size: int | None = None,
+        post_forward_size: int | None = None,
         low_precision_gradients: bool = False,
     ) -> None:
         """Shard the parameters, in the given form: from here on each rank keeps its piece only.
 
-        With ``part_size``, they are kept after forward in parts over so many ranks. With
+        With ``post_forward_size``, they are kept after forward in parts over so many ranks. With
         ``low_precision_gradients``, gradients land in the compute dtype or, if nothing is sharded, as
         they were reduced.
         """
@@ -122,13 +122,15 @@ class FSDPParamGroup:
         if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
             self.shard_device, pinned = torch.device("cpu"), offload_policy.pin_memory
         self.name = name
-        self._plain = [p for p in params if lies_in_buffers(local_tensor(p.the_original))]
+        self._plain = [p for p in params if fits_in_buffers(local_tensor(p.the_original))]
         """Those that lie in the shard and gather buffers; the others are gathered apart."""
         self._part: PostForwardShard | None = None
-        if part_size is not None:
+        if post_forward_size is not None:
             assert mesh_info.shard_process_group is not None, "there is nothing to divide otherwise"
-            block = block_group(mesh_info.shard_process_group, part_size)
-            self._part = PostForwardShard(block, shard_format.layout(self._plain, part_size))
+            block = block_group(mesh_info.shard_process_group, post_forward_size)
+            self._part = PostForwardShard(
+                block, shard_format.layout(self._plain, post_forward_size)
+            )
         self.shards = ShardStorage(
             self.params,
             self._plain,
@@ -152,17 +154,17 @@ class FSDPParamGroup:
             low_precision=low_precision_gradients,
         )
         self.sharded_state = ShardedState.SHARDED
-        self.shown = False
-        """Whether the modules have other parameters for a while: see `whole_params`."""
+        self.full_params_installed = False
+        """Whether the modules have other parameters for a while: see `full_params`."""
 
         self._context: FSDPCommContext | None = None
         self._memory = _Memory.ABSENT
-        self._gathering: Gathering | UnshardedInPlace | None = None
+        self._gathering: GroupAllGather | UnshardedInPlace | None = None
         self._param_swap: ParamSwap | None = None
         """None until the unsharded faces have been made of the present gather buffer."""
         self._guard: VersionGuard | None = None
         """Of those faces; None also where they are aliases of the shards, whose memory stays."""
-        self._in_use: Gathering | UnshardedInPlace | None = None
+        self._in_use: GroupAllGather | UnshardedInPlace | None = None
         """How the parameters that are in memory, or on their way, are gathered."""
         self._finishes_late = False
         """Whether that gather is finished when it is waited for, not right after it was issued: the host must
@@ -171,7 +173,7 @@ class FSDPParamGroup:
         self._gathered_version = 0
         self.unwatched: list[FSDPParam] = []
         """Trainable parameters of whose gradients nobody is told yet."""
-        self._be_found()
+        self._register_params()
         self._prepare_dtypes()
         _ALIVE[self.serial_number] = self  # last: other threads ask all there are for their state
 
@@ -192,17 +194,17 @@ class FSDPParamGroup:
         self._self_gathered = [
             self._gathered_apart(param)
             for param in self.params
-            if param.sharded_param not in self.shards.homes
+            if param.sharded_param not in self.shards.shard_views
         ]
         self._message_sizes: list[list[int]] | None = None
         self._upload: UploadBuffer | None = None
         self._drop_gatherings()
 
-    def _gathered_apart(self, param: FSDPParam) -> GatheredApart:
-        if not gathers_itself(param.sharded_param.local):
-            return GatheredAsPlain(param, self.mp_policy, self.layout.world)
+    def _gathered_apart(self, param: FSDPParam) -> UnbufferedAllGather:
+        if not has_all_gather_extension(param.sharded_param.local):
+            return SubclassAllGather(param, self.mp_policy, self.layout.world)
         assert isinstance(self.mesh_info, DataParallelMeshInfo), "the protocol is told of a mesh"
-        return SelfGathered(param, self.mp_policy, self.mesh_info.shard_mesh)
+        return ExtensionAllGather(param, self.mp_policy, self.mesh_info.shard_mesh)
 
     @torch.no_grad()
     def _notice_protocols(self) -> None:
@@ -210,9 +212,15 @@ class FSDPParamGroup:
 
         Before: any state. After: if there are such shards, SHARDED and memory ABSENT.
         """
-        late = [param for param in self._plain if gathers_itself(param.sharded_param.local)]
-        as_plain = [each.param for each in self._self_gathered if isinstance(each, GatheredAsPlain)]
-        if not late and not any(gathers_itself(param.sharded_param.local) for param in as_plain):
+        late = [
+            param for param in self._plain if has_all_gather_extension(param.sharded_param.local)
+        ]
+        as_plain = [
+            each.param for each in self._self_gathered if isinstance(each, SubclassAllGather)
+        ]
+        if not late and not any(
+            has_all_gather_extension(param.sharded_param.local) for param in as_plain
+        ):
             return
         if self._part is not None:
             raise ConfigurationError(
@@ -221,7 +229,7 @@ class FSDPParamGroup:
             )
         self.reshard()
         self._plain = [param for param in self._plain if param not in late]
-        self.shards.take_out(late)
+        self.shards.move_out_of_buffer(late)
         self._prepare_dtypes()
 
     def set_mp_policy(self, policy: MixedPrecisionPolicy) -> None:
@@ -246,16 +254,16 @@ class FSDPParamGroup:
 
         Before: any state. After: SHARDED and, if something was, memory ABSENT.
         """
-        self.hide()
+        self.use_sharded_params()
         replacements = self.shards.replacements(self.name)
         if not replacements:
             return
         self.reshard()
         self.shards.adopt(replacements, self.name)
-        self._be_found()
+        self._register_params()
         self._prepare_dtypes()
 
-    def _be_found(self) -> None:
+    def _register_params(self) -> None:
         """Let `groups_of` know the sharded parameters, which may be others than before."""
         _GROUPS.update((id(sharded_param.param), self) for sharded_param in self.sharded_params)
 
@@ -263,7 +271,7 @@ class FSDPParamGroup:
         """Read the shards anew if a parameter, or its data, was replaced behind our back: ``param.data = ...``."""
         self._notice_sharded_put_back()
         on_modules = self.sharded_state is ShardedState.SHARDED
-        if not self.shown and self.shards.disturbed(on_modules=on_modules):
+        if not self.full_params_installed and self.shards.disturbed(on_modules=on_modules):
             self.repack()
 
     def _notice_sharded_put_back(self) -> None:
@@ -274,9 +282,9 @@ class FSDPParamGroup:
     @property
     def resting(self) -> bool:
         """Whether the sharded parameters should be on the modules now."""
-        return self.sharded_state is ShardedState.SHARDED and not self.shown
+        return self.sharded_state is ShardedState.SHARDED and not self.full_params_installed
 
-    def rest(self) -> None:
+    def refresh_shards(self) -> None:
         """Let the shards be what users see and have made of them, for all who read or write them outside of a step.
 
         Before: any state, but nothing is shown. After: SHARDED, memory ABSENT; the sharded parameters are those
@@ -349,7 +357,7 @@ class FSDPParamGroup:
         wire = None if recorder is None else recorder.transfer("gather", self)
         with torch_border.profiler_range(self._labels.gather), context.all_gather:
             context.wait_for_releases()  # before the allocation: [Note: memory and streams], rule 1
-            gathering: Gathering | UnshardedInPlace
+            gathering: GroupAllGather | UnshardedInPlace
             if self._part is not None and self._part.held:
                 gathering, copy_in, extra = self._part.gathering, self._part.copy_in, None
             else:
@@ -369,7 +377,7 @@ class FSDPParamGroup:
         self._memory = _Memory.IN_FLIGHT
         self._shard_version = None
 
-    def _copy_in(self, own: Pieces) -> None:
+    def _copy_in(self, own: FlatShard) -> None:
         """Cast and copy this rank's shard to where it is sent from, on the current (all-gather) stream."""
         if not self._plain:
             return
@@ -399,7 +407,7 @@ class FSDPParamGroup:
             result.inputs.extend(theirs.inputs)
         return result
 
-    def _own_gathering(self) -> Gathering | UnshardedInPlace:
+    def _own_gathering(self) -> GroupAllGather | UnshardedInPlace:
         if self._gathering is None:
             # Made under inference_mode, the faces could never be trained.
             with torch.inference_mode(False):
@@ -421,8 +429,8 @@ class FSDPParamGroup:
             param.dtype for param in self._plain
         ]
 
-    def _gathering_on(self, device: torch.device) -> Gathering:
-        return Gathering(
+    def _gathering_on(self, device: torch.device) -> GroupAllGather:
+        return GroupAllGather(
             self.shards.packed_layout,
             self.mesh_info.shard_mesh_rank,
             self.mesh_info.shard_peers,
@@ -462,7 +470,7 @@ class FSDPParamGroup:
         self._memory = _Memory.PRESENT
         if self._guard is not None:
             self._guard.memory_is_there()
-        self.drop_part()  # has been read
+        self.drop_post_forward_shard()  # has been read
 
     def wait(self) -> None:
         """Wait for the gather and put the unsharded parameters on their modules.
@@ -490,7 +498,7 @@ class FSDPParamGroup:
                 member.param.make_unsharded_param(member.whole)
         self._find_unwatched()
         self._param_swap = ParamSwap(self.params)
-        if isinstance(self._gathering, Gathering):
+        if isinstance(self._gathering, GroupAllGather):
             self._guard = VersionGuard(self._plain)
             _GUARDED[self._guard.absent_version] = self
         return self._param_swap
@@ -508,7 +516,7 @@ class FSDPParamGroup:
 
     # --- release ----------------------------------------------------------------------------------
 
-    def hide(self) -> None:
+    def use_sharded_params(self) -> None:
         """Put the sharded parameters back on their modules and keep the gathered memory.
 
         Before: any state. After: SHARDED; the memory is as it was.
@@ -525,7 +533,7 @@ class FSDPParamGroup:
         objects and see the data again after the next gather.
         """
         self._give_memory_back()
-        self.drop_part()
+        self.drop_post_forward_shard()
 
     def reshard_after_forward(self) -> None:
         """The same, but with a part kept for backward to gather from, if the group was told to."""
@@ -534,19 +542,19 @@ class FSDPParamGroup:
             return
         self._wait_for_gather()
         whole = self._own_gathering()
-        assert isinstance(whole, Gathering), "a part is kept of what several ranks hold"
+        assert isinstance(whole, GroupAllGather), "a part is kept of what several ranks hold"
         self._part.keep(whole, self.compute_dtypes, self.custom_all_gather, self.context)
         if self.context.recorder is not None:
             self.context.recorder.note_gathered(self)  # the part and the whole, both
         self._give_memory_back()
 
-    def keep_no_part(self) -> None:
+    def disable_post_forward_shard(self) -> None:
         """After forward, keep the whole parameters or nothing from now on."""
         self._wait_for_gather()  # it may be reading the part
-        self.drop_part()
+        self.drop_post_forward_shard()
         self._part = None
 
-    def drop_part(self) -> None:
+    def drop_post_forward_shard(self) -> None:
         """Forget what was kept for backward to gather from, unless it is being gathered."""
         if self._part is not None and self._part.held and self._memory is not _Memory.IN_FLIGHT:
             self._part.drop()
@@ -554,7 +562,7 @@ class FSDPParamGroup:
                 self.context.recorder.note_gathered(self)
 
     def _give_memory_back(self) -> None:
-        self.hide()
+        self.use_sharded_params()
         if self._memory is _Memory.ABSENT:
             return
         assert self._in_use is not None, "present memory was gathered"
@@ -567,12 +575,12 @@ class FSDPParamGroup:
             member.release()
         self.context.note_release(self._released)
         self._memory = _Memory.ABSENT
-        if self.context.recorder is not None and isinstance(self._in_use, Gathering):
+        if self.context.recorder is not None and isinstance(self._in_use, GroupAllGather):
             self.context.recorder.released(self)
 
     def lends(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in gathered memory, and so is lost when that is given back."""
-        return isinstance(self._in_use, Gathering) and self._in_use.buffer.contains(tensor)
+        return isinstance(self._in_use, GroupAllGather) and self._in_use.buffer.contains(tensor)
 
     @property
     def held_bytes(self) -> int:

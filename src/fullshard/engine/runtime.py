@@ -179,10 +179,10 @@ class FSDPState:
             while group.unwatched:
                 _watch_gradient(self, group.unwatched.pop())
 
-    def hide(self) -> None:
+    def use_sharded_params(self) -> None:
         """Put the sharded parameters on the modules, keep the memory."""
         for group in self.groups:
-            group.hide()
+            group.use_sharded_params()
 
     def reshard(self) -> None:
         """Put the sharded parameters on the modules, give the memory back."""
@@ -378,7 +378,7 @@ class Runtime:
         self.context.gathers_wait_for(event)
         for state in states:
             for group in state.groups:
-                group.drop_part()
+                group.drop_post_forward_shard()
                 group.notice_replacements()
                 if state.left_gathered or group.outdated:
                     group.reshard()
@@ -386,7 +386,7 @@ class Runtime:
 
     def _check_tree(self) -> None:
         """Refuse trainable parameters that joined the model after it was sharded: nobody would reduce them."""
-        if any(group.shown for state in self.states for group in state.groups):
+        if any(group.full_params_installed for state in self.states for group in state.groups):
             return  # the modules have other parameters for a while
         root = self.root.modules[0]
         strangers = unmanaged_params(root, [state.ignored for state in self.states])
@@ -421,7 +421,7 @@ class Runtime:
         """Hide ``state`` and keep its memory until another has been gathered: [Note: two gather buffers]."""
         if self._kept is not state:
             self._release_kept()
-        state.hide()
+        state.use_sharded_params()
         self._kept = state
 
     def _release_kept(self) -> None:
@@ -450,7 +450,7 @@ class Runtime:
         if not state.reshard_after_forward:
             state.left_gathered = state.kept_for_backward_only
             if state.kept_for_backward_only:
-                state.hide()
+                state.use_sharded_params()
             return
         if self.schedule.on_track and torch_border.backward_pass_id() == -1:
             state.reshard_after_call()
@@ -479,7 +479,7 @@ class Runtime:
                 if state.left_gathered:
                     state.reshard()
                 else:
-                    state.hide()
+                    state.use_sharded_params()
         if self.context.host_reads_results and not torch.is_grad_enabled():
             self.context.synchronize()  # no backward will; the host may write the shards now
         self.schedule.end_forward()
@@ -659,7 +659,7 @@ class Runtime:
             if state.reshard_after_backward:
                 state.reshard()
             else:
-                state.hide()
+                state.use_sharded_params()
         if reached.to_send:
             self._reduce(state)
 
@@ -695,15 +695,15 @@ class Runtime:
                     state.abandon_call()  # a recomputation that stopped early
                     state.reshard()
             if self.root.is_last_backward:
-                self._drop_parts()
+                self._drop_post_forward_shards()
             # Always: nobody can be told to wait who reads `.grad` after a backward, the last one or not.
             self.context.join()
 
-    def _drop_parts(self) -> None:
+    def _drop_post_forward_shards(self) -> None:
         """Give back what was kept for a backward that did not come by."""
         for state in self.states:
             for group in state.groups:
-                group.drop_part()
+                group.drop_post_forward_shard()
 
     def reset(self) -> None:
         """Return to the state between steps, whatever happened: see `FSDPModule.reset_iter_state`."""
@@ -903,7 +903,7 @@ def lazy_init(state: FSDPState) -> Runtime:
     for found in states:
         for group in found.groups:
             # Not one the user has unsharded before, or has summoned.
-            if group.sharded_state is ShardedState.SHARDED and not group.shown:
+            if group.sharded_state is ShardedState.SHARDED and not group.full_params_installed:
                 group.repack()
     _check_ready(states)
     context = state.shared_context or (
@@ -942,7 +942,7 @@ def _check_ready(states: dict[FSDPState, str]) -> None:
         f"{prefix}.{fault}" if prefix else fault
         for state, prefix in states.items()
         for group in state.groups
-        if not group.shown
+        if not group.full_params_installed
         for fault in group.shards.misplaced()
     ]
     if misplaced:

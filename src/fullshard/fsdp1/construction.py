@@ -51,9 +51,9 @@ from fullshard.plan.mesh import (
 )
 from fullshard.plan.placement import DTensorPlacer, ParamPlacement, local_tensor
 from fullshard.plan.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.storage.param import FSDPParam, lies_in_buffers
+from fullshard.storage.param import FSDPParam, fits_in_buffers
 from fullshard.storage.shard_formats import FlatFormat, FlatParameterFormat, ShardFormat
-from fullshard.storage.sharded_params import ParamOwner, reads_gradients
+from fullshard.storage.sharded_params import ParamModuleInfo, reads_gradients
 from fullshard.wrap import Wrapping
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -479,7 +479,7 @@ def _form(wrapped: nn.Module, params: Sequence[OwnedParam], choices: Choices) ->
     if not choices.use_orig_params:
         # On the module itself, so that its name does not depend on what was wrapped first.
         return FlatParameterFormat(
-            ParamOwner(torch_border.without_activation_wrapper(wrapped), FLAT)
+            ParamModuleInfo(torch_border.without_activation_wrapper(wrapped), FLAT)
         )
     dtype = choices.precision.param_dtype or params[0].param.dtype
     return FlatFormat(alignment=max(_ALIGNMENT // dtype.itemsize, 1))
@@ -494,7 +494,7 @@ def _check(params: Sequence[OwnedParam], choices: Choices) -> None:
         params,
         "Wrap modules that share a parameter together, by wrapping a module that contains both.",
     )
-    subclasses = [each.name for each in params if not lies_in_buffers(local_tensor(each.param))]
+    subclasses = [each.name for each in params if not fits_in_buffers(local_tensor(each.param))]
     if subclasses:
         raise ConfigurationError(
             f"Flattened parameters must be plain tensors, but these are tensor subclasses: {subclasses}. Shard "

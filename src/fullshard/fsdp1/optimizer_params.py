@@ -97,9 +97,9 @@ class ModelParams:
         groups = [group for wrapper in self.wrappers for group in wrapper._fsdp_state.groups]
         if alone:
             for group in groups:
-                group.rest()
+                group.refresh_shards()
         else:
-            full_params.rest_together(groups)
+            full_params.refresh_shards_together(groups)
         keys = {param: name for name, param in model.named_parameters()}
         managed = {
             entry.param: entry

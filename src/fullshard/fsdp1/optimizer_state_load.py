@@ -41,7 +41,7 @@ from fullshard.fsdp1.optimizer_params import (
 from fullshard.fsdp1.optimizer_state_dicts import on_cpu
 from fullshard.fsdp1.state_dicts import is_spread, settings_of, whole_of_rows
 from fullshard.plan.mesh import global_rank
-from fullshard.storage.buffers import own_part
+from fullshard.storage.buffers import shard_of
 
 
 def optim_state_dict_to_load(
@@ -518,4 +518,4 @@ def _keep_part(part: dict[str, Any], each: str, entry: Entry, name: str, whole: 
         held = group.layout.piece(index, rank)
         flat = flat.narrow(0, held.offset, held.numel)
     local = entry.placement_of(name).local_part(whole)
-    flat.copy_(own_part(group.layout, index, rank, local))
+    flat.copy_(shard_of(group.layout, index, rank, local))

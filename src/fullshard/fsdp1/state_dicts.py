@@ -170,7 +170,7 @@ def _begin(wrapper: FullyShardedDataParallel) -> None:
 
 def _show_whole(wrapper: FullyShardedDataParallel, device: torch.device | None) -> None:
     """Show whole parameters, each in memory of its own, on ``device`` or on the compute device."""
-    full_params.rest_together(_groups(wrapper))
+    full_params.refresh_shards_together(_groups(wrapper))
     for group in _groups(wrapper):
         wholes = [
             whole.to(device or whole.device, copy=True)
@@ -186,7 +186,7 @@ def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     settings = wrapper._state_dict_settings
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         for group in _groups(wrapper):
-            group.rest()
+            group.refresh_shards()
         return
     config = settings.state_dict_config
     kept = not getattr(config, "rank0_only", False) or wrapper.rank == 0
@@ -505,7 +505,7 @@ def _prepare_local_entries(
 ) -> None:
     key = f"{prefix}{WRAPPED}.{FLAT}"
     for group in _groups(wrapper):
-        group.rest()
+        group.refresh_shards()
         value = state_dict.pop(key, None)
         if value is not None and not wrapper._use_orig_params:
             local, held = torch_border.parts_of_sharded_tensor(value).local, _flat_piece(group)

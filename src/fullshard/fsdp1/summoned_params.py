@@ -75,7 +75,9 @@ def summon_full_params(
     shown: list[_Shown] = []
     faults: list[str] = []
     try:
-        full_params.rest_together([g for each in wrappers for g in each._fsdp_state.groups])
+        full_params.refresh_shards_together(
+            [g for each in wrappers for g in each._fsdp_state.groups]
+        )
         for wrapper in wrappers:
             wrapper._fsdp_state.summoned = True
         for wrapper in wrappers:
@@ -110,7 +112,7 @@ def forward(
 def check_whole(wrapper: FullyShardedDataParallel) -> None:
     """Refuse a forward within `summon_full_params` on ranks that have no whole parameters."""
     state = wrapper._fsdp_state
-    if any(not group.shown for group in state.groups):
+    if any(not group.full_params_installed for group in state.groups):
         raise LifecycleError(
             "Within summon_full_params(rank0_only=True) only rank 0 has whole parameters to compute with. Run forward "
             "there, or on all ranks without rank0_only."
@@ -135,20 +137,20 @@ class _Shown:
             return
         if offload:
             wholes = [whole.to("cpu") for whole in wholes]
-        full_params.show(group, wholes)
+        full_params.install_full_params(group, wholes)
         if with_grads:
-            full_params.show_gradients(group, gradients)
+            full_params.install_full_gradients(group, gradients)
 
     def end(self, *, writeback: bool) -> list[str]:
         """Put the sharded parameters back, and return why nothing can be written back, if so."""
         if not self._shows:
             return []
-        gradients = full_params.take_shown_gradients(self._group) if self._with_grads else None
-        wholes = full_params.take_shown(self._group)
+        gradients = full_params.uninstall_full_gradients(self._group) if self._with_grads else None
+        wholes = full_params.uninstall_full_params(self._group)
         faults = self._faults(wholes) if writeback else []
         writeback = writeback and not faults
         if gradients is not None:
-            full_params.put_gradients_back(self._group, gradients if writeback else None)
+            full_params.restore_sharded_gradients(self._group, gradients if writeback else None)
         if writeback:
             full_params.write(self._group, wholes)
         return faults

@@ -137,7 +137,7 @@ class FSDPModule(torch_border.ConvertibleModule):
             state.reshard_after_forward = reshard_after_forward
             state.auto_reshard = False
             for group in state.groups:
-                group.keep_no_part()
+                group.disable_post_forward_shard()
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

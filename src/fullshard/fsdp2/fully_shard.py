@@ -51,9 +51,9 @@ from fullshard.plan.mesh import (
 )
 from fullshard.plan.placement import DTensorPlacer, ParamPlacement, local_tensor
 from fullshard.plan.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.storage.param import FSDPParam, lies_in_buffers, normalized_shard_dim
+from fullshard.storage.param import FSDPParam, fits_in_buffers, normalized_shard_dim
 from fullshard.storage.shard_formats import RowFormat
-from fullshard.storage.sharded_params import ParamOwner
+from fullshard.storage.sharded_params import ParamModuleInfo
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -135,7 +135,7 @@ def fully_shard(
     info = sharding_mesh_info(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
     keeping = _keeping_after_forward(reshard_after_forward, info)
     found = _params_to_shard(modules, ignored, shard_placement_fn, info)
-    _check_parts(found, info, keeping.part_size)
+    _check_parts(found, info, keeping.post_forward_size)
     _check_wire(found, mp_policy)
     _apply(modules, found, ignored, info, mp_policy, offload_policy, keeping, FSDPModule)
     return module
@@ -218,7 +218,7 @@ class _Keeping:
     reshard: bool
     auto: bool = False
     """Whether the user left it open, so that the root may decide otherwise."""
-    part_size: int | None = None
+    post_forward_size: int | None = None
     """Over how many ranks a part of them is kept."""
 
 
@@ -228,7 +228,7 @@ class _Found:
 
     name: str
     param: nn.Parameter
-    owners: list[ParamOwner]
+    owners: list[ParamModuleInfo]
     dim: int
     mesh_info: DataParallelMeshInfo
     placement: ParamPlacement
@@ -260,8 +260,8 @@ def _apply(
             offload_policy,
             name,
             shard_format=RowFormat(),
-            part_size=keeping.part_size
-            if keeping.part_size != together[0].mesh_info.shard_mesh_size
+            post_forward_size=keeping.post_forward_size
+            if keeping.post_forward_size != together[0].mesh_info.shard_mesh_size
             else None,
         )
         for together in members.values()
@@ -372,23 +372,23 @@ def _keeping_after_forward(choice: object, info: DataParallelMeshInfo) -> _Keepi
         return _Keeping(reshard=False)
     if choice == info.shard_mesh_size:
         return _Keeping(reshard=True)
-    return _Keeping(reshard=True, part_size=choice)
+    return _Keeping(reshard=True, post_forward_size=choice)
 
 
 def _check_parts(
-    found: Sequence[_Found], info: DataParallelMeshInfo, part_size: int | None
+    found: Sequence[_Found], info: DataParallelMeshInfo, post_forward_size: int | None
 ) -> None:
     """Check that parameters can be kept after forward over so many ranks."""
-    if part_size is None:
+    if post_forward_size is None:
         return
     sizes = {info.shard_mesh_size, *(each.mesh_info.shard_mesh_size for each in found)}
-    wrong = sorted(size for size in sizes if part_size < 1 or size % part_size)
+    wrong = sorted(size for size in sizes if post_forward_size < 1 or size % post_forward_size)
     if wrong:
         raise ConfigurationError(
             "reshard_after_forward as an int must divide the shard size, "
-            f"{', '.join(map(str, wrong))} here; got {part_size}."
+            f"{', '.join(map(str, wrong))} here; got {post_forward_size}."
         )
-    apart = [e.name for e in found if not lies_in_buffers(local_tensor(e.param))]
+    apart = [e.name for e in found if not fits_in_buffers(local_tensor(e.param))]
     if apart:
         raise ConfigurationError(
             f"reshard_after_forward as an int keeps plain tensors, but these are tensor subclasses: {apart}. Use True or "

@@ -34,8 +34,8 @@ from fullshard.storage.sharded_params import ShardedParam, group_of
 class FusedShard:
     """Parameters of one group that are neighbours in its shard buffer, and the range they fill."""
 
-    def __init__(self, sharded_params: Sequence[ShardedParam], homes: Sequence[Tensor]) -> None:
-        """Over the memory ``homes``, which the faces stand for."""
+    def __init__(self, sharded_params: Sequence[ShardedParam], views: Sequence[Tensor]) -> None:
+        """Over the memory ``views``, which the faces stand for."""
         self.params = [sharded_param.param for sharded_param in sharded_params]
         self._names = [sharded_param.name for sharded_param in sharded_params]
         self._of_dtensors = isinstance(self.params[0], DTensor)
@@ -45,9 +45,9 @@ class FusedShard:
         filled = [index for index, local in enumerate(locals_) if local.numel()] or [0]
         self._filled = filled
         """Those of which this rank holds something: only they have an address."""
-        first, last = homes[filled[0]], homes[filled[-1]]
+        first, last = views[filled[0]], views[filled[-1]]
         begin = int(first.storage_offset())
-        self._starts = [int(home.storage_offset()) - begin if home.numel() else 0 for home in homes]
+        self._starts = [int(view.storage_offset()) - begin if view.numel() else 0 for view in views]
         """Elements of the run before each parameter."""
         whole = locals_[0]
         if len(sharded_params) > 1 or not whole.ndim:
@@ -189,7 +189,7 @@ def plan_fused_shards(kinds: Mapping[nn.Parameter, Hashable]) -> list[FusedShard
     """
     groups = groups_of(kinds)
     for group in groups:
-        if group.shown:
+        if group.full_params_installed:
             raise LifecycleError(
                 f"The parameters of group {group.name!r} are shown whole now, and an optimizer updates shards. Make "
                 "the optimizer, load its state, and step, outside of FullyShardedDataParallel.summon_full_params."
@@ -201,7 +201,7 @@ def plan_fused_shards(kinds: Mapping[nn.Parameter, Hashable]) -> list[FusedShard
     runs: list[list[tuple[ShardedParam, Tensor]]] = []
     for group in groups:
         open_kind: Hashable = None
-        for sharded_param, home in group.shards.homes_in_order():
+        for sharded_param, view in group.shards.shard_views_in_order():
             param = sharded_param.param
             if param not in kinds or not (param.ndim or isinstance(param, DTensor)):
                 open_kind = None
@@ -210,9 +210,9 @@ def plan_fused_shards(kinds: Mapping[nn.Parameter, Hashable]) -> list[FusedShard
             if kind != open_kind:
                 runs.append([])
             open_kind = kind
-            runs[-1].append((sharded_param, home))
+            runs[-1].append((sharded_param, view))
     return [
-        FusedShard([sharded_param for sharded_param, _ in run], [home for _, home in run])
+        FusedShard([sharded_param for sharded_param, _ in run], [view for _, view in run])
         for run in runs
         if len(run) > 1 or isinstance(run[0][0].param, DTensor)
     ]

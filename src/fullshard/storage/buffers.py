@@ -88,7 +88,7 @@ def release_storages(tensors: Iterable[Tensor]) -> None:
         tensor.untyped_storage().resize_(0)
 
 
-def own_part(layout: Layout, param: int, rank: int, whole: Tensor) -> Tensor:
+def shard_of(layout: Layout, param: int, rank: int, whole: Tensor) -> Tensor:
     """What ``rank`` holds of a whole parameter, as a view of it."""
     slot, piece = layout.slots[param], layout.piece(param, rank)
     if slot.division is Division.REPLICATED:
@@ -115,14 +115,14 @@ def rank_chunks(layout: Layout, param: int, whole: Tensor) -> list[Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class FlatShard:
     """One rank's pieces of all segments, flat."""
 
     each: list[Tensor]
     row: Tensor | None
     """All of them with the gaps between, if they lie one after the other (`layout.place`) in one dtype."""
 
-    def copy_from(self, other: Pieces) -> None:
+    def copy_from(self, other: FlatShard) -> None:
         """Cast and copy another's of the same layout."""
         if self.row is not None and other.row is not None:
             self.row.copy_(other.row)  # blocks lie in the same places whatever their dtype
@@ -160,7 +160,7 @@ class ShardBuffer:
         if len(set(segment_dtypes)) == 1:
             dtype = segment_dtypes[0]
             row = self._buffer.view(dtype, 0, (placement.nbytes // dtype.itemsize,))
-        self.own = Pieces(self.pieces, row)
+        self.own = FlatShard(self.pieces, row)
 
         self.locals = []
         """Per parameter, what of it this rank holds: the data of its sharded face."""
@@ -208,7 +208,7 @@ class UploadBuffer:
         """Allocate on the current stream (the all-gather stream)."""
         self._twin = ShardBuffer(layout, rank, dtypes, device)
 
-    def upload(self, shards: ShardBuffer) -> Pieces:
+    def upload(self, shards: ShardBuffer) -> FlatShard:
         """Copy the shards without waiting for it, and return their pieces on the device."""
         self._twin.allocate()
         self._twin.bytes.copy_(shards.bytes, non_blocking=True)
@@ -273,7 +273,7 @@ class GatherBuffer:
         """Bytes that collectives gather into."""
         self.inputs: list[Tensor] = []
         """Parallel to `outputs`, the bytes that this rank sends, which lie in them."""
-        self.own = Pieces([], None)
+        self.own = FlatShard([], None)
         """This rank's pieces in the compute dtype: what the shard is cast and copied into."""
         self._copy_out: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._packing = place_row(layout, range(len(layout.segments)), self._dtypes)
@@ -373,11 +373,11 @@ class GatherBuffer:
         """Bytes of one rank's message in a packed gather."""
         return self._packing.nbytes
 
-    def own_in(self, rows: Tensor) -> Pieces:
+    def own_in(self, rows: Tensor) -> FlatShard:
         """This rank's pieces in ``rows``, bytes of shape (world, `packed_nbytes`)."""
         each = [pieces[self._rank] for pieces in self._pieces_in(rows)]
         one_dtype = len(set(self._dtypes)) == 1 and rows.numel() > 0
-        return Pieces(each, rows[self._rank].view(self._dtypes[0]) if one_dtype else None)
+        return FlatShard(each, rows[self._rank].view(self._dtypes[0]) if one_dtype else None)
 
     def copy_out_of(self, rows: Tensor) -> None:
         """Distribute a packed gather that went into memory of somebody else's."""

@@ -19,10 +19,10 @@ from fullshard.plan.placement import ParamPlacement
 from fullshard.storage.sharded_params import (
     GROUP_MARK,
     NOT_TIED,
-    ParamOwner,
+    ParamModuleInfo,
     PlainShardedParam,
     are_equal,
-    shown_on,
+    installed_on,
 )
 
 _FLAT_MARK = "_fullshard_flat"
@@ -56,8 +56,8 @@ class FlatShardedParam(PlainShardedParam):
     def __init__(
         self,
         name: str,
-        home: ParamOwner,
-        members: Sequence[tuple[str, Sequence[ParamOwner], nn.Parameter, ParamPlacement]],
+        home: ParamModuleInfo,
+        members: Sequence[tuple[str, Sequence[ParamModuleInfo], nn.Parameter, ParamPlacement]],
         local: Tensor,
         group_name: str,
     ) -> None:
@@ -69,27 +69,27 @@ class FlatShardedParam(PlainShardedParam):
         self._shapes = [
             (name, tuple(original.shape), original.stride()) for name, _, original, _ in members
         ]
-        self._resting: dict[ParamOwner, Tensor] = {}
+        self._resting: dict[ParamModuleInfo, Tensor] = {}
         self._shown: list[nn.Parameter] = []
         for _, _, original, _ in members:
             setattr(original, GROUP_MARK, group_name)
         self._put_stand_ins(local)
-        self._be(FlatParameter(local, requires_grad=trainable), group_name)
+        self._set_param(FlatParameter(local, requires_grad=trainable), group_name)
 
-    def resting(self, owner: ParamOwner) -> Tensor:
+    def resting(self, owner: ParamModuleInfo) -> Tensor:
         """See `ShardedParam`."""
         return self._resting[owner]
 
-    def resting_places(self) -> list[tuple[ParamOwner, Tensor]]:
+    def values_on_modules(self) -> list[tuple[ParamModuleInfo, Tensor]]:
         """See `ShardedParam`."""
-        return [*super().resting_places(), *self._resting.items()]
+        return [*super().values_on_modules(), *self._resting.items()]
 
     def assigned_members(self) -> dict[int, Any]:
         """See `ShardedParam`."""
         found = {place: self._others_of(owners) for place, owners in enumerate(self._members)}
         return {place: others[0] for place, others in found.items() if others}
 
-    def _others_of(self, owners: Sequence[ParamOwner]) -> list[Any]:
+    def _others_of(self, owners: Sequence[ParamModuleInfo]) -> list[Any]:
         """What is on a member's owners instead of its stand-in."""
         values = {owner: getattr(owner.module, owner.name, None) for owner in owners}
         return [value for owner, value in values.items() if value is not self._resting[owner]]
@@ -119,9 +119,9 @@ class FlatShardedParam(PlainShardedParam):
         for owner, stand_in in self._resting.items():
             owner.install(stand_in)
 
-    def put_over(self, local: Tensor) -> None:
+    def replace_local(self, local: Tensor) -> None:
         """See `ShardedParam`."""
-        super().put_over(local)
+        super().replace_local(local)
         known = next(iter(self._resting.values()))
         if (known.dtype, known.device) != (local.dtype, local.device):
             self._put_stand_ins(local)
@@ -139,7 +139,7 @@ class FlatShardedParam(PlainShardedParam):
         # No parameter: modules would list it beside the flat one.
         return placement.unsharded(whole, trainable=trainable, as_parameter=False)
 
-    def show(self, values: Sequence[Tensor]) -> None:
+    def install_full_params(self, values: Sequence[Tensor]) -> None:
         """See `PlainShardedParam`."""
         for owner in self.owners:
             owner.remove()
@@ -151,10 +151,10 @@ class FlatShardedParam(PlainShardedParam):
             for owner in owners:
                 owner.install(param)
 
-    def take_shown(self) -> list[Tensor]:
+    def uninstall_full_params(self) -> list[Tensor]:
         """See `PlainShardedParam`."""
         values = [
-            placement.local_part(shown_on(owners, param).data)
+            placement.local_part(installed_on(owners, param).data)
             for placement, owners, param in zip(
                 self._placements, self._members, self._shown, strict=True
             )

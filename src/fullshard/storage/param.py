@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 from fullshard import torch_border
 from fullshard.errors import ConfigurationError
 from fullshard.plan.placement import ParamPlacement, local_tensor
-from fullshard.storage.sharded_params import ParamOwner, ShardedParam, mark_unsharded
+from fullshard.storage.sharded_params import ParamModuleInfo, ShardedParam, mark_unsharded
 
 
 class FSDPParam:
@@ -29,7 +29,7 @@ class FSDPParam:
     def __init__(
         self,
         name: str,
-        owners: Sequence[ParamOwner],
+        owners: Sequence[ParamModuleInfo],
         original: nn.Parameter,
         placement: ParamPlacement,
         shard_dim: int = 0,
@@ -62,7 +62,7 @@ class FSDPParam:
         assert self.original is not None, "a parameter is sharded once"
         return self.original
 
-    def rest_as(self, sharded_param: ShardedParam) -> None:
+    def set_sharded_param(self, sharded_param: ShardedParam) -> None:
         """From now on ``face`` stands for the parameter while it is sharded."""
         self.original = None
         self.sharded_param = sharded_param
@@ -169,24 +169,24 @@ class VersionGuard:
         torch_border.set_versions(self._tensors, self._absent)
 
 
-BEFORE_GATHER, AFTER_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+PRE_ALL_GATHER, POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 """Methods of the all-gather protocol: see `self_gathered`."""
 
 
-def gathers_itself(local: Tensor) -> bool:
+def has_all_gather_extension(local: Tensor) -> bool:
     """Whether a tensor has the all-gather protocol."""
-    return hasattr(local, BEFORE_GATHER) and hasattr(local, AFTER_GATHER)
+    return hasattr(local, PRE_ALL_GATHER) and hasattr(local, POST_ALL_GATHER)
 
 
-def lies_in_buffers(local: Tensor) -> bool:
+def fits_in_buffers(local: Tensor) -> bool:
     """Whether a parameter's local tensor is plain data, which a group's buffers can hold."""
-    return type(local) is Tensor and not gathers_itself(local)
+    return type(local) is Tensor and not has_all_gather_extension(local)
 
 
 def check_can_be_sharded(name: str, param: nn.Parameter) -> str | None:
     """Why a parameter cannot be sharded, or None if it can."""
     local = local_tensor(param)
-    if hasattr(local, BEFORE_GATHER) != hasattr(local, AFTER_GATHER):
+    if hasattr(local, PRE_ALL_GATHER) != hasattr(local, POST_ALL_GATHER):
         return (
             f"{name}: is a {type(local).__name__}, which has only one of fsdp_pre_all_gather and "
             "fsdp_post_all_gather"

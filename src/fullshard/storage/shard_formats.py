@@ -28,7 +28,7 @@ from fullshard.storage.sharded_params import (
     DTensorShardedParam,
     OrigParamShard,
     ParallelOrigParamShard,
-    ParamOwner,
+    ParamModuleInfo,
     ShardedParam,
 )
 
@@ -49,7 +49,9 @@ class ShardFormat(ABC):
     ) -> None:
         """Give every parameter its face, over what this rank holds of it; ``group`` is the group's name."""
 
-    def homes(self, params: Sequence[FSDPParam], shards: ShardBuffer) -> dict[ShardedParam, Tensor]:
+    def shard_views(
+        self, params: Sequence[FSDPParam], shards: ShardBuffer
+    ) -> dict[ShardedParam, Tensor]:
         """The memory that every face stands for."""
         return {
             param.sharded_param: local for param, local in zip(params, shards.locals, strict=True)
@@ -60,19 +62,19 @@ class RowFormat(ShardFormat):
     """Every parameter is divided along one of its dimensions, and is a DTensor."""
 
     def layout(self, params: Sequence[FSDPParam], ranks: int) -> Layout:
-        """See `Form`."""
+        """See `ShardFormat`."""
         shapes, dims = [param.shape for param in params], [param.shard_dim for param in params]
         return per_row_layout(shapes, world=ranks, dims=dims)
 
     def make_sharded_params(
         self, params: Sequence[FSDPParam], locals_: Sequence[Tensor], layout: Layout, group: str
     ) -> None:
-        """See `Form`."""
+        """See `ShardFormat`."""
         for param, local in zip(params, locals_, strict=True):
             sharded_param = DTensorShardedParam(
                 param.name, param.owners, param.the_original, param.placement, local, group
             )
-            param.rest_as(sharded_param)
+            param.set_sharded_param(sharded_param)
 
 
 class FlatFormat(ShardFormat):
@@ -87,7 +89,7 @@ class FlatFormat(ShardFormat):
         self._alignment = alignment
 
     def layout(self, params: Sequence[FSDPParam], ranks: int) -> Layout:
-        """See `Form`."""
+        """See `ShardFormat`."""
         return flat_layout(
             [param.shape for param in params],
             world=ranks,
@@ -104,12 +106,12 @@ class FlatFormat(ShardFormat):
     def make_sharded_params(
         self, params: Sequence[FSDPParam], locals_: Sequence[Tensor], layout: Layout, group: str
     ) -> None:
-        """See `Form`."""
+        """See `ShardFormat`."""
         for param, slot, local in zip(params, layout.slots, locals_, strict=True):
             # What a single rank holds keeps its shape.
             shown = local.as_strided(slot.shape, slot.strides) if layout.world == 1 else local
             name, owners, original = param.name, param.owners, param.the_original
-            param.rest_as(
+            param.set_sharded_param(
                 ParallelOrigParamShard(name, owners, original, param.placement, shown, group)
                 if param.placement.parallel
                 else OrigParamShard(name, owners, original, shown, group)
@@ -121,7 +123,7 @@ class FlatParameterFormat(FlatFormat):
 
     by_segment = True
 
-    def __init__(self, home: ParamOwner) -> None:
+    def __init__(self, home: ParamModuleInfo) -> None:
         """Register the `FlatParameter` at ``home``."""
         super().__init__(alignment=1)
         self._home = home
@@ -129,7 +131,7 @@ class FlatParameterFormat(FlatFormat):
     def make_sharded_params(
         self, params: Sequence[FSDPParam], locals_: Sequence[Tensor], layout: Layout, group: str
     ) -> None:
-        """See `Form`."""
+        """See `ShardFormat`."""
         assert len(layout.segments) == 1, "a FlatParameter is of one dtype, and frozen or not"
         piece = locals_[0].as_strided((layout.segments[0].piece_numel,), (1,), 0)
         members = [
@@ -137,8 +139,10 @@ class FlatParameterFormat(FlatFormat):
         ]
         sharded_param = FlatShardedParam(self._home.name, self._home, members, piece, group)
         for param in params:
-            param.rest_as(sharded_param)
+            param.set_sharded_param(sharded_param)
 
-    def homes(self, params: Sequence[FSDPParam], shards: ShardBuffer) -> dict[ShardedParam, Tensor]:
-        """See `Form`."""
+    def shard_views(
+        self, params: Sequence[FSDPParam], shards: ShardBuffer
+    ) -> dict[ShardedParam, Tensor]:
+        """See `ShardFormat`."""
         return {params[0].sharded_param: shards.pieces[0]}

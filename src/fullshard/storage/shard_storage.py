@@ -1,13 +1,13 @@
 """A group's shards between uses: their memory, and the sharded parameters that stand for it.
 
-One buffer holds this rank's pieces, and every face has its home there. Users move, cast, re-materialise
+One buffer holds this rank's pieces, and every face has its view there. Users move, cast, re-materialise
 and assign parameters, or their data; afterwards the objects on the modules are the truth:
 
     replacements   what was put in the faces' place, if anything was
     adopt          ... is copied into a new buffer, and the faces stand for that
 
 Whatever reads or writes the shards outside of a step first lets the group look for replacements
-(`FSDPParamGroup.rest`), and so does every forward.
+(`FSDPParamGroup.refresh_shards`), and so does every forward.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fullshard import torch_border
 from fullshard.errors import ConfigurationError
 from fullshard.plan.mesh import DataParallelAxes
 from fullshard.plan.placement import local_tensor
-from fullshard.storage.buffers import ShardBuffer, own_part
+from fullshard.storage.buffers import ShardBuffer, shard_of
 from fullshard.storage.flat_parameter import FlatShardedParam
-from fullshard.storage.param import FSDPParam, gathers_itself
+from fullshard.storage.param import FSDPParam, has_all_gather_extension
 from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.sharded_params import ShardedParam
 
@@ -55,7 +55,7 @@ class ShardStorage:
             pinned: Whether in page-locked memory.
         """
         self._params, self._packed = params, packed
-        self._form = shard_format
+        self._format = shard_format
         self._rank, self._world = mesh_info.shard_mesh_rank, mesh_info.shard_mesh_size
         self._device, self._pins = device, pinned
         self.layout = shard_format.layout(params, mesh_info.shard_mesh_size)
@@ -64,8 +64,8 @@ class ShardStorage:
         """Of those in the buffer."""
         self._shard_originals(group)
         self.sharded_params = tuple(dict.fromkeys(param.sharded_param for param in params))
-        self._find_homes()
-        self._find_places()
+        self._find_shard_views()
+        self._find_module_entries()
 
     @torch.no_grad()
     def _shard_originals(self, group: str) -> None:
@@ -75,14 +75,14 @@ class ShardStorage:
         packed = dict(zip(self._packed, self.buffer.locals, strict=True))
         locals_ = []
         for index, param in enumerate(self._params):
-            piece = own_part(self.layout, index, self._rank, local_tensor(param.the_original))
+            piece = shard_of(self.layout, index, self._rank, local_tensor(param.the_original))
             if param not in packed:
                 locals_.append(self._at_rest(_copy_of(piece), device))
                 continue
             if not on_meta:
                 packed[param].copy_(piece)
             locals_.append(packed[param])
-        self._form.make_sharded_params(self._params, locals_, self.layout, group)
+        self._format.make_sharded_params(self._params, locals_, self.layout, group)
 
     def _new_buffer(self, device: torch.device) -> ShardBuffer:
         return ShardBuffer(
@@ -102,11 +102,11 @@ class ShardStorage:
                 return pinned
         return shard
 
-    def _find_homes(self) -> None:
-        self.homes = self._form.homes(self._packed, self.buffer)
+    def _find_shard_views(self) -> None:
+        self.shard_views = self._format.shard_views(self._packed, self.buffer)
         """The memory in the buffer that each face stands for, of those that have one there."""
 
-    def _find_places(self) -> None:
+    def _find_module_entries(self) -> None:
         """Note what the modules show at rest, and the tensors that count writes to it."""
         tensors = [
             tensor for sharded_param in self.sharded_params for tensor in sharded_param.versioned
@@ -115,7 +115,7 @@ class ShardStorage:
         places = [
             place
             for sharded_param in self.sharded_params
-            for place in sharded_param.resting_places()
+            for place in sharded_param.values_on_modules()
         ]
         self._tables = [torch_border.table_for(owner.module, value) for owner, value in places]
         self._names = [owner.name for owner, _ in places]
@@ -136,7 +136,9 @@ class ShardStorage:
         """
         if on_modules and not self.on_modules:
             return True
-        return any(not sharded_param.lies_in(home) for sharded_param, home in self.homes.items())
+        return any(
+            not sharded_param.lies_in(view) for sharded_param, view in self.shard_views.items()
+        )
 
     def replacements(self, group: str) -> dict[ShardedParam, Tensor]:
         """What is on the modules where the faces should be; empty if all is as it was.
@@ -184,26 +186,26 @@ class ShardStorage:
         for sharded_param, candidate in replacements.items():
             sharded_param.adopt(candidate, group)
         self.buffer = self._new_buffer(self.sharded_params[0].local.device)
-        self._find_homes()
-        for sharded_param, home in self.homes.items():
+        self._find_shard_views()
+        for sharded_param, view in self.shard_views.items():
             if not sharded_param.local.is_meta:
-                home.copy_(sharded_param.in_home_order())
-            sharded_param.put_over(home)
+                view.copy_(sharded_param.in_buffer_order())
+            sharded_param.replace_local(view)
             if members[sharded_param]:
                 self._write_members(sharded_param, members[sharded_param])
-        self._find_places()
+        self._find_module_entries()
 
-    def take_out(self, params: Sequence[FSDPParam]) -> None:
+    def move_out_of_buffer(self, params: Sequence[FSDPParam]) -> None:
         """From now on these rest in memory of their own, each in the tensor that its face stands for now."""
         self._packed = [param for param in self._packed if param not in params]
-        self.packed_layout = self._form.layout(self._packed, self._world)
+        self.packed_layout = self._format.layout(self._packed, self._world)
         self.buffer = self._new_buffer(self.buffer.device)
-        self._find_homes()
-        for sharded_param, home in self.homes.items():
+        self._find_shard_views()
+        for sharded_param, view in self.shard_views.items():
             if not sharded_param.local.is_meta:
-                home.copy_(sharded_param.in_home_order())
-            sharded_param.put_over(home)
-        self._find_places()
+                view.copy_(sharded_param.in_buffer_order())
+            sharded_param.replace_local(view)
+        self._find_module_entries()
 
     def _write_members(self, sharded_param: ShardedParam, values: Mapping[int, Tensor]) -> None:
         """Take this rank's part of whole tensors that were assigned in a `FlatParameter`'s members' places."""
@@ -216,7 +218,7 @@ class ShardStorage:
         for place, value in values.items():
             index = indices[place]
             whole = self._params[index].placement.local_part(value.detach())
-            part = own_part(self.layout, index, self._rank, whole)
+            part = shard_of(self.layout, index, self._rank, whole)
             self.buffer.locals[index].copy_(part)
         sharded_param.put_stand_ins_back()
 
@@ -241,13 +243,13 @@ class ShardStorage:
 
     # --- what is said about them ------------------------------------------------------------------
 
-    def homes_in_order(self) -> list[tuple[ShardedParam, Tensor]]:
+    def shard_views_in_order(self) -> list[tuple[ShardedParam, Tensor]]:
         """The faces in the shard buffer with the memory they stand for, as they lie there.
 
         Nothing but padding is between two that follow each other.
         """
         return sorted(
-            self.homes.items(), key=lambda item: item[1].storage_offset() * item[1].itemsize
+            self.shard_views.items(), key=lambda item: item[1].storage_offset() * item[1].itemsize
         )
 
     def misplaced(self) -> list[str]:
@@ -269,14 +271,14 @@ class ShardStorage:
         apart = (
             sharded_param.local.nbytes
             for sharded_param in self.sharded_params
-            if sharded_param not in self.homes
+            if sharded_param not in self.shard_views
         )
         return self.buffer.nbytes + sum(apart)
 
 
 def _copy_of(shard: Tensor) -> Tensor:
     """The same in memory of its own, by operators that a subclass must have to be sharded."""
-    if gathers_itself(shard):
+    if has_all_gather_extension(shard):
         return shard.clone()
     copied: Tensor = shard.new_zeros(shard.shape)
     return copied.copy_(shard)

@@ -33,7 +33,7 @@ _UNSHARDED_MARK = "_fullshard_unsharded"
 
 
 @dataclass(frozen=True, slots=True)
-class ParamOwner:
+class ParamModuleInfo:
     """A module that has the parameter, and under which name; tied parameters have several."""
 
     module: nn.Module
@@ -64,7 +64,7 @@ class ShardedParam(ABC):
 
     param: nn.Parameter
 
-    def __init__(self, name: str, owners: Sequence[ParamOwner], *, trainable: bool) -> None:
+    def __init__(self, name: str, owners: Sequence[ParamModuleInfo], *, trainable: bool) -> None:
         self.name = name
         """Full name, for messages."""
         self.trainable = trainable
@@ -83,7 +83,7 @@ class ShardedParam(ABC):
         return (self.param,)
 
     @abstractmethod
-    def put_over(self, local: Tensor) -> None:
+    def replace_local(self, local: Tensor) -> None:
         """Let the face, and all who know it, stand for other memory of the same shape and dtype."""
 
     @abstractmethod
@@ -121,7 +121,7 @@ class ShardedParam(ABC):
         elif self.param.grad is not None:
             self.param.grad.zero_()
 
-    def resting(self, owner: ParamOwner) -> Tensor:
+    def resting(self, owner: ParamModuleInfo) -> Tensor:
         """What the owner of a parameter shows while this face stands for it."""
         return self.param
 
@@ -143,7 +143,7 @@ class ShardedParam(ABC):
         locals_ = [None if each is None else local_tensor(each) for each in self.others()]
         return None if are_equal(locals_) else f"{self.name}: {NOT_TIED}"
 
-    def resting_places(self) -> list[tuple[ParamOwner, Tensor]]:
+    def values_on_modules(self) -> list[tuple[ParamModuleInfo, Tensor]]:
         """All modules that show something at rest because of this face, with what they show."""
         return [(owner, self.param) for owner in self.owners]
 
@@ -154,15 +154,15 @@ class ShardedParam(ABC):
         """
         return {}
 
-    def in_home_order(self) -> Tensor:
+    def in_buffer_order(self) -> Tensor:
         """What this rank holds, with its elements in the order of the face's memory in the buffer."""
         return self.local
 
     def adopt(self, candidate: Tensor, group_name: str) -> None:
         """Take a parameter that was put in the face's place: moved, cast, assigned."""
-        self._be(cast(nn.Parameter, candidate), group_name)
+        self._set_param(cast(nn.Parameter, candidate), group_name)
 
-    def _be(self, param: nn.Parameter, group_name: str) -> None:
+    def _set_param(self, param: nn.Parameter, group_name: str) -> None:
         self.param = param
         setattr(param, GROUP_MARK, group_name)
         self._install()
@@ -178,7 +178,7 @@ class DTensorShardedParam(ShardedParam):
     def __init__(
         self,
         name: str,
-        owners: Sequence[ParamOwner],
+        owners: Sequence[ParamModuleInfo],
         original: nn.Parameter,
         placement: ParamPlacement,
         local: Tensor,
@@ -194,7 +194,7 @@ class DTensorShardedParam(ShardedParam):
             sharded_param.__dict__.update(original.__dict__)
         torch_border.move_hooks(original, sharded_param)
         setattr(original, GROUP_MARK, group_name)
-        self._be(sharded_param, group_name)
+        self._set_param(sharded_param, group_name)
 
     @property
     def local(self) -> Tensor:
@@ -207,7 +207,7 @@ class DTensorShardedParam(ShardedParam):
         # An operator on a DTensor counts there, one on its local tensor here.
         return self.param, self.local
 
-    def put_over(self, local: Tensor) -> None:
+    def replace_local(self, local: Tensor) -> None:
         """See `ShardedParam`."""
         torch_border.replace_local(self.param, local)
 
@@ -266,18 +266,18 @@ class PlainShardedParam(ShardedParam):
     """What was in `.grad` before."""
 
     def __init__(
-        self, name: str, owners: Sequence[ParamOwner], local: Tensor, *, trainable: bool
+        self, name: str, owners: Sequence[ParamModuleInfo], local: Tensor, *, trainable: bool
     ) -> None:
         super().__init__(name, owners, trainable=trainable)
         # Not to be asked of the parameter: users may assign data of another shape.
         self._shape, self._strides = tuple(local.shape), local.stride()
 
     @abstractmethod
-    def show(self, values: Sequence[Tensor]) -> None:
+    def install_full_params(self, values: Sequence[Tensor]) -> None:
         """Let the modules have these as parameters, one for each that the face stands for."""
 
     @abstractmethod
-    def take_shown(self) -> list[Tensor]:
+    def uninstall_full_params(self) -> list[Tensor]:
         """Put the face back on the modules, and return what was shown in its place, as it is now."""
 
     @property
@@ -285,7 +285,7 @@ class PlainShardedParam(ShardedParam):
         """See `ShardedParam`."""
         return self.param.data
 
-    def put_over(self, local: Tensor) -> None:
+    def replace_local(self, local: Tensor) -> None:
         """See `ShardedParam`."""
         self.param.data = self._shaped(local)
 
@@ -305,7 +305,7 @@ class PlainShardedParam(ShardedParam):
             )
         return None
 
-    def in_home_order(self) -> Tensor:
+    def in_buffer_order(self) -> Tensor:
         """See `ShardedParam`."""
         return in_memory_order(self.local, self._strides)
 
@@ -373,7 +373,7 @@ class OrigParamShard(PlainShardedParam):
     def __init__(
         self,
         name: str,
-        owners: Sequence[ParamOwner],
+        owners: Sequence[ParamModuleInfo],
         original: nn.Parameter,
         local: Tensor,
         group_name: str,
@@ -385,16 +385,16 @@ class OrigParamShard(PlainShardedParam):
         self._hidden: Tensor
         self._gradient_before: Tensor | None
         self._hidden_gradient: Tensor | None
-        self._be(original, group_name)
+        self._set_param(original, group_name)
 
-    def show(self, values: Sequence[Tensor]) -> None:
+    def install_full_params(self, values: Sequence[Tensor]) -> None:
         """See `PlainShardedParam`."""
         self._hidden, self._gradient_before = self.param.data, self.param.grad
         self.param.data = values[0]
 
-    def take_shown(self) -> list[Tensor]:
+    def uninstall_full_params(self) -> list[Tensor]:
         """See `PlainShardedParam`."""
-        values = [shown_on(self.owners, self.param).data]
+        values = [installed_on(self.owners, self.param).data]
         self.param.data = self._hidden
         gradient = self.param.grad
         if gradient is not None and gradient is not self._gradient_before:  # of the whole one
@@ -404,19 +404,19 @@ class OrigParamShard(PlainShardedParam):
             self._install()
         return values
 
-    def show_gradient(self, whole: Tensor | None) -> None:
-        """While a whole parameter is shown, show its gradient, too, until `take_shown_gradient`."""
+    def install_full_gradient(self, whole: Tensor | None) -> None:
+        """While a whole parameter is shown, show its gradient, too, until `uninstall_full_gradient`."""
         self._hidden_gradient, self.param.grad = self.param.grad, None
         if whole is not None:
             self._have_gradient(whole)
 
-    def take_shown_gradient(self) -> Tensor | None:
-        """Let there be no gradient, and return the one shown, as it is now; before `take_shown`."""
+    def uninstall_full_gradient(self) -> Tensor | None:
+        """Let there be no gradient, and return the one shown, as it is now; before `uninstall_full_params`."""
         whole, self.param.grad = self.param.grad, None
         return whole
 
-    def put_gradient_back(self) -> None:
-        """Have the sharded gradient again; after `take_shown`."""
+    def restore_sharded_gradient(self) -> None:
+        """Have the sharded gradient again; after `uninstall_full_params`."""
         self.param.grad = self._hidden_gradient
         del self._hidden_gradient
 
@@ -442,7 +442,7 @@ class ParallelOrigParamShard(OrigParamShard):
     def __init__(
         self,
         name: str,
-        owners: Sequence[ParamOwner],
+        owners: Sequence[ParamModuleInfo],
         original: nn.Parameter,
         placement: ParamPlacement,
         local: Tensor,
@@ -456,31 +456,31 @@ class ParallelOrigParamShard(OrigParamShard):
         self._placement = placement
         self._shown: nn.Parameter
 
-    def show(self, values: Sequence[Tensor]) -> None:
+    def install_full_params(self, values: Sequence[Tensor]) -> None:
         """See `PlainShardedParam`."""
         trainable = self.param.requires_grad
         self._shown = cast(nn.Parameter, self._placement.unsharded(values[0], trainable=trainable))
         for owner in self.owners:
             owner.install(self._shown)
 
-    def take_shown(self) -> list[Tensor]:
+    def uninstall_full_params(self) -> list[Tensor]:
         """See `PlainShardedParam`."""
-        values = [self._placement.local_part(shown_on(self.owners, self._shown)).detach()]
+        values = [self._placement.local_part(installed_on(self.owners, self._shown)).detach()]
         del self._shown
         self._install()
         return values
 
-    def show_gradient(self, whole: Tensor | None) -> None:
+    def install_full_gradient(self, whole: Tensor | None) -> None:
         """See `OrigParamShard`."""
         if whole is not None:
             self._shown.grad = self._placement.as_before(whole)
 
-    def take_shown_gradient(self) -> Tensor | None:
+    def uninstall_full_gradient(self) -> Tensor | None:
         """See `OrigParamShard`."""
         whole = self._shown.grad
         return None if whole is None else self._placement.local_part(whole)
 
-    def put_gradient_back(self) -> None:
+    def restore_sharded_gradient(self) -> None:
         """See `OrigParamShard`: it was never hidden."""
 
 
@@ -503,7 +503,7 @@ def are_equal(tensors: Sequence[Any]) -> bool:
     )
 
 
-def shown_on(owners: Sequence[ParamOwner], shown: nn.Parameter) -> Tensor:
+def installed_on(owners: Sequence[ParamModuleInfo], shown: nn.Parameter) -> Tensor:
     """What is on the owners where ``shown`` was put: itself, or what was last assigned under one of its names."""
     found = [owner.current() for owner in owners]
     return next((each for each in reversed(found) if each is not None and each is not shown), shown)
