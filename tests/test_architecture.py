@@ -456,6 +456,20 @@ def test_files_that_the_design_names_are_there() -> None:
     assert none([name for name in answers if not (FOLDER / name).is_file()])
 
 
+def test_the_glossary_names_classes_that_are_there() -> None:
+    rows = DESIGN.split("## Words\n")[1].split("\n## ")[0].strip().splitlines()
+    assert len(rows) <= 40
+    classes = {
+        node.name
+        for source in SOURCES
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    named = [name for row in rows[2:] for name in re.findall(r"`(\w+)`", row.split("|")[3])]
+    assert len(named) >= len(rows) - 2
+    assert none([f"there is no class {name}" for name in named if name not in classes])
+
+
 @pytest.mark.xfail(reason="being split")
 def test_the_house_stays_small() -> None:
     sizes = {
