@@ -6,7 +6,7 @@ import random
 import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
+from fullshard.programs.run_events import read_events
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.data import open_data
 from fullshard.programs.train.loop import Job
-from fullshard.programs.train.metrics import read_records
 from fullshard.programs.train.models import open_model
 from fullshard.programs.train.rank import run_in_folder
 from fullshard.programs.train.result import TrainResult
@@ -126,7 +126,8 @@ def run(
 
 def records(config: RunConfig, kind: str) -> list[dict[str, Any]]:
     """What the run has written, of a kind."""
-    return [r for r in read_records(config.run.folder / "metrics.jsonl") if r["kind"] == kind]
+    events = read_events(config.run.folder / "metrics.jsonl")
+    return [{"kind": kind, **asdict(event)} for event in events if event.kind == kind]
 
 
 def last_losses(config: RunConfig) -> dict[int, float]:

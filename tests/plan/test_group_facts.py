@@ -23,7 +23,8 @@ from fullshard import (
     replicate,
 )
 from fullshard.comm.collectives import DefaultAllGather, DefaultReduceScatter
-from fullshard.tracing.group_facts import GroupFacts, facts_of_groups, group_facts
+from fullshard.tracing.group_facts import facts_of_groups, group_facts
+from fullshard.tracing.schema import GroupFacts
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Block, ModelOptions, make_decoder, tokens_for

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fullshard.programs.run_events import Start, Step, Stopped, read_events
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import to_toml
-from fullshard.programs.train.metrics import read_records
 from tests.helpers.ranks import World
 from tests.helpers.runs import in_folder, last_losses, records, run, tiny
 
@@ -66,11 +66,11 @@ class Launch:
 
     def _last_step(self) -> int:
         step = 0
-        for record in read_records(self.config.run.folder / "metrics.jsonl"):
-            if record["kind"] in ("start", "stopped"):
+        for event in read_events(self.config.run.folder / "metrics.jsonl"):
+            if isinstance(event, Start | Stopped):
                 step = 0
-            elif record["kind"] == "step":
-                step = record["step"]
+            elif isinstance(event, Step):
+                step = event.step
         return step
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from fullshard.programs.train.events import (
+from fullshard.programs.run_events import (
     Checkpoint,
     End,
     Evaluation,

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import ConfigurationError
+from fullshard.programs.run_events import End, Evaluation, Step, Trouble, read_events
 from fullshard.programs.train import run_folder
 from fullshard.programs.train.config import OptimizerSection, RunConfig, TrainSection
 from fullshard.programs.train.config_file import read_config
-from fullshard.programs.train.events import End, Evaluation, Trouble
-from fullshard.programs.train.metrics import MetricsFile, TensorBoardFiles, read_records
+from fullshard.programs.train.metrics_file import MetricsFile, TensorBoardFiles
 from fullshard.programs.train.run_folder import RunFolder
 from tests.programs.test_progress import START, step
 
@@ -160,9 +160,9 @@ def test_lines_survive_a_kill_in_the_middle_of_one(tmp_path: Path) -> None:
     metrics = MetricsFile(path)
     metrics(step(2))
     metrics.close()
-    assert [record["step"] for record in read_records(path)] == [1, 2]
+    assert [event.step for event in read_events(path)] == [1, 2]
     assert len(path.read_text().splitlines()) == 3
-    assert list(read_records(tmp_path / "none")) == []
+    assert list(read_events(tmp_path / "none")) == []
 
 
 def test_numbers_json_does_not_have_are_null(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_only_some_steps_are_written_and_the_last_one(tmp_path: Path) -> None:
     for number in range(1, 41):
         metrics(step(number))
     metrics.close()
-    steps = [record["step"] for record in read_records(path) if record["kind"] == "step"]
+    steps = [event.step for event in read_events(path) if isinstance(event, Step)]
     assert steps == [15, 30, 40]
 
 

@@ -90,7 +90,7 @@ def test_training_lowers_the_loss_and_writes_down_what_it_did(
     assert saved == {4: "checkpoints/step_00000004", 6: "checkpoints/step_00000006"}
     assert all((config.run.folder / path / "manifest.json").exists() for path in saved.values())
     [samples] = records(config, "samples")
-    assert samples["texts"] == list(first.samples) == list(second.samples)
+    assert samples["texts"] == first.samples == second.samples
     assert len(first.samples) == 2
     [end] = records(config, "end")
     assert end["step"] == 6 and end["seconds"] > 0

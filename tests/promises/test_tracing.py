@@ -19,6 +19,7 @@ import fullshard
 from fullshard import ConfigurationError, FullyShardedDataParallel, LifecycleError, fully_shard
 from fullshard.comm.collectives import DefaultAllGather
 from fullshard.storage.buffers import Buffer
+from fullshard.tracing.schema import Span
 from fullshard.tracing.trace import one_at_a_time
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.fake import fake_world
@@ -516,6 +517,7 @@ def test_the_file_is_in_chrome_s_format(world, tmp_path: Path) -> None:
 
 
 def test_what_is_on_the_wire_together_is_drawn_one_after_the_other() -> None:
-    spans = [{"ts": a, "dur": b - a} for a, b in [(0, 10), (2, 5), (3, 7), (8, 12), (12, 13)]]
-    drawn = [(each["ts"], each["ts"] + each["dur"]) for each in one_at_a_time(spans)]
+    times = [(0, 10), (2, 5), (3, 7), (8, 12), (12, 13)]
+    spans = [Span(kind="gather", step=1, start_us=a, duration_us=b - a) for a, b in times]
+    drawn = [(each.start_us, each.end_us) for each in one_at_a_time(spans)]
     assert drawn == [(0, 10), (2, 5), (5, 7), (10, 12), (12, 13)]

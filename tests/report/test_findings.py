@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.finding import Finding
 from fullshard.programs.report.findings import find
-from fullshard.programs.report.run_files import Mark, Metrics, Run, StepRecord
-from fullshard.programs.report.trace_file import parse_trace
+from fullshard.programs.report.run_files import Mark, Metrics, Run
+from fullshard.programs.run_events import Step
+from fullshard.tracing.schema import parse_trace
 from tests.helpers.run_folders import Machine, simulated_trace
 
 CALM = Machine(layers=8, gather_us=100, reduce_us=50, optimizer_us=3000)
@@ -150,16 +152,16 @@ def test_what_costs_most_comes_first():
 # --- of the whole run ------------------------------------------------------------------------------------
 
 
-def found_in(losses: list[float | None], times: list[float] | None = None, *marks: Mark):
+def found_in(losses: list[float], times: list[float] | None = None, *marks: Mark):
     steps = tuple(
-        StepRecord(
+        Step(
             step=i + 1,
             loss=loss,
-            grad_norm=None,
-            lr=None,
-            tokens=None,
-            step_s=times[i] if times else None,
-            memory_bytes=None,
+            grad_norm=1.0,
+            lr=1.0,
+            tokens=0,
+            step_s=times[i] if times else math.nan,
+            memory_bytes=0,
         )
         for i, loss in enumerate(losses)
     )

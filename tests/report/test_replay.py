@@ -6,7 +6,7 @@ import pytest
 
 from fullshard.programs.report.replay import measured_waits, replay, used_depth
 from fullshard.programs.report.timeline import StepTimes, steps_of
-from fullshard.programs.report.trace_file import parse_trace
+from fullshard.tracing.schema import parse_trace
 from tests.helpers.run_folders import Machine, simulated_trace
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from fullshard.programs.report.intervals import length, union, without
 from fullshard.programs.report.timeline import StepTimes, latest_rank, mean_waits, steps_of, typical
-from fullshard.programs.report.trace_file import parse_trace
+from fullshard.tracing.schema import parse_trace
 from tests.helpers.run_folders import Machine, simulated_trace
 
 

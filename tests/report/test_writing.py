@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -14,10 +15,11 @@ from typer.testing import CliRunner
 from fullshard.errors import ConfigurationError
 from fullshard.programs.cli import build_app
 from fullshard.programs.report.analysis import Analysis
-from fullshard.programs.report.run_files import Metrics, Run, StepRecord
-from fullshard.programs.report.trace_file import parse_trace
+from fullshard.programs.report.run_files import Metrics, Run
 from fullshard.programs.report.units import count, duration, share, size
+from fullshard.programs.run_events import Step
 from fullshard.report import write_report
+from fullshard.tracing.schema import parse_trace
 from tests.helpers.run_folders import (
     Machine,
     hostile_run,
@@ -183,9 +185,11 @@ def test_without_plotly_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_long_run_is_thinned_without_losing_its_spikes_and_says_so():
-    blank = {"grad_norm": None, "lr": None, "tokens": None, "step_s": None, "memory_bytes": None}
+    blank = {"tokens": 0, "memory_bytes": 0} | dict.fromkeys(
+        ("grad_norm", "lr", "step_s"), math.nan
+    )
     losses = {step: 9.0 if step == 5000 else 2.0 + step % 7 / 100 for step in range(1, 20_001)}
-    steps = tuple(StepRecord(step=step, loss=loss, **blank) for step, loss in losses.items())
+    steps = tuple(Step(step=step, loss=loss, **blank) for step, loss in losses.items())
     (chart,) = run_charts(Metrics(steps=steps))
     drawn = chart.views[""].data[0]
     assert len(drawn.x) <= MAX_POINTS

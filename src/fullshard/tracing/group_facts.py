@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,41 +15,7 @@ from torch import nn
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.runtime import FSDPState, named_states, state_of
 from fullshard.errors import ConfigurationError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupFacts:
-    """One group of parameters that are gathered and reduced together, as this rank has it."""
-
-    name: str
-    """Of its modules, joined by commas; "root" for the outermost. A number follows where several have the same."""
-    modules: tuple[str, ...]
-    """The modules that `fully_shard` or the wrapper were given; "" is the outermost."""
-    parameters: int
-    """How many tensors."""
-    numel: int
-    """Elements of the whole parameters."""
-    padded_numel: int
-    """The same with padding: of all ranks' pieces together."""
-    shard_bytes: int
-    """This rank's part at rest."""
-    gathered_bytes: int
-    """Memory of the whole parameters in the compute dtype, with padding; 0 if nothing has to be gathered."""
-    gather_bytes: int
-    """Received from other ranks by one gather."""
-    reduce_bytes: int
-    """Sent to other ranks by one reduction of all trainable parameters."""
-    all_reduce_bytes: int
-    """Sent to other replicas by the same."""
-    param_dtype: str
-    compute_dtype: str
-    reduce_dtype: str
-    wire_dtype: str
-    """In which gradients travel; "" if nothing is trainable."""
-    world: int
-    """Ranks that it is sharded over."""
-    replicas: int
-    """How often all of it exists."""
+from fullshard.tracing.schema import GroupFacts
 
 
 def group_facts(model: nn.Module) -> tuple[GroupFacts, ...]:

@@ -6,7 +6,8 @@
             recording.step()
 
 leaves ``traces/rank_00000.json``, one file for each rank that records. What is recorded and where its times
-come from is in `recording`; this file has the beginning and the end of it, and the format.
+come from is in `comm.spans`, and the format of the file in `schema`. This file starts and ends a recording, and turns
+what was recorded into what is written.
 """
 
 from __future__ import annotations
@@ -15,26 +16,20 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
 
-from fullshard.comm.spans import CollectiveSpan, Named, TraceRecorder, Wire
+from fullshard.comm.spans import CollectiveSpan, Named, TraceRecorder
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.errors import ConfigurationError, LifecycleError
 from fullshard.files import atomic_write
 from fullshard.plan.mesh import global_rank, world_size
 from fullshard.tracing.group_facts import facts_of_groups, outermost_states, states_in
-
-FORMAT = 1
-"""Of the section "fullshard" of a file, and of names, categories and arguments of its events."""
-
-LANES = ("step", "compute", "all-gather", "reduce-scatter", "all-reduce", "host")
-_STEP, _COMPUTE, _HOST = 1, 2, 6
-_LANE_OF: dict[Wire, int] = {"gather": 3, "reduce": 4, "all-reduce": 5}
+from fullshard.tracing.schema import COLLECTIVES, MemorySample, Release, Span, Trace, to_document
 
 
 def trace(
@@ -134,10 +129,10 @@ class Recording:
             context.recorder = None
         try:
             recorder.clock.synchronize()
-            content = _trace_of(self._model, recorder, self._first_step)
+            document = to_document(_Export(self._model, recorder).trace(self._first_step))
             # A trace is worth no wait for the disk: the run that wrote it can write another.
             with atomic_write(self.path, durable=False) as file:
-                file.write(json.dumps(content, separators=(",", ":"), allow_nan=False).encode())
+                file.write(json.dumps(document, separators=(",", ":"), allow_nan=False).encode())
         except Exception:
             if error is None:  # else it would hide why the block was left
                 raise
@@ -160,140 +155,126 @@ def _contexts_of(model: nn.Module) -> list[FSDPCommContext]:
     return list(dict.fromkeys(contexts))
 
 
-# --- the format -----------------------------------------------------------------------------------
-
-
-def _trace_of(model: nn.Module, recorder: TraceRecorder, first_step: int) -> dict[str, Any]:
-    facts = facts_of_groups(model)
-    names: dict[Named, str] = {state: name for state, name, _ in states_in(model)}
-    names.update((group, about.name) for group, about in facts)
-    rank = global_rank()
-    # An outer span before the inner ones that begin with it: of equal ones, the one recorded first is the outer.
-    recorded = sorted(
-        _Export(recorder, names).events(), key=lambda event: (event["ts"], -event.get("dur", 0))
-    )
-    events = [{**event, "pid": rank} for event in (*_lane_names(rank), *recorded)]
-    return {
-        "displayTimeUnit": "ms",
-        "traceEvents": events,
-        "fullshard": {
-            "format": FORMAT,
-            "rank": rank,
-            "world": world_size(),
-            "device": recorder.device.type,
-            "first_step": first_step,
-            "num_steps": len(recorder.steps),
-            "zero_unix_ns": recorder.started_unix_ns,
-            "groups": [asdict(about) for _, about in facts],
-            "dropped": recorder.dropped,
-        },
-    }
-
-
-def _lane_names(rank: int) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "name": "process_name", "args": {"name": f"rank {rank}"}}
-    for lane, name in enumerate(LANES, start=1):
-        yield {"ph": "M", "name": "thread_name", "tid": lane, "args": {"name": name}}
-        yield {"ph": "M", "name": "thread_sort_index", "tid": lane, "args": {"sort_index": lane}}
+# --- from what was recorded to what is written ------------------------------------------------------
 
 
 class _Export:
-    """Turns what was recorded into events of the format."""
+    """Gives what was recorded the names and the times of a file."""
 
-    def __init__(self, recorder: TraceRecorder, names: dict[Named, str]) -> None:
-        """``names`` are those of states and groups."""
+    def __init__(self, model: nn.Module, recorder: TraceRecorder) -> None:
+        self._facts = facts_of_groups(model)
         self._recorder = recorder
-        self._names = names
         self._clock = recorder.clock
+        self._names: dict[Named, str] = {state: name for state, name, _ in states_in(model)}
+        self._names.update((group, facts.name) for group, facts in self._facts)
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def trace(self, first_step: int) -> Trace:
+        recorder = self._recorder
+        return Trace(
+            rank=global_rank(),
+            world=world_size(),
+            device=recorder.device.type,
+            first_step=first_step,
+            num_steps=len(recorder.steps),
+            zero_unix_ns=recorder.started_unix_ns,
+            groups=tuple(facts for _, facts in self._facts),
+            dropped=recorder.dropped,
+            # Stable: of spans with the same times, the one recorded first is the outer.
+            spans=tuple(sorted(self._spans(), key=lambda span: (span.start_us, -span.duration_us))),
+            releases=tuple(
+                Release(
+                    group=self._name(release.group),
+                    phase=release.within,
+                    step=release.step,
+                    time_us=self._host_us(release.at_ns),
+                )
+                for release in recorder.releases
+            ),
+            memory=tuple(
+                MemorySample(
+                    time_us=self._host_us(sample.at_ns),
+                    gathered=sample.gathered,
+                    reducing=sample.reducing,
+                    allocated=sample.allocated,
+                )
+                for sample in recorder.memory
+            ),
+        )
+
+    def _spans(self) -> Iterator[Span]:
         recorder = self._recorder
         for step in recorder.steps:
-            yield self._span(
-                "step", _STEP, f"step {step.step}", step.begin, step.end, {"step": step.step}
+            yield Span(
+                kind="step",
+                name=f"step {step.step}",
+                step=step.step,
+                **self._times(step.begin, step.end),
             )
         for compute in recorder.computes:
             group = self._name(compute.state)
-            args = {"group": group, "step": compute.step, "pass": compute.within}
-            title = f"{compute.kind} {group}"
-            yield self._span("compute", _COMPUTE, title, compute.begin, compute.end, args)
+            yield Span(
+                kind="compute",
+                name=f"{compute.kind} {group}",
+                step=compute.step,
+                group=group,
+                phase=compute.within,
+                **self._times(compute.begin, compute.end),
+            )
         for wait in recorder.waits:
             group = self._name(wait.group)
-            args = {"group": group, "step": wait.step, "pass": wait.within, "for": wait.reason}
-            yield self._span("wait", _COMPUTE, f"wait for {group}", wait.begin, wait.end, args)
-        for wire in _LANE_OF:
-            # One that nobody has waited for has no end.
-            ended = [each for each in recorder.transfers if each.wire == wire and each.ends]
-            yield from one_at_a_time([self._transfer(each) for each in ended])
-        yield from self._instants()
+            yield Span(
+                kind="wait",
+                name=f"wait for {group}",
+                step=wait.step,
+                group=group,
+                phase=wait.within,
+                awaited=wait.reason,
+                **self._times(wait.begin, wait.end),
+            )
+        for kind in COLLECTIVES:
+            # A collective that nobody has waited for has no end.
+            ended = [each for each in recorder.transfers if each.wire == kind and each.ends]
+            yield from one_at_a_time([self._collective(each) for each in ended])
 
-    def _transfer(self, transfer: CollectiveSpan) -> dict[str, Any]:
-        group, wire = self._name(transfer.group), transfer.wire
-        args = {
-            "group": group,
-            "step": transfer.step,
-            "pass": transfer.within,
-            "bytes": transfer.nbytes,
-            "issued": round(self._clock.host_microseconds(transfer.issued_ns), 3),
-        }
-        end = max(transfer.ends, key=self._clock.microseconds)
-        return self._span(wire, _LANE_OF[wire], f"{wire} {group}", transfer.begin, end, args)
+    def _collective(self, span: CollectiveSpan) -> Span:
+        group = self._name(span.group)
+        return Span(
+            kind=span.wire,
+            name=f"{span.wire} {group}",
+            step=span.step,
+            group=group,
+            phase=span.within,
+            nbytes=span.nbytes,
+            issued_us=self._host_us(span.issued_ns),
+            **self._times(span.begin, max(span.ends, key=self._clock.microseconds)),
+        )
 
-    def _instants(self) -> Iterator[dict[str, Any]]:
-        for release in self._recorder.releases:
-            group = self._name(release.group)
-            yield {
-                "ph": "i",
-                "s": "t",
-                "cat": "release",
-                "name": f"release {group}",
-                "tid": _HOST,
-                "ts": round(self._clock.host_microseconds(release.at_ns), 3),
-                "args": {"group": group, "step": release.step, "pass": release.within},
-            }
-        for sample in self._recorder.memory:
-            held = {"gathered": sample.gathered, "reducing": sample.reducing}
-            if sample.allocated is not None:
-                held["allocated"] = sample.allocated
-            yield {
-                "ph": "C",
-                "name": "memory",
-                "tid": _HOST,
-                "ts": round(self._clock.host_microseconds(sample.at_ns), 3),
-                "args": held,
-            }
-
-    def _span(
-        self, category: str, lane: int, name: str, begin: Any, end: Any, args: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _times(self, begin: Any, end: Any) -> dict[str, float]:
         start, stop = (round(self._clock.microseconds(mark), 3) for mark in (begin, end))
-        return {
-            "ph": "X",
-            "cat": category,
-            "name": name,
-            "tid": lane,
-            "ts": start,
-            "dur": round(stop - start, 3),
-            "args": args,
-        }
+        return {"start_us": start, "duration_us": round(stop - start, 3)}
+
+    def _host_us(self, at_ns: int) -> float:
+        return round(self._clock.host_microseconds(at_ns), 3)
 
     def _name(self, owner: Named) -> str:
         return self._names.get(owner) or owner.name  # of a model that shares the streams
 
 
-def one_at_a_time(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Spans of a lane, such that none begins within one that ends before it: viewers cannot draw these.
+def one_at_a_time(spans: list[Span]) -> list[Span]:
+    """Return the spans of a lane such that none begins within one that ends before it: viewers cannot draw these.
 
     Streams carry one collective after the other. Of a backend without streams several may be on their way; the
     later one then begins when the earlier has ended.
     """
+    drawn = []
     ends: list[float] = []
-    for span in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
-        end = span["ts"] + span["dur"]
-        ends = [each for each in ends if each > span["ts"]]
+    for span in sorted(spans, key=lambda each: (each.start_us, -each.duration_us)):
+        end = span.end_us
+        ends = [each for each in ends if each > span.start_us]
         overlapped = [each for each in ends if each < end]
         if overlapped:
-            span["ts"] = max(overlapped)
-            span["dur"] = round(end - span["ts"], 3)
+            start = max(overlapped)
+            span = replace(span, start_us=start, duration_us=round(end - start, 3))
+        drawn.append(span)
         ends.append(end)
-    return spans
+    return drawn

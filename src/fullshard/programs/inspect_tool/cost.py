@@ -15,7 +15,8 @@ from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.models import open_model
 from fullshard.programs.train.sharded_model import make_mesh, shard
 from fullshard.torch_border import fake_process_group
-from fullshard.tracing.group_facts import GroupFacts, group_facts
+from fullshard.tracing.group_facts import group_facts
+from fullshard.tracing.schema import GroupFacts
 
 ADAM_STATES = 2
 """Mean and mean square, each as large as the parameters."""

@@ -14,7 +14,7 @@ from fullshard.programs.console.tables import (
     size_text,
 )
 from fullshard.programs.inspect_tool.cost import ShardedPlan
-from fullshard.tracing.group_facts import GroupFacts
+from fullshard.tracing.schema import GroupFacts
 
 
 def print_plan(console: Console, plan: ShardedPlan) -> None:

@@ -8,7 +8,7 @@ findings       what the numbers mean, in plain language: run_findings, step_find
 analysis       the numbers that findings and charts share
 replay         what waits would remain at another prefetch depth
 timeline       where the time of a step went; intervals: arithmetic of time
-reading        the folder as plain values; trace_file: one rank's trace
+run_files      the folder as plain values
 units          numbers as people read them
 """
 

@@ -17,7 +17,7 @@ from fullshard.programs.report.timeline import (
     mean_waits,
     steps_of,
 )
-from fullshard.programs.report.trace_file import Group
+from fullshard.tracing.schema import GroupFacts
 
 LATE_PART = 0.7
 """Of the time that ranks wait for each other, what one of them must be waited for to be a straggler and not noise."""
@@ -41,7 +41,7 @@ class Analysis:
         return [step for trace in self.run.traces for step in steps_of(trace)]
 
     @cached_property
-    def groups(self) -> dict[str, Group]:
+    def groups(self) -> dict[str, GroupFacts]:
         """By name, in order of forward."""
         return {group.name: group for group in self.run.traces[0].groups} if self.run.traces else {}
 

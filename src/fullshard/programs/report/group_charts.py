@@ -8,9 +8,9 @@ import plotly.graph_objects as go
 
 from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.chart import Chart, Table, figure, plain
-from fullshard.programs.report.timeline import LANES, StepTimes, group_bytes
-from fullshard.programs.report.trace_file import Group
+from fullshard.programs.report.timeline import StepTimes, group_bytes
 from fullshard.programs.report.units import count, duration, share, size
+from fullshard.tracing.schema import COLLECTIVES, GroupFacts
 
 MAX_STEP_ROWS = 48
 """Steps that are drawn one by one."""
@@ -81,7 +81,9 @@ def _breakdown(analysis: Analysis) -> Chart:
 
 
 def _step_table(steps: list[StepTimes]) -> Table:
-    lanes = {kind: name for kind, name in LANES.items() if any(step.of(kind) for step in steps)}
+    lanes = {
+        kind: name for kind, name in COLLECTIVES.items() if any(step.of(kind) for step in steps)
+    }
     rows = []
     for step in steps:
         times = [step.lane(kind) for kind in lanes]
@@ -122,7 +124,7 @@ def _by_group(analysis: Analysis) -> Chart:
         }
         if by_name:
             traces.append(_group_bars(names, x, by_name, label, color, "y"))
-    for kind, label in LANES.items():
+    for kind, label in COLLECTIVES.items():
         by_name = group_bytes(analysis.steps, kind)
         if by_name:
             traces.append(_group_bars(names, x, by_name, label, kind, "y2"))
@@ -181,10 +183,10 @@ def _longest_by_group(analysis: Analysis, names: list[str]) -> Table:
     waits: dict[str, float] = {}
     for wait in analysis.waits:
         waits[wait.group] = waits.get(wait.group, 0.0) + wait.mean_us
-    lanes = {kind: group_bytes(analysis.steps, kind) for kind in LANES}
+    lanes = {kind: group_bytes(analysis.steps, kind) for kind in COLLECTIVES}
     lanes = {kind: by_name for kind, by_name in lanes.items() if by_name}
     return Table(
-        headings=["Group", "Waits per step", *(LANES[kind] for kind in lanes)],
+        headings=["Group", "Waits per step", *(COLLECTIVES[kind] for kind in lanes)],
         rows=[
             [
                 name,
@@ -196,7 +198,7 @@ def _longest_by_group(analysis: Analysis, names: list[str]) -> Table:
     )
 
 
-def group_table(groups: Mapping[str, Group]) -> Table:
+def group_table(groups: Mapping[str, GroupFacts]) -> Table:
     """What each group is: sizes, dtypes, padding."""
     headings = ["Group", "Dtypes", "Tensors", "Elements", "Padding", "Shard", "Gathered"]
     headings += ["Per gather", "Per reduction", "Ranks"]
@@ -235,7 +237,7 @@ def group_table(groups: Mapping[str, Group]) -> Table:
     return Table(headings=headings, rows=rows, num_text=2, keys=keys)
 
 
-def dtypes(group: Group) -> str:
+def dtypes(group: GroupFacts) -> str:
     """At rest, in compute, on the wire of gradients; each once."""
     named = [group.param_dtype, group.compute_dtype, group.wire_dtype or group.reduce_dtype]
     return " / ".join(dict.fromkeys(name for name in named if name))

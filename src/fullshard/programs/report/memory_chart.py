@@ -10,9 +10,9 @@ import plotly.graph_objects as go
 from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.chart import Chart, Table, figure
 from fullshard.programs.report.timeline import StepTimes
-from fullshard.programs.report.trace_file import Group, MemorySample
 from fullshard.programs.report.units import size
 from fullshard.programs.report.views import Views
+from fullshard.tracing.schema import GroupFacts, MemorySample
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "adagrad": 1, "sgd": 1}
 """Numbers that an optimizer keeps for each element of a parameter."""
@@ -76,7 +76,7 @@ class Levels:
         )
 
 
-def _whole_bytes(group: Group) -> float:
+def _whole_bytes(group: GroupFacts) -> float:
     """Of the parameters unsharded, without padding."""
     part = group.numel / group.padded_numel if group.padded_numel else 1.0
     return group.shard_bytes * group.world * part

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from math import isfinite
 from statistics import median
 
 import jinja2
@@ -19,7 +20,6 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from fullshard import __version__
-from fullshard.programs.console.safe_text import harmless_line
 from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.chart import Chart, Table
 from fullshard.programs.report.findings import find
@@ -27,10 +27,10 @@ from fullshard.programs.report.group_charts import comparing_charts, group_table
 from fullshard.programs.report.memory_chart import memory_chart
 from fullshard.programs.report.replay import FAITHFUL_SHARE, MAX_DEPTH
 from fullshard.programs.report.run_charts import run_charts
-from fullshard.programs.report.run_files import Metrics, Run, number, text_of
+from fullshard.programs.report.run_files import Metrics, Run
 from fullshard.programs.report.timeline_chart import timeline_chart
-from fullshard.programs.report.trace_file import LARGEST, as_number
 from fullshard.programs.report.units import count, duration, exact, loss_value, share, size
+from fullshard.programs.run_events import Start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,11 +117,12 @@ def embedded(charts: list[Chart]) -> Markup:
 
 def _subtitle(run: Run) -> str:
     start = run.metrics.start
-    parts = [text for name in ("model", "data") if (text := text_of(start, name))]
-    world = number(start, "world") or (run.traces[0].world if run.traces else None)
+    parts = [text for text in (start.model, start.data) if text] if start else []
+    described = [each for each in (start, *run.traces[:1]) if each is not None]
+    world = next((each.world for each in described if each.world), 0)
     if world:
-        device = text_of(start, "device") or (run.traces[0].device if run.traces else "")
-        parts.append(f"{world:.0f} {device} {'rank' if world == 1 else 'ranks'}")
+        device = next((each.device for each in described if each.device), "")
+        parts.append(f"{world} {device} {'rank' if world == 1 else 'ranks'}")
     return " \u00b7 ".join(parts)
 
 
@@ -148,16 +149,16 @@ def _run_tiles(metrics: Metrics) -> Iterator[Tile]:
     if metrics.steps:
         last = metrics.steps[-1]
         notes = [f"step {last.step}"]
-        finite = [step for step in metrics.steps if step.loss is not None]
-        if last.loss is None and finite:
+        finite = [step for step in metrics.steps if isfinite(step.loss)]
+        if not isfinite(last.loss) and finite:
             notes.append(f"last finite {finite[-1].loss:.3f} at step {finite[-1].step}")
         if metrics.evaluations:
-            at, held_out = metrics.evaluations[-1]
-            notes.append(f"held-out {loss_value(held_out, digits=3)} at step {at}")
+            held_out = metrics.evaluations[-1]
+            notes.append(f"held-out {loss_value(held_out.loss, digits=3)} at step {held_out.step}")
         yield Tile(label="Loss", value=loss_value(last.loss, digits=3), note="; ".join(notes))
-    times = [step.step_s for step in metrics.steps if step.step_s]
+    times = [step.step_s for step in metrics.steps if step.step_s > 0]
     if times:
-        per_step = number(metrics.start, "tokens_per_step")
+        per_step = metrics.start.tokens_per_step if metrics.start else 0
         middle = median(times)
         yield Tile(
             label="Speed",
@@ -184,33 +185,33 @@ def _replay_table(analysis: Analysis) -> Table | None:
 
 
 def _facts(run: Run) -> Iterator[tuple[str, str]]:
-    start = run.metrics.start
-    for label, name, show in (
-        ("Parameters", "parameters", count),
-        ("Bytes of all parameters", "unsharded_bytes", size),
-        ("Tokens per step", "tokens_per_step", exact),
-        ("Steps", "steps", exact),
-    ):
-        value = number(start, name)
-        if value is not None:
-            yield label, show(value)
-    listed = start.get("rank_bytes")
-    held = [as_number(each, largest=LARGEST) for each in listed] if isinstance(listed, list) else []
-    known = [each for each in held if each is not None]
-    if known and len(known) == len(held):
-        low, high = min(known), max(known)
-        text = f"{size(low)} to {size(high)}" if low != high else size(low)
-        yield "Parameters held by a rank", text
-    if run.metrics.steps:
-        done = run.metrics.steps[-1].step
-        yield "Steps done", f"{done}, {'finished' if run.metrics.is_finished else 'not finished'}"
-        memory = max((step.memory_bytes or 0 for step in run.metrics.steps), default=0)
+    start, steps = run.metrics.start, run.metrics.steps
+    if start is not None:
+        yield from _start_facts(start)
+    if steps:
+        done = "finished" if run.metrics.is_finished else "not finished"
+        yield "Steps done", f"{steps[-1].step}, {done}"
+        memory = max(step.memory_bytes for step in steps)
         if memory:
             yield "Peak memory of rank 0", size(memory)
     if run.traces:
         ranks = ", ".join(str(trace.rank) for trace in run.traces)
         yield "Ranks with a trace", f"{len(run.traces)} of {run.traces[0].world}: {ranks}"
-    versions = start.get("versions")
-    if isinstance(versions, Mapping):
-        named = {harmless_line(name): text_of(versions, name, "?") for name in versions}
-        yield "Versions", ", ".join(f"{name} {version}" for name, version in named.items())
+    if start is not None and start.versions:
+        versions = ", ".join(f"{name} {version}" for name, version in start.versions.items())
+        yield "Versions", versions
+
+
+def _start_facts(start: Start) -> Iterator[tuple[str, str]]:
+    for label, value, show in (
+        ("Parameters", start.parameters, count),
+        ("Bytes of all parameters", start.unsharded_bytes, size),
+        ("Tokens per step", start.tokens_per_step, exact),
+        ("Steps", start.steps, exact),
+    ):
+        if value:
+            yield label, show(value)
+    if start.rank_bytes:
+        low, high = min(start.rank_bytes), max(start.rank_bytes)
+        text = f"{size(low)} to {size(high)}" if low != high else size(low)
+        yield "Parameters held by a rank", text

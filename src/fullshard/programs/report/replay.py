@@ -23,7 +23,7 @@ from itertools import groupby
 
 from fullshard.programs.report.intervals import Interval, length, union
 from fullshard.programs.report.timeline import StepTimes
-from fullshard.programs.report.trace_file import Span
+from fullshard.tracing.schema import Span
 
 MAX_DEPTH = 3
 """Each place further ahead costs the memory of a group, so nobody is advised to go beyond this."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from math import isfinite
 from statistics import median
 
 import plotly.graph_objects as go
 
 from fullshard.programs.report.chart import Chart, Table, figure, plain
-from fullshard.programs.report.run_files import Mark, Metrics, StepRecord
+from fullshard.programs.report.run_files import Mark, Metrics
 from fullshard.programs.report.units import count, duration, loss_value
+from fullshard.programs.run_events import Evaluation, Step
 
 MAX_POINTS = 3000
 """Of a curve; beyond, more would be drawn than a screen has columns."""
@@ -32,7 +34,7 @@ Point = tuple[int, float]
 def run_charts(metrics: Metrics) -> Iterator[Chart]:
     """Those for which there are numbers."""
     steps = metrics.steps
-    if any(step.loss is not None for step in steps) or metrics.evaluations:
+    if any(isfinite(step.loss) for step in steps) or metrics.evaluations:
         yield _loss(metrics)
     speeds = _throughput(metrics)
     times = _points(steps, lambda step: step.step_s)
@@ -56,7 +58,7 @@ def _loss(metrics: Metrics) -> Chart:
     if metrics.evaluations:
         traces.append(_evaluations(metrics.evaluations))
     traces += _marks(metrics.marks, points)
-    told = [("held-out", step, loss) for step, loss in metrics.evaluations]
+    told = [("held-out", each.step, each.loss) for each in metrics.evaluations]
     if points:
         lowest = min(points, key=lambda point: point[1])
         told += [("training, first", *points[0]), ("training, lowest", *lowest)]
@@ -82,11 +84,11 @@ def _loss(metrics: Metrics) -> Chart:
     )
 
 
-def _evaluations(evaluations: Sequence[tuple[int, float | None]]) -> go.Scatter:
+def _evaluations(evaluations: Sequence[Evaluation]) -> go.Scatter:
     return go.Scatter(
         name="held-out",
-        x=[step for step, _ in evaluations],
-        y=[loss for _, loss in evaluations],
+        x=[each.step for each in evaluations],
+        y=[each.loss if isfinite(each.loss) else None for each in evaluations],
         mode="lines+markers",
         line={"color": "var(--gather)", "width": 1.5, "dash": "dot"},
         marker={"size": 8, "color": "var(--gather)"},
@@ -197,10 +199,8 @@ def _curve(
     )
 
 
-def _points(
-    steps: Sequence[StepRecord], value: Callable[[StepRecord], float | None]
-) -> list[Point]:
-    return [(step.step, found) for step in steps if (found := value(step)) is not None]
+def _points(steps: Sequence[Step], value: Callable[[Step], float]) -> list[Point]:
+    return [(step.step, found) for step in steps if isfinite(found := value(step))]
 
 
 def _throughput(metrics: Metrics) -> list[Point]:
@@ -208,9 +208,9 @@ def _throughput(metrics: Metrics) -> list[Point]:
     found: list[Point] = []
     before = (0, 0.0)
     for step in metrics.steps:
-        if step.tokens is not None and step.tokens > before[1] and step.step > before[0]:
+        if step.tokens > before[1] and step.step > before[0]:
             per_step = (step.tokens - before[1]) / (step.step - before[0])
-            if step.step_s:
+            if step.step_s > 0:
                 found.append((step.step, per_step / step.step_s))
             before = (step.step, step.tokens)
     return found

@@ -13,40 +13,38 @@ from __future__ import annotations
 import bisect
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from fullshard.errors import ConfigurationError
 from fullshard.files import content_of
 from fullshard.programs.console.safe_text import harmless, harmless_line
-from fullshard.programs.report.trace_file import Trace, as_number, parse_trace
+from fullshard.programs.run_events import (
+    Checkpoint,
+    End,
+    Evaluation,
+    Event,
+    Samples,
+    Start,
+    Step,
+    Stopped,
+    Trouble,
+    UnknownFormatError,
+    parse_line,
+)
+from fullshard.tracing.schema import Trace, parse_trace
 
-Record = Mapping[str, Any]
 Config = Mapping[str, Mapping[str, Any]]
+T = TypeVar("T")
 
-LARGEST = 1e40
-"""Number of a metrics file; more than any float32 is."""
 MOST_BYTES = 16 << 30
 """Of a file that is read."""
 MOST_DEPTH = 8
 """Of a value in a configuration that is shown."""
 NO_JSON = (OSError, ValueError, RecursionError)
 """What reading and parsing may raise; a text of brackets alone is too deep for Python."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """One optimizer step; what was not finite or not written is None."""
-
-    step: int
-    loss: float | None
-    grad_norm: float | None
-    lr: float | None
-    tokens: float | None
-    step_s: float | None
-    memory_bytes: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +61,11 @@ class Mark:
 class Metrics:
     """What `metrics.jsonl` says."""
 
-    start: Record = field(default_factory=dict)
-    """The newest record of this kind: what is trained, on what, with which versions."""
-    steps: tuple[StepRecord, ...] = ()
-    evaluations: tuple[tuple[int, float | None], ...] = ()
-    """Steps and losses; None for one that was not finite."""
+    start: Start | None = None
+    """The newest one: what is trained, on what, with which versions."""
+    steps: tuple[Step, ...] = ()
+    """Numbers that were not finite, or not written, are NaN."""
+    evaluations: tuple[Evaluation, ...] = ()
     marks: tuple[Mark, ...] = ()
     samples: tuple[str, ...] = ()
     is_finished: bool = False
@@ -151,15 +149,15 @@ def _read_traces(folder: Path, notes: list[str]) -> tuple[Trace, ...]:
     traces: dict[int, Trace] = {}
     for path in sorted([*folder.glob("trace/rank_*.json"), *folder.glob("rank_*.json")]):
         try:
-            trace = parse_trace(json.loads(content_of(path, most_bytes=MOST_BYTES)))
+            trace = _safe_trace(parse_trace(json.loads(content_of(path, most_bytes=MOST_BYTES))))
         except NO_JSON as error:
             notes.append(harmless(f"{path.name} is left out: {error}."))
             continue
         if trace.num_broken:
             notes.append(f"{path.name}: {trace.num_broken} events are broken and left out.")
-        if trace.num_dropped:
+        if trace.dropped:
             notes.append(
-                f"{path.name}: {trace.num_dropped} events were not recorded, since the limit was reached; "
+                f"{path.name}: {trace.dropped} events were not recorded, since the limit was reached; "
                 "times of the last step may be too small."
             )
         traces[trace.rank] = trace
@@ -175,124 +173,108 @@ def _read_metrics(path: Path, notes: list[str]) -> Metrics:
         notes.append(f"{path.name} cannot be read: {error}.")
         return Metrics()
     lines = [line for line in text.splitlines() if line.strip()]
-    records = list(_records(lines))
-    num_broken = len(lines) - len(records)
-    if num_broken:
-        notes.append(
-            f"{path.name}: {num_broken} of {len(lines)} lines are broken and left out."
-            if num_broken > 1 or not _is_last(lines)
-            else f"{path.name}: the last line is cut off and left out."
-        )
-    return _metrics(records, num_broken)
-
-
-def _is_last(lines: list[str]) -> bool:
-    """Whether the one broken line is the last: the usual end of a killed run."""
-    return next(_records(lines[-1:]), None) is None
-
-
-def _records(lines: Iterable[str]) -> Iterator[Record]:
-    for line in lines:
+    events: list[Event] = []
+    broken: list[int] = []
+    for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
-        except NO_JSON:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("kind"), str):
-            if record["kind"] != "step" or _step(record) > 0:
-                yield record
+            event = parse_line(line)
+        except UnknownFormatError as error:
+            notes.append(f"{path.name} is left out: {error}.")
+            return Metrics()
+        except ValueError:
+            broken.append(number)
+        else:
+            if event is not None:
+                events.append(event if isinstance(event, Step) else safe(event))
+    if broken:
+        notes.append(
+            f"{path.name}: the last line is cut off and left out."
+            if broken == [len(lines)]  # the usual end of a killed run
+            else f"{path.name}: {len(broken)} of {len(lines)} lines are broken and left out."
+        )
+    return _metrics(events, len(broken))
 
 
-def _metrics(records: list[Record], num_broken: int) -> Metrics:
-    by_step: dict[int, dict[str, Record]] = {}
+def _metrics(events: list[Event], num_broken: int) -> Metrics:
+    by_step: dict[int, dict[type, Event]] = {}
     steps: list[int] = []
     """Its keys, in order: what is beyond a step is at the end."""
-    starts: list[Record] = []
+    starts: list[Start] = []
     is_finished = False
-    for record in records:
-        if record["kind"] == "start":
+    for event in events:
+        if isinstance(event, Start):
             # What was done beyond the checkpoint is not part of the run that goes on from it; nor is its end.
-            first = _resumed_from(record)
+            first = event.resumed_from or 0
             while steps and steps[-1] > first:
                 del by_step[steps.pop()]
-            while starts and _resumed_from(starts[-1]) > first:
+            while starts and (starts[-1].resumed_from or 0) > first:
                 starts.pop()
-            starts.append(record)
+            starts.append(event)
             is_finished = False
-        elif record["kind"] == "end":
+        elif isinstance(event, End):
             is_finished = True
         else:
-            step = _step(record)
-            if step not in by_step:
-                by_step[step] = {}
-                bisect.insort(steps, step)
-            by_step[step][record["kind"]] = record
-    of_kind: dict[str, list[Record]] = {}
-    for step in steps:
-        for kind, record in by_step[step].items():
-            of_kind.setdefault(kind, []).append(record)
-    texts = [text for record in of_kind.get("samples", []) for text in _texts(record)]
+            if event.step not in by_step:
+                by_step[event.step] = {}
+                bisect.insort(steps, event.step)
+            by_step[event.step][type(event)] = event
+    kept = [event for step in steps for event in by_step[step].values()]
     return Metrics(
-        start=starts[-1] if starts else {},
-        steps=tuple(map(_step_record, of_kind.get("step", []))),
-        evaluations=tuple(
-            (_step(record), number(record, "loss")) for record in of_kind.get("evaluation", [])
-        ),
-        marks=tuple(_marks(starts, of_kind)),
-        samples=tuple(texts),
+        start=starts[-1] if starts else None,
+        steps=tuple(event for event in kept if isinstance(event, Step)),
+        evaluations=tuple(event for event in kept if isinstance(event, Evaluation)),
+        marks=tuple(_marks(starts, kept)),
+        samples=tuple(text for event in kept if isinstance(event, Samples) for text in event.texts),
         is_finished=is_finished,
         num_broken=num_broken,
     )
 
 
-def _step_record(record: Record) -> StepRecord:
-    return StepRecord(
-        step=_step(record),
-        loss=number(record, "loss"),
-        grad_norm=number(record, "grad_norm"),
-        lr=number(record, "lr"),
-        tokens=number(record, "tokens"),
-        step_s=number(record, "step_s"),
-        memory_bytes=number(record, "memory_bytes"),
-    )
-
-
-def _marks(starts: list[Record], of_kind: Mapping[str, list[Record]]) -> Iterator[Mark]:
+def _marks(starts: list[Start], events: list[Event]) -> Iterator[Mark]:
     for start in starts:
-        if step := _resumed_from(start):
+        if step := start.resumed_from:
             yield Mark(kind="resumed", step=step, text=f"resumed from step {step}")
-    for record in of_kind.get("checkpoint", []):
-        yield Mark(kind="checkpoint", step=_step(record), text="checkpoint")
-    for record in of_kind.get("trouble", []):
-        what, action = text_of(record, "what", "trouble"), text_of(record, "action", "none")
-        yield Mark(kind="trouble", step=_step(record), text=f"{what}; action: {action}")
-    for record in of_kind.get("stopped", []):
-        yield Mark(
-            kind="stopped", step=_step(record), text=f"stopped: {text_of(record, 'why', '?')}"
-        )
+    for event in events:
+        if isinstance(event, Checkpoint):
+            yield Mark(kind=event.kind, step=event.step, text="checkpoint")
+        elif isinstance(event, Trouble):
+            text = f"{event.what or 'trouble'}; action: {event.action or 'none'}"
+            yield Mark(kind=event.kind, step=event.step, text=text)
+        elif isinstance(event, Stopped):
+            yield Mark(kind=event.kind, step=event.step, text=f"stopped: {event.why or '?'}")
 
 
-def _texts(record: Record) -> list[str]:
-    texts = record.get("texts")
-    if not isinstance(texts, list):
-        return []
-    return [harmless(text) for text in texts if isinstance(text, str)]
+# --- texts that are safe to show --------------------------------------------------------------------
 
 
-def _resumed_from(start: Record) -> int:
-    """The step whose checkpoint a run goes on from; 0 for one that begins."""
-    return int(as_number(start.get("resumed_from"), largest=1e15) or 0)
+def safe(value: T) -> T:
+    """Return a value that was read with all texts in it such that they can be shown; lines stay only in samples."""
+    return cast(T, _safe(value))
 
 
-def _step(record: Record) -> int:
-    return int(as_number(record.get("step"), largest=1e15) or 0)
+def _safe(value: object) -> object:
+    if isinstance(value, str):
+        return harmless_line(value)
+    if isinstance(value, Samples):
+        return replace(value, texts=tuple(map(harmless, value.texts)))
+    if isinstance(value, tuple):
+        return tuple(map(_safe, value))
+    if isinstance(value, dict):
+        return {harmless_line(name): _safe(each) for name, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        texts = {
+            each.name: _safe(getattr(value, each.name))
+            for each in fields(value)
+            if isinstance(getattr(value, each.name), str | tuple | dict)
+        }
+        return replace(value, **texts)
+    return value
 
 
-def text_of(record: Record, name: str, otherwise: str = "") -> str:
-    """A text of a record, or ``otherwise``."""
-    value = record.get(name)
-    return harmless_line(value) if isinstance(value, str) else otherwise
-
-
-def number(record: Record, name: str) -> float | None:
-    """A finite number of a record, or None."""
-    return as_number(record.get(name), largest=LARGEST)
+def _safe_trace(trace: Trace) -> Trace:
+    """Return the trace with texts that can be shown; most have none that cannot, and many spans."""
+    texts = {text for span in trace.spans for text in (span.group, span.phase, span.awaited)}
+    spans = trace.spans if all(map(str.isprintable, texts)) else safe(trace.spans)
+    return replace(
+        trace, device=harmless_line(trace.device), groups=safe(trace.groups), spans=spans
+    )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 from statistics import median
 
 from fullshard.programs.report.finding import Finding
-from fullshard.programs.report.run_files import Run, StepRecord
+from fullshard.programs.report.run_files import Run
 from fullshard.programs.report.units import duration
+from fullshard.programs.run_events import Step
 
 WARM_UP_STEPS = 5
 """First steps allocate, compile and fill caches; they say nothing of the run's speed."""
@@ -49,11 +51,11 @@ def _troubles(run: Run) -> Iterator[Finding]:
     )
 
 
-def _spikes(steps: tuple[StepRecord, ...]) -> Iterator[Finding]:
+def _spikes(steps: tuple[Step, ...]) -> Iterator[Finding]:
     found = [(step, expected) for step, expected in _unexpected_losses(steps)]
     if not found:
         return
-    worst, expected = max(found, key=lambda each: (each[0].loss or 0.0) - each[1])
+    worst, expected = max(found, key=lambda each: each[0].loss - each[1])
     yield Finding(
         title=f"The loss jumps to {worst.loss:.3g} at step {worst.step}, where {expected:.3g} was to be expected",
         text=f"{len(found)} of {len(steps)} steps are far above the {SPIKE_WINDOW} steps before them.",
@@ -65,10 +67,10 @@ def _spikes(steps: tuple[StepRecord, ...]) -> Iterator[Finding]:
     )
 
 
-def _unexpected_losses(steps: tuple[StepRecord, ...]) -> Iterator[tuple[StepRecord, float]]:
+def _unexpected_losses(steps: tuple[Step, ...]) -> Iterator[tuple[Step, float]]:
     window: list[float] = []
     for step in steps:
-        if step.loss is None:
+        if not isfinite(step.loss):
             continue
         if len(window) == SPIKE_WINDOW:
             expected = median(window)
@@ -80,8 +82,8 @@ def _unexpected_losses(steps: tuple[StepRecord, ...]) -> Iterator[tuple[StepReco
         window.append(step.loss)
 
 
-def _slowing_down(steps: tuple[StepRecord, ...]) -> Iterator[Finding]:
-    times = [step.step_s for step in steps if step.step_s][WARM_UP_STEPS:]
+def _slowing_down(steps: tuple[Step, ...]) -> Iterator[Finding]:
+    times = [step.step_s for step in steps if step.step_s > 0][WARM_UP_STEPS:]
     quarter = len(times) // 4
     if quarter < WARM_UP_STEPS:
         return

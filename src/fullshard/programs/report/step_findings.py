@@ -8,9 +8,9 @@ from statistics import fmean, median
 from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.finding import Finding
 from fullshard.programs.report.replay import MAX_DEPTH
-from fullshard.programs.report.timeline import WIRES, StepTimes, WaitTimes, mean_duration_us
-from fullshard.programs.report.trace_file import Span
+from fullshard.programs.report.timeline import StepTimes, WaitTimes, mean_duration_us
 from fullshard.programs.report.units import count, duration, share, size
+from fullshard.tracing.schema import COLLECTIVES, Span
 
 HIDDEN_BELOW = 0.01
 """Less than this part of a step spent on waiting is nothing to act on: steps vary by more."""
@@ -274,7 +274,9 @@ def _small_groups(analysis: Analysis) -> Iterator[Finding]:
     if is_planned or len(small) < 4 or len(small) < MANY_SMALL * len(groups):
         return
     names = {group.name for group in small}
-    spans = [span for step in analysis.judged for span in step.of(*WIRES) if span.group in names]
+    spans = [
+        span for step in analysis.judged for span in step.of(*COLLECTIVES) if span.group in names
+    ]
     if not spans:
         return
     # What a wait has beyond the time of a usual collective of theirs, has another cause.

@@ -17,15 +17,7 @@ from functools import cached_property
 from statistics import fmean, median
 
 from fullshard.programs.report.intervals import Interval, length, union, without
-from fullshard.programs.report.trace_file import Kind, MemorySample, Span, Trace
-
-WIRES: tuple[Kind, ...] = ("gather", "reduce", "all-reduce")
-LANES: dict[Kind, str] = {
-    "gather": "all-gather",
-    "reduce": "reduce-scatter",
-    "all-reduce": "all-reduce",
-}
-"""What each kind of collective is called in the trace and on the page."""
+from fullshard.tracing.schema import COLLECTIVES, Kind, MemorySample, Span, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +112,7 @@ class StepTimes:
     @property
     def idle_wire_us(self) -> float:
         """Time in which no collective was on the wire."""
-        busy = union(map(_interval, self.of(*WIRES)))
+        busy = union(map(_interval, self.of(*COLLECTIVES)))
         return length(without([(self.start_us, self.end_us)], busy))
 
 
@@ -244,7 +236,7 @@ def _meetings(steps: list[StepTimes]) -> Iterator[list[dict[int, float]]]:
         found: dict[tuple[str, str, str, int], dict[int, float]] = {}
         for step in steps:
             seen: dict[tuple[str, str, str], int] = {}
-            for span in step.of(*WIRES) if step.step == number else ():
+            for span in step.of(*COLLECTIVES) if step.step == number else ():
                 key = (span.kind, span.group, span.phase)
                 seen[key] = seen.get(key, 0) + 1
                 found.setdefault((*key, seen[key]), {})[step.rank] = span.duration_us

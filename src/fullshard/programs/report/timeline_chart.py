@@ -9,9 +9,10 @@ import plotly.graph_objects as go
 
 from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.chart import Chart, Table, figure, plain
-from fullshard.programs.report.timeline import LANES, StepTimes
+from fullshard.programs.report.timeline import StepTimes
 from fullshard.programs.report.units import duration, share, size
 from fullshard.programs.report.views import MAX_BARS, Views
+from fullshard.tracing.schema import COLLECTIVES
 
 MAX_LABELS = 300
 """Bars of a view up to which names are written into them."""
@@ -73,7 +74,11 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 def _timeline(step: StepTimes, labels: Mapping[str, str]) -> go.Figure:
     bars = sorted(_bars(step), key=lambda bar: bar.start_us - bar.end_us)
     omitted, bars = len(bars) - MAX_BARS, sorted(bars[:MAX_BARS], key=lambda bar: bar.start_us)
-    rows = [row for row in ("compute", "waits", *LANES.values()) if any(b.row == row for b in bars)]
+    rows = [
+        row
+        for row in ("compute", "waits", *COLLECTIVES.values())
+        if any(b.row == row for b in bars)
+    ]
     note = (
         f"{omitted} of {omitted + MAX_BARS} spans, the shortest, are not drawn"
         if omitted > 0
@@ -126,7 +131,7 @@ def _bars(step: StepTimes) -> Iterator[Bar]:
             end_us=span.end_us,
             text=f"wait for the {span.awaited} of {span.group}, {span.phase}",
         )
-    for kind, row in LANES.items():
+    for kind, row in COLLECTIVES.items():
         for span in step.of(kind):
             yield Bar(
                 row=row,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 BYTES = ("B", "KB", "MB", "GB", "TB", "PB")
 COUNTS = ("", " K", " M", " B", " T")
 
@@ -30,9 +32,9 @@ def exact(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def loss_value(loss: float | None, *, digits: int) -> str:
-    """A loss with so many decimals; None is one that is no number."""
-    return "not finite" if loss is None else f"{loss:.{digits}f}"
+def loss_value(loss: float, *, digits: int) -> str:
+    """Return a loss with so many decimals."""
+    return f"{loss:.{digits}f}" if math.isfinite(loss) else "not finite"
 
 
 def share(part: float) -> str:

@@ -20,7 +20,7 @@ The files in the order a run passes through them:
     evaluating           the loss
     traced_steps         the steps that are recorded
     resuming  stopping   checkpoints, and going on from them; signals and bad steps
-    events               what happens, as values; `metrics` writes it to files, `progress` shows it
+    run_events           (beside this folder) what happens, as values; `metrics_file` writes it, `progress` shows it
     memory  result       what a rank uses of its device; what a run has come to
 
 What is trained, and what is learned from:

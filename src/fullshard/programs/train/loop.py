@@ -32,10 +32,7 @@ from torch import Tensor
 from fullshard import __version__
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.errors import ConfigurationError
-from fullshard.programs.train.config import RunConfig, TrainSection
-from fullshard.programs.train.data import Data
-from fullshard.programs.train.evaluation import held_out_loss, window_losses
-from fullshard.programs.train.events import (
+from fullshard.programs.run_events import (
     Action,
     End,
     Evaluation,
@@ -46,6 +43,9 @@ from fullshard.programs.train.events import (
     Trouble,
     Watcher,
 )
+from fullshard.programs.train.config import RunConfig, TrainSection
+from fullshard.programs.train.data import Data
+from fullshard.programs.train.evaluation import held_out_loss, window_losses
 from fullshard.programs.train.memory import memory_bytes
 from fullshard.programs.train.models import ModelSource
 from fullshard.programs.train.optimizer import build_optimizer, learning_rate, set_learning_rate

@@ -12,7 +12,7 @@ from rich.table import Table
 from fullshard.programs.console.broken_pipe_safe import forgiving
 from fullshard.programs.console.progress_line import ProgressLine, showing_line
 from fullshard.programs.console.tables import print_line
-from fullshard.programs.train.events import (
+from fullshard.programs.run_events import (
     Checkpoint,
     End,
     Evaluation,

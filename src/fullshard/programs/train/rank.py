@@ -21,11 +21,11 @@ from rich.console import Console
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.save_plan import log as checkpoint_log
 from fullshard.errors import FullshardError
+from fullshard.programs.run_events import Watcher, all_of
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.data import open_data
-from fullshard.programs.train.events import Watcher, all_of
 from fullshard.programs.train.loop import Job, Training
-from fullshard.programs.train.metrics import MetricsFile, TensorBoardFiles
+from fullshard.programs.train.metrics_file import MetricsFile, TensorBoardFiles
 from fullshard.programs.train.models import open_model
 from fullshard.programs.train.progress import RunProgress, showing_progress
 from fullshard.programs.train.rank_info import RankInfo

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from fullshard import checkpoint
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.errors import CheckpointError
+from fullshard.programs.run_events import Checkpoint, Watcher
 from fullshard.programs.train.config import CheckpointSection
-from fullshard.programs.train.events import Checkpoint, Watcher
 from fullshard.programs.train.run_folder import RunFolder
 
 

@@ -24,9 +24,9 @@ from pathlib import Path
 
 from fullshard.errors import ConfigurationError
 from fullshard.files import atomic_write
+from fullshard.programs.run_events import End, Start, UnknownFormatError, read_events
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import differences, read_config, to_toml
-from fullshard.programs.train.metrics import read_records
 
 CONFIG = "config.toml"
 LOCK = "lock"
@@ -142,14 +142,21 @@ class RunFolder:
                 return
 
     def is_finished(self, steps: int) -> bool:
-        """Whether the run in it has come to its end, and that was after so many steps."""
+        """Say whether the run in it came to its end after at least so many steps.
+
+        Raises:
+            ConfigurationError: its metrics have a format that this version does not read.
+        """
         last_end = -1
-        for record in read_records(self.metrics):
-            if record.get("kind") == "start":
-                last_end = -1
-            elif record.get("kind") == "end":
-                step = record.get("step")
-                last_end = step if isinstance(step, int) else -1
+        try:
+            for event in read_events(self.metrics):
+                if isinstance(event, Start | End):
+                    last_end = event.step if isinstance(event, End) else -1
+        except UnknownFormatError as error:
+            raise ConfigurationError(
+                f"{self.metrics} was written by another version of fullshard: {error}. Go on with that version, or "
+                "choose another folder (run.folder)."
+            ) from None
         return last_end >= steps
 
     def move_aside(self) -> Path | None:

@@ -1,20 +1,14 @@
-"""Events as files: `metrics.jsonl`, one JSON object a line, and TensorBoard's.
+"""Events as files: `metrics.jsonl`, whose lines `run_events` makes and reads, and TensorBoard's.
 
-A process can be killed while it writes a line. So the next one begins on a line of its own, and readers leave out
-what is not JSON. After a resume some steps are written again: the last record of a kind and step counts.
+A process can be killed while it writes a line, so the next process begins on a line of its own. After a resume some steps
+are written again: the last record of a kind and step counts.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import time
-from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from fullshard.programs.train.events import Evaluation, Event, Start, Step
+from fullshard.programs.run_events import Evaluation, Event, Start, Step, line_of
 
 
 class MetricsFile:
@@ -34,36 +28,12 @@ class MetricsFile:
             self._steps = event.steps
         if isinstance(event, Step) and event.step % self._every and event.step != self._steps:
             return
-        self._file.write(json.dumps(record_of(event), allow_nan=False).encode() + b"\n")
+        self._file.write(line_of(event))
         self._file.flush()
 
     def close(self) -> None:
         """Write no more."""
         self._file.close()
-
-
-def record_of(event: Event) -> dict[str, Any]:
-    """What is written of an event. JSON has no NaN and no infinity: these are null."""
-    values = {field.name: getattr(event, field.name) for field in fields(event)}
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
-    return {"kind": event.kind, "time": time.time(), **finite}
-
-
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics file that were written in full; none if there is no file."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):  # cut short by a kill, or damaged
-                continue
-            if isinstance(record, dict):
-                yield record
 
 
 def _is_cut(path: Path) -> bool:

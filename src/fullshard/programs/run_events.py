@@ -1,0 +1,214 @@
+"""What happens in a run, as plain values, and as lines of `metrics.jsonl`: the trainer writes them, the report reads them.
+
+A line is a JSON object: the event's kind, the time it was written, and the event's fields under their own names. JSON has
+no NaN and no infinity, so these are null, and null reads as NaN. A process can be killed while it writes a line, so
+readers leave out what is not a record. All ranks make the same events, but for times and memory; the first one's are
+shown and written. Nothing here imports torch: the report works without it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar, Literal, get_args
+
+from fullshard.tracing.json_values import read_fields
+
+FORMAT = 1
+"""Version of the records of `metrics.jsonl`; each `Start` names it. Files that name none have this one, too."""
+
+Action = Literal["stop", "skip", "ignore"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """What is about to be trained."""
+
+    kind: ClassVar[str] = "start"
+    format: int = FORMAT
+    step: int = 0
+    world: int
+    device: str
+    parameters: int
+    """Elements of all parameters."""
+    unsharded_bytes: int
+    """Bytes of all parameters."""
+    rank_bytes: tuple[int, ...]
+    """Bytes of parameters each rank holds at rest, between steps."""
+    tokens_per_step: int
+    steps: int
+    model: str
+    """In words, like the data."""
+    data: str
+    training_tokens: int
+    held_out_tokens: int
+    versions: dict[str, str]
+    resumed_from: int | None
+    """Steps that were done already; None for a run that begins."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One optimizer step was taken, or skipped."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    """Steps done, counted from 1."""
+    loss: float
+    """Mean over the global batch, in nats per token, before the step's update."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    tokens: int
+    """Seen so far in the whole run, all ranks together."""
+    step_s: float
+    memory_bytes: int
+    """Peak so far: of resident memory on CPU, of allocated memory on CUDA."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """The loss on held-out data."""
+
+    kind: ClassVar[str] = "evaluation"
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checkpoint is complete; later steps may have been taken meanwhile."""
+
+    kind: ClassVar[str] = "checkpoint"
+    step: int
+    path: str
+    """Relative to the run's folder."""
+    blocked_s: float
+    """How long training waited for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trouble:
+    """A step was bad."""
+
+    kind: ClassVar[str] = "trouble"
+    step: int
+    what: str
+    action: Action
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """The model has written these."""
+
+    kind: ClassVar[str] = "samples"
+    step: int
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stopped:
+    """The run ends before its last step, and can go on from a checkpoint of this one."""
+
+    kind: ClassVar[str] = "stopped"
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """The last step was taken, and everything after it is done."""
+
+    kind: ClassVar[str] = "end"
+    step: int
+    seconds: float
+    """Of this process's part of the run."""
+
+
+Event = Start | Step | Evaluation | Checkpoint | Trouble | Samples | Stopped | End
+Watcher = Callable[[Event], None]
+"""Whoever follows a run."""
+
+_EVENTS: dict[str, type[Event]] = {event.kind: event for event in get_args(Event)}
+
+
+def all_of(watchers: Iterable[Watcher]) -> Watcher:
+    """Return a watcher that passes events on to others, in their order."""
+    listening = tuple(watchers)
+
+    def pass_on(event: Event) -> None:
+        for watcher in listening:
+            watcher(event)
+
+    return pass_on
+
+
+# --- lines of a file --------------------------------------------------------------------------------
+
+
+class UnknownFormatError(ValueError):
+    """A metrics file was written in a format that this version does not read."""
+
+
+def line_of(event: Event) -> bytes:
+    """Return the line that is written for an event, with its end."""
+    values = {field.name: getattr(event, field.name) for field in fields(event)}
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+    record = {"kind": event.kind, "time": time.time(), **finite}
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
+
+
+def parse_line(line: bytes | str) -> Event | None:
+    """Return the event of a line; None if its kind is not known, as that of a later version. Texts in it may be anything.
+
+    A field that is missing, or has another type, has its default or reads as 0, NaN, "" or empty.
+
+    Raises:
+        UnknownFormatError: It is the start of a run that was written in another format.
+        ValueError: It is not a record: cut off, damaged, or a step without a number.
+    """
+    try:
+        record = json.loads(line)
+    except RecursionError:  # a text of brackets alone is too deep for Python
+        raise ValueError("it is not JSON that anybody wrote") from None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        raise ValueError("a record is an object with a kind")
+    kind = _EVENTS.get(record["kind"])
+    if kind is None:
+        return None
+    if kind is Start and record.get("format", FORMAT) != FORMAT:
+        raise UnknownFormatError(
+            f"its format is {reprlib.repr(record['format'])}, this version of fullshard reads {FORMAT}"
+        )
+    event = kind(**read_fields(kind, record, is_strict=False))
+    if isinstance(event, Step) and event.step <= 0:
+        raise ValueError("steps are counted from 1")
+    return event
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Yield the events of a metrics file that were written in full; none if there is no file.
+
+    Raises:
+        UnknownFormatError: It was written in another format.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                event = parse_line(line)
+            except UnknownFormatError:
+                raise
+            except ValueError:
+                continue
+            if event is not None:
+                yield event
