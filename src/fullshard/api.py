@@ -15,7 +15,7 @@ import torch
 
 from fullshard import torch_border
 from fullshard.errors import OptionTypeError
-from fullshard.plan.policies import check_floating_dtype, check_wire_dtype, switch
+from fullshard.plan.policies import check_floating_dtype, check_type, check_wire_dtype, switch
 
 
 class ShardingStrategy(Enum):
@@ -200,15 +200,6 @@ def _check_classes(name: str, value: object) -> None:
         )
 
 
-def _check_instance(expected: type, name: str, value: object) -> None:
-    if not isinstance(value, expected):
-        found = type(value)
-        raise OptionTypeError(
-            f"{name} must be a {expected.__name__} of fullshard, got {value!r} "
-            f"({found.__module__}.{found.__qualname__}). Import it from fullshard."
-        )
-
-
 _SWITCHES = {
     "keep_low_precision_grads",
     "cast_forward_inputs",
@@ -226,8 +217,8 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "buffer_dtype": _check_dtype,
     "wire_dtype": _check_dtype,
     "_module_classes_to_ignore": _check_classes,
-    "state_dict_type": partial(_check_instance, StateDictType),
-    "state_dict_config": partial(_check_instance, StateDictConfig),
-    "optim_state_dict_config": partial(_check_instance, OptimStateDictConfig),
+    "state_dict_type": partial(check_type, expected=StateDictType),
+    "state_dict_config": partial(check_type, expected=StateDictConfig),
+    "optim_state_dict_config": partial(check_type, expected=OptimStateDictConfig),
 }
 """By name of the attribute; a name means the same in all options."""

@@ -307,12 +307,7 @@ def auto_wrap(
     root_kwargs = _readable_again([root_kwargs])[0]
     ignored = {below for module in ignored_modules for below in module.modules()}
     forced = _of_classes(root, class_kwargs or {}, ignored)
-    if isinstance(policy, _Policy):
-        chosen = policy._run_policy(root, ignored, dict(root_kwargs))
-    else:
-        uncounted = {param for module in ignored for param in module.parameters()}
-        asked = _ask(root, policy, ignored, uncounted.union(ignored_params), forced)
-        chosen = {module: dict(root_kwargs) for module in asked}
+    chosen = _chosen_by_policy(root, policy, root_kwargs, ignored, ignored_params, forced)
     for module, kwargs in forced.items():
         chosen[module] = {**chosen.get(module, root_kwargs), **kwargs}
     places = _places(root)
@@ -343,6 +338,22 @@ def _of_classes(
             if isinstance(module, cls) and module not in ignored:
                 found.setdefault(module, {}).update(kwargs)
     return found
+
+
+def _chosen_by_policy(
+    root: nn.Module,
+    policy: _Policy | PolicyFn,
+    root_kwargs: Mapping[str, Any],
+    ignored: set[nn.Module],
+    ignored_params: Iterable[nn.Parameter],
+    forced: Iterable[nn.Module],
+) -> dict[nn.Module, dict[str, Any]]:
+    """Return the modules that a policy of either kind wraps, each with its keyword arguments."""
+    if isinstance(policy, _Policy):
+        return policy._run_policy(root, ignored, dict(root_kwargs))
+    uncounted = {param for module in ignored for param in module.parameters()}
+    asked = _ask(root, policy, ignored, uncounted.union(ignored_params), forced)
+    return {module: dict(root_kwargs) for module in asked}
 
 
 def _ask(
@@ -408,18 +419,21 @@ def _places(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
     return places
 
 
+def reiterable(value: Any) -> Any:
+    """Return a value that several wrappers can read: of a generator, the tuple of what it yields."""
+    return tuple(value) if isinstance(value, Iterator) else value
+
+
 def _readable_again(kwargs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Keyword arguments for several wrappers, with generators replaced by what they yield.
 
     The first wrapper would exhaust a generator, and all others would find it empty.
     """
-    read: dict[int, tuple[Any, ...]] = {}
+    read: dict[int, Any] = {}
 
     def again(value: Any) -> Any:
-        if not isinstance(value, Iterator):
-            return value
         if id(value) not in read:
-            read[id(value)] = tuple(value)
+            read[id(value)] = reiterable(value)
         return read[id(value)]
 
     return [{name: again(value) for name, value in each.items()} for each in kwargs]

@@ -178,7 +178,7 @@ def test_options_that_cannot_be_are_refused() -> None:
             ("must be a DeviceMesh", {"device_mesh": group}),
             ("must be a ProcessGroup", {"process_group": "all"}),
             ("LOCAL_WORLD_SIZE", {"sharding_strategy": hybrid}),
-            ("ShardingStrategy of fullshard", {"sharding_strategy": "FULL_SHARD"}),
+            ("fullshard.ShardingStrategy", {"sharding_strategy": "FULL_SHARD"}),
             (
                 "Import it from fullshard",
                 {"sharding_strategy": theirs.ShardingStrategy.FULL_SHARD},
@@ -206,7 +206,9 @@ def test_options_that_cannot_be_are_refused() -> None:
         for text, options in wrong:
             with pytest.raises(ValueError, match=text):
                 FSDP(layer, **options)
-        with pytest.raises(ConfigurationError, match="module must be a Module"):
+        with pytest.raises(
+            ConfigurationError, match=r"module must be an instance of torch\.nn\.Module"
+        ):
             FSDP("layer")
         assert names(layer) == ["weight", "bias"] and layer.weight.shape == (2, 2)
         assert FSDP(layer, device_id="cpu").compute_device == CPU
@@ -598,7 +600,9 @@ def test_methods_of_the_outermost_wrapper_are_refused_below_it() -> None:
             ("clip_grad_norm_", lambda: model.first.clip_grad_norm_(1.0)),
             ("register_comm_hook", lambda: model.first.register_comm_hook(None, hook)),
         ):
-            with pytest.raises(LifecycleError, match=rf"{method} is for the outermost.*'first'"):
+            with pytest.raises(
+                LifecycleError, match=rf"{method} must be called on the outermost.*'first'"
+            ):
                 call()
         with pytest.raises(ValueError, match="must be callable, got str"):
             model.register_comm_hook(None, "hook")

@@ -223,7 +223,7 @@ def test_torch_s_own_values_are_named_as_such() -> None:
     with pytest.raises(ConfigurationError) as caught:
         StateDictSettings(*settings(torch_api))
     assert str(caught.value) == (
-        "state_dict_type must be a StateDictType of fullshard, got <StateDictType.FULL_STATE_DICT: 1> "
+        "state_dict_type must be an instance of fullshard.StateDictType, got <StateDictType.FULL_STATE_DICT: 1> "
         "(torch.distributed.fsdp.api.StateDictType). Import it from fullshard."
     )
 

@@ -25,6 +25,7 @@ from fullshard.checkpoint.param_spreads import dtensor_spread, flat_spread, in_m
 from fullshard.checkpoint.plain_memory import in_plain_memory, is_plain_memory
 from fullshard.checkpoint.source import MODEL
 from fullshard.checkpoint.spread import Spread, undivided
+from fullshard.engine.ownership import params_by_owner
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.runtime import FSDPState, state_of
 from fullshard.errors import CheckpointError, LifecycleError, UnsupportedError, fault_paragraphs
@@ -300,14 +301,15 @@ def _rest(model: nn.Module, method: str) -> list[FSDPState]:
 def _members(
     states: list[FSDPState],
 ) -> dict[nn.Module, dict[str, tuple[FSDPParamGroup, int]]]:
-    """Parameters of wrappers by the modules that have them and the names there: some are not on them now."""
-    found: dict[nn.Module, dict[str, tuple[FSDPParamGroup, int]]] = {}
-    parallel = [
-        param.name
+    """Return the parameters that are divided flat, by owner; a `FlatParameter` may be in their place now."""
+    groups = [
+        group
         for state in states
         for group in state.groups
-        for param in group.params
-        if isinstance(param.sharded_param, PlainShardedParam) and param.placement.parallel
+        if any(isinstance(param.sharded_param, PlainShardedParam) for param in group.params)
+    ]
+    parallel = [
+        param.name for group in groups for param in group.params if param.placement.parallel
     ]
     if parallel:
         raise UnsupportedError(
@@ -315,12 +317,7 @@ def _members(
             f"{parallel}. Save and load the wrapper's SHARDED_STATE_DICT with torch.distributed.checkpoint, or use "
             "fully_shard."
         )
-    for group in (group for state in states for group in state.groups):
-        for index, param in enumerate(group.params):
-            if isinstance(param.sharded_param, PlainShardedParam):
-                for owner in param.owners:
-                    found.setdefault(owner.module, {})[owner.name] = (group, index)
-    return found
+    return params_by_owner(groups)
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.runtime import IgnoredParams, state_of
 from fullshard.errors import ConfigurationError
 from fullshard.storage.param import check_can_be_sharded
@@ -63,6 +64,21 @@ def owned_params(
                 owned = found.setdefault(id(param), OwnedParam(full_name, param, []))
                 owned.owners.append(ParamModuleInfo(module, name))
     return list(found.values())
+
+
+def params_by_owner(
+    groups: Iterable[FSDPParamGroup],
+) -> dict[nn.Module, dict[str, tuple[FSDPParamGroup, int]]]:
+    """Return the groups' parameters by module and by attribute, each as its group and its index there.
+
+    The attributes may be missing on the modules now: a `FlatParameter` takes their place.
+    """
+    found: dict[nn.Module, dict[str, tuple[FSDPParamGroup, int]]] = {}
+    for group in groups:
+        for index, param in enumerate(group.params):
+            for owner in param.owners:
+                found.setdefault(owner.module, {})[owner.name] = (group, index)
+    return found
 
 
 def ignored_below(

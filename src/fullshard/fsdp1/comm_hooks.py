@@ -5,19 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from fullshard.errors import ConfigurationError, LifecycleError, OptionTypeError
-from fullshard.fsdp1.construction import HYBRID
-from fullshard.fsdp1.summoned_params import wrappers_in
-
-if TYPE_CHECKING:
-    from fullshard.fsdp1.wrapper import FullyShardedDataParallel
+from fullshard.fsdp1.wrapper_base import WrapperBase, wrappers_in
+from fullshard.fsdp1.wrapper_options import HYBRID
 
 
-def register(wrapper: FullyShardedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+def register(wrapper: WrapperBase, state: object, hook: Callable[..., Any]) -> None:
     """See `FullyShardedDataParallel.register_comm_hook`."""
     if not callable(hook):
         raise OptionTypeError(f"hook must be callable, got {type(hook).__name__}.")

@@ -11,20 +11,18 @@ parameters without a call of the module do so within `summon_full_params`, or af
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from fullshard.fsdp1 import summoned_params
-
-if TYPE_CHECKING:
-    from fullshard.fsdp1.wrapper import FullyShardedDataParallel
+from fullshard.fsdp1.summon_full_params import check_whole
+from fullshard.fsdp1.wrapper_base import WrapperBase
 
 
 class DirectCalls:
     """Hooks on the module of one wrapper; they do nothing while the wrapper's own forward runs."""
 
-    def __init__(self, wrapper: FullyShardedDataParallel, module: nn.Module) -> None:
+    def __init__(self, wrapper: WrapperBase, module: nn.Module) -> None:
         self._wrapper = weakref.ref(wrapper)
         self.through_wrapper = 0
         """Forwards of the wrapper now running."""
@@ -47,7 +45,7 @@ class DirectCalls:
         if wrapper is None:
             return None
         if wrapper._fsdp_state.summoned:
-            summoned_params.check_whole(wrapper)
+            check_whole(wrapper)
             return None
         self._direct += 1  # first of all: `_after` is called in any case
         return wrapper._pre_forward(args, kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -20,13 +20,10 @@ from fullshard.api import OptimStateKeyType
 from fullshard.engine import full_params
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.errors import ConfigurationError, LifecycleError, OptionTypeError, fault_paragraphs
-from fullshard.fsdp1.summoned_params import wrappers_in
+from fullshard.fsdp1.wrapper_base import WrapperBase, wrappers_in
 from fullshard.names import clean_name
 from fullshard.plan.placement import ParamPlacement
 from fullshard.storage.flat_parameter import FlatShardedParam
-
-if TYPE_CHECKING:
-    from fullshard.fsdp1.wrapper import FullyShardedDataParallel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +35,7 @@ class Entry:
     """Its name in the model, wrappers included."""
     names: tuple[str, ...]
     """What it stands for, by names without wrappers."""
-    wrapper: FullyShardedDataParallel | None = None
+    wrapper: WrapperBase | None = None
     """Who manages it; nobody manages a plain parameter."""
     group: FSDPParamGroup | None = None
     indices: tuple[int, ...] = ()

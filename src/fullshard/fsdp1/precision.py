@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from fullshard import torch_border
 from fullshard.api import MixedPrecision
-from fullshard.engine.ownership import managed_modules
 from fullshard.engine.runtime import FSDPState
 from fullshard.fsdp1.construction import full_precision_in_eval, policy_of
 from fullshard.plan.policies import MixedPrecisionPolicy
-
-if TYPE_CHECKING:
-    from fullshard.fsdp1.wrapper import FullyShardedDataParallel
-
-
-def kwargs_of_classes_without_it(
-    mixed_precision: MixedPrecision | None,
-) -> Mapping[type[nn.Module], Mapping[str, None]]:
-    """For `auto_wrap`: classes whose modules get wrappers of their own, without mixed precision."""
-    if mixed_precision is None:
-        return {}
-    return {cls: {"mixed_precision": None} for cls in mixed_precision._module_classes_to_ignore}
 
 
 class Precision:
     """Casts a wrapper's buffers at its first forward, and follows its mode from then on if told to."""
 
-    def __init__(self, wrapper: FullyShardedDataParallel, options: MixedPrecision) -> None:
+    def __init__(self, modules: Iterable[nn.Module], options: MixedPrecision) -> None:
         self._low = policy_of(options)
         # Reduction stays as it is: gradients may be accumulating.
         self._full = MixedPrecisionPolicy(
@@ -48,7 +34,7 @@ class Precision:
             if self._buffer_dtype is None
             else [
                 (module, name, buffer.dtype)
-                for _, module in managed_modules([wrapper], wrapper._ignored.modules)
+                for module in modules
                 for name, buffer in module.named_buffers(recurse=False)
                 if buffer.is_floating_point()
             ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +36,13 @@ from fullshard.api import (
 )
 from fullshard.comm import collectives
 from fullshard.engine import full_params
+from fullshard.engine.ownership import params_by_owner
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.runtime import state_of
 from fullshard.errors import ConfigurationError, LifecycleError, OptionTypeError, UsageError
-from fullshard.fsdp1.summoned_params import wrappers_in
+from fullshard.fsdp1.wrapper_base import WrapperBase, wrappers_in
 from fullshard.names import FLAT, WRAPPED, clean_name
 from fullshard.plan.placement import ParamPlacement
-
-if TYPE_CHECKING:
-    from fullshard.fsdp1.wrapper import FullyShardedDataParallel
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -102,7 +100,7 @@ def kept_settings(module: nn.Module) -> Iterator[None]:
             wrapper._state_dict_settings = settings
 
 
-def _with_mesh(config: Any, wrapper: FullyShardedDataParallel) -> Any:
+def _with_mesh(config: Any, wrapper: WrapperBase) -> Any:
     """The same config; one for sharded tensors asks for DTensors if the wrapper has a mesh."""
     if hasattr(config, "_use_dtensor"):
         return replace(config, _use_dtensor=wrapper._device_mesh is not None)
@@ -128,7 +126,7 @@ def settings_of(module: nn.Module) -> StateDictSettings:
         return default_settings()
     first = wrappers[0]._state_dict_settings
     others = [
-        wrapper._fsdp_state.name or type(wrapper.module).__name__
+        wrapper._label
         for wrapper in wrappers
         if _without_mesh(wrapper._state_dict_settings) != _without_mesh(first)
     ]
@@ -158,7 +156,7 @@ def _groups(wrapper: nn.Module) -> tuple[FSDPParamGroup, ...]:
     return state.groups
 
 
-def _begin(wrapper: FullyShardedDataParallel) -> None:
+def _begin(wrapper: WrapperBase) -> None:
     """Refuse state dicts at the wrong time; clean up after one that failed."""
     if wrapper._fsdp_state.summoned:
         raise LifecycleError(
@@ -168,7 +166,7 @@ def _begin(wrapper: FullyShardedDataParallel) -> None:
     wrapper._fsdp_state.installed_full_params.uninstall()
 
 
-def _show_whole(wrapper: FullyShardedDataParallel, device: torch.device | None) -> None:
+def _show_whole(wrapper: WrapperBase, device: torch.device | None) -> None:
     """Show whole parameters, each in memory of its own, on ``device`` or on the compute device."""
     full_params.refresh_shards_together(_groups(wrapper))
     for group in _groups(wrapper):
@@ -181,7 +179,7 @@ def _show_whole(wrapper: FullyShardedDataParallel, device: torch.device | None) 
 
 @torch.inference_mode(False)
 def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    wrapper = cast("FullyShardedDataParallel", module)
+    wrapper = cast(WrapperBase, module)
     _begin(wrapper)
     settings = wrapper._state_dict_settings
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
@@ -198,7 +196,7 @@ def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 def _after_saving(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    wrapper = cast("FullyShardedDataParallel", module)
+    wrapper = cast(WrapperBase, module)
     settings = wrapper._state_dict_settings
     config = settings.state_dict_config
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
@@ -220,7 +218,7 @@ def _after_saving(
             del state_dict[key]
 
 
-def _keep_shown(wrapper: FullyShardedDataParallel, state_dict: dict[str, Any]) -> None:
+def _keep_shown(wrapper: WrapperBase, state_dict: dict[str, Any]) -> None:
     """Put parameters of their own in the place of those that are about to become sharded: ``keep_vars``."""
     kept: dict[Any, nn.Parameter] = {}
     sharded_params = {
@@ -244,7 +242,7 @@ def _replace_beginning(table: MutableMapping[str, Any], old: str, new: str) -> N
 
 
 def _restore_buffers(
-    wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *, offload: bool
+    wrapper: WrapperBase, state_dict: dict[str, Any], prefix: str, *, offload: bool
 ) -> None:
     """Give buffers that were cast for compute the dtype they had, and move them where parameters are."""
     dtypes = wrapper._fsdp_state.original_buffer_dtypes
@@ -271,25 +269,19 @@ def _paths(wrapper: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _own_entries(wrapper: nn.Module) -> dict[str, tuple[FSDPParamGroup, int]]:
-    """A wrapper's parameters by their clean names, tied ones under each of theirs."""
-    homes: dict[nn.Module, dict[str, tuple[FSDPParamGroup, int]]] = {}
-    for group in _groups(wrapper):
-        for index, param in enumerate(group.params):
-            for owner in param.owners:
-                homes.setdefault(owner.module, {})[owner.name] = (group, index)
+    """Return a wrapper's parameters by their clean names; a tied one under each of its names."""
+    by_owner = params_by_owner(_groups(wrapper))
     return {
         clean_name(f"{path}{name}"): found
         for path, module in _paths(wrapper)
-        for name, found in homes.get(module, {}).items()
+        for name, found in by_owner.get(module, {}).items()
     }
 
 
 # --- sharded --------------------------------------------------------------------------------------
 
 
-def _shard_entries(
-    wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str
-) -> None:
+def _shard_entries(wrapper: WrapperBase, state_dict: dict[str, Any], prefix: str) -> None:
     """Put this rank's rows in the place of whole parameters."""
     group = wrapper._fsdp_state.groups[0] if wrapper._fsdp_state.groups else None
     if group is None or group.mesh_info.shard_process_group is None:
@@ -320,7 +312,7 @@ def _key_of(state_dict: MutableMapping[str, Any], prefix: str, name: str) -> str
 
 
 def sharded_rows(
-    wrapper: FullyShardedDataParallel,
+    wrapper: WrapperBase,
     whole: Tensor,
     placement_before: ParamPlacement | None = None,
     *,
@@ -394,9 +386,7 @@ def _whole_of_sharded_tensor(value: Any, device: torch.device) -> Tensor:
 # --- local ----------------------------------------------------------------------------------------
 
 
-def _add_local_entries(
-    wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str
-) -> None:
+def _add_local_entries(wrapper: WrapperBase, state_dict: dict[str, Any], prefix: str) -> None:
     for group in _groups(wrapper):
         if group.mesh_info.shard_process_group is None:
             raise LifecycleError(
@@ -432,7 +422,7 @@ def _before_loading(
     unexpected_keys: list[str],
     errors: list[str],
 ) -> None:
-    wrapper = cast("FullyShardedDataParallel", module)
+    wrapper = cast(WrapperBase, module)
     _begin(wrapper)
     wrapper._load_errors = errors
     if not any(key.startswith(f"{prefix}{WRAPPED}.") for key in state_dict):
@@ -470,7 +460,7 @@ def _before_loading(
     _show_whole(wrapper, None)
 
 
-def _check_same_on_all_ranks(wrapper: FullyShardedDataParallel, spread: list[str]) -> None:
+def _check_same_on_all_ranks(wrapper: WrapperBase, spread: list[str]) -> None:
     """Tensors of which ranks have parts are gathered one after the other, so all must have the same ones."""
     process_group = wrapper._fsdp_state.groups and _groups(wrapper)[0].mesh_info.shard_process_group
     if not process_group:
@@ -500,9 +490,7 @@ def _paths_of_others(wrapper: nn.Module) -> list[str]:
     ]
 
 
-def _prepare_local_entries(
-    wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str
-) -> None:
+def _prepare_local_entries(wrapper: WrapperBase, state_dict: dict[str, Any], prefix: str) -> None:
     key = f"{prefix}{WRAPPED}.{FLAT}"
     for group in _groups(wrapper):
         group.refresh_shards()
@@ -522,7 +510,7 @@ def _prepare_local_entries(
 
 
 def _after_loading(module: nn.Module, incompatible: Any) -> None:
-    wrapper = cast("FullyShardedDataParallel", module)
+    wrapper = cast(WrapperBase, module)
     wrapper._fsdp_state.installed_full_params.uninstall(write=True)
     for group in _groups(wrapper):
         group.repack()  # loading by assignment puts other parameters on the modules

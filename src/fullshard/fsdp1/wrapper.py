@@ -27,10 +27,10 @@ from fullshard.api import (
     StateDictType,
 )
 from fullshard.engine.clip_grad import Clipping
-from fullshard.engine.ownership import has_forward
-from fullshard.engine.runtime import FSDPState, Runtime, lazy_init, state_of
+from fullshard.engine.ownership import has_forward, managed_modules
+from fullshard.engine.runtime import state_of
 from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
-from fullshard.errors import LifecycleError, OptionTypeError, UnsupportedError, UsageError
+from fullshard.errors import LifecycleError, OptionTypeError, UnsupportedError
 from fullshard.fsdp1 import (
     comm_hooks,
     optimizer_params,
@@ -38,26 +38,25 @@ from fullshard.fsdp1 import (
     optimizer_state_load,
     precision,
     state_dicts,
-    summoned_params,
+    summon_full_params,
 )
-from fullshard.fsdp1.construction import (
-    Choices,
-    Ignored,
+from fullshard.fsdp1.construction import Choices, shard
+from fullshard.fsdp1.direct_calls import DirectCalls
+from fullshard.fsdp1.wrapper_base import WrapperBase, wrappers_in
+from fullshard.fsdp1.wrapper_options import (
     ProcessGroups,
-    check_one_wrapper_per_param,
     choose_axes,
     choose_device,
     choose_ignored,
-    shard,
+    process_groups_below,
+    wrap_below,
 )
-from fullshard.fsdp1.direct_calls import DirectCalls
 from fullshard.names import WRAPPED
-from fullshard.plan.mesh import DataParallelAxes
-from fullshard.plan.policies import switch
-from fullshard.wrap import auto_wrap
+from fullshard.plan.policies import check_type, switch
+from fullshard.wrap import reiterable
 
 
-class FullyShardedDataParallel(torch_border.ConvertibleModule, nn.Module):
+class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
     """A module whose parameters are split over ranks and gathered only while it computes.
 
         model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -119,12 +118,12 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, nn.Module):
         strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
         offload = CPUOffload() if cpu_offload is None else cpu_offload
         precision_ = MixedPrecision() if mixed_precision is None else mixed_precision
-        _check_type("module", module, nn.Module)
-        _check_type("sharding_strategy", strategy, ShardingStrategy)
-        _check_type("cpu_offload", offload, CPUOffload)
-        _check_type("mixed_precision", precision_, MixedPrecision)
+        check_type("module", module, nn.Module, home="torch.nn")
+        check_type("sharding_strategy", strategy, ShardingStrategy)
+        check_type("cpu_offload", offload, CPUOffload)
+        check_type("mixed_precision", precision_, MixedPrecision)
         if backward_prefetch is not None:
-            _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch)
+            check_type("backward_prefetch", backward_prefetch, BackwardPrefetch)
         sync_module_states = switch("sync_module_states", sync_module_states)
         forward_prefetch = switch("forward_prefetch", forward_prefetch)
         limit_all_gathers = switch("limit_all_gathers", limit_all_gathers)
@@ -133,7 +132,7 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, nn.Module):
             raise OptionTypeError(
                 f"param_init_fn must be a function of a module, got {param_init_fn!r}."
             )
-        ignored_modules, ignored_states = _listed(ignored_modules), _listed(ignored_states)
+        ignored_modules, ignored_states = reiterable(ignored_modules), reiterable(ignored_states)
         ignored = choose_ignored(type(self), ignored_modules, ignored_states)
         if module in ignored.modules:
             warnings.warn(
@@ -154,7 +153,7 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, nn.Module):
         )
         if auto_wrap_policy is not None:
             same_options = {
-                "process_group": _groups_for_inner(axes, process_group, device_mesh),
+                "process_group": process_groups_below(axes, process_group, device_mesh),
                 "sharding_strategy": sharding_strategy,
                 "cpu_offload": cpu_offload,
                 "backward_prefetch": backward_prefetch,
@@ -169,7 +168,7 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, nn.Module):
                 "ignored_states": ignored_states,
                 "device_mesh": device_mesh,
             }
-            self._wrap_below(module, auto_wrap_policy, same_options, ignored)
+            wrap_below(type(self), module, auto_wrap_policy, same_options, ignored)
         if not has_forward(module):
             warnings.warn(
                 f"{type(module).__name__} has no forward, during which its wrapper would gather its parameters. Wrap "
@@ -191,7 +190,6 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, nn.Module):
         self.world_size = group.size()
         self._use_orig_params = use_orig_params
         self._device_mesh = device_mesh
-        self._ignored = ignored
         self._load_errors: list[str] = []
         """What has gone wrong in the load now running."""
         self._comm_hook: Any = None
@@ -213,33 +211,10 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, nn.Module):
             ),
         )
         self._direct_calls = DirectCalls(self, module)
-        self._precision = precision.Precision(self, precision_)
+        managed = (below for _, below in managed_modules([self], ignored.modules))
+        self._precision = precision.Precision(managed, precision_)
         self._fsdp_state.original_buffer_dtypes = self._precision.original_buffer_dtypes()
         state_dicts.register_hooks(self)
-
-    def _wrap_below(
-        self, module: nn.Module, policy: Any, options: dict[str, Any], ignored: Ignored
-    ) -> None:
-        """Give the modules that a policy chooses wrappers of their own, with these options."""
-        precision_ = options["mixed_precision"]
-        wrapped = auto_wrap(
-            module,
-            policy,
-            type(self),
-            root_kwargs=options,
-            ignored_modules=ignored.modules,
-            ignored_params=ignored.params,
-            class_kwargs=precision.kwargs_of_classes_without_it(precision_),
-            check=functools.partial(check_one_wrapper_per_param, module, ignored=ignored),
-        )
-        exempt = () if precision_ is None else tuple(precision_._module_classes_to_ignore)
-        in_full = [each.name for each in wrapped if isinstance(each.module, exempt)]
-        if in_full:
-            warnings.warn(
-                f"These have wrappers of their own, without mixed precision: {in_full}. Modules of their classes "
-                f"({', '.join(cls.__name__ for cls in exempt)}) do not work in low precision.",
-                stacklevel=3,
-            )
 
     # --- the module inside ------------------------------------------------------------------------
 
@@ -271,7 +246,7 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, nn.Module):
         """Run the wrapped module's forward, with its parameters gathered."""
         state = self._fsdp_state
         if state.summoned:
-            return summoned_params.forward(self, args, kwargs)
+            return summon_full_params.forward(self, args, kwargs)
         args, kwargs = self._pre_forward(args, kwargs)
         output = None
         self._direct_calls.through_wrapper += 1
@@ -281,16 +256,6 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, nn.Module):
             self._direct_calls.through_wrapper -= 1
             output = state.post_forward(self, args, output)
         return output
-
-    def _pre_forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gather, and return the inputs in the compute dtype."""
-        state = self._fsdp_state
-        if state.installed_full_params:
-            state.installed_full_params.uninstall()  # loading a module around this one has failed
-        self._precision.prepare_forward(state, training=self.training)
-        return state.pre_forward(self, args, kwargs)
 
     def _before_conversion(self) -> None:
         """Shard the parameters: they are converted as shards."""
@@ -308,12 +273,12 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to every module below, while its parameters are whole; what it changes is kept."""
-        with summoned_params.summon_full_params(self, recurse=False, writeback=True):
+        with summon_full_params.summon_full_params(self, recurse=False, writeback=True):
             return super().apply(fn)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; within `summon_full_params`, under names without wrappers."""
-        summoned_params.notice_assigned(self)
+        summon_full_params.notice_assigned(self)
         for name, param in super().named_parameters(*args, **kwargs):
             yield self._shown_name(name), param
 
@@ -325,29 +290,13 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, nn.Module):
     def _shown_name(self, name: str) -> str:
         """Return a name as it is now: within `summon_full_params`, without the wrappers."""
         state = state_of(self)  # None while the wrapper is made
-        return _without_wrappers(name) if state is not None and state.summoned else name
+        return name.replace(f"{WRAPPED}.", "") if state is not None and state.summoned else name
 
     # --- training ---------------------------------------------------------------------------------
-
-    @property
-    def _fsdp_state(self) -> FSDPState:
-        state = state_of(self)
-        assert state is not None, "attached when the wrapper was made"
-        return state
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost wrapper; not to be asked of inner ones before the first forward."""
         return self._runtime().root is self._fsdp_state
-
-    def _runtime(self) -> Runtime:
-        return self._fsdp_state.runtime or lazy_init(self._fsdp_state)
-
-    def _require_root(self, method: str) -> None:
-        if not self.check_is_root():
-            raise LifecycleError(
-                f"{method} is for the outermost wrapper; {self._fsdp_state.name!r} is below it. Call it on the model "
-                "whose forward you call."
-            )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -367,14 +316,6 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, nn.Module):
         finally:
             for state, synchronises in zip(states, before, strict=True):
                 state.requires_gradient_sync = synchronises
-
-    def _require_idle(self, method: str) -> None:
-        runtime = self._fsdp_state.runtime
-        if runtime is not None and runtime.busy:
-            raise UsageError(
-                f"{method} was called within forward or backward of the model. Call it between them. (After an "
-                "exception, run a forward first, or make the model anew.)"
-            )
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:
@@ -425,7 +366,7 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, nn.Module):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """All wrappers in ``module``, itself included; with ``root_only``, those that are in no other."""
-        found = summoned_params.wrappers_in(module, root_only=root_only)
+        found = cast("list[FullyShardedDataParallel]", wrappers_in(module, root_only=root_only))
         if root_only:  # one outside of the module may be known
             found = [
                 each for each in found if each._fsdp_state.runtime is None or each.check_is_root()
@@ -455,7 +396,7 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, nn.Module):
             offload_to_cpu: Put them in host memory.
             with_grads: Gradients, too; with ``use_orig_params=True`` only, and not offloaded.
         """
-        return summoned_params.summon_full_params(
+        return summon_full_params.summon_full_params(
             module,
             recurse=recurse,
             writeback=writeback,
@@ -486,7 +427,7 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, nn.Module):
                 state_dicts.with_versions(self, state_dict), strict, assign
             )
         finally:
-            for wrapper in summoned_params.wrappers_in(self):
+            for wrapper in wrappers_in(self):
                 wrapper._fsdp_state.installed_full_params.uninstall()  # a module has raised
 
     def _fqn_modifiers(self) -> dict[str, str]:
@@ -685,34 +626,4 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, nn.Module):
         """
         return optimizer_params.rekeyed(
             optim_state_dict, optim_state_key_type, model, optim_input, optim
-        )
-
-
-def _groups_for_inner(
-    axes: DataParallelAxes, given: ProcessGroups | None, device_mesh: DeviceMesh | None
-) -> ProcessGroups | None:
-    """The groups of wrappers below: those of the nodes are made once, by the outermost."""
-    shard, replicate = axes.shard_process_group, axes.replicate_process_group
-    if device_mesh is None and shard is not None and replicate is not None:
-        return shard, replicate
-    return given
-
-
-def _without_wrappers(name: str) -> str:
-    """A name without this file's wrappers; others stay in it."""
-    return name.replace(f"{WRAPPED}.", "")
-
-
-def _listed(values: Any) -> Any:
-    """What may be read once, to be read by every wrapper."""
-    return list(values) if isinstance(values, Iterator) else values
-
-
-def _check_type(name: str, value: object, expected: type) -> None:
-    if not isinstance(value, expected):
-        found = type(value)
-        ours = expected.__module__.startswith("fullshard")
-        raise OptionTypeError(
-            f"{name} must be a {expected.__name__}{' of fullshard' if ours else ''}, got {value!r} "
-            f"({found.__module__}.{found.__qualname__}).{' Import it from fullshard.' if ours else ''}"
         )

@@ -35,7 +35,7 @@ from fullshard.engine.runtime import FSDPState, state_of
 from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
 from fullshard.errors import ConfigurationError, LifecycleError, OptionTypeError, UsageError
 from fullshard.plan.mesh import twin_group
-from fullshard.plan.policies import switch
+from fullshard.plan.policies import check_type, switch
 
 
 class FSDPModule(torch_border.ConvertibleModule):
@@ -173,7 +173,7 @@ class FSDPModule(torch_border.ConvertibleModule):
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this module's group with a comm object: one staged input, one output, copies around it."""
-        _check_type("comm", comm, AllGather)
+        check_type("comm", comm, AllGather, home="fullshard.comm")
         _check_comms_can_be_chosen(self, "set_custom_all_gather")
         for group in _state(self).groups:
             group.set_custom_all_gather(comm)
@@ -183,7 +183,7 @@ class FSDPModule(torch_border.ConvertibleModule):
 
         Not with a ``wire_dtype``.
         """
-        _check_type("comm", comm, ReduceScatter)
+        check_type("comm", comm, ReduceScatter, home="fullshard.comm")
         _check_comms_can_be_chosen(self, "set_custom_reduce_scatter")
         _check_reduce_scatters(self, "set_custom_reduce_scatter")
         _change_reduction(self, recurse=False, custom=comm)
@@ -559,10 +559,3 @@ def _sharded_states(modules: Iterable[FSDPModule]) -> tuple[FSDPState, ...]:
             f"Only modules that fully_shard was applied to can be given here, got {foreign}."
         )
     return tuple(_state(module) for module in modules)
-
-
-def _check_type(name: str, value: object, expected: type) -> None:
-    if not isinstance(value, expected):
-        raise OptionTypeError(
-            f"{name} must be an instance of {expected.__name__}, got {type(value).__name__}."
-        )

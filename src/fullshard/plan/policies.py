@@ -125,6 +125,18 @@ def switch(name: str, value: object) -> bool:
     raise OptionTypeError(f"{name} must be True or False, got {value!r}.")
 
 
+def check_type(name: str, value: object, expected: type, *, home: str = "fullshard") -> None:
+    """Refuse a value of option ``name`` that is no instance of ``expected``, which users import from ``home``."""
+    if isinstance(value, expected):
+        return
+    found = type(value)
+    is_namesake = found.__name__ == expected.__name__  # torch's class of the same name
+    raise OptionTypeError(
+        f"{name} must be an instance of {home}.{expected.__name__}, got {value!r} "
+        f"({found.__module__}.{found.__qualname__}).{f' Import it from {home}.' if is_namesake else ''}"
+    )
+
+
 def check_floating_dtype(name: str, value: object) -> None:
     """Refuse a value of option ``name`` that is not a floating-point dtype."""
     if not isinstance(value, torch.dtype) or not value.is_floating_point:

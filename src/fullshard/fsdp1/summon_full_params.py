@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,21 +12,8 @@ from fullshard.engine import full_params
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.runtime import lazy_init, named_states, state_of
 from fullshard.errors import ConfigurationError, LifecycleError, UnsupportedError
+from fullshard.fsdp1.wrapper_base import WrapperBase, wrappers_in
 from fullshard.names import clean_name
-
-if TYPE_CHECKING:
-    from fullshard.fsdp1.wrapper import FullyShardedDataParallel
-
-
-def wrappers_in(module: nn.Module, *, root_only: bool = False) -> list[FullyShardedDataParallel]:
-    """All wrappers in a module; with ``root_only``, those that no other contains."""
-    from fullshard.fsdp1.wrapper import FullyShardedDataParallel  # which needs this file
-
-    found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
-    if root_only:
-        inner = {below for each in found for below in each.modules() if below is not each}
-        found = [each for each in found if each not in inner]
-    return found
 
 
 def notice_assigned(module: nn.Module) -> None:
@@ -101,15 +88,13 @@ def summon_full_params(
         )
 
 
-def forward(
-    wrapper: FullyShardedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def forward(wrapper: WrapperBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward of a wrapper whose whole parameters are on its modules."""
     check_whole(wrapper)
     return wrapper._fsdp_wrapped_module(*args, **kwargs)
 
 
-def check_whole(wrapper: FullyShardedDataParallel) -> None:
+def check_whole(wrapper: WrapperBase) -> None:
     """Refuse a forward within `summon_full_params` on ranks that have no whole parameters."""
     state = wrapper._fsdp_state
     if any(not group.full_params_installed for group in state.groups):
@@ -164,19 +149,13 @@ class _Shown:
         ]
 
 
-def _check_gradients_can_be_shown(
-    wrappers: Sequence[FullyShardedDataParallel], offload_to_cpu: bool
-) -> None:
+def _check_gradients_can_be_shown(wrappers: Sequence[WrapperBase], offload_to_cpu: bool) -> None:
     if offload_to_cpu:
         raise UnsupportedError(
             "Gradients are on the device of their parameters, so with_grads=True excludes offload_to_cpu=True. "
             "Leave one out."
         )
-    flat = [
-        wrapper._fsdp_state.name or type(wrapper.module).__name__
-        for wrapper in wrappers
-        if not wrapper._use_orig_params
-    ]
+    flat = [wrapper._label for wrapper in wrappers if not wrapper._use_orig_params]
     if flat:
         raise UnsupportedError(
             f"Only parameters that kept their identity can show gradients, but these wrappers have a FlatParameter: "
