@@ -210,11 +210,11 @@ def only_gathers_without_sums() -> None:
         symmetric_memory(model)
         for group in groups_of(model):
             assert isinstance(group.custom_all_gather, collectives.SymmetricAllGather)
-            assert group.reduction.custom is None
+            assert group.reducer.settings.custom is None
         before = groups_of(model)[0].custom_all_gather
         symmetric_memory_for_reductions_too(model)  # a second call adds what is now possible
         for group in groups_of(model):
-            assert isinstance(group.reduction.custom, collectives.SymmetricReduceScatter)
+            assert isinstance(group.reducer.settings.custom, collectives.SymmetricReduceScatter)
         assert groups_of(model)[0].custom_all_gather is before
 
 
@@ -251,7 +251,7 @@ def reductions_on_a_group_of_their_own(setter: Callable[[Any], None], before: bo
         if not before:
             model.set_separate_reduce_scatter_group()
         group = groups_of(model)[0]
-        gathers, reduces = group.mesh_info.shard_process_group, group.reduction.process_group
+        gathers, reduces = group.mesh_info.shard_process_group, group.reducer.settings.process_group
         model(mine(batch_of(0))).backward()
         reference(batch_of(0)).backward()
         assert_close(gradients(model), gradients(reference), rtol=1e-5, atol=1e-6)
@@ -363,10 +363,10 @@ def test_what_excludes_each_other_is_refused_in_either_order(
         for name in first:
             CALLS[name](layer)
         (group,) = state_of(layer).groups
-        before = group.custom_all_gather, group.reduction
+        before = group.custom_all_gather, group.reducer.settings
         with pytest.raises(ConfigurationError, match=words):
             CALLS[then](layer)
-        assert (group.custom_all_gather, group.reduction) == before
+        assert (group.custom_all_gather, group.reducer.settings) == before
 
 
 ALLOWED = [

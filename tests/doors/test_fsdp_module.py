@@ -460,7 +460,7 @@ def inputs_in_flight(limit: int) -> int:
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal most
-        buffers = [group.gradients._buffer for group in groups]
+        buffers = [group.reducer._buffer for group in groups]
         most = max(most, sum(buffer is not None and buffer.allocated for buffer in buffers))
         return reduce_scatter(*args, **kwargs)
 
@@ -483,7 +483,9 @@ def test_no_more_inputs_are_in_flight_than_allowed(world, limit: int) -> None:
 def reductions_use_their_own_group() -> bool:
     model = shard(make_decoder(), FULLSHARD, Run())
     model.set_separate_reduce_scatter_group()
-    groups = {state_of(module).groups[0].reduction.process_group for module in all_modules(model)}
+    groups = {
+        state_of(module).groups[0].reducer.settings.process_group for module in all_modules(model)
+    }
     shared = state_of(model).groups[0].mesh_info.shard_process_group
     (own,) = groups
     return own is not shared and dist.get_process_group_ranks(own) == dist.get_process_group_ranks(
@@ -530,7 +532,7 @@ def test_the_old_name_of_the_divide_factor_warns() -> None:
         layer: Any = fully_shard(nn.Linear(2, 2))
         with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
             layer.set_reduce_scatter_divide_factor(4.0)
-        assert state_of(layer).groups[0].reduction.divide_by == 4.0
+        assert state_of(layer).groups[0].reducer.settings.divide_by == 4.0
 
 
 def test_every_method_of_torch_s_fsdp_module_is_there() -> None:

@@ -22,7 +22,7 @@ import fullshard.plan.layout
 from examples.int8_gather import Int8Gathered, gather_linear_weights_as_int8
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, replicate
 from fullshard.comm import collectives
-from fullshard.comm.reductions import ReduceEvents, Reduction
+from fullshard.comm.reduce_scatter import ReduceEvents, ReduceScatterState
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine.param_group import FSDPParamGroup
 from tests.helpers.fake import fake_world
@@ -293,9 +293,10 @@ def forget_releases(context: FSDPCommContext) -> None:
     context._releases.clear()
 
 
-def finish_input_at_once(reduction: Reduction) -> None:
+def finish_input_at_once(reduction: ReduceScatterState) -> None:
     reduction._buffer.release()
-    reduction._received.clear()
+    for bucket in reduction._buckets:
+        bucket.release_input()
 
 
 def wait_not_for_gather(group: FSDPParamGroup) -> None:
@@ -328,7 +329,7 @@ SABOTAGE = {
         "gathers_wait_for",
         nothing,
     ),
-    "reduce inputs are freed at once": (Reduction, "finish_input", finish_input_at_once),
+    "reduce inputs are freed at once": (ReduceScatterState, "finish_input", finish_input_at_once),
     "reductions do not wait for compute": (ReduceEvents, "new", events_not_ready),
     "the optimizer does not wait for reductions": (FSDPCommContext, "join", nothing),
 }
@@ -352,12 +353,13 @@ def test_a_missing_wait_is_seen(
     pytest.fail("no seed showed a difference")
 
 
-original_issue = Reduction.issue
+original_issue = ReduceScatterState.issue
 
 
-def forget_received(reduction: Reduction, wire: Any) -> None:
-    original_issue(reduction, wire)
-    reduction._received.clear()
+def forget_received(reduction: ReduceScatterState, span: Any) -> None:
+    original_issue(reduction, span)
+    for bucket in reduction._buckets:
+        bucket.outputs = bucket.sums = ()
 
 
 def test_received_gradients_that_are_given_back_at_once_are_seen(
@@ -365,7 +367,7 @@ def test_received_gradients_that_are_given_back_at_once_are_seen(
 ) -> None:
     with fake_world(4):
         expected = train(make_model(wire=True))
-        monkeypatch.setattr(Reduction, "issue", forget_received)
+        monkeypatch.setattr(ReduceScatterState, "issue", forget_received)
         for seed in range(20):
             with disturbed(seed) as rng:
                 result = train(make_model(wire=True), rng)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 import fullshard.wrap
-from fullshard.comm.reductions import ReduceEvents
+from fullshard.comm.reduce_scatter import ReduceEvents
 from fullshard.comm.streams import FSDPCommContext
 from tests.gpu.test_ranks import synchronised_collectives
 from tests.gpu.test_streams import DEPTH, WIDTH, HostEvent, Layer, disturbed, equal, pause

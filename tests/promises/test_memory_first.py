@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fullshard import fully_shard
+from fullshard.comm.reduce_scatter import GradientReducer
 from fullshard.engine.param_group import FSDPParamGroup
 from tests.helpers.fake import fake_world
 
@@ -29,17 +33,18 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What groups do in backward, in order."""
     events: list[str] = []
 
-    def logged(verb: str) -> None:
-        original = getattr(FSDPParamGroup, verb)
+    def logged(cls: Any, verb: str, group_of: Callable[[Any], FSDPParamGroup]) -> None:
+        original = getattr(cls, verb)
 
-        def call(self: FSDPParamGroup, **options: bool) -> None:
-            events.append(f"{verb} {self.name}{' (gathered)' if self.gathered else ''}")
+        def call(self: Any, **options: bool) -> None:
+            group = group_of(self)
+            events.append(f"{verb} {group.name}{' (gathered)' if group.gathered else ''}")
             original(self, **options)
 
-        monkeypatch.setattr(FSDPParamGroup, verb, call)
+        monkeypatch.setattr(cls, verb, call)
 
-    logged("reduce_gradients")
-    logged("wait")
+    logged(GradientReducer, "reduce", lambda reducer: reducer._group())
+    logged(FSDPParamGroup, "wait", lambda group: group)
     return events
 
 
@@ -55,11 +60,11 @@ def test_parameters_are_given_back_before_their_gradients_are_reduced(log: list[
     assert log == [
         "wait layers.2 (gathered)",
         "wait root (gathered)",
-        "reduce_gradients layers.2",
+        "reduce layers.2",
         "wait layers.1 (gathered)",
-        "reduce_gradients layers.1",
+        "reduce layers.1",
         "wait layers.0 (gathered)",
         # Nothing sharded comes before it in forward, and what there is should not make it wait.
-        "reduce_gradients layers.0 (gathered)",
-        "reduce_gradients root",
+        "reduce layers.0 (gathered)",
+        "reduce root",
     ]

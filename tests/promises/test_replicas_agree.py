@@ -77,17 +77,17 @@ def wrapped() -> Any:
 def segments_apart() -> Any:
     """Messages that lie as on accelerators."""
     model = sharded()
-    gradients: Any = state_of(model).groups[0].gradients
-    gradients._buffer_on = functools.partial(reduce_buffer_of_an_accelerator, gradients)
+    reducer: Any = state_of(model).groups[0].reducer
+    reducer._new_buffer = functools.partial(reduce_buffer_of_an_accelerator, reducer)
     return model
 
 
-def reduce_buffer_of_an_accelerator(gradients: Any, *args: Any) -> Any:
-    gradients._device = torch.device("meta")
+def reduce_buffer_of_an_accelerator(reducer: Any, *args: Any) -> Any:
+    reducer._device = torch.device("meta")
     try:
-        return type(gradients)._buffer_on(gradients, *args)
+        return type(reducer)._new_buffer(reducer, *args)
     finally:
-        gradients._device = CPU
+        reducer._device = CPU
 
 
 MODELS: dict[str, Callable[[], Any]] = {

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from fullshard.comm.reduce_buffer import ReduceBuffer
+from fullshard.comm.reduce_buffer import OutputView, ReduceBucket, ReduceBuffer
 from fullshard.plan.layout import ALIGNMENT, ROW_ALIGNMENT, Division
 from tests.helpers.compare import assert_equal
 from tests.storage.test_buffers import (
@@ -73,14 +73,22 @@ def memory_of(buffer: ReduceBuffer) -> torch.UntypedStorage:
 
 def message(buffer: ReduceBuffer) -> Tensor:
     """The one message in which a group travels."""
-    (run,) = buffer.runs(frozenset(buffer.targets))
-    (tensor,) = run.inputs
+    (bucket,) = buffer.buckets(frozenset(buffer.targets))
+    (tensor,) = bucket.inputs
     return tensor
 
 
 def fill(buffer: ReduceBuffer, gradients: dict[int, Tensor]) -> None:
     if gradients:
-        buffer.put(gradients)
+        buffer.fill(gradients)
+
+
+def inputs_of(bucket: ReduceBucket) -> tuple[Tensor, ...]:
+    return bucket.inputs or (bucket.join_messages(),)
+
+
+def views_of(output: Tensor, views: Sequence[OutputView]) -> list[Tensor]:
+    return [output.as_strided(view.shape, view.strides, view.start) for view in views]
 
 
 def reduce_scatter(
@@ -88,23 +96,23 @@ def reduce_scatter(
 ) -> list[dict[int, Tensor]]:
     """What a reduction does, for all ranks: per rank and parameter, the local gradient."""
     for buffer in buffers:
-        for run in buffer.runs(used):
-            for tensor in run.unfilled:
+        for bucket in buffer.buckets(used):
+            for tensor in bucket.unfilled:
                 tensor.zero_()
-    all_runs = [buffer.runs(used) for buffer in buffers]
+    all_buckets = [buffer.buckets(used) for buffer in buffers]
     results = []
-    for rank, runs in enumerate(all_runs):
+    for rank, buckets in enumerate(all_buckets):
         local: dict[int, Tensor] = {}
-        for number, run in enumerate(runs):
-            output = torch.full((run.numel,), -1, dtype=run.reduce_dtype)
-            inputs = zip(*(each[number].inputs for each in all_runs), strict=True)
-            for piece, of_ranks in zip(run.cut_outputs(output), inputs, strict=True):
+        for number, bucket in enumerate(buckets):
+            output = torch.full((bucket.numel,), -1, dtype=bucket.reduce_dtype)
+            inputs = zip(*(inputs_of(each[number]) for each in all_buckets), strict=True)
+            for piece, of_ranks in zip(views_of(output, bucket.outputs), inputs, strict=True):
                 numel = piece.numel()
-                total = torch.stack(of_ranks).sum(0, dtype=run.reduce_dtype)
+                total = torch.stack(of_ranks).sum(0, dtype=bucket.reduce_dtype)
                 piece.copy_(total[rank * numel : (rank + 1) * numel])
-            run.sum_copies(output)
-            cut = run.cut(output)
-            local |= {g.param: each for g, each in zip(run.gradients, cut, strict=True)}
+            if bucket.has_copies:
+                bucket.sum_copies(output)
+            local |= zip(bucket.params, views_of(output, bucket.gradients), strict=True)
         results.append(local)
     return results
 
@@ -156,14 +164,14 @@ def test_padding_is_cleared_whatever_the_memory_held(group: Group, rank_major: b
     (buffer, *_) = reduce_buffers(group, params, rank_major=rank_major)
     gradients = full_params(group)  # without a zero among them
     fill(buffer, {param: gradients[param] for param in params})
-    for run in buffer.runs(frozenset(params)):
-        slots = [layout.slots[gradient.param] for gradient in run.gradients]
+    for bucket in buffer.buckets(frozenset(params)):
+        slots = [layout.slots[param] for param in bucket.params]
         copies = sum(
             layout.world if slot.division is Division.REPLICATED else slot.numel for slot in slots
         )
-        sent = torch.cat([tensor.view(layout.world, -1) for tensor in run.inputs], dim=1)
-        if run.outputs != run.pieces:
-            sent = torch.cat([sent.narrow(1, *piece) for piece in run.pieces], dim=1)
+        sent = torch.cat([tensor.view(layout.world, -1) for tensor in bucket.inputs], dim=1)
+        if bucket.output_ranges != bucket.ranges:
+            sent = torch.cat([sent.narrow(1, *each) for each in bucket.ranges], dim=1)
         assert int((sent != 0).sum()) == copies
 
 
@@ -179,16 +187,17 @@ def test_rank_after_rank_all_that_is_reduced_alike_is_one_message() -> None:
 
 
 @every_group
-def test_between_reduced_pieces_there_are_zeros_if_one_asks(group: Group) -> None:
+def test_between_reduced_gradients_there_are_zeros_if_one_asks(group: Group) -> None:
     params, world = floating(group), group.layout.world
     (buffer, *_) = reduce_buffers(group, params)
-    for run in buffer.runs(frozenset(params)):
-        output = torch.ones(run.numel)
-        run.clear_gaps(output)
-        slots = [(each.start, group.layout.slots[each.param]) for each in run.gradients]
+    for bucket in buffer.buckets(frozenset(params)):
+        output = torch.ones(bucket.numel)
+        bucket.zero_gaps(output)
+        starts = [view.start for view in bucket.gradients]
+        slots = zip(starts, [group.layout.slots[param] for param in bucket.params], strict=True)
         copied = [start for start, slot in slots if slot.division is Division.REPLICATED]
         # Contributions to copies are no gradients any longer; each sum is one element.
-        kept = run.pieces[: len(run.pieces) - len(copied)] if world > 1 else run.pieces
+        kept = bucket.ranges[: len(bucket.ranges) - len(copied)] if world > 1 else bucket.ranges
         sums = copied if world > 1 else []
         assert int(output.sum()) == sum(numel for _, numel in kept) + len(sums)
         assert all(output[start : start + numel].all() for start, numel in kept)
@@ -201,61 +210,62 @@ def test_gradients_are_cast_to_the_reduce_dtype_on_their_way_in() -> None:
     gradients = full_params(group)
     for buffer in buffers:
         fill(buffer, dict(enumerate(gradients)))
-    (run,) = buffers[0].runs(frozenset([0, 1]))
-    assert (run.reduce_dtype, run.gradient_dtype) == (SINGLE, HALF)
-    assert all(tensor.dtype is SINGLE for tensor in run.inputs)
+    (bucket,) = buffers[0].buckets(frozenset([0, 1]))
+    assert (bucket.reduce_dtype, bucket.gradient_dtype) == (SINGLE, HALF)
+    assert all(tensor.dtype is SINGLE for tensor in bucket.inputs)
     for rank, local in enumerate(reduce_scatter(buffers, frozenset([0, 1]))):
         for param, gradient in enumerate(gradients):
             expected = held_by(group.layout, param, rank, 2 * gradient.to(SINGLE))
             assert_equal(local[param], expected)
 
 
-def test_there_is_one_run_per_pair_of_dtypes_and_outputs_of_a_run_do_not_overlap() -> None:
+def test_there_is_one_bucket_per_pair_of_dtypes_and_outputs_of_a_bucket_do_not_overlap() -> None:
     group = per_row(
         *(((3, 2), 0, dtype) for dtype in (SINGLE, HALF, SINGLE, DOUBLE, HALF)), world=2
     )
     reduce_dtypes = [SINGLE, SINGLE, SINGLE, SINGLE, HALF]
     (buffer, _) = reduce_buffers(group, range(5), reduce_dtypes)
-    runs = buffer.runs(frozenset(range(5)))
-    assert [(run.reduce_dtype, run.gradient_dtype) for run in runs] == [
+    buckets = buffer.buckets(frozenset(range(5)))
+    assert [(bucket.reduce_dtype, bucket.gradient_dtype) for bucket in buckets] == [
         (SINGLE, SINGLE),
         (SINGLE, HALF),
         (SINGLE, DOUBLE),
         (HALF, HALF),
     ]
-    assert [[g.param for g in run.gradients] for run in runs] == [[0, 2], [1], [3], [4]]
-    for run in runs:
+    assert [bucket.params for bucket in buckets] == [(0, 2), (1,), (3,), (4,)]
+    for bucket in buckets:
         end = 0
-        for start, numel in run.pieces:
+        for start, numel in bucket.ranges:
             assert start % ROW_ALIGNMENT == 0 and start >= end
             end = start + numel
-        assert end <= run.numel
+        assert end <= bucket.numel
 
 
-def test_runs_of_the_same_parameters_are_planned_once() -> None:
+def test_buckets_of_the_same_parameters_are_planned_once() -> None:
     (buffer, *_) = reduce_buffers(MIXED, floating(MIXED))
     used = frozenset([0, 1])
-    assert buffer.runs(used) is buffer.runs(frozenset([1, 0]))
-    assert buffer.runs(used) is not buffer.runs(frozenset([0]))
+    assert buffer.buckets(used) is buffer.buckets(frozenset([1, 0]))
+    assert buffer.buckets(used) is not buffer.buckets(frozenset([0]))
 
 
 def test_per_row_a_parameter_without_gradient_does_not_travel() -> None:
     group = per_row(((3, 4), 0, SINGLE), ((4,), 0, SINGLE), ((2, 2), 0, SINGLE), world=2)
     (buffer, _) = reduce_buffers(group, [0, 1, 2])
-    (run,) = buffer.runs(frozenset([0, 2]))
-    assert [g.param for g in run.gradients] == [0, 2]
-    assert len(run.inputs) == len(run.pieces) == 2
-    assert run.unfilled == ()
-    assert buffer.runs(frozenset()) == ()
+    (bucket,) = buffer.buckets(frozenset([0, 2]))
+    assert bucket.params == (0, 2)
+    assert len(bucket.inputs) == len(bucket.ranges) == 2
+    assert bucket.unfilled == ()
+    assert buffer.buckets(frozenset()) == ()
 
 
 def test_rank_after_rank_a_part_of_a_group_is_one_message_too() -> None:
     group = per_row(((3, 4), 0, SINGLE), ((4,), 0, SINGLE), ((2, 2), 0, SINGLE), world=2)
     (buffer, _) = reduce_buffers(group, [0, 1, 2], rank_major=True)
     fill(buffer, {0: torch.ones(3, 4), 2: 2 * torch.ones(2, 2)})
-    (run,) = buffer.runs(frozenset([0, 2]))
-    (sent,) = run.inputs
-    assert sent.numel() == 2 * run.numel
+    (bucket,) = buffer.buckets(frozenset([0, 2]))
+    assert bucket.inputs == ()  # they are copied into one message
+    sent = bucket.join_messages()
+    assert sent.numel() == 2 * bucket.numel
     assert [int((row == 1).sum()) for row in sent.view(2, -1)] == [8, 4]
     assert [int((row == 2).sum()) for row in sent.view(2, -1)] == [2, 2]
 
@@ -269,9 +279,9 @@ def test_what_was_accumulated_is_sent_in_another_dtype(group: Group, rank_major:
     gradients = full_params(group)
     for sent in narrow:
         fill(sent, {param: gradients[param].to(DOUBLE) for param in params})
-    runs = narrow[0].runs(frozenset(params))
-    assert all(run.exchanged and run.reduce_dtype is DOUBLE for run in runs)
-    assert all(tensor.dtype is HALF for run in runs for tensor in run.inputs)
+    buckets = narrow[0].buckets(frozenset(params))
+    assert all(bucket.exchanged and bucket.reduce_dtype is DOUBLE for bucket in buckets)
+    assert all(tensor.dtype is HALF for bucket in buckets for tensor in bucket.inputs)
     for rank, local in enumerate(reduce_scatter(narrow, frozenset(params))):
         for param in params:
             total = group.layout.world * gradients[param].to(DOUBLE)  # whole numbers: exact in HALF
@@ -286,17 +296,17 @@ def test_flat_a_parameter_without_gradient_travels_as_zeros_with_its_segment() -
         buffer.targets[1][0].fill_(77)  # what an earlier step left
         fill(buffer, {0: gradients[0], 2: gradients[2]})
     used = frozenset([0, 2])
-    (run,) = buffers[0].runs(used)
-    assert [tensor.shape for tensor in run.unfilled] == [(3,)]
-    assert run.unfilled[0].data_ptr() == buffers[0].targets[1][0].data_ptr()
+    (bucket,) = buffers[0].buckets(used)
+    assert [tensor.shape for tensor in bucket.unfilled] == [(3,)]
+    assert bucket.unfilled[0].data_ptr() == buffers[0].targets[1][0].data_ptr()
     locals_ = reduce_scatter(buffers, used)
     for rank, local in enumerate(locals_):
-        # It lands, too: other ranks may have used it, and all have parts of its gradient then.
+        # It gets a gradient, too: other ranks may have used it, and all have shards of its gradient then.
         for param, times in ((0, 2), (1, 0), (2, 2)):
             expected = held_by(group.layout, param, rank, times * gradients[param])
             assert_equal(local.pop(param), expected)
         assert not local
-    assert run.inputs[0][12:15].tolist() == [0.0] * 3
+    assert bucket.inputs[0][12:15].tolist() == [0.0] * 3
 
 
 def test_flat_a_frozen_parameter_is_padding() -> None:
@@ -305,8 +315,8 @@ def test_flat_a_frozen_parameter_is_padding() -> None:
     fill(buffer, {0: torch.ones(3, 4), 2: torch.ones(4)})
     assert sorted(buffer.targets) == [0, 2]
     assert message(buffer).tolist() == [1.0] * 12 + [0.0] * 3 + [1.0] * 4 + [0.0]
-    (run,) = buffer.runs(frozenset([0, 2]))
-    assert run.unfilled == ()
+    (bucket,) = buffer.buckets(frozenset([0, 2]))
+    assert bucket.unfilled == ()
 
 
 def test_segments_without_trainable_parameters_have_no_memory() -> None:

@@ -36,30 +36,16 @@ class Event(Protocol):
         """Whether the mark has been reached; the host does not wait."""
 
 
-class _HostEvent:
-    """The CPU's event: the host has already waited."""
-
-    def record(self) -> None:
-        """Do nothing."""
-
-    def wait(self) -> None:
-        """Do nothing."""
-
-    def query(self) -> bool:
-        """Say that it has."""
-        return True
-
-
 class InFlight(Protocol):
     """A reduction that has been issued and not been waited for."""
 
     def finish_input(self) -> None:
         """Order the current stream after the last read of the reduction's input, and give the input back."""
 
-    def finish(self, *, land: bool = True) -> None:
+    def finish(self, *, accumulate: bool = True) -> None:
         """Order the current stream after the whole reduction, and drop what it kept alive.
 
-        With ``land`` False, gradients that are not in `.grad` yet are dropped.
+        With ``accumulate`` False, gradients that are not in `.grad` yet are dropped.
         """
 
 
@@ -100,18 +86,20 @@ class FSDPCommContext:
         self.recorder: TraceRecorder | None = None
         """Who is told what happens and when; usually nobody."""
         self.host_reads_results = False
-        """Whether gradients land in host memory, so that the host must wait for them."""
+        """Whether sharded gradients are in host memory, so that the host must wait for them."""
         self._releases: list[Event] = []
-        self._inputs: deque[InFlight] = deque()
+        self.reduce_inputs: deque[InFlight] = deque()
+        """Reductions whose input may still be read, oldest first."""
         self._reductions: deque[InFlight] = deque()
+        """Reductions that are not finished, oldest first."""
         self._kept: list[object] = []
 
     def _stream(self, *, priority: int) -> Any:
         return torch.Stream(self.device, priority=priority) if self.asynchronous else _HOST_STREAM
 
     def new_event(self) -> Event:
-        """An event to be recorded and waited for as often as one likes."""
-        return torch.Event(self.device.type) if self.asynchronous else _HOST_EVENT
+        """Return an event that may be recorded and waited for any number of times."""
+        return torch.Event(self.device.type) if self.asynchronous else torch.cpu.Event()
 
     def gathers_wait_for(self, event: Any = None) -> None:
         """Let gathers issued from now on see what was written to the shards before ``event``.
@@ -138,8 +126,8 @@ class FSDPCommContext:
 
     def make_room_for_reduction(self) -> None:
         """Keep the reduce inputs in flight below `max_reductions`; called before one is allocated."""
-        while len(self._inputs) >= self.max_reductions:
-            self._inputs.popleft().finish_input()
+        while len(self.reduce_inputs) >= self.max_reductions:
+            self.reduce_inputs.popleft().finish_input()
         # What outlives the input (an all-reduce, a cast) is small, and one more group's compute is
         # ample time for it, so waiting for it here costs nothing.
         while len(self._reductions) > self.max_reductions:
@@ -147,7 +135,7 @@ class FSDPCommContext:
 
     def note_reduction(self, reduction: InFlight) -> None:
         """A reduction was issued; it is finished by `make_room_for_reduction` or `join`."""
-        self._inputs.append(reduction)
+        self.reduce_inputs.append(reduction)
         self._reductions.append(reduction)
 
     def keep_until_joined(self, memory: object) -> None:
@@ -157,14 +145,14 @@ class FSDPCommContext:
 
     def finish_inputs(self) -> None:
         """Order the current stream after the last read of every reduce input in flight."""
-        while self._inputs:
-            self._inputs.popleft().finish_input()
+        while self.reduce_inputs:
+            self.reduce_inputs.popleft().finish_input()
 
-    def join(self, *, land: bool = True) -> None:
+    def join(self, *, accumulate: bool = True) -> None:
         """Order the current stream after every reduction in flight; see `InFlight.finish`."""
         self.finish_inputs()
         while self._reductions:
-            self._reductions.popleft().finish(land=land)
+            self._reductions.popleft().finish(accumulate=accumulate)
         self._kept.clear()
         if self.host_reads_results:
             self.synchronize()
@@ -176,5 +164,4 @@ class FSDPCommContext:
                 stream.synchronize()
 
 
-_HOST_EVENT = _HostEvent()
 _HOST_STREAM = contextlib.nullcontext()

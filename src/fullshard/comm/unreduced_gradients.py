@@ -1,15 +1,16 @@
-"""Gradients that a backward without synchronisation left: they wait, whole, for a backward that reduces.
+"""Gradients of one group that wait for a later reduction; used only where gradients are accumulated.
 
-    add           keep a backward's gradients, or add them to those that wait
-    take          all that wait, to be reduced
+    add           keep a backward's unsharded gradients, or add them to those that wait
+    take          return all that wait, to be reduced
+    partial       reduce-scatter outputs that are not summed over replicas yet
     clear, drop   zero_grad was called for some parameters; or a step has failed
 
-They are in the reduce dtype, or the dtype they came in if that is the same, and only the compute stream
-touches their memory.
+Unsharded gradients are in the reduce dtype, or in the dtype they came in if that is the same, and only the compute
+stream touches their memory. Partial sums are the reduction's: only the stream of the all-reduce touches them.
 
 [Note: who sees unreduced gradients]
-Parameters that rest as pieces (`PlainShardedParam`) show them in `.grad`, whole, as torch's FSDP1 does. So `.grad`
-is the truth, and what users do to it counts: clear it, clip it, step with it where nothing is sharded. A
+Parameters that rest as plain tensors (`PlainShardedParam`) show them in `.grad`, unsharded, as torch's FSDP1 does. So
+`.grad` is the truth, and what users do to it counts: clear it, clip it, step with it where nothing is sharded. A
 reduced gradient that was in `.grad` before is put aside, and comes back with the next reduction, unless
 `.grad` was cleared; where nothing is sharded, it is one more gradient to average.
 
@@ -19,41 +20,55 @@ trace, so `zero_grad` of optimizers and of modules is observed (`process_hooks`)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from fullshard.comm.streams import FSDPCommContext
 from fullshard.plan.layout import Layout
 from fullshard.storage.param import FSDPParam
 from fullshard.storage.sharded_params import PlainShardedParam
 
 
 class UnreducedGradients:
-    """What waits of one group's gradients."""
+    """One group's gradients that wait for a later reduction; lives as long as the group."""
 
     def __init__(self, params: Sequence[FSDPParam], layout: Layout) -> None:
-        """Of parameters that have faces by the time there are gradients; ``layout`` is of all of them."""
+        """Begin with none.
+
+        Args:
+            params: The group's parameters, which are sharded by the time there are gradients.
+            layout: The layout of all of them.
+        """
         self._params = params
         self._layout = layout
+        self._context: FSDPCommContext
         self._hidden: dict[int, Tensor] = {}
-        """By index of the parameter, what `.grad` does not show."""
+        """By index of the parameter, gradients that `.grad` does not show."""
         self._shown: dict[PlainShardedParam, tuple[int, ...]] = {}
-        """Faces whose `.grad` is unreduced, or was until somebody cleared it; and the parameters they stand for."""
+        """Sharded parameters whose `.grad` is unreduced, or was until somebody cleared it, each with the indices of
+        the parameters it stands for."""
+        self.held = False
+        """Whether unsharded gradients wait; a plain attribute, since every backward asks."""
+        self.partial: dict[int, Tensor] = {}
+        """By index of the parameter, this rank's reduce-scatter outputs that wait to be summed over replicas."""
 
-    def __bool__(self) -> bool:
-        return bool(self._hidden or self._shown)
+    def connect(self, context: FSDPCommContext) -> None:
+        """Join a model's streams."""
+        self._context = context
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what waits."""
+        """Bytes of the unsharded gradients that wait."""
         found = (sharded_param.param.grad for sharded_param in self._shown)
         return sum(t.nbytes for t in (*self._hidden.values(), *found) if t is not None)
 
     def sharded_names(self, wanted: Collection[int] | None = None) -> list[str]:
-        """Names of sharded parameters whose `.grad` is an unreduced gradient of the whole; the same on all ranks.
+        """Return names of sharded parameters whose `.grad` is an unreduced, unsharded gradient; equal on all ranks.
 
-        Of all, or of those whose ids are ``wanted``.
+        Of all sharded parameters, or of those whose ids are ``wanted``.
         """
         return [
             sharded_param.name
@@ -63,33 +78,48 @@ class UnreducedGradients:
             and sharded_param.unreduced is not None
         ]
 
+    def changed(self) -> None:
+        """Note what waits now; called after every change."""
+        self.held = bool(self._hidden or self._shown)
+        if self.held or self.partial:
+            _WAITING[id(self)] = self
+        else:
+            _WAITING.pop(id(self), None)
+        if self._context.recorder is not None:
+            self._context.recorder.note_reducing(self, self.nbytes)
+
     # --- add --------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def add(self, gradients: dict[int, Tensor], dtypes: Sequence[torch.dtype]) -> None:
-        """Keep whole gradients, by index of the parameter, in ``dtypes``; those that wait are added to."""
+        """Keep unsharded gradients, by index of the parameter, in ``dtypes``; add to those that wait."""
         if not gradients:
             return
         if not isinstance(self._params[0].sharded_param, PlainShardedParam):
             _add_to(self._hidden, gradients, dtypes)
-            return
+        else:
+            self._add_shown(gradients, dtypes)
+        self.changed()
+
+    def _add_shown(self, gradients: dict[int, Tensor], dtypes: Sequence[torch.dtype]) -> None:
         for sharded_param, members in self._members_of(gradients):
             theirs = {index: gradients[index] for index in members if index in gradients}
             waiting = self._read(sharded_param, members) if sharded_param in self._shown else {}
             if waiting:
                 _add_to(waiting, theirs, dtypes)
             else:
-                sharded_param.show_unreduced(self._whole(sharded_param, members, theirs, dtypes))
+                unsharded = self._unsharded(sharded_param, members, theirs, dtypes)
+                sharded_param.show_unreduced(unsharded)
                 self._shown[sharded_param] = members
 
     def _members_of(
         self, gradients: dict[int, Tensor]
     ) -> list[tuple[PlainShardedParam, tuple[int, ...]]]:
-        """Faces of parameters that have gradients, each with all parameters it stands for."""
+        """Return sharded parameters that have gradients, each with the indices of those it stands for."""
         members: dict[PlainShardedParam, list[int]] = {}
         for index, param in enumerate(self._params):
             assert isinstance(param.sharded_param, PlainShardedParam), (
-                "the faces of a group are of one kind"
+                "the sharded parameters of a group are of one kind"
             )
             members.setdefault(param.sharded_param, []).append(index)
         return [
@@ -98,57 +128,56 @@ class UnreducedGradients:
             if any(index in gradients for index in theirs)
         ]
 
-    def _whole(
+    def _unsharded(
         self,
         sharded_param: PlainShardedParam,
         members: Sequence[int],
         gradients: dict[int, Tensor],
         dtypes: Sequence[torch.dtype],
     ) -> Tensor:
-        """One gradient for a face that shows none yet; zero where parameters have none."""
+        """Return one gradient for a sharded parameter that shows none yet; zero where parameters have none."""
         if not sharded_param.stands_for_several:
-            whole = _in_dtype(gradients, dtypes)[members[0]]
+            unsharded = _in_dtype(gradients, dtypes)[members[0]]
         else:
             example = next(iter(gradients.values()))
-            whole = example.new_zeros(self._numel(members), dtype=dtypes[members[0]])
-            _copy(self._cut(whole, members), gradients)
+            unsharded = example.new_zeros(self._numel(members), dtype=dtypes[members[0]])
+            _copy(self._views(unsharded, members), gradients)
         before = sharded_param.param.grad
         if self._layout.world == 1 and before is not None:
-            # The same on all ranks, as is its average. Adding takes the wider of the dtypes.
-            whole = before.to(whole.device) + whole
+            # The reduced gradient is equal on all ranks, so it is its own average and may be averaged
+            # once more with the sum. Adding takes the wider of the dtypes.
+            unsharded = before.to(unsharded.device) + unsharded
             sharded_param.clear_gradient(set_to_none=True)
-        return whole
+        return unsharded
 
     def _numel(self, members: Sequence[int]) -> int:
         last = self._layout.slots[members[-1]]
         return last.start + last.numel
 
-    def _cut(self, whole: Tensor, members: Sequence[int]) -> dict[int, Tensor]:
-        """The parts of a gradient that belong to the parameters a face stands for."""
-        slots, begin = self._layout.slots, whole.storage_offset()
+    def _views(self, unsharded: Tensor, members: Sequence[int]) -> dict[int, Tensor]:
+        """Return views of a gradient for the parameters that a sharded parameter stands for."""
+        slots, begin = self._layout.slots, unsharded.storage_offset()
         return {
-            index: whole.as_strided(
+            index: unsharded.as_strided(
                 slots[index].shape, slots[index].strides, begin + slots[index].start
             )
             for index in members
         }
 
     def _read(self, sharded_param: PlainShardedParam, members: Sequence[int]) -> dict[int, Tensor]:
-        """What a face shows, by parameter; nothing if it was cleared, or something else was assigned."""
-        whole = sharded_param.unreduced
-        if whole is None:
+        """Return what `.grad` shows, by parameter; nothing if it was cleared, or something else was assigned."""
+        unsharded = sharded_param.unreduced
+        if unsharded is None:
             return {}
-        return (
-            self._cut(whole, members) if sharded_param.stands_for_several else {members[0]: whole}
-        )
+        if not sharded_param.stands_for_several:
+            return {members[0]: unsharded}
+        return self._views(unsharded, members)
 
     # --- take -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def take(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
-        """All that wait, with ``gradients`` added; nothing waits any longer, and `.grad` shows what is reduced."""
-        if not self:
-            return gradients
+        """Return all that wait, with ``gradients`` added; none wait afterwards, and `.grad` shows what is reduced."""
         waiting, self._hidden = self._hidden, {}
         for sharded_param, members in self._shown.items():
             waiting.update(self._read(sharded_param, members))
@@ -156,24 +185,65 @@ class UnreducedGradients:
         self._shown.clear()
         dtypes = {index: gradient.dtype for index, gradient in gradients.items()}
         _add_to(waiting, gradients, dtypes)
+        self.changed()
         return waiting
 
     # --- clear and drop ---------------------------------------------------------------------------
 
-    def clear(self, indices: Sequence[int]) -> None:
-        """Somebody has cleared the gradients of these parameters; `.grad` he has cleared himself."""
+    def clear(self, cleared: Collection[int]) -> None:
+        """Forget what waits of parameters whose gradients somebody has cleared; ``cleared`` has ids of parameters.
+
+        Of those that `.grad` shows, whoever cleared it has done the rest.
+        """
+        indices = [
+            index
+            for index, param in enumerate(self._params)
+            if id(param.sharded_param.param) in cleared or id(param.unsharded_param) in cleared
+        ]
         for index in indices:
             self._hidden.pop(index, None)
             sharded_param = self._params[index].sharded_param
             if isinstance(sharded_param, PlainShardedParam):
                 sharded_param.forget_reduced()
+            if index in self.partial:
+                # A reduction in flight may be adding to it on another stream.
+                self._context.keep_until_joined(self.partial.pop(index))
+        if indices:
+            self.changed()
 
     def drop(self) -> None:
-        """Forget all that waits; reduced gradients stay."""
+        """Forget all that waits, when no reduction is in flight; reduced gradients stay."""
         self._hidden.clear()
         for sharded_param in self._shown:
             sharded_param.show_reduced()
         self._shown.clear()
+        self.partial.clear()
+        self.changed()
+
+
+_WAITING: weakref.WeakValueDictionary[int, UnreducedGradients] = weakref.WeakValueDictionary()
+"""Those that are not empty, by their ids; usually none. Other threads may add theirs at any time."""
+
+
+def _waiting() -> list[UnreducedGradients]:
+    found = (reference() for reference in _WAITING.valuerefs())
+    return [waiting for waiting in found if waiting is not None]
+
+
+def gradients_were_cleared(params: Callable[[], Iterable[Tensor]]) -> None:
+    """Forget what waits of parameters: ``zero_grad`` was called for them."""
+    if _WAITING:
+        cleared = {id(param) for param in params()}
+        for waiting in _waiting():
+            waiting.clear(cleared)
+
+
+def not_to_be_updated(params: Callable[[], Iterable[Tensor]]) -> list[str]:
+    """Return names of parameters that no optimizer can update now: see `UnreducedGradients.sharded_names`."""
+    if not _WAITING:
+        return []
+    wanted = {id(param) for param in params()}
+    return [name for waiting in _waiting() for name in waiting.sharded_names(wanted)]
 
 
 def _add_to(
@@ -193,7 +263,7 @@ def _add_to(
 def _in_dtype(
     gradients: dict[int, Tensor], dtypes: Sequence[torch.dtype] | dict[int, torch.dtype]
 ) -> dict[int, Tensor]:
-    """Gradients in ``dtypes``: themselves, if autograd has let go of them, or copies."""
+    """Return gradients in ``dtypes``: themselves, if they are and autograd does not use them, or copies."""
     cast = {i: g for i, g in gradients.items() if g.dtype != dtypes[i] or g.requires_grad}
     if not cast:
         return gradients

@@ -161,7 +161,7 @@ def gather_gradients(group: FSDPParamGroup) -> list[Tensor | None]:
     pieces = [
         torch.zeros(
             segment.piece_numel,
-            dtype=group.gradients.gradient_dtypes[segment.params[0]],
+            dtype=group.reducer.gradient_dtypes[segment.params[0]],
             device=group.shard_device,
         )
         for segment in layout.segments

@@ -7,8 +7,8 @@ each other. Its verbs stand in the order in which one step uses them:
     wait               the gathered parameters are on their modules, ready for compute
     use_sharded_params the sharded parameters are back on their modules, the gathered memory is kept
     reshard            ... and the gathered memory is given back
-    collect_gradients  unsharded gradients are moved into the reduce buffer
-    reduce_gradients   ... and on their way to the sharded parameters
+
+Gradients are the reducer's (`reducer`, a `GradientReducer`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import itertools
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,9 +31,8 @@ from fullshard.comm.all_gather_extensions import (
     UnbufferedAllGather,
     agree_on_sizes,
 )
-from fullshard.comm.group_gradients import GroupGradients
 from fullshard.comm.post_forward_shard import PostForwardShard
-from fullshard.comm.reductions import ReductionSettings
+from fullshard.comm.reduce_scatter import GradientReducer
 from fullshard.comm.spans import TraceRecorder
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.errors import ConfigurationError
@@ -108,8 +107,8 @@ class FSDPParamGroup:
         """Shard the parameters, in the given form: from here on each rank keeps its piece only.
 
         With ``post_forward_size``, they are kept after forward in parts over so many ranks. With
-        ``low_precision_gradients``, gradients land in the compute dtype or, if nothing is sharded, as
-        they were reduced.
+        ``low_precision_gradients``, sharded gradients are in the compute dtype or, if nothing is sharded,
+        in the reduce dtype.
         """
         self.params = tuple(params)
         self.serial_number = next(_SERIAL_NUMBERS)
@@ -144,14 +143,14 @@ class FSDPParamGroup:
         self.layout = self.shards.layout
         """Of all parameters; gradients are reduced by it."""
         self.custom_all_gather: collectives.AllGather | None = None
-        self.reduction = ReductionSettings(process_group=mesh_info.shard_peers, pinned=pinned)
-        self.gradients = GroupGradients(
+        self.reducer = GradientReducer(
             self.params,
             self.layout,
             mesh_info,
             device,
             by_segment=shard_format.by_segment,
             low_precision=low_precision_gradients,
+            pinned=pinned,
         )
         self.sharded_state = ShardedState.SHARDED
         self.full_params_installed = False
@@ -190,7 +189,7 @@ class FSDPParamGroup:
         }
         self.compute_dtypes = [compute_dtypes[param] for param in self._plain]
         """Of the parameters that lie in the gather buffer."""
-        self.gradients.derive_dtypes(policy, [*compute_dtypes.values()])
+        self.reducer.derive_dtypes(policy, [*compute_dtypes.values()])
         self._self_gathered = [
             self._gathered_apart(param)
             for param in self.params
@@ -328,7 +327,7 @@ class FSDPParamGroup:
         context.host_reads_results = context.host_reads_results or self.offloaded
         self._gathered = context.new_event()
         self._released = context.new_event()
-        self.gradients.connect(context, name)
+        self.reducer.connect(context, self)
 
     @property
     def context(self) -> FSDPCommContext:
@@ -508,7 +507,7 @@ class FSDPParamGroup:
         for param in self.params:
             if param.sharded_param is sharded_param:
                 param.set_trainable(trainable)
-        self.gradients.forget_buffer()
+        self.reducer.forget_buffer()
         self._find_unwatched()
 
     def _find_unwatched(self) -> None:
@@ -598,7 +597,7 @@ class FSDPParamGroup:
     def note_memory(self, recorder: TraceRecorder) -> None:
         """Tell somebody who begins to record what the group holds now."""
         recorder.note_gathered(self)
-        self.gradients.note_memory(recorder)
+        self.reducer.note_memory(recorder)
 
     @property
     def weight_version(self) -> int:
@@ -626,43 +625,6 @@ class FSDPParamGroup:
         By an optimizer, say. Nothing is known of a group whose shards were not remembered.
         """
         return self.gathered and self._shard_version != self.shards.version
-
-    # --- gradients --------------------------------------------------------------------------------
-
-    def collect_gradients(self, *, to_send: bool) -> None:
-        """Move the unsharded parameters' gradients into a reduce buffer, adding to what is held.
-
-        With ``to_send``, `reduce_gradients` comes next.
-
-        Before: gradients in `.grad` of unsharded parameters. After: those are None.
-        """
-        self.gradients.collect(to_send=to_send)
-
-    def reduce_gradients(self, *, with_unused: bool = False) -> None:
-        """Send the collected gradients on their way to the sharded parameters; nothing without gradients.
-
-        With ``with_unused``, all trainable parameters take part, as zeros if they have no gradient.
-
-        Before: gradients collected. After: a reduction is in flight; `join` on the context, at the
-        latest, waits for it.
-        """
-        reduction = self.gradients.prepare_reduction(self.reduction, with_unused=with_unused)
-        if reduction is None:
-            return
-        context = self.context
-        recorder = context.recorder
-        reduction.issue(None if recorder is None else recorder.transfer("reduce", self))
-        context.note_reduction(reduction)
-
-    def clear_gradients(self, unsharded: Collection[int], *, set_to_none: bool) -> None:
-        """Clear the gradients of sharded parameters: ``zero_grad`` found the unsharded ones, with these ids."""
-        for param in self.params:
-            if id(param.unsharded_param) in unsharded:
-                param.sharded_param.clear_gradient(set_to_none=set_to_none)
-
-    def drop_gradients(self) -> None:
-        """Forget gradients that were not reduced: after a failed step."""
-        self.gradients.drop()
 
     # --- what is said about it ---------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from torch.optim.optimizer import (
 )
 
 from fullshard import torch_border
-from fullshard.comm.group_gradients import gradients_were_cleared, not_to_be_updated
+from fullshard.comm.unreduced_gradients import gradients_were_cleared, not_to_be_updated
 from fullshard.engine import optimizer_checks
 from fullshard.engine.optimizer_checks import params_of
 from fullshard.engine.param_group import group_without_memory, groups_of, unsharded_groups
@@ -126,7 +126,7 @@ def _cleared_by_module(module: nn.Module, set_to_none: bool) -> None:
     if groups:
         cleared = {id(param) for param in module.parameters()}
         for group in groups:
-            group.clear_gradients(cleared, set_to_none=set_to_none)
+            group.reducer.clear_sharded_gradients(cleared, set_to_none=set_to_none)
 
 
 # --- backward -------------------------------------------------------------------------------------

@@ -632,10 +632,10 @@ class Runtime:
     def _reduce(self, state: FSDPState) -> None:
         with torch_border.profiler_range(state.labels.reduce):
             for group in state.groups:
-                group.collect_gradients(to_send=state.requires_gradient_sync)
                 if state.requires_gradient_sync:
-                    unused = group.reduction.zero_unused and state not in self._reduced
-                    group.reduce_gradients(with_unused=unused)
+                    group.reducer.reduce(include_unused=state not in self._reduced)
+                else:
+                    group.reducer.accumulate()
             self._reduced.add(state)
 
     def _finish_state(self, state: FSDPState) -> None:
@@ -678,7 +678,7 @@ class Runtime:
                 if (
                     state.runtime is self
                     and state not in self._reduced
-                    and any(group.reduction.zero_unused for group in state.groups)
+                    and any(group.reducer.settings.zero_unused for group in state.groups)
                 ):
                     self._reduce(state)
             self._reduced.clear()
@@ -709,7 +709,7 @@ class Runtime:
         """Return to the state between steps, whatever happened: see `FSDPModule.reset_iter_state`."""
         if self.context.recorder is not None:
             self.context.recorder.abandon(self.states)
-        self.context.join(land=False)
+        self.context.join(accumulate=False)
         self._passes.clear()
         self._reached.clear()
         self._reduced.clear()
@@ -720,7 +720,7 @@ class Runtime:
             state.abandon_call()
             state.reshard()
             for group in state.groups:
-                group.drop_gradients()
+                group.reducer.drop()
         self.schedule = Schedule()
 
 

@@ -42,8 +42,8 @@ def register(wrapper: WrapperBase, state: object, hook: Callable[..., Any]) -> N
     for each in wrappers:
         each._comm_hook = hook
         for group in each._fsdp_state.groups:
-            group.reduction = replace(
-                group.reduction, replacement=functools.partial(_call, hook, state)
+            group.reducer.settings = replace(
+                group.reducer.settings, replacement=functools.partial(_call, hook, state)
             )
 
 

@@ -165,7 +165,7 @@ def _check_gradients_can_be_shown(wrappers: Sequence[WrapperBase], offload_to_cp
         name
         for wrapper in wrappers
         for group in wrapper._fsdp_state.groups
-        for name in group.gradients.unreduced.sharded_names()
+        for name in group.reducer.unreduced.sharded_names()
     ]
     if unreduced:
         raise LifecycleError(

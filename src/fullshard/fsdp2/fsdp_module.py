@@ -202,7 +202,7 @@ class FSDPModule(torch_border.ConvertibleModule):
         if not enable:
             for group in groups:
                 group.set_custom_all_gather(None)
-                group.reduction = replace(group.reduction, custom=None)
+                group.reducer.settings = replace(group.reducer.settings, custom=None)
             return
         for group in groups:
             for process_group in _process_groups(group):
@@ -212,7 +212,7 @@ class FSDPModule(torch_border.ConvertibleModule):
             if group.custom_all_gather is None:
                 group.set_custom_all_gather(ProcessGroupAllGather(gathers, group.device))
                 custom = ProcessGroupReduceScatter(reduces, group.device)
-                group.reduction = replace(group.reduction, custom=custom)
+                group.reducer.settings = replace(group.reducer.settings, custom=custom)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Stage this module's gathers in symmetric memory, so that NCCL can use its faster algorithms.
@@ -232,7 +232,7 @@ class FSDPModule(torch_border.ConvertibleModule):
                 f"backend must be 'NCCL', the only one there is, got {backend!r}. Leave it out."
             )
         for group in state.groups:
-            if group.reduction.force_sum:
+            if group.reducer.settings.force_sum:
                 _check_reduce_scatters(self, "set_symm_mem_for_comm")
                 _check_one_input_buffer([state], state.max_reductions)
             for process_group in _process_groups(group):
@@ -241,12 +241,12 @@ class FSDPModule(torch_border.ConvertibleModule):
             gathers, reduces = _process_groups(group)
             if group.custom_all_gather is None:
                 group.set_custom_all_gather(SymmetricAllGather(gathers, group.device))
-            if group.reduction.force_sum and group.reduction.custom is None:
+            if group.reducer.settings.force_sum and group.reducer.settings.custom is None:
                 custom = SymmetricReduceScatter(reduces, group.device)
-                group.reduction = replace(group.reduction, custom=custom)
+                group.reducer.settings = replace(group.reducer.settings, custom=custom)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Call ``hook`` with this group's reduced shards before they land in `.grad`.
+        """Call ``hook`` with this group's reduced shards before they are accumulated into `.grad`.
 
         After the reduce-scatter, or with HSDP after the all-reduce. It may change them in place: an
         all-reduce of one's own, say.
@@ -341,10 +341,12 @@ class FSDPModule(torch_border.ConvertibleModule):
                 if shared is None:
                     continue  # nothing is reduce-scattered
                 own = twin_group(shared) if enable else shared
-                custom = group.reduction.custom
+                custom = group.reducer.settings.custom
                 if custom is not None:
                     custom = custom.moved_to(own)
-                group.reduction = replace(group.reduction, process_group=own, custom=custom)
+                group.reducer.settings = replace(
+                    group.reducer.settings, process_group=own, custom=custom
+                )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for torch's sake: gathers here never stop the host or the compute stream."""
@@ -467,14 +469,14 @@ def repack_when_complete(state: FSDPState) -> None:
 def _change_reduction(module: FSDPModule, recurse: bool, **changes: Any) -> None:
     for state in _states(module, recurse):
         for group in state.groups:
-            group.reduction = replace(group.reduction, **changes)
+            group.reducer.settings = replace(group.reducer.settings, **changes)
 
 
 def _process_groups(group: FSDPParamGroup) -> tuple[ProcessGroup, ProcessGroup]:
     """Over which a group is gathered, and over which it is reduced."""
     gathers = group.mesh_info.shard_process_group
     assert gathers is not None, "_check_comms_can_be_chosen refuses others"
-    return gathers, group.reduction.process_group or gathers
+    return gathers, group.reducer.settings.process_group or gathers
 
 
 _STAGED_BY: dict[str, tuple[type, ...]] = {
@@ -500,7 +502,7 @@ def _check_comms_can_be_chosen(module: FSDPModule, method: str) -> None:
     present = [
         comm
         for group in _state(module).groups
-        for comm in (group.custom_all_gather, group.reduction.custom)
+        for comm in (group.custom_all_gather, group.reducer.settings.custom)
         if comm is not None
     ]
     for other, classes in _STAGED_BY.items():
@@ -534,7 +536,9 @@ def _check_reduce_scatters(module: FSDPModule, method: str) -> None:
 
 
 def _reduces_symmetrically(state: FSDPState) -> bool:
-    return any(isinstance(group.reduction.custom, SymmetricReduceScatter) for group in state.groups)
+    return any(
+        isinstance(group.reducer.settings.custom, SymmetricReduceScatter) for group in state.groups
+    )
 
 
 def _check_one_input_buffer(symmetric: Sequence[FSDPState], max_input_buffers: int) -> None:

@@ -95,8 +95,8 @@ class ShardedParam(ABC):
         """Why ``candidate`` cannot replace the face, or None if it can."""
 
     @abstractmethod
-    def land(self, gradient: Tensor) -> None:
-        """Take a reduced gradient, or add to the one there is; the user's hooks run before and after."""
+    def accumulate_gradient(self, gradient: Tensor) -> None:
+        """Make a reduced gradient `.grad`, or add it there; the user's hooks run before and after."""
 
     def _hooked(self, gradient: Tensor) -> Tensor:
         """What the user's tensor hooks make of a gradient before it is accumulated."""
@@ -237,7 +237,7 @@ class DTensorShardedParam(ShardedParam):
             return f"{self.name}: expected a part of shape {self._local_shape} on this rank, got {held}"
         return None
 
-    def land(self, gradient: Tensor) -> None:
+    def accumulate_gradient(self, gradient: Tensor) -> None:
         """See `ShardedParam`."""
         param = self.param
         if torch_border.tensor_hooks(param):
@@ -309,7 +309,7 @@ class PlainShardedParam(ShardedParam):
         """See `ShardedParam`."""
         return in_memory_order(self.local, self._strides)
 
-    def land(self, gradient: Tensor) -> None:
+    def accumulate_gradient(self, gradient: Tensor) -> None:
         """See `ShardedParam`."""
         param, shaped = self.param, self._shaped(gradient)
         if torch_border.tensor_hooks(param):
@@ -426,10 +426,10 @@ class OrigParamShard(PlainShardedParam):
         if part is not None and part.numel():
             self._have_gradient(self._shaped(part))
 
-    def land(self, gradient: Tensor) -> None:
+    def accumulate_gradient(self, gradient: Tensor) -> None:
         """See `ShardedParam`."""
         if gradient.numel():  # an optimizer should not find anything to do here otherwise
-            super().land(gradient)
+            super().accumulate_gradient(gradient)
 
 
 class ParallelOrigParamShard(OrigParamShard):
@@ -517,6 +517,14 @@ def unsharded_name(tensor: Tensor) -> str | None:
 def mark_unsharded(tensor: Tensor, name: str) -> None:
     """Let `unsharded_name` know the unsharded face of a parameter."""
     setattr(tensor, _UNSHARDED_MARK, name)
+
+
+def accumulate_gradients(
+    sharded_params: Sequence[ShardedParam], gradients: Sequence[Tensor]
+) -> None:
+    """Accumulate a reduced gradient into `.grad` of each sharded parameter."""
+    for sharded_param, gradient in zip(sharded_params, gradients, strict=True):
+        sharded_param.accumulate_gradient(gradient)
 
 
 def reads_gradients(param: nn.Parameter) -> bool:

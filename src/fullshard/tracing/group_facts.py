@@ -90,11 +90,11 @@ def _uppermost(module: nn.Module, path: str) -> Iterator[tuple[str, FSDPState]]:
 
 def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupFacts:
     group.notice_replacements()
-    layout, axes, gradients = group.layout, group.mesh_info, group.gradients
-    gathers, reduces = group.gather_traffic(), gradients.traffic(group.reduction)
+    layout, axes, reducer = group.layout, group.mesh_info, group.reducer
+    gathers, reduces = group.gather_traffic(), reducer.traffic()
     reduce_dtypes = {
         dtype
-        for param, dtype in zip(group.params, gradients.reduce_dtypes, strict=True)
+        for param, dtype in zip(group.params, reducer.reduce_dtypes, strict=True)
         if param.trainable
     }
     return GroupFacts(
@@ -111,7 +111,7 @@ def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupF
         param_dtype=_names({param.dtype for param in group.params}),
         compute_dtype=_names({*group.compute_dtypes}),
         reduce_dtype=_names(reduce_dtypes),
-        wire_dtype=_names({gradients.wire_dtype or dtype for dtype in reduce_dtypes}),
+        wire_dtype=_names({reducer.wire_dtype or dtype for dtype in reduce_dtypes}),
         world=axes.shard_mesh_size,
         replicas=axes.replicate_mesh_size,
     )
