@@ -1,7 +1,8 @@
-"""Fixtures for all tests: a fixed seed, and `world(n)`, a bench of n real ranks."""
+"""Fixtures for all tests: a fixed seed, no ignored signals, and `world(n)`, a bench of n real ranks."""
 
 import gc
 import os
+import signal
 
 # Before torch is imported, here and by inheritance in the ranks. Some machines advertise AMX and do
 # not allow it, and oneDNN would die of an illegal instruction in its first bf16 matmul.
@@ -22,6 +23,19 @@ def world() -> Iterator[Callable[[int], World]]:
     pool = RankPool()
     yield partial(World, pool)
     pool.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_ignored_signals() -> None:
+    """Make tests independent of what the caller ignores, such as SIGHUP under nohup.
+
+    An ignored signal stays ignored in every process that tests start. A handler does not: programs that are
+    started have the default again. It does nothing, so that whoever ran `nohup make test` gets what they asked for.
+    """
+    ignored_by_python = {signal.SIGPIPE, signal.SIGXFSZ}  # in every interpreter
+    for number in signal.valid_signals() - ignored_by_python:
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
