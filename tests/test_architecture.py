@@ -432,7 +432,6 @@ def test_folders_import_from_above_only() -> None:
     assert none(cycles(graph))
 
 
-@pytest.mark.xfail(reason="fsdp1 is being untied")
 def test_no_file_imports_itself_through_others() -> None:
     assert none(cycles(module_graph(SOURCES)))
 

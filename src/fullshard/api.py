@@ -17,6 +17,24 @@ from fullshard import torch_border
 from fullshard.errors import OptionTypeError
 from fullshard.plan.policies import check_floating_dtype, check_type, check_wire_dtype, switch
 
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
+
 
 class ShardingStrategy(Enum):
     """What ranks share out, and when the parameters are whole."""

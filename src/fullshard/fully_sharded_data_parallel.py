@@ -18,10 +18,14 @@ from fullshard.api import (
     StateDictType,
 )
 from fullshard.fsdp1.wrapper import FullyShardedDataParallel
+from fullshard.names import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE
 from fullshard.storage.flat_parameter import FlatParameter
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy
 
 __all__ = [
+    "FLAT_PARAM",
+    "FSDP_PREFIX",
+    "FSDP_WRAPPED_MODULE",
     "BackwardPrefetch",
     "CPUOffload",
     "CustomPolicy",

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from fullshard.torch_border import ACTIVATION_CHECKPOINTED
 
-WRAPPED = "_fsdp_wrapped_module"
-"""The child of a `FullyShardedDataParallel` that it wraps; part of all names below it."""
-FLAT = "_flat_param"
-"""Under which a wrapped module has its `FlatParameter`."""
-_WRAPPERS = (WRAPPED, ACTIVATION_CHECKPOINTED)
+FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
+"""The attribute under which a `FullyShardedDataParallel` has its module; torch's word, part of all names below it."""
+FSDP_PREFIX = FSDP_WRAPPED_MODULE + "."
+FLAT_PARAM = "_flat_param"
+"""The attribute under which a wrapped module has its `FlatParameter`; torch's word."""
+_WRAPPERS = (FSDP_WRAPPED_MODULE, ACTIVATION_CHECKPOINTED)
 
 
 def clean_name(name: str) -> str:
-    """A name as it was before modules were wrapped.
+    """Return a name as it was before modules were wrapped.
 
     >>> clean_name("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module.weight")
     'layers.0.weight'

@@ -25,6 +25,8 @@ from fullshard import torch_border
 from fullshard.comm import collectives
 from fullshard.errors import LifecycleError, OptionTypeError
 
+__all__ = ["ShardedGradScaler"]
+
 
 class ShardedGradScaler(torch_border.OpenGradScaler):
     """A `torch.amp.GradScaler` that skips a step on all ranks when the gradients of one are not finite.

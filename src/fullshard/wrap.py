@@ -31,6 +31,19 @@ from torch import nn
 from fullshard.errors import ConfigurationError, OptionTypeError, UnsupportedError
 from fullshard.torch_border import child_table
 
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "Wrapping",
+    "always_wrap_policy",
+    "auto_wrap",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
+
 PolicyFn = Callable[..., bool]
 """A function with the arguments ``module``, ``recurse`` and ``nonwrapped_numel``."""
 

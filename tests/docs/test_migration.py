@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard import FullyShardedDataParallel as FSDP, fully_shard
+from fullshard import FullyShardedDataParallel as FSDP, fully_shard, fully_sharded_data_parallel
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.models import Block, make_decoder
@@ -132,6 +132,60 @@ def test_the_table_has_all_public_names_and_so_has_torch() -> None:
     }
     assert in_table == {*torch.distributed.fsdp.__all__, "FlatParameter"}  # which is importable
     assert set(PUBLIC) <= in_table <= set(fullshard.__all__)
+
+
+MODULES = ["api", "fully_sharded_data_parallel", "sharded_grad_scaler", "wrap"]
+"""Modules of torch.distributed.fsdp that programs import from, and that fullshard has under the same names."""
+
+IMPORTED_FROM_MODULES = {
+    "fully_sharded_data_parallel": ["FLAT_PARAM", "FSDP_PREFIX", "FSDP_WRAPPED_MODULE"],
+    "wrap": ["_Policy", "_module_wrap_policy", "_or_policy"],
+}
+"""Names that programs import from these modules although torch's `__all__` does not have them."""
+
+DOCUMENTED = {
+    "checkpoint": "Loaded PendingSave Saved async_save latest load load_huggingface save save_huggingface",
+    "comm": "AllGather Comm DefaultAllGather DefaultReduceScatter ProcessGroupAllGather ProcessGroupReduceScatter "
+    "ReduceScatter SymmetricAllGather SymmetricPool SymmetricReduceScatter",
+    "fsdp_module": "disable_fsdp_module_new_init get_cls_to_fsdp_cls",
+    "mesh": "DDPMeshInfo DataParallelAxes DataParallelMeshInfo FSDPMeshInfo HSDPMeshInfo ProcessGroupAxes "
+    "ShardPlacementResult sharding_mesh_info",
+    "optim": "ShardedOptimizer",
+    "report": "write_report",
+    "sharded_grad_scaler": "ShardedGradScaler",
+    "wrap": "CustomPolicy ModuleWrapPolicy Wrapping always_wrap_policy enable_wrap lambda_auto_wrap_policy "
+    "size_based_auto_wrap_policy transformer_auto_wrap_policy wrap",
+}
+"""Import paths in the documentation of earlier versions; programs may use all of them."""
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_of_torch_s_name_holds_torch_s_names(module: str) -> None:
+    theirs = importlib.import_module(f"torch.distributed.fsdp.{module}")
+    ours = importlib.import_module(f"fullshard.{module}")
+    own = [
+        name
+        for name, value in vars(theirs).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == theirs.__name__
+    ]
+    assert set(getattr(theirs, "__all__", own)) <= set(ours.__all__)
+    others = IMPORTED_FROM_MODULES.get(module, [])
+    assert [name for name in (*ours.__all__, *others) if not hasattr(ours, name)] == []
+
+
+@needs_torch_2_13
+def test_the_names_of_attributes_are_torch_s() -> None:
+    theirs = torch.distributed.fsdp.fully_sharded_data_parallel
+    for name in IMPORTED_FROM_MODULES["fully_sharded_data_parallel"]:
+        assert getattr(fully_sharded_data_parallel, name) == getattr(theirs, name)
+
+
+@pytest.mark.parametrize("module", DOCUMENTED)
+def test_an_import_path_that_was_documented_works(module: str) -> None:
+    names = DOCUMENTED[module].split()
+    there = importlib.import_module(f"fullshard.{module}")
+    assert [name for name in names if not hasattr(there, name)] == []
+    assert set(names) <= set(there.__all__)
 
 
 @pytest.mark.parametrize(

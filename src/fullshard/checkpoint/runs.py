@@ -28,7 +28,7 @@ from fullshard import torch_border
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, RunMark
 from fullshard.checkpoint.publication import complete_ones, file_system_time, manifests_in, remove
 from fullshard.checkpoint.unfinished import is_locked, names_in, remove_leftovers, unlock
-from fullshard.names import WRAPPED
+from fullshard.names import FSDP_WRAPPED_MODULE
 
 
 class Run:
@@ -65,7 +65,12 @@ class Run:
             self._newest = None
 
 
-_WRAPPED = (WRAPPED, torch_border.ACTIVATION_CHECKPOINTED, "module", torch_border.COMPILED)
+_WRAPPED = (
+    FSDP_WRAPPED_MODULE,
+    torch_border.ACTIVATION_CHECKPOINTED,
+    "module",
+    torch_border.COMPILED,
+)
 """What wrappers call the only child they have: ours, torch's for activation checkpointing, DDP, a compiled module."""
 
 _RUNS: weakref.WeakKeyDictionary[nn.Module, Run] = weakref.WeakKeyDictionary()

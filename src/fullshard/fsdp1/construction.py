@@ -31,7 +31,7 @@ from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.runtime import FSDPState, attach_state
 from fullshard.errors import ConfigurationError, UnsupportedError
 from fullshard.fsdp1.wrapper_options import Ignored
-from fullshard.names import FLAT, clean_name
+from fullshard.names import FLAT_PARAM, clean_name
 from fullshard.plan.mesh import DataParallelAxes, DataParallelMeshInfo
 from fullshard.plan.placement import DTensorPlacer, ParamPlacement, local_tensor
 from fullshard.plan.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -239,7 +239,7 @@ def _form(wrapped: nn.Module, params: Sequence[OwnedParam], choices: Choices) ->
     if not choices.use_orig_params:
         # On the module itself, so that its name does not depend on what was wrapped first.
         return FlatParameterFormat(
-            ParamModuleInfo(torch_border.without_activation_wrapper(wrapped), FLAT)
+            ParamModuleInfo(torch_border.without_activation_wrapper(wrapped), FLAT_PARAM)
         )
     dtype = choices.precision.param_dtype or params[0].param.dtype
     return FlatFormat(alignment=max(_ALIGNMENT // dtype.itemsize, 1))

@@ -41,7 +41,7 @@ from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.runtime import state_of
 from fullshard.errors import ConfigurationError, LifecycleError, OptionTypeError, UsageError
 from fullshard.fsdp1.wrapper_base import WrapperBase, wrappers_in
-from fullshard.names import FLAT, WRAPPED, clean_name
+from fullshard.names import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_name
 from fullshard.plan.placement import ParamPlacement
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
@@ -206,11 +206,11 @@ def _after_saving(
     _keep_shown(wrapper, state_dict)
     wrapper._fsdp_state.installed_full_params.uninstall()
     _restore_buffers(wrapper, state_dict, prefix, offload=config.offload_to_cpu)
-    _replace_beginning(state_dict, f"{prefix}{WRAPPED}.", prefix)
+    _replace_beginning(state_dict, f"{prefix}{FSDP_WRAPPED_MODULE}.", prefix)
     metadata = torch_border.module_versions(state_dict)
     if metadata is not None:  # by names of modules: versions of what they save
-        _replace_beginning(metadata, f"{prefix}{WRAPPED}.", prefix)
-        own = metadata.pop(f"{prefix}{WRAPPED}", None)
+        _replace_beginning(metadata, f"{prefix}{FSDP_WRAPPED_MODULE}.", prefix)
+        own = metadata.pop(f"{prefix}{FSDP_WRAPPED_MODULE}", None)
         if own is not None:
             metadata[prefix.removesuffix(".")] = own
     if isinstance(config, FullStateDictConfig) and config.rank0_only and wrapper.rank != 0:
@@ -307,7 +307,12 @@ def _shard_entries(wrapper: WrapperBase, state_dict: dict[str, Any], prefix: str
 def _key_of(state_dict: MutableMapping[str, Any], prefix: str, name: str) -> str | None:
     """The key of a parameter, with or without the wrapper's name in it."""
     return next(
-        (key for key in (f"{prefix}{WRAPPED}.{name}", f"{prefix}{name}") if key in state_dict), None
+        (
+            key
+            for key in (f"{prefix}{FSDP_WRAPPED_MODULE}.{name}", f"{prefix}{name}")
+            if key in state_dict
+        ),
+        None,
     )
 
 
@@ -396,10 +401,12 @@ def _add_local_entries(wrapper: WrapperBase, state_dict: dict[str, Any], prefix:
         if wrapper._use_orig_params:
             continue  # parameters themselves are what this rank holds
         offload = wrapper._state_dict_settings.state_dict_config.offload_to_cpu
-        state_dict[f"{prefix}{WRAPPED}.{FLAT}"] = torch_border.local_sharded_tensor(
-            _flat_piece(group).to("cpu") if offload else _flat_piece(group),
-            group.layout.held_numels(0),
-            group.mesh_info.shard_process_group,
+        state_dict[f"{prefix}{FSDP_WRAPPED_MODULE}.{FLAT_PARAM}"] = (
+            torch_border.local_sharded_tensor(
+                _flat_piece(group).to("cpu") if offload else _flat_piece(group),
+                group.layout.held_numels(0),
+                group.mesh_info.shard_process_group,
+            )
         )
 
 
@@ -425,12 +432,12 @@ def _before_loading(
     wrapper = cast(WrapperBase, module)
     _begin(wrapper)
     wrapper._load_errors = errors
-    if not any(key.startswith(f"{prefix}{WRAPPED}.") for key in state_dict):
-        _replace_beginning(state_dict, prefix, f"{prefix}{WRAPPED}.")
+    if not any(key.startswith(f"{prefix}{FSDP_WRAPPED_MODULE}.") for key in state_dict):
+        _replace_beginning(state_dict, prefix, f"{prefix}{FSDP_WRAPPED_MODULE}.")
     if wrapper._state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         _prepare_local_entries(wrapper, state_dict, prefix)
         return
-    flat = f"{prefix}{WRAPPED}.{FLAT}"
+    flat = f"{prefix}{FSDP_WRAPPED_MODULE}.{FLAT_PARAM}"
     if any(
         state_dict.get(flat) is sharded_param.param
         for g in _groups(wrapper)
@@ -438,7 +445,7 @@ def _before_loading(
     ):
         # torch.distributed.checkpoint has copied it from the module, among the entries to load.
         del state_dict[flat]
-    others = tuple(f"{prefix}{WRAPPED}.{name}" for name in _paths_of_others(wrapper))
+    others = tuple(f"{prefix}{FSDP_WRAPPED_MODULE}.{name}" for name in _paths_of_others(wrapper))
     spread = [
         key
         for key in sorted(state_dict)
@@ -446,7 +453,7 @@ def _before_loading(
     ]
     _check_same_on_all_ranks(wrapper, spread)
     parallel = {
-        f"{prefix}{WRAPPED}.{name}": group.params[index].placement
+        f"{prefix}{FSDP_WRAPPED_MODULE}.{name}": group.params[index].placement
         for name, (group, index) in _own_entries(wrapper).items()
         if group.params[index].placement.parallel
     }
@@ -491,7 +498,7 @@ def _paths_of_others(wrapper: nn.Module) -> list[str]:
 
 
 def _prepare_local_entries(wrapper: WrapperBase, state_dict: dict[str, Any], prefix: str) -> None:
-    key = f"{prefix}{WRAPPED}.{FLAT}"
+    key = f"{prefix}{FSDP_WRAPPED_MODULE}.{FLAT_PARAM}"
     for group in _groups(wrapper):
         group.refresh_shards()
         value = state_dict.pop(key, None)
@@ -518,7 +525,7 @@ def _after_loading(module: nn.Module, incompatible: Any) -> None:
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [clean_name(key) for key in keys]
     errors, wrapper._load_errors = wrapper._load_errors, []
-    errors[:] = [text.replace(f"{WRAPPED}.", "") for text in errors]
+    errors[:] = [text.replace(f"{FSDP_WRAPPED_MODULE}.", "") for text in errors]
 
 
 def with_versions(model: nn.Module, state_dict: Any) -> Any:

@@ -51,7 +51,7 @@ from fullshard.fsdp1.wrapper_options import (
     process_groups_below,
     wrap_below,
 )
-from fullshard.names import WRAPPED
+from fullshard.names import FSDP_WRAPPED_MODULE
 from fullshard.plan.policies import check_type, switch
 from fullshard.wrap import reiterable
 
@@ -228,7 +228,7 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == WRAPPED:
+            if name == FSDP_WRAPPED_MODULE:
                 raise
             return getattr(self._fsdp_wrapped_module, name)
 
@@ -290,7 +290,11 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
     def _shown_name(self, name: str) -> str:
         """Return a name as it is now: within `summon_full_params`, without the wrappers."""
         state = state_of(self)  # None while the wrapper is made
-        return name.replace(f"{WRAPPED}.", "") if state is not None and state.summoned else name
+        return (
+            name.replace(f"{FSDP_WRAPPED_MODULE}.", "")
+            if state is not None and state.summoned
+            else name
+        )
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -438,7 +442,7 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
                 "optimizer's state for the whole. Use FullyShardedDataParallel.optim_state_dict and "
                 "optim_state_dict_to_load, or fullshard.checkpoint.save and load."
             )
-        return {"": WRAPPED}
+        return {"": FSDP_WRAPPED_MODULE}
 
     @staticmethod
     def set_state_dict_type(
