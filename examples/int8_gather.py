@@ -28,7 +28,7 @@ from fullshard.comm import DefaultAllGather
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.data import open_data
 from fullshard.programs.train.evaluation import held_out_loss, window_losses
-from fullshard.programs.train.models import open_model
+from fullshard.programs.train.model_source import open_model
 from fullshard.programs.train.sampler import Sampler
 from fullshard.programs.train.weights import materialise
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from fullshard.programs.train.models import ModelSource
+from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.weights import materialise
 from fullshard.wrap import ModuleWrapPolicy
 

@@ -21,7 +21,7 @@ from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.data import open_data
 from fullshard.programs.train.loop import Job
-from fullshard.programs.train.models import open_model
+from fullshard.programs.train.model_source import open_model
 from fullshard.programs.train.rank import run_in_folder
 from fullshard.programs.train.result import TrainResult
 from fullshard.programs.train.stop import noticing_stop_requests

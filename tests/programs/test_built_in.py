@@ -13,7 +13,7 @@ from fullshard import MixedPrecisionPolicy
 from fullshard.programs.train.built_in import empty_decoder, llama_name
 from fullshard.programs.train.config import DataSection, ModelSection, RunConfig
 from fullshard.programs.train.decoder_shape import SIZES, decoder_shape
-from fullshard.programs.train.models import open_model
+from fullshard.programs.train.model_source import open_model
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.model_sources import sharded, unsharded, wrapped
 

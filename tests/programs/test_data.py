@@ -15,7 +15,7 @@ from fullshard.errors import ConfigurationError
 from fullshard.programs.train.config import DataSection, ModelSection, RunConfig
 from fullshard.programs.train.data import Data, open_data
 from fullshard.programs.train.held_out_split import num_windows, training_lengths
-from fullshard.programs.train.models import open_model
+from fullshard.programs.train.model_source import open_model
 from fullshard.programs.train.windows import Tokens, Windows
 
 

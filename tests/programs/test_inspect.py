@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 import fullshard
+from fullshard.errors import ConfigurationError
 from fullshard.programs import cli
 from fullshard.programs.inspect_tool.cost import ShardedPlan, measure
 from fullshard.programs.train.config_file import read_config, to_toml
-from fullshard.programs.train.models import open_model
+from fullshard.programs.train.model_source import open_model
 from fullshard.programs.train.sharded_model import build_model
 from tests.helpers.fake import fake_world
 from tests.helpers.groups import leave_group
@@ -84,6 +86,16 @@ def test_parameters_at_rest_are_this_ranks_share() -> None:
         assert plan.rank.parameters == sharded.bytes_at_rest()
         assert plan.unsharded.parameters == sharded.whole.num_bytes
     assert plan.rank.optimizer == 2 * plan.rank.gradients == 2 * plan.rank.parameters
+
+
+def test_rules_of_the_launcher_hold_for_callers_that_build_a_model_themselves() -> None:
+    config = read_config(None, ["train.batch=15", "sharding.replicas=3"])
+    config = replace(config, sharding=replace(config.sharding, prefetch=2, door="wrapper"))
+    problems = (*config.problems(), *config.world_problems(WORLD))
+    assert len(problems) == 3
+    with fake_world(WORLD), pytest.raises(ConfigurationError) as refusal:
+        build_model(config, open_model(config), torch.device("cpu"))
+    assert str(refusal.value).splitlines() == [problem.text for problem in problems]
 
 
 # --- what is shown -----------------------------------------------------------------------------------------

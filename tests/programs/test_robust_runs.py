@@ -12,7 +12,7 @@ from fullshard.errors import CheckpointError, ConfigurationError
 from fullshard.programs.train.config import RunConfig, TrainSection
 from fullshard.programs.train.config_file import to_toml
 from fullshard.programs.train.loop import ways_out
-from fullshard.programs.train.models import open_model
+from fullshard.programs.train.model_source import open_model
 from fullshard.programs.train.run_folder import RunFolder
 from fullshard.programs.train.stop import BadStepError, StoppedBySignalError
 from tests.helpers.ranks import World

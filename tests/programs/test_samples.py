@@ -11,7 +11,7 @@ from torch import nn
 
 from fullshard.errors import ConfigurationError
 from fullshard.programs.train.config import DataSection, ModelSection, RunConfig, SamplesSection
-from fullshard.programs.train.models import ModelSource, open_model
+from fullshard.programs.train.model_source import ModelSource, open_model
 from fullshard.programs.train.samples import write_samples
 from fullshard.programs.train.tokenizer import Bytes, Numbers
 from tests.helpers.model_sources import CPU, sharded, unsharded

@@ -11,7 +11,7 @@ from fullshard.errors import ConfigurationError
 from fullshard.programs.train import data as data_module
 from fullshard.programs.train.config import DataSection, ModelSection, RunConfig
 from fullshard.programs.train.data import open_data
-from fullshard.programs.train.models import open_model
+from fullshard.programs.train.model_source import open_model
 from fullshard.programs.train.tokenizer import Bytes, HuggingFaceTokenizer, Numbers, open_tokenizer
 
 TEXT = "for x in range(10):\n    print(x, 'é')\n" * 30

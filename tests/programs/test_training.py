@@ -198,7 +198,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused_on_all(
     outcomes = world(3).outcomes(run, tiny(tmp_path))
     assert all(isinstance(each, ConfigurationError) for each in outcomes)
     assert len({str(each) for each in outcomes}) == 1
-    assert "ranks * train.accumulate = 3 * 1 = 3, got 8" in str(outcomes[0])
+    assert "ranks * train.accumulate: 8 / (3 * 1) leaves 2" in str(outcomes[0])
 
 
 def test_another_run_in_the_same_folder_is_refused_on_all_ranks(
@@ -223,7 +223,7 @@ def test_only_matrices_are_decayed(world: MakeWorld, tmp_path: Path) -> None:
 
 def decayed_names(config: RunConfig) -> tuple[list[str], list[str]]:
     from fullshard.names import clean_name
-    from fullshard.programs.train.models import open_model
+    from fullshard.programs.train.model_source import open_model
     from fullshard.programs.train.sharded_model import build_model
 
     model = build_model(config, open_model(config), torch.device("cpu"))

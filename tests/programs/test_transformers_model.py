@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fullshard.errors import ConfigurationError
 from fullshard.programs.train.config import DataSection, ModelSection, RunConfig
 from fullshard.programs.train.config_file import read_config
-from fullshard.programs.train.models import ModelSource, open_model
+from fullshard.programs.train.model_source import ModelSource, open_model
 from fullshard.programs.train.tokenizer import Bytes
 from fullshard.programs.train.transformers_model import parameters_on_meta, starting_weights
 from fullshard.programs.train.weights import fill

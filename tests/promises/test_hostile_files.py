@@ -46,7 +46,7 @@ from fullshard.checkpoint.tensor_files import TensorFile
 from fullshard.checkpoint.torch_files import TorchFile, write_torch_file
 from fullshard.programs.checkpoint_tool.contents import describe
 from fullshard.programs.report.analysis import Analysis
-from fullshard.programs.report.findings import find
+from fullshard.programs.report.diagnosis import diagnose
 from fullshard.programs.report.run_files import read_run
 from fullshard.programs.train.config_file import read_config, to_toml
 from fullshard.programs.train.run_folder import RunFolder
@@ -493,7 +493,7 @@ def test_run_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if chance.random() < 0.6:
             rewrite(trace, json_text(mutated_tree(chance, events)))
         run = read_run(tmp_path)
-        find(Analysis(run))
+        diagnose(Analysis(run))
         folder = RunFolder(tmp_path)
         folder.is_finished(6)
         if chance.random() < 0.05:  # takes ten times as long as all else

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from fullshard.programs.report.analysis import Analysis
-from fullshard.programs.report.finding import Finding
-from fullshard.programs.report.findings import find
+from fullshard.programs.report.diagnosis import diagnose
+from fullshard.programs.report.findings import Finding, Remedy, Setting
 from fullshard.programs.report.run_files import Mark, Metrics, Run
 from fullshard.programs.run_events import Step
+from fullshard.programs.train.config_file import read_config
 from fullshard.tracing.schema import parse_trace
 from tests.helpers.run_folders import Machine, simulated_trace
 
@@ -27,7 +28,7 @@ def run_on(machine: Machine, **settings: object) -> Run:
 
 
 def found_on(machine: Machine, **settings: object) -> list[Finding]:
-    return find(Analysis(run_on(machine, **settings)))
+    return diagnose(Analysis(run_on(machine, **settings)))
 
 
 def only(findings: list[Finding], words: str) -> Finding:
@@ -50,19 +51,21 @@ def test_a_gather_that_a_deeper_prefetch_hides_is_named_with_both_remedies():
     assert "Its gather takes 3.1 ms; those of groups of its size take 100 \u00b5s." in finding.text
     assert "2 groups ahead instead of 1" in finding.text
     assert "12 MB more memory" in finding.text
-    assert any("sharding.prefetch = 2" in remedy for remedy in finding.remedies)
-    assert any("set_modules_to_backward_prefetch" in remedy for remedy in finding.remedies)
+    assert any("sharding.prefetch = 2" in str(remedy) for remedy in finding.remedies)
+    assert any("set_modules_to_backward_prefetch" in str(remedy) for remedy in finding.remedies)
 
 
 def test_a_wire_slower_than_compute_is_not_helped_by_prefetching():
     findings = found_on(replace(CALM, gather_us=4500, world=4), prefetch=1)
     finding = only(findings, "The wire is the bottleneck")
     assert "No prefetch depth" in finding.text
-    assert not any("prefetch" in remedy for remedy in finding.remedies)
-    assert any("sharding.replicas" in remedy for remedy in finding.remedies)
-    assert not any("bf16" in remedy for remedy in finding.remedies)  # gathers are in bf16 already
+    assert not any("prefetch" in str(remedy) for remedy in finding.remedies)
+    assert any("sharding.replicas" in str(remedy) for remedy in finding.remedies)
+    assert not any(
+        "bf16" in str(remedy) for remedy in finding.remedies
+    )  # gathers are in bf16 already
     odd = only(found_on(replace(CALM, gather_us=4500, world=3), prefetch=1), "The wire")
-    assert not any("sharding.replicas" in remedy for remedy in odd.remedies)
+    assert not any("sharding.replicas" in str(remedy) for remedy in odd.remedies)
 
 
 def test_the_first_gather_has_a_finding_of_its_own():
@@ -73,7 +76,7 @@ def test_the_first_gather_has_a_finding_of_its_own():
 def test_reductions_after_backward_are_told_with_the_narrow_wire():
     finding = only(found_on(replace(CALM, reduce_us=1500)), "reductions")
     assert "3 ms" in finding.title
-    assert "compute.wire" in finding.remedies[0] and "wire_dtype" in finding.remedies[0]
+    assert "compute.wire" in str(finding.remedies[0]) and "wire_dtype" in str(finding.remedies[0])
 
 
 def test_a_late_rank_is_named_and_its_waits_are_not_blamed_on_the_wire():
@@ -87,32 +90,63 @@ def test_a_replay_that_does_not_fit_promises_nothing():
     machine = replace(CALM, slow_gathers={"layers.3": 3000})
     finding = only(found_on(machine, prefetch=3), "layers.3")
     assert "nothing is promised" in finding.text
-    assert not any("sharding.prefetch" in remedy for remedy in finding.remedies)
+    assert not any("sharding.prefetch" in str(remedy) for remedy in finding.remedies)
 
 
 def test_what_the_configuration_has_already_is_no_remedy():
     run = run_on(replace(CALM, slow_gathers={"root": 5000}, reduce_us=1500, optimizer_us=60_000))
-    before = {r for finding in find(Analysis(run)) for r in finding.remedies}
+    before = {r for finding in diagnose(Analysis(run)) for r in finding.remedies}
     config = {"sharding": {"groups": "plan"}, "optimizer": {"flat": True}}
-    after = {r for f in find(Analysis(replace(run, config=config))) for r in f.remedies}
+    after = {r for f in diagnose(Analysis(replace(run, config=config))) for r in f.remedies}
     assert after < before
     done = before - after
-    assert sum('`sharding.groups = "plan"`' in remedy for remedy in done) == 2
-    assert sum("`optimizer.flat = true`" in remedy for remedy in done) == 1
+    assert sum('`sharding.groups = "plan"`' in str(remedy) for remedy in done) == 2
+    assert sum("`optimizer.flat = true`" in str(remedy) for remedy in done) == 1
     assert len(done) == 3
+
+
+def test_settings_in_remedies_are_fields_of_the_trainer_with_values_that_it_takes():
+    slow = replace(CALM, gather_us=4500, reduce_us=1500, world=4, padding=0.25)
+    prefetch = replace(CALM, slow_gathers={"layers.3": 3000, "root": 5000}, optimizer_us=60_000)
+    small = replace(CALM, layer_numel=1000, gather_us=2500)
+    runs = [run_on(machine, prefetch=1) for machine in (slow, prefetch, small)]
+    runs.append(run_on(replace(CALM, layers=2), door="wrapper"))
+    runs.append(Run(name="bad", metrics=Metrics(marks=(Mark(kind="trouble", step=1, text=""),))))
+    remedies = [r for run in runs for finding in diagnose(Analysis(run)) for r in finding.remedies]
+    settings = {setting for remedy in remedies for setting in remedy.settings}
+    assert len(settings) >= 8
+    for setting in settings:
+        config = read_config(None, [str(setting)])
+        section = getattr(config, setting.section)
+        assert getattr(section, setting.name) == setting.value
+
+
+def test_a_remedy_is_done_when_the_configuration_has_all_its_settings():
+    both = (Setting("sharding", "prefetch", 2), Setting("sharding", "door", "fully_shard"))
+    remedy = Remedy(text="Deeper", settings=both, call="`f()`")
+    expected = 'Deeper: `sharding.prefetch = 2` with `sharding.door = "fully_shard"`, or `f()`'
+    assert str(remedy) == expected
+    assert str(Remedy(text="Look", settings=(Setting("optimizer", "flat", True),))) == (
+        "Look: `optimizer.flat = true`"
+    )
+    assert not remedy.is_done(run_on(CALM, prefetch=2))
+    assert remedy.is_done(run_on(CALM, prefetch=2, door="fully_shard"))
+    assert not Remedy(text="Look at the data").is_done(run_on(CALM))
 
 
 def test_a_deeper_prefetch_comes_with_the_door_that_has_it():
     machine = replace(CALM, slow_gathers={"layers.3": 3000})
     remedies = only(found_on(machine, prefetch=1, door="wrapper"), "layers.3").remedies
-    assert remedies[0] == 'Trainer: `sharding.prefetch = 2` with `sharding.door = "fully_shard"`'
+    assert (
+        str(remedies[0]) == 'Trainer: `sharding.prefetch = 2` with `sharding.door = "fully_shard"`'
+    )
 
 
 def test_many_small_groups_that_wait_are_to_be_merged():
     small = replace(CALM, layer_numel=1000, gather_us=2500, slow_gathers={"root": -2400})
     finding = only(found_on(small), "latency")
     assert finding.title.startswith("9 of 9 groups")
-    assert "plan_groups" in finding.remedies[1]
+    assert "plan_groups" in str(finding.remedies[1])
     assert not any("latency" in each.title for each in found_on(small, groups="plan"))
 
 
@@ -137,7 +171,7 @@ def test_parameters_that_are_all_gathered_at_once_are_told():
 def test_time_outside_of_the_model_is_told():
     finding = only(found_on(replace(CALM, optimizer_us=60_000)), "outside")
     assert "60 ms" in finding.text
-    assert "ShardedOptimizer" in finding.remedies[0]
+    assert "ShardedOptimizer" in str(finding.remedies[0])
 
 
 def test_what_costs_most_comes_first():
@@ -165,7 +199,7 @@ def found_in(losses: list[float], times: list[float] | None = None, *marks: Mark
         )
         for i, loss in enumerate(losses)
     )
-    return find(Analysis(Run(name="made up", metrics=Metrics(steps=steps, marks=marks))))
+    return diagnose(Analysis(Run(name="made up", metrics=Metrics(steps=steps, marks=marks))))
 
 
 def test_a_jump_of_the_loss_is_told_with_its_step():

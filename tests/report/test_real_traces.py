@@ -11,7 +11,7 @@ import torch.distributed as dist
 import fullshard
 from fullshard.comm.collectives import DefaultAllGather
 from fullshard.programs.report.analysis import Analysis
-from fullshard.programs.report.findings import find
+from fullshard.programs.report.diagnosis import diagnose
 from fullshard.programs.report.run_files import read_run
 from fullshard.programs.report.timeline import mean_waits
 from tests.helpers.fake import fake_world
@@ -54,7 +54,7 @@ def test_a_gather_with_a_sleep_in_it_is_found_at_its_group(tmp_path: Path) -> No
         ("blocks.1", "backward", "gather"),
     }
     assert third.mean_us < 0.2 * second.mean_us
-    (finding,) = [each for each in find(analysis) if "`blocks.1` waits" in each.title]
+    (finding,) = [each for each in diagnose(analysis) if "`blocks.1` waits" in each.title]
     assert "for its gather" in finding.title
     assert (
         finding.cost_share > 0.2
@@ -79,5 +79,5 @@ def late_on_rank_1(folder: Path) -> None:
 
 def test_a_rank_that_sleeps_is_found(world, tmp_path: Path) -> None:
     world(2).run(late_on_rank_1, tmp_path)
-    titles = [finding.title for finding in find(Analysis(read_run(tmp_path)))]
+    titles = [finding.title for finding in diagnose(Analysis(read_run(tmp_path)))]
     assert any(title.startswith("Rank 1 comes later than the others") for title in titles)

@@ -12,7 +12,7 @@ import torch
 
 from fullshard.plan.layout import IN_PLACE_FROM
 from fullshard.programs.train.config import RunConfig
-from fullshard.programs.train.models import open_model
+from fullshard.programs.train.model_source import open_model
 from fullshard.programs.train.sharded_model import make_mesh, shard
 from fullshard.torch_border import fake_process_group
 from fullshard.tracing.group_facts import group_facts
@@ -64,10 +64,10 @@ class ShardedPlan:
 
 
 def measure(config: RunConfig, world: int) -> ShardedPlan:
-    """Return how the model of a configuration would be sharded over so many ranks.
+    """Return how the model of a configuration would be sharded over so many ranks, which its replicas divide.
 
     Raises:
-        ConfigurationError: there is no such model, or it cannot be sharded so.
+        ConfigurationError: there is no such model.
     """
     is_wrapped = config.sharding.door == "wrapper"
     # What is asked for is sizes: those of a rank's part are the same wherever it rests, and the wrapper

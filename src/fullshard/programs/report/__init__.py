@@ -4,7 +4,7 @@ command        the verb: arguments in, exit code out
 page           all of it together: page.html, page.css, page.js
 chart          what a chart is; run_charts, timeline_chart, group_charts, memory_chart: all there are
 views          which recorded steps can be chosen
-findings       what the numbers mean, in plain language: run_findings, step_findings
+diagnosis      what the numbers mean, in plain language: run_findings, step_findings; findings: what one is
 analysis       the numbers that findings and charts share
 replay         what waits would remain at another prefetch depth
 timeline       where the time of a step went; intervals: arithmetic of time

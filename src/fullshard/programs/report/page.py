@@ -22,7 +22,7 @@ from plotly.offline import get_plotlyjs
 from fullshard import __version__
 from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.chart import Chart, Table
-from fullshard.programs.report.findings import find
+from fullshard.programs.report.diagnosis import diagnose
 from fullshard.programs.report.group_charts import comparing_charts, group_table
 from fullshard.programs.report.memory_chart import memory_chart
 from fullshard.programs.report.replay import FAITHFUL_SHARE, MAX_DEPTH
@@ -54,7 +54,7 @@ def render(run: Run) -> str:
         version=__version__,
         subtitle=_subtitle(run),
         tiles=list(_tiles(analysis)),
-        findings=find(analysis),
+        findings=diagnose(analysis),
         run_charts=of_run,
         step_charts=of_steps,
         memory_charts=of_memory,

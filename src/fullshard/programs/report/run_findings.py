@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import isfinite
 from statistics import median
 
-from fullshard.programs.report.finding import Finding
+from fullshard.programs.report.findings import Finding, Remedy, Setting
 from fullshard.programs.report.run_files import Run
 from fullshard.programs.report.units import duration
 from fullshard.programs.run_events import Step
@@ -43,8 +43,10 @@ def _troubles(run: Run) -> Iterator[Finding]:
         + ", ".join(str(mark.step) for mark in troubles[:10])
         + (" and later." if len(troubles) > 10 else "."),
         remedies=(
-            "Lower `optimizer.lr`, longer `schedule.warmup`, smaller `train.clip`",
-            '`train.on_bad_step = "skip"` leaves such updates out',
+            Remedy(text="Lower `optimizer.lr`, longer `schedule.warmup`, smaller `train.clip`"),
+            Remedy(
+                text="Leave such updates out", settings=(Setting("train", "on_bad_step", "skip"),)
+            ),
         ),
         severity="bad",
         cost_share=1.0,
@@ -60,7 +62,9 @@ def _spikes(steps: tuple[Step, ...]) -> Iterator[Finding]:
         title=f"The loss jumps to {worst.loss:.3g} at step {worst.step}, where {expected:.3g} was to be expected",
         text=f"{len(found)} of {len(steps)} steps are far above the {SPIKE_WINDOW} steps before them.",
         remedies=(
-            "Look at the batch and the gradient norm of that step; lower `optimizer.lr` or smaller `train.clip`",
+            Remedy(
+                text="Look at the batch and the gradient norm of that step; lower `optimizer.lr` or smaller `train.clip`"
+            ),
         ),
         severity="bad",
         cost_share=0.5,
@@ -94,7 +98,10 @@ def _slowing_down(steps: tuple[Step, ...]) -> Iterator[Finding]:
         title=f"The run becomes slower: {duration(first * 1e6)} a step at first, {duration(last * 1e6)} at the end",
         text=f"Medians of the first and the last quarter of the steps, without the first {WARM_UP_STEPS}.",
         remedies=(
-            "Look for what grows or shares the machine: memory, clocks and temperature, data loading, other programs",
+            Remedy(
+                text="Look for what grows or shares the machine: memory, clocks and temperature, data loading, other "
+                "programs"
+            ),
         ),
         cost_share=1 - first / last,
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from fullshard.programs.report.analysis import Analysis
-from fullshard.programs.report.finding import Finding
+from fullshard.programs.report.findings import Finding, Remedy, Setting
 from fullshard.programs.report.replay import MAX_DEPTH
 from fullshard.programs.report.timeline import StepTimes, WaitTimes, mean_duration_us
 from fullshard.programs.report.units import count, duration, share, size
@@ -46,6 +46,9 @@ OUTSIDE = 0.35
 """Part of the step outside of forward and backward, from which on it is told."""
 
 
+PLANNED_GROUPS = Setting("sharding", "groups", "plan")
+
+
 def find_in_steps(analysis: Analysis) -> Iterator[Finding]:
     """All that the recorded steps say; nothing if there are none."""
     if not analysis.steps:
@@ -70,9 +73,15 @@ def _first_gather(analysis: Analysis) -> Iterator[Finding]:
         text=f"That is {share(wait.mean_us / analysis.step_us)} of the step. Nothing computes before the first gather is "
         f"there, so no prefetch can hide it. {_slowness(analysis, wait.group)}",
         remedies=(
-            'Less in the group that comes first: `sharding.groups = "plan"`, or `fully_shard` on the embedding and the '
-            "head by themselves",
-            "Issue it earlier: `model.unshard(async_op=True)` before the batch is read",
+            Remedy(
+                text="Less in the group that comes first",
+                settings=(PLANNED_GROUPS,),
+                call="`fully_shard` on the embedding and the head by themselves",
+            ),
+            Remedy(
+                text="Issue it earlier",
+                call="`model.unshard(async_op=True)` before the batch is read",
+            ),
         ),
         cost_share=wait.mean_us / analysis.step_us,
     )
@@ -118,18 +127,21 @@ def _gather_waits(analysis: Analysis) -> Iterator[Finding]:
         + f"Played again with gathers issued {depth} groups ahead instead of {analysis.prefetch}, "
         f"{duration(left_in_all)} a step remain, for up to {size(more)} more memory.",
         remedies=(
-            f"Trainer: `sharding.prefetch = {depth}`{_fully_shard(analysis)}",
-            "API: `set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch`, with the next "
-            f"{depth} layers of each",
+            Remedy(text="Trainer", settings=tuple(_prefetch_settings(analysis, depth))),
+            Remedy(
+                text="API",
+                call="`set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch`, with the next "
+                f"{depth} layers of each",
+            ),
         ),
         cost_share=cost,
     )
 
 
-def _fully_shard(analysis: Analysis) -> str:
-    """The trainer's wrapper has no depth to set."""
-    is_wrapped = analysis.run.setting("sharding", "door") == "wrapper"
-    return ' with `sharding.door = "fully_shard"`' if is_wrapped else ""
+def _prefetch_settings(analysis: Analysis, depth: int) -> Iterator[Setting]:
+    yield Setting("sharding", "prefetch", depth)
+    if analysis.run.setting("sharding", "door") == "wrapper":  # it has no depth to set
+        yield Setting("sharding", "door", "fully_shard")
 
 
 def _and_others(waits: list[WaitTimes]) -> str:
@@ -192,28 +204,34 @@ def _no_depth_helps(analysis: Analysis, where: str, text: str, cost: float) -> F
         if wire_us >= WIRE_BOUND * compute_us:
             title = f"The wire is the bottleneck: {where}"
     text += f"Gathers are on the wire for {duration(wire_us)} a step; forward and backward compute for {duration(compute_us)}."
-    return Finding(title=title, text=text, remedies=_less_on_the_wire(analysis), cost_share=cost)
+    return Finding(
+        title=title, text=text, remedies=tuple(_less_on_the_wire(analysis)), cost_share=cost
+    )
 
 
-def _less_on_the_wire(analysis: Analysis) -> tuple[str, ...]:
+def _less_on_the_wire(analysis: Analysis) -> Iterator[Remedy]:
     groups = analysis.groups.values()
-    remedies = [
-        "More work per gather: a larger batch per rank (`train.batch`, or more tokens a forward)"
-    ]
+    yield Remedy(
+        text="More work per gather: a larger batch per rank (`train.batch`, or more tokens a forward)"
+    )
     if any(group.compute_dtype == "float32" for group in groups):
-        remedies.append(
-            'Half of the bytes: `compute.precision = "bf16"`, or `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`'
+        yield Remedy(
+            text="Half of the bytes",
+            settings=(Setting("compute", "precision", "bf16"),),
+            call="`MixedPrecisionPolicy(param_dtype=torch.bfloat16)`",
         )
     if any(_gathers_in_backward(step) for step in analysis.judged):
-        remedies.append(
-            "Fewer gathers, for the memory of the whole model: `sharding.reshard_after_forward = false`, or "
-            "`fully_shard(..., reshard_after_forward=False)`"
+        yield Remedy(
+            text="Fewer gathers, for the memory of the whole model",
+            settings=(Setting("sharding", "reshard_after_forward", False),),
+            call="`fully_shard(..., reshard_after_forward=False)`",
         )
     if groups and all(g.replicas == 1 and g.world > 2 and g.world % 2 == 0 for g in groups):
-        remedies.append(
-            "Gather over fewer and nearer ranks (HSDP): `sharding.replicas = 2`, or a 2-D mesh"
+        yield Remedy(
+            text="Gather over fewer and nearer ranks (HSDP)",
+            settings=(Setting("sharding", "replicas", 2),),
+            call="a 2-D mesh",
         )
-    return tuple(remedies)
 
 
 def _gathers_in_backward(step: StepTimes) -> bool:
@@ -229,15 +247,21 @@ def _reduction_waits(analysis: Analysis) -> Iterator[Finding]:
     if cost < WORTH_TELLING:
         return
     remedies = [
-        "A smaller group first in forward, which is reduced last and has nothing to hide behind: "
-        '`sharding.groups = "plan"`, or `fully_shard` on the embedding',
-        "More work per reduction: a larger batch per rank (`train.batch`)",
+        Remedy(
+            text="A smaller group first in forward, which is reduced last and has nothing to hide behind",
+            settings=(PLANNED_GROUPS,),
+            call="`fully_shard` on the embedding",
+        ),
+        Remedy(text="More work per reduction: a larger batch per rank (`train.batch`)"),
     ]
     if any(group.wire_dtype in ("", "float32") for group in analysis.groups.values()):
         remedies.insert(
             0,
-            'Half of the bytes, still summed in float32: `compute.wire = "bf16"`, or '
-            "`MixedPrecisionPolicy(wire_dtype=torch.bfloat16)`",
+            Remedy(
+                text="Half of the bytes, still summed in float32",
+                settings=(Setting("compute", "wire", "bf16"),),
+                call="`MixedPrecisionPolicy(wire_dtype=torch.bfloat16)`",
+            ),
         )
     yield Finding(
         title=f"Compute waits {duration(total)} for reductions, {share(cost)} of the step",
@@ -260,8 +284,10 @@ def _straggler(analysis: Analysis) -> Iterator[Finding]:
         text=f"{share(late.part)} of the time that ranks waited for each other was for this one. Their waits look like a "
         f"slow wire; the other findings are of rank {late.rank} alone.",
         remedies=(
-            f"Look at rank {late.rank}'s machine: clocks, temperature, other processes, its data loading",
-            "Give all ranks the same work: batches of equal length",
+            Remedy(
+                text=f"Look at rank {late.rank}'s machine: clocks, temperature, other processes, its data loading"
+            ),
+            Remedy(text="Give all ranks the same work: batches of equal length"),
         ),
         cost_share=lost_us / analysis.step_us,
     )
@@ -270,8 +296,11 @@ def _straggler(analysis: Analysis) -> Iterator[Finding]:
 def _small_groups(analysis: Analysis) -> Iterator[Finding]:
     groups = analysis.groups.values()
     small = [group for group in groups if 0 < group.gathered_bytes < SMALL_GROUP_BYTES]
-    is_planned = analysis.run.setting("sharding", "groups") == "plan"
-    if is_planned or len(small) < 4 or len(small) < MANY_SMALL * len(groups):
+    if (
+        PLANNED_GROUPS.is_in(analysis.run)
+        or len(small) < 4
+        or len(small) < MANY_SMALL * len(groups)
+    ):
         return
     names = {group.name for group in small}
     spans = [
@@ -290,7 +319,10 @@ def _small_groups(analysis: Analysis) -> Iterator[Finding]:
         title=f"{len(small)} of {len(groups)} groups are smaller than {size(SMALL_GROUP_BYTES)}: their time is mostly latency",
         text=f"Compute waits {duration(waited)} a step for them, not counting what is unusually long. Fewer and larger groups send "
         "the same bytes in fewer calls.",
-        remedies=('Trainer: `sharding.groups = "plan"`', "API: `plan_groups(model).apply()`"),
+        remedies=(
+            Remedy(text="Trainer", settings=(PLANNED_GROUPS,)),
+            Remedy(text="API", call="`plan_groups(model).apply()`"),
+        ),
         cost_share=waited / analysis.step_us,
     )
 
@@ -307,9 +339,9 @@ def _padding(analysis: Analysis) -> Iterator[Finding]:
         text=f"Most of it is in `{worst.name}`: {count(worst.padded_numel - worst.numel)} of {count(worst.padded_numel)} elements. "
         f"Rows are kept whole, so a parameter with few rows is padded up to {worst.world} ranks.",
         remedies=(
-            "Shard over fewer ranks: `sharding.replicas`, or a 2-D mesh",
-            'Without rows: `sharding.door = "wrapper"`',
-            "API: shard along a longer dimension with `shard_placement_fn`",
+            Remedy(text="Shard over fewer ranks: `sharding.replicas`, or a 2-D mesh"),
+            Remedy(text="Without rows", settings=(Setting("sharding", "door", "wrapper"),)),
+            Remedy(text="API: shard along a longer dimension with `shard_placement_fn`"),
         ),
         cost_share=part * analysis.exposed_share,
     )
@@ -325,9 +357,16 @@ def _held_at_once(analysis: Analysis) -> Iterator[Finding]:
         text=f"At the peak {size(peak)} of {size(whole)} lie unsharded; sharding saves memory of gradients and optimizer "
         "state only.",
         remedies=(
-            "Give them back after forward: `sharding.reshard_after_forward = true`, or "
-            "`fully_shard(..., reshard_after_forward=True)`",
-            'More and smaller groups: `sharding.groups = "blocks"`, or `fully_shard` on every layer',
+            Remedy(
+                text="Give them back after forward",
+                settings=(Setting("sharding", "reshard_after_forward", True),),
+                call="`fully_shard(..., reshard_after_forward=True)`",
+            ),
+            Remedy(
+                text="More and smaller groups",
+                settings=(Setting("sharding", "groups", "blocks"),),
+                call="`fully_shard` on every layer",
+            ),
         ),
     )
 
@@ -342,7 +381,11 @@ def _outside(analysis: Analysis) -> Iterator[Finding]:
         text=f"Loss, optimizer, clipping, data and whatever else the program does take {duration(outside)} a step. Nothing of "
         "it can be changed by sharding, other than the optimizer's part.",
         remedies=(
-            "Update whole shards at once: `optimizer.flat = true`, or `fullshard.optim.ShardedOptimizer`",
+            Remedy(
+                text="Update whole shards at once",
+                settings=(Setting("optimizer", "flat", True),),
+                call="`fullshard.optim.ShardedOptimizer`",
+            ),
         ),
         cost_share=part - OUTSIDE,
     )

@@ -3,7 +3,7 @@
 The files in the order a run passes through them:
 
     command              the verb: arguments in, exit code out
-    config               what a run can be told, by section, and what of it does not go together
+    config               what a run can be told, by section, and the rules for what goes together
     limits               between which numbers a value must lie
     config_fields        all fields as data: kinds of values, defaults, meanings
     config_file          a configuration from and to TOML, and all its problems at once
@@ -26,8 +26,8 @@ The files in the order a run passes through them:
 What is trained, and what is learned from:
 
     preflight            what is wrong with either, without torch
-    models               a model as the loop knows it
-    built_in             the decoder of `model`, in the sizes of `decoder_shape`
+    model_source         a model as the loop knows it
+    built_in             the decoder of `decoder`, in the sizes of `decoder_shape`
     transformers_model   any causal language model of transformers
     weights              starting weights, the same on any number of ranks; memory for them
     data                 training and held-out windows

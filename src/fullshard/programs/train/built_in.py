@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from fullshard.checkpoint import save_huggingface
 from fullshard.errors import ConfigurationError
 from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.decoder import NORM_EPS, ROTARY_BASE, Decoder
 from fullshard.programs.train.decoder_shape import VOCABULARY_UNKNOWN, DecoderShape, decoder_shape
-from fullshard.programs.train.model import NORM_EPS, ROTARY_BASE, Decoder
 from fullshard.programs.train.tokenizer import open_tokenizer
 from fullshard.programs.train.weights import DrawnWeights, fill, seed_of
 
@@ -39,7 +39,7 @@ LLAMA_NAMES = {
 
 
 class BuiltInDecoder:
-    """The decoder of `model`; a `ModelSource`."""
+    """The built-in decoder; a `ModelSource`."""
 
     def __init__(self, config: RunConfig) -> None:
         """Take the sizes from the configuration, and the vocabulary from there or the tokenizer."""

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+from fullshard.errors import ConfigurationError
 from fullshard.programs.train.limits import Limits
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -381,6 +382,16 @@ class RunConfig:
             )
         if self.sharding.offload and self.run.device == "cpu":
             yield Problem(("sharding.offload", "run.device"), OFFLOAD_ON_CPU)
+
+    def check(self, world: int) -> None:
+        """Raise if something does not go together, for callers that start no ranks; the launcher has checked it before.
+
+        Raises:
+            ConfigurationError: all that is wrong.
+        """
+        found = [problem.text for problem in (*self.problems(), *self.world_problems(world))]
+        if found:
+            raise ConfigurationError("\n".join(found))
 
     def world_problems(self, world: int) -> Iterator[Problem]:
         """Find what does not go with this number of ranks."""

@@ -17,7 +17,7 @@ from fullshard.programs.train.array_files import read_header
 from fullshard.programs.train.config import DataSection, RunConfig
 from fullshard.programs.train.data_files import DataFiles, data_files
 from fullshard.programs.train.held_out_split import training_lengths
-from fullshard.programs.train.models import ModelSource
+from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.tokenizer import Bytes, Tokenizer
 from fullshard.programs.train.windows import Tokens, Windows, check_tokens
 

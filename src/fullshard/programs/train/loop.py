@@ -31,7 +31,6 @@ from torch import Tensor
 
 from fullshard import __version__
 from fullshard.checkpoint.rank_group import RankGroup
-from fullshard.errors import ConfigurationError
 from fullshard.programs.run_events import (
     Action,
     End,
@@ -47,7 +46,7 @@ from fullshard.programs.train.config import RunConfig, TrainSection
 from fullshard.programs.train.data import Data
 from fullshard.programs.train.evaluation import held_out_loss, window_losses
 from fullshard.programs.train.memory import memory_bytes
-from fullshard.programs.train.models import ModelSource
+from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from fullshard.programs.train.result import TrainResult
 from fullshard.programs.train.resume import Checkpoints, RunState
@@ -109,7 +108,6 @@ class Training:
         """Build the model, and go on from the newest checkpoint if there is one. All ranks call it."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.job, self.config, self.watch = job, job.config, watch
-        check_batch(job.config, self.world)
         self.model = build_model(job.config, job.source, job.device)
         self.optimizer = build_optimizer(job.config.optimizer, *self.model.parameters())
         self.sampler = Sampler(len(job.data.training), job.config.run.seed)
@@ -363,16 +361,6 @@ def ways_out(train: TrainSection, newest: Path | None, *, is_finite: bool) -> st
         f"The same command with {' or '.join(changes)} goes on from {start}. If it comes to a bad step again, look "
         f"at the data, or begin anew with {' or '.join(anew)}."
     )
-
-
-def check_batch(config: RunConfig, world: int) -> None:
-    """Refuse a batch that ranks and parts cannot share evenly."""
-    train = config.train
-    if train.batch % (world * train.accumulate):
-        raise ConfigurationError(
-            f"train.batch must be divisible by ranks * train.accumulate = {world} * {train.accumulate} = "
-            f"{world * train.accumulate}, got {train.batch}. Change one of them."
-        )
 
 
 def seed_of_step(seed: int, step: int, rank: int) -> int:

@@ -1,7 +1,7 @@
 """What is wrong with a run's model and data, said before any rank starts, all at once.
 
 Only what can be known without torch and in a moment: ranks look closer when they open model and
-data (`models`, `data`).
+data (`model_source`, `data`).
 """
 
 from __future__ import annotations

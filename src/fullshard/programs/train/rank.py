@@ -26,7 +26,7 @@ from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.data import open_data
 from fullshard.programs.train.loop import Job, Training
 from fullshard.programs.train.metrics_file import MetricsFile, TensorBoardFiles
-from fullshard.programs.train.models import open_model
+from fullshard.programs.train.model_source import open_model
 from fullshard.programs.train.progress import RunProgress, showing_progress
 from fullshard.programs.train.rank_info import RankInfo
 from fullshard.programs.train.rendezvous import store_of_torchrun

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import ConfigurationError
 from fullshard.programs.train.config import SamplesSection
-from fullshard.programs.train.models import ModelSource
+from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.tokenizer import Tokenizer
 
 

@@ -40,11 +40,10 @@ from fullshard import (
     fully_shard,
     plan_groups,
 )
-from fullshard.errors import ConfigurationError
 from fullshard.names import clean_name
 from fullshard.plan.mesh import default_group, wait_no_longer
 from fullshard.programs.train.config import ComputeSection, RunConfig
-from fullshard.programs.train.models import ModelSource
+from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.weights import materialise
 from fullshard.wrap import CustomPolicy
 
@@ -136,7 +135,12 @@ class WrappedModel(ShardedModel):
 
 
 def build_model(config: RunConfig, source: ModelSource, device: torch.device) -> ShardedModel:
-    """Return the model with memory for this rank's part of it, not filled yet. All ranks call it."""
+    """Return the model with memory for this rank's part of it, not filled yet. All ranks call it.
+
+    Raises:
+        ConfigurationError: the configuration does not go together, or not with this number of ranks.
+    """
+    config.check(dist.get_world_size())
     mesh = make_mesh(config.sharding.replicas, device)
     model = source.build()
     whole = WholeModel(
@@ -163,11 +167,6 @@ def build_model(config: RunConfig, source: ModelSource, device: torch.device) ->
 def make_mesh(replicas: int, device: torch.device) -> DeviceMesh:
     """Return the ranks as (shard,), or with replicas as (replicate, shard)."""
     world = dist.get_world_size()
-    if world % replicas:
-        raise ConfigurationError(
-            f"Replicas have the same number of ranks, so sharding.replicas must divide them; got {replicas} "
-            f"replicas and {world} ranks. Choose another number of either."
-        )
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     shape = (replicas, world // replicas)
@@ -229,11 +228,6 @@ def wrap(
 ) -> FullyShardedDataParallel:
     """Cut a model with `FullyShardedDataParallel`, into the same groups."""
     section, policy = config.sharding, precision_policy(config.compute)
-    if section.prefetch != 1:
-        raise ConfigurationError(
-            f"sharding.prefetch is for the door fully_shard; the wrapper gathers 1 group ahead, got {section.prefetch}. "
-            "Leave it out, or change sharding.door."
-        )
     wrap_policy = CustomPolicy(set(blocks).__contains__)
     if section.groups == "plan":
         wrap_policy = plan_groups(model, mp_policy=policy).wrap_policy()

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from fullshard.programs.train.built_in import starting_weights
+from fullshard.programs.train.decoder import Decoder, rotate
 from fullshard.programs.train.decoder_shape import DecoderShape
-from fullshard.programs.train.model import Decoder, rotate
 from fullshard.programs.train.weights import fill
 
 SHAPE = DecoderShape(layers=2, width=32, heads=4)
