@@ -1,21 +1,20 @@
 """Every exception fullshard raises on purpose.
 
     FullshardError
-      ConfigurationError   (ValueError)     what was asked for cannot be: options, meshes, modules
-        OptionTypeError    (TypeError)      ... since a value is of the wrong type
+      ConfigurationError   (ValueError)     an option, mesh or module cannot be used as asked
+        OptionTypeError    (TypeError)      ... because a value has the wrong type
       LayoutError          (ValueError)     shapes, dtypes and world size do not make a layout
       LifecycleError       (RuntimeError)   the right call at the wrong time
-        UsageError         (ValueError)     ... or a call that does not fit the model's or the machine's state
+        UsageError         (ValueError)     ... or a call that does not fit the state of the model or machine
       CommunicationError   (RuntimeError)   a collective or a comm object broke its contract
       CheckpointError      (RuntimeError)   a checkpoint is damaged, does not fit, or cannot be written
       UnsupportedError     (NotImplementedError)   torch offers it, this version does not yet
 
-The two indented ones are of several built-in kinds: programs written for torch, which raises one kind here and
-another there, catch what they mean to catch. (A UsageError is a ConfigurationError and a LifecycleError.)
+The two indented classes have several built-in bases, because torch raises different ones in similar cases and
+programs catch those. (A UsageError is a ConfigurationError and a LifecycleError.)
 
-Messages say the rule, then what was found with all offenders by full name, then the remedy. Checks
-run on what every rank knows alike, before the first collective, so that all ranks raise the same
-error.
+A message says the rule, then all offenders by full name, then the remedy. Checks run before the first
+collective, on what every rank knows, so that all ranks raise the same error.
 """
 
 from __future__ import annotations

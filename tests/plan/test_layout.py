@@ -29,11 +29,11 @@ from fullshard.plan.layout import (
     Piece,
     Segment,
     Slot,
+    block_offsets,
     chunk_size,
     flat_layout,
     gathers_in_place,
     per_row_layout,
-    place,
 )
 from tests.helpers.compare import assert_equal
 from tests.helpers.fake import fake_world
@@ -250,7 +250,9 @@ blocks = st.lists(st.tuples(st.integers(0, 300), st.sampled_from(DTYPES)), max_s
 def test_blocks_are_placed_in_order_aligned_and_as_close_as_that_allows(
     blocks: list[tuple[int, torch.dtype]], alignment: int
 ) -> None:
-    placement = place([n for n, _ in blocks], [dtype for _, dtype in blocks], alignment=alignment)
+    placement = block_offsets(
+        [n for n, _ in blocks], [dtype for _, dtype in blocks], alignment=alignment
+    )
     end = 0
     for start, (numel, dtype) in zip(placement.starts, blocks, strict=True):
         unit = alignment * dtype.itemsize
@@ -268,7 +270,7 @@ def test_blocks_lie_in_the_same_places_whatever_their_dtype(numels: list[int]) -
     places = [
         (tuple(start // dtype.itemsize for start in made.starts), made.nbytes // dtype.itemsize)
         for dtype in DTYPES
-        for made in [place(numels, [dtype] * len(numels))]
+        for made in [block_offsets(numels, [dtype] * len(numels))]
     ]
     assert len(set(places)) == 1
 
@@ -304,7 +306,7 @@ def test_the_worked_example_per_row() -> None:
     assert torch.cat(gathered).tolist() == [*range(12), *[PAD] * 4, 100, 101, 102, 103]
     assert [layout.padding(segment) for segment in range(2)] == [4, 0]
     # Segments [0, 16) and [16, 20), in elements of four bytes.
-    assert place([16, 4], [torch.float32] * 2, alignment=4) == BufferOffsets(
+    assert block_offsets([16, 4], [torch.float32] * 2, alignment=4) == BufferOffsets(
         starts=(0, 64), nbytes=80
     )
 
@@ -434,7 +436,7 @@ def test_pieces_that_are_large_on_average_are_gathered_in_place() -> None:
         per_row_layout([(3, 4)], world=2).segments[0],
         per_row_layout([(3, 4)], world=2).slots[0],
         per_row_layout([(3, 4)], world=2).piece(0, 0),
-        place([1], [torch.float32]),
+        block_offsets([1], [torch.float32]),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -488,4 +490,4 @@ def test_matrices_lie_before_all_others_and_otherwise_the_order_is_kept() -> Non
 
 def test_as_many_dtypes_as_blocks_are_needed() -> None:
     with pytest.raises(ValueError, match="shorter"):
-        place([1, 2], [torch.float32])
+        block_offsets([1, 2], [torch.float32])

@@ -41,9 +41,9 @@ from fullshard.plan.layout import (
     ROW_ALIGNMENT,
     Division,
     Layout,
+    block_offsets,
     contiguous_strides,
-    place,
-    place_row,
+    shard_offsets,
 )
 from fullshard.storage.buffers import Buffer, rank_chunks, staged_chunks
 
@@ -234,7 +234,7 @@ class ReduceBuffer(Buffer):
         numels = {index: self._message_numel(index) for index in self._kinds}
         if not self.rank_major:
             wholes = [numel * layout.world for numel in numels.values()]
-            placement = place(wholes, [self._dtype(index) for index in numels])
+            placement = block_offsets(wholes, [self._dtype(index) for index in numels])
             self._strides = numels
             self._starts = dict(zip(numels, placement.starts, strict=True))
             return placement.nbytes
@@ -252,7 +252,7 @@ class ReduceBuffer(Buffer):
     def _row(self, segments: Sequence[int]) -> _Row:
         """Return how one rank's shards of segments of a kind lie."""
         itemsize = self._dtype(segments[0]).itemsize
-        placed = place_row(self.layout, segments, [self._dtype(index) for index in segments])
+        placed = shard_offsets(self.layout, segments, [self._dtype(index) for index in segments])
         starts = {i: start // itemsize for i, start in zip(segments, placed.starts, strict=True)}
         arrivals, end = dict(starts), placed.nbytes // itemsize
         for index in filter(self._is_copied, segments):

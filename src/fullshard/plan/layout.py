@@ -1,9 +1,8 @@
-"""Where every element of a group lives.
+"""Layouts: which rank has which elements of a group, and at which offsets.
 
-A group's **gather buffer** holds its parameters one after the other, each whole and contiguous. A
-**segment** is a range of it that splits evenly into ``world`` pieces; piece r rests on rank r, in
-that rank's **shard buffer**. Gathering a group means gathering its segments in place: afterwards
-there is nothing to copy.
+A group's **gather buffer** holds its unsharded parameters one after the other, each contiguous. A
+**segment** is a range of it that splits evenly into ``world`` pieces. Rank r keeps piece r in its
+**shard buffer**. Segments can be gathered in place: afterwards there is nothing to copy.
 
     per row, 2 ranks: weight (3, 4) and bias (4,)
     gather buffer   | w row 0 | w row 1 | w row 2 | pad | b 0..3 |     segments [0, 16) and [16, 20)
@@ -19,14 +18,14 @@ Padding always follows the real elements of a segment, so a parameter's elements
 
 A parameter's elements are divided in one of four ways (`Division`):
 
-    ROWS         runs of rows along the first dimension that has more than one row; zero-copy
+    ROWS         consecutive rows along the first dimension that has more than one row; zero-copy
     CHUNKS       blocks along a later dimension (`Shard(d)`): a piece is not contiguous in the parameter, so
                  gathering needs a staging buffer and one copy
     REPLICATED   0-d: every rank holds the one element
     FLAT         elements of the flattened parameter, cut wherever a rank's piece of the segment ends; zero-copy
 
-Everything here is arithmetic over shapes and world size, computed once: no tensor is allocated, no
-process group is asked, so the engine, the checkpoint and the reports can share it.
+Everything here is arithmetic over shapes and world size, computed once. It allocates no tensor and asks
+no process group, so the engine, checkpoints and reports share it.
 """
 
 from __future__ import annotations
@@ -41,18 +40,17 @@ import torch
 from fullshard.errors import LayoutError
 
 ALIGNMENT = 64
-"""Elements at whose multiples what compute reads starts: whole cache lines, any vector load."""
+"""Unsharded parameters start at multiples of this many elements: whole cache lines, any vector load."""
 
 ROW_ALIGNMENT = 8
-"""The same for the pieces of one rank's row: what collectives and optimizers want to load at once, and no more.
+"""Pieces in a shard buffer start at multiples of this many elements: what one vector load takes, and no more.
 
-Pieces are mostly multiples of it, so that a row has no gaps. In elements, not bytes: a row's pieces lie in the
-same places whatever its dtype, so shards can be cast, sent and updated as one array.
+Most pieces are multiples of it, so a shard buffer has few gaps. It counts elements, not bytes: pieces have the same
+offsets in every dtype, so shards can be cast, sent and updated as one array.
 """
 
-
 IN_PLACE_FROM = 1 << 20
-"""Mean bytes of a rank's piece of a segment from which a group is gathered in place; see `gathers_in_place`."""
+"""A group is gathered in place if its pieces have at least this many bytes on average; see `gathers_in_place`."""
 
 
 class Division(enum.Enum):
@@ -96,7 +94,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Where one parameter lives: its segment, its place there and how it is divided."""
+    """Where one parameter lives: its segment, its offset there, and how it is divided."""
 
     shape: tuple[int, ...]
     division: Division
@@ -107,11 +105,11 @@ class Slot:
     start: int
     """Elements of the segment before this parameter; 0 unless FLAT."""
     strides: tuple[int, ...]
-    """Of the whole parameter in the gather buffer, without gaps; under FLAT in any order of its dimensions."""
+    """Strides of the unsharded parameter in the gather buffer, without gaps; under FLAT in any order of dimensions."""
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the unsharded parameter."""
         return math.prod(self.shape)
 
     @property
@@ -151,19 +149,19 @@ class Layout:
         return Piece(shape=(last - first,), start=start, offset=first - begin)
 
     def memory_order(self, segments: Sequence[int]) -> list[int]:
-        """Places in ``segments`` in the order in which a rank's pieces lie in memory: matrices first, then the rest.
+        """Return the indices of ``segments`` in the order of their pieces in memory: matrices first, then the others.
 
-        Optimizers often treat the two differently (weight decay is for one of them), and can take as one
+        Optimizers often have other options for matrices (weight decay, for one), and can update as one tensor
         what lies together.
         """
 
-        def is_rest(place: int) -> bool:
-            return all(len(self.slots[p].shape) < 2 for p in self.segments[segments[place]].params)
+        def has_no_matrix(index: int) -> bool:
+            return all(len(self.slots[p].shape) < 2 for p in self.segments[segments[index]].params)
 
-        return sorted(range(len(segments)), key=is_rest)
+        return sorted(range(len(segments)), key=has_no_matrix)
 
     def held_numels(self, segment: int) -> list[int]:
-        """Of a flat segment, how many elements each rank holds, without the padding at its end."""
+        """Return how many elements of a flat segment each rank holds, without the padding at its end."""
         numel = self.segments[segment].piece_numel
         last = self.slots[self.segments[segment].params[-1]]
         end = last.start + last.numel
@@ -176,14 +174,14 @@ class Layout:
 
 
 def chunk_size(size: int, world: int) -> int:
-    """Rows of the largest chunk when ``size`` rows are divided over ``world`` ranks, the last ones short or empty."""
+    """Return the rows of a full chunk when ``size`` rows are divided over ``world`` ranks; the last may have fewer."""
     return -(-size // world)
 
 
 def per_row_layout(
     shapes: Sequence[Sequence[int]], *, world: int, dims: Sequence[int] | None = None
 ) -> Layout:
-    """One segment per parameter, divided along dimension ``dims[i]`` (0 by default).
+    """Make one segment per parameter, divided along dimension ``dims[i]`` (0 by default).
 
     >>> layout = per_row_layout([(3, 4), (4,)], world=2)
     >>> [segment.piece_numel for segment in layout.segments]
@@ -226,10 +224,10 @@ def flat_layout(
     multiple: int = 1,
     strides: Sequence[Sequence[int]] | None = None,
 ) -> Layout:
-    """One segment for all parameters of one kind (usually: dtype), cut regardless of rows.
+    """Make one segment for all parameters of one kind (usually: dtype), cut regardless of rows.
 
-    Every parameter starts at a multiple of ``multiple`` elements. With ``strides``, parameters lie
-    in memory as they say (channels last, say) and are cut in that order.
+    Every parameter starts at a multiple of ``multiple`` elements. ``strides`` say
+    how parameters lie in memory (channels last, for example); they are cut in that order.
 
     >>> layout = flat_layout([(3, 4), (4,)], world=2)
     >>> layout.piece(0, rank=1), layout.piece(1, rank=0).numel
@@ -275,7 +273,7 @@ def flat_layout(
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor.
+    """Return the strides of a contiguous tensor.
 
     >>> contiguous_strides((2, 3, 4))
     (12, 4, 1)
@@ -288,7 +286,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def has_no_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a tensor's elements fill a range of memory, each place once, in whatever order."""
+    """Whether a tensor's elements fill a range of memory, each address once, in any order."""
     if 0 in shape:
         return True
     expected = 1
@@ -308,21 +306,21 @@ class BufferOffsets:
     nbytes: int
 
 
-def place(
+def block_offsets(
     numels: Sequence[int],
     dtypes: Sequence[torch.dtype],
     *,
     alignment: int = ALIGNMENT,
     order: Sequence[int] | None = None,
 ) -> BufferOffsets:
-    """Lay blocks of ``numels[i]`` elements of ``dtypes[i]`` one after the other.
+    """Return the offsets of blocks of ``numels[i]`` elements of ``dtypes[i]``, one after the other.
 
-    Each start is a multiple of ``alignment`` elements of its dtype. They follow each other as they are given,
-    or block ``order[0]`` is the first and so on.
+    Each start is a multiple of ``alignment`` elements of its dtype. Block ``order[0]`` comes first, and so on;
+    without ``order`` they come as given.
 
-    >>> place([16, 4], [torch.float32, torch.float32], alignment=4)
+    >>> block_offsets([16, 4], [torch.float32, torch.float32], alignment=4)
     BufferOffsets(starts=(0, 64), nbytes=80)
-    >>> place([16, 4], [torch.float32, torch.float32], alignment=4, order=[1, 0])
+    >>> block_offsets([16, 4], [torch.float32, torch.float32], alignment=4, order=[1, 0])
     BufferOffsets(starts=(16, 0), nbytes=80)
     """
     blocks = list(zip(numels, dtypes, strict=True))
@@ -336,17 +334,17 @@ def place(
     return BufferOffsets(starts=tuple(starts), nbytes=_rounded_up(end, alignment * widest))
 
 
-def place_row(
+def shard_offsets(
     layout: Layout, segments: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> BufferOffsets:
-    """Lay one rank's pieces of ``segments``, the i-th of them in ``dtypes[i]``, one after the other.
+    """Return the offsets of one rank's pieces of ``segments``, the i-th of them in ``dtypes[i]``, in memory order.
 
-    In memory order. So shards, messages and reduced gradients have their pieces at the same distances, and an
-    optimizer can take a range of both (`shard_runs`).
+    Shards, messages and reduced gradients all have these offsets, so an optimizer can update a range of shards with
+    the same range of gradients (`fullshard.optim.fused_shards`).
     """
     numels = [layout.segments[index].piece_numel for index in segments]
     order = layout.memory_order(segments)
-    return place(numels, dtypes, alignment=ROW_ALIGNMENT, order=order)
+    return block_offsets(numels, dtypes, alignment=ROW_ALIGNMENT, order=order)
 
 
 def _rounded_up(value: int, multiple: int) -> int:
@@ -354,11 +352,11 @@ def _rounded_up(value: int, multiple: int) -> int:
 
 
 def gathers_in_place(layout: Layout, dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether to gather segment by segment in place, or all in one message that is distributed by a copy.
+    """Whether to gather segment by segment in place, or all in one message that a copy distributes.
 
-    In place there is nothing to copy, but a collective per segment: right for pieces large enough
-    to fill the wire. Small pieces cost more in calls and latency than a copy of them does. A single
-    segment is one message either way.
+    Gathering in place copies nothing, but needs a collective per segment: right for pieces large enough to
+    fill the wire. For small pieces, calls and latency cost more than a copy. A single segment is one message
+    either way.
     """
     if len(layout.segments) == 1 and layout.slots[0].zero_copy:
         return True

@@ -1,11 +1,11 @@
-"""Reading a DeviceMesh: along which axis a group is sharded, along which it is replicated.
+"""Meshes and process groups: along which axis a group is sharded, along which it is replicated.
 
     1-D mesh                    FSDPMeshInfo     every rank holds a different shard
-    2-D mesh (replicate, shard) HSDPMeshInfo     each row of the mesh holds one whole set of shards
+    2-D mesh (replicate, shard) HSDPMeshInfo     each row of the mesh holds all shards once
     1-D mesh, replicated        DDPMeshInfo      every rank holds everything
 
-A mesh that has axes for other kinds of parallelism too is read with `DataParallelMeshDims`, which
-names those of data parallelism; several axes named for one role act as one.
+If a mesh has axes for other kinds of parallelism, too, `DataParallelMeshDims` names those of data
+parallelism. Several axes with one role act as one.
 
 This file is the only one that asks a mesh or a process group for ranks, sizes and groups.
 """
@@ -30,7 +30,7 @@ from fullshard.plan.policies import DataParallelMeshDims
 class DataParallelAxes:
     """Over which ranks parameters are sharded, and over which they are replicated.
 
-    An axis that is not there has size 1, rank 0 and no process group.
+    A missing axis has size 1, rank 0 and no process group.
     """
 
     shard_mesh_size: int
@@ -42,12 +42,12 @@ class DataParallelAxes:
 
     @property
     def shard_peers(self) -> dist.ProcessGroup | None:
-        """The process group of the shard axis, if there is anybody else in it to communicate with."""
+        """The process group of the shard axis, if it has other ranks to communicate with."""
         return self.shard_process_group if self.shard_mesh_size > 1 else None
 
     @property
     def communicates_over(self) -> Hashable:
-        """Equal for axes whose parameters can travel together."""
+        """A key that is equal for axes whose parameters can be in one message."""
         return self.shard_process_group, self.replicate_process_group
 
 
@@ -57,19 +57,19 @@ class ProcessGroupAxes(DataParallelAxes):
     def __init__(
         self, *, shard: dist.ProcessGroup | None = None, replicate: dist.ProcessGroup | None = None
     ) -> None:
-        self.shard_mesh_size, self.shard_mesh_rank = _place_in(shard)
-        self.replicate_mesh_size, self.replicate_mesh_rank = _place_in(replicate)
+        self.shard_mesh_size, self.shard_mesh_rank = _size_and_rank(shard)
+        self.replicate_mesh_size, self.replicate_mesh_rank = _size_and_rank(replicate)
         self.shard_process_group, self.replicate_process_group = shard, replicate
 
 
-def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Size of a group and this rank's place in it."""
+def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return the size of a process group and this rank's number in it."""
     return (1, 0) if group is None else (group.size(), dist.get_rank(group))
 
 
 @dataclass(kw_only=False)
 class DataParallelMeshInfo(DataParallelAxes):
-    """A mesh and the roles of its axes; lives as long as the groups made from it."""
+    """A mesh and the roles of its axes."""
 
     mesh: DeviceMesh
     """The data-parallel mesh: the shard axis, the replicate axis, or (replicate, shard)."""
@@ -112,7 +112,7 @@ class DataParallelMeshInfo(DataParallelAxes):
 
 
 def _axis(mesh: DeviceMesh, dim: int | None) -> tuple[int, int, dist.ProcessGroup | None]:
-    """Size of an axis, this rank's place along it, and its process group."""
+    """Return the size of an axis, this rank's number along it, and its process group."""
     if dim is None:
         return 1, 0, None
     group = mesh.get_group(dim)
@@ -153,21 +153,21 @@ class ShardPlacementResult:
 
 
 def global_rank() -> int:
-    """This process's place among all ranks; 0 where there are none."""
+    """Return this process's rank; 0 if no process group was initialised."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """How many ranks there are; 1 where none were started."""
+    """Return the number of ranks; 1 if no process group was initialised."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def ranks_by_replica(axes: DataParallelAxes) -> tuple[tuple[int, ...], ...]:
-    """Which ranks of the world hold the shards, in order: a tuple for each replica, the same on all of them.
+    """Return the global ranks that hold the shards, in order: one tuple per replica, the same on every rank.
 
     Raises:
-        ConfigurationError: axes that are process groups do not form a grid of evenly spaced ranks. Of any other,
-            a rank would have to ask.
+        ConfigurationError: the axes are process groups that do not form a grid of evenly spaced ranks. A rank could
+            not know the others' groups without asking them.
     """
     if isinstance(axes, DataParallelMeshInfo):
         rows = axes.mesh.mesh.reshape(-1, axes.shard_mesh_size)
@@ -192,7 +192,7 @@ def _ranks_in(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def default_mesh(*, dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """A 1-D mesh over all ranks, on the accelerator if this machine has one, else on the CPU."""
+    """Make a 1-D mesh over all ranks, on the accelerator if this machine has one, else on the CPU."""
     world = default_group().size()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = accelerator.type if accelerator is not None else "cpu"
@@ -243,7 +243,7 @@ def replicating_mesh_info(
 
 
 def check_mesh(mesh: object) -> None:
-    """Refuse what is no mesh, or leaves this rank out."""
+    """Raise an error unless ``mesh`` is a mesh that has this rank."""
     if not isinstance(mesh, DeviceMesh):
         raise OptionTypeError(
             f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}. "
@@ -282,16 +282,16 @@ def _info_of_named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataPar
 
 
 def _joined_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """One axis made of the named ones."""
+    """Make one axis of the named ones."""
     if len(names) == 1:
         return mesh[names[0]]
     flat = torch_border.flat_mesh(mesh[names], "_".join(names))
-    wait_no_longer(flat.get_group(), mesh.get_group(names[0]))
+    cap_timeout(flat.get_group(), mesh.get_group(names[0]))
     return flat
 
 
-def wait_no_longer(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
-    """Give a process group the timeout of another one, if its own is longer: torch makes those of meshes without one."""
+def cap_timeout(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
+    """Let ``group`` wait no longer than ``other``: torch gives the groups of meshes its default timeout."""
     own, timeout = torch_border.timeout_of(group), torch_border.timeout_of(other)
     if own is not None and timeout is not None and own > timeout:
         torch_border.set_timeout(group, timeout)
@@ -303,7 +303,7 @@ _COMPANIONS: weakref.WeakKeyDictionary[
 
 
 def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another process group of the same ranks, made once: its collectives do not queue behind the first one's.
+    """Return a second process group of the same ranks, made once. Its collectives do not queue behind the first one's.
 
     Collective over the ranks of ``group``.
     """
@@ -311,16 +311,16 @@ def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def host_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-    """A process group of the same ranks over the network of their hosts, made once for each purpose.
+    """Return a gloo group of the same ranks, made once for each purpose.
 
-    Its collectives wait for no device, and neither queue behind those of other purposes. Collective over the ranks of
+    Its collectives wait for no device, and do not queue behind those of other purposes. Collective over the ranks of
     ``group``.
     """
     return _companion(group, f"host, {purpose}", group.size())
 
 
 def default_group() -> dist.ProcessGroup:
-    """The group of all ranks, made if need be."""
+    """Return the group of all ranks; initialise it if nobody has."""
     if not dist.is_initialized():
         dist.init_process_group()
     group = dist.group.WORLD
@@ -329,7 +329,7 @@ def default_group() -> dist.ProcessGroup:
 
 
 def node_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The groups of this rank's node, and of the ranks with its place on all nodes; made once.
+    """Return the group of this rank's node, and the group of the ranks with its local number on all nodes; made once.
 
     A node has ``LOCAL_WORLD_SIZE`` ranks, as torchrun says, or else one for every accelerator.
     Collective over the ranks of ``group``.
@@ -345,7 +345,7 @@ def node_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Proce
 
 
 def block_group(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
-    """The process group of the block of ``size`` consecutive ranks of ``group`` that this rank is in, made once.
+    """Return the process group of this rank's block of ``size`` consecutive ranks of ``group``, made once.
 
     Collective over the ranks of the block.
     """
@@ -372,7 +372,7 @@ def _companion(group: dist.ProcessGroup, role: str, size: int) -> dist.ProcessGr
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device on which this rank's shards live."""
+    """Return the device of this rank's shards."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     module = torch.get_device_module(mesh.device_type)

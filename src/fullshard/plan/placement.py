@@ -1,13 +1,13 @@
-"""Which DTensor a parameter becomes: mesh and placements of its two faces.
+"""DTensor placements: on which meshes a parameter lies, sharded and unsharded.
 
-    parameter before           sharded face                         unsharded face
+    parameter before           sharded parameter                    unsharded parameter
     plain tensor               on the data-parallel mesh            plain tensor
     DTensor (tensor parallel)  on data-parallel mesh x its own      as before
     DTensor on the whole mesh  on the same mesh, sharded along its  as before
       (`dp_mesh_dims`)         data-parallel axes
 
-What a group shards is always the local tensor this rank had before. If another axis has cut it along
-the same dimension, a rank's shard is no contiguous range of the whole parameter:
+A group shards the local tensor that this rank had before. If another axis has cut it along the same
+dimension, a rank's shard is not a contiguous range of the parameter:
 
     8 rows, 2 tensor-parallel ranks (a, b), each sharded over 2 data-parallel ranks (0, 1)
     rows            0 1 | 2 3 | 4 5 | 6 7
@@ -35,22 +35,22 @@ from fullshard.plan.mesh import DataParallelMeshInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamPlacement:
-    """How a parameter's faces lie on meshes."""
+    """On which meshes a parameter lies, sharded and unsharded, and with which placements."""
 
     shape: tuple[int, ...]
     """Of the whole parameter, over all axes of all meshes."""
     mesh: DeviceMesh | None = None
-    """None if the sharded face is a plain tensor."""
+    """None if the sharded parameter is a plain tensor."""
     placements: tuple[Placement, ...] = ()
-    """Of the sharded face, on `mesh`."""
+    """Of the sharded parameter, on `mesh`."""
     unsharded_mesh: DeviceMesh | None = None
-    """None if the unsharded face is a plain tensor."""
+    """None if the unsharded parameter is a plain tensor."""
     unsharded_placements: tuple[Placement, ...] = ()
     summed_axes: frozenset[int] = frozenset()
     """Axes of `unsharded_mesh` over which the group's reduction sums gradients."""
 
     def unsharded(self, whole: Tensor, *, trainable: bool, as_parameter: bool = True) -> Tensor:
-        """A leaf for autograd over the gathered local tensor."""
+        """Make a leaf for autograd over the gathered local tensor."""
         if self.unsharded_mesh is not None:
             spec = torch_border.dtensor_spec(
                 self.unsharded_mesh, self.unsharded_placements, self.shape, whole.dtype
@@ -68,7 +68,7 @@ class ParamPlacement:
         return self.unsharded_mesh is not None
 
     def as_before(self, whole: Tensor) -> Tensor:
-        """What belongs to the unsharded parameter (its value, a state, a gradient), as a DTensor if that is one."""
+        """Return a value of the unsharded parameter (its data, a state, a gradient) as a DTensor if the parameter is one."""
         if self.unsharded_mesh is None:
             return whole
         spec = torch_border.dtensor_spec(
@@ -77,7 +77,7 @@ class ParamPlacement:
         return torch_border.dtensor(whole, spec)
 
     def rows(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """This rank's rows of the same, as a DTensor over all axes; for parameters that were DTensors."""
+        """Return this rank's rows of such a value as a DTensor over all axes; for parameters that were DTensors."""
         assert self.mesh is not None, "the placement of a DTensor"
         local = whole
         own = self.placements[: len(self.placements) - len(self.unsharded_placements)]
@@ -96,7 +96,7 @@ class ParamPlacement:
         )
 
     def local_part(self, value: Tensor) -> Tensor:
-        """What this rank had before of a value of the whole shape; one that is local already stays."""
+        """Return what this rank had before sharding of a value of the full shape; a local value is returned as it is."""
         if self.unsharded_mesh is None:
             return value
         if isinstance(value, DTensor):
@@ -107,34 +107,34 @@ class ParamPlacement:
             dim = torch_border.sharded_dim(placement)
             if dim is not None:
                 chunks = value.chunk(self.unsharded_mesh.size(axis), dim)
-                place = self.unsharded_mesh.get_local_rank(axis)
-                value = chunks[place] if place < len(chunks) else value.narrow(dim, 0, 0)
+                rank = self.unsharded_mesh.get_local_rank(axis)
+                value = chunks[rank] if rank < len(chunks) else value.narrow(dim, 0, 0)
         return value
 
     def sharded(self, local: Tensor, *, trainable: bool) -> nn.Parameter:
-        """A DTensor parameter over this rank's shard."""
-        assert self.mesh is not None, "the sharded face is a DTensor"
+        """Make a DTensor parameter over this rank's shard."""
+        assert self.mesh is not None, "the sharded parameter is a DTensor"
         spec = torch_border.dtensor_spec(self.mesh, self.placements, self.shape, local.dtype)
         return torch_border.dtensor_parameter(local, spec, requires_grad=trainable)
 
 
 def local_tensor(param: Tensor) -> Tensor:
-    """What this rank holds of a parameter: of a DTensor its piece, otherwise all."""
+    """Return what this rank holds of a parameter: the local tensor of a DTensor, otherwise all of it."""
     return torch_border.local_of(param) if isinstance(param, DTensor) else param.data
 
 
 class DTensorPlacer:
-    """Places the parameters of one `fully_shard` call; meshes made on the way are shared by them."""
+    """Chooses placements for the parameters of one `fully_shard` call, which share the meshes it makes."""
 
     def __init__(self) -> None:
         self._joined: dict[tuple[int, ...], DeviceMesh] = {}
 
     def place(self, param: nn.Parameter, dim: int, info: DataParallelMeshInfo) -> ParamPlacement:
-        """Where the faces of a parameter lie, if its local tensor is sharded along ``dim``.
+        """Return the placement of a parameter whose local tensor is sharded along ``dim``.
 
         Raises:
             ConfigurationError: the parameter's mesh does not go with the data-parallel one; the
-                message is about this parameter and does not name it.
+                message is about this parameter and does not name it, for the caller to put the name before it.
         """
         if info.spmd_mesh is not None:
             return self._on_whole_mesh(param, dim, info)
@@ -203,7 +203,7 @@ class DTensorPlacer:
         data_axes: list[int],
         info: DataParallelMeshInfo,
     ) -> tuple[DeviceMesh, list[Placement]]:
-        """The same with the data-parallel mesh, whose shard axis is one, in the place of its axes."""
+        """Replace several shard axes by the data-parallel mesh, which has one."""
         names = cast("tuple[str, ...]", mesh.mesh_dim_names)
         meshes, result = list[DeviceMesh](), list[Placement]()
         for axis, name in enumerate(names):
@@ -232,7 +232,7 @@ class DTensorPlacer:
 def _data_parallel(
     local: Tensor, dim: int, info: DataParallelMeshInfo, split_factor: int
 ) -> tuple[Placement, ...]:
-    """Placements on the data-parallel mesh, (replicate, shard) where it has both."""
+    """Return the placements on the data-parallel mesh: (replicate, shard) if it has both."""
     replicate = [Replicate()] if info.replicate_process_group is not None else []
     shard = [_sharded(local, dim, split_factor)] if info.shard_process_group is not None else []
     return (*replicate, *shard)
@@ -245,7 +245,7 @@ def _sharded(local: Tensor, dim: int, split_factor: int) -> Placement:
 
 
 def _splits(mesh: DeviceMesh, placements: Sequence[Placement], dim: int, *, first_axis: int) -> int:
-    """Into how many parts axes from ``first_axis`` on cut dimension ``dim``."""
+    """Count into how many parts the axes from ``first_axis`` on cut dimension ``dim``."""
     return math.prod(
         mesh.size(axis)
         for axis in range(first_axis, mesh.ndim)
@@ -255,9 +255,9 @@ def _splits(mesh: DeviceMesh, placements: Sequence[Placement], dim: int, *, firs
 
 @torch.no_grad()
 def local_gradient(placement: ParamPlacement, gradient: Tensor) -> Tensor:
-    """This rank's part of a gradient that is a DTensor, as the unsharded face is: complete but for the data-parallel sum.
+    """Return this rank's local gradient of a DTensor parameter, complete except for the data-parallel sum.
 
-    Tensor parallelism may leave a gradient divided or summed differently than the parameter is.
+    Tensor parallelism may leave a gradient with other placements than the parameter has.
     """
     return torch_border.redistributed_local(
         gradient, placement.unsharded_placements, untouched_axes=placement.summed_axes

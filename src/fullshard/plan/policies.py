@@ -1,6 +1,6 @@
-"""Option values users pass: precision, offloading, which axes of a mesh are data-parallel.
+"""Options of `fully_shard`: precision, offloading, and which axes of a mesh are data-parallel.
 
-Frozen, so that one value can be shared by many modules and never changes under a running step.
+They are frozen: many modules may share one value, and it never changes during a step.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Where shards rest between steps. This base value means: on the compute device."""
+    """Where shards are between steps. This base class means: on the compute device."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, gradients and optimizer state rest in host memory."""
+    """Shards, gradients and optimizer state are in host memory between steps."""
 
     pin_memory: bool = True
     """Page-locked host memory: copies run beside compute, at the price of memory the host cannot page out."""
@@ -98,11 +98,11 @@ _WIDER: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.float16: (torch.float32, torch.float64),
     torch.float32: (torch.float64,),
 }
-"""By dtype on the wire, those that hold all its values and are worth summing in."""
+"""For each dtype on the wire, the dtypes that hold all its values and sum more precisely."""
 
 
 def check_wire_dtype(wire_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
-    """Refuse dtypes of which the one on the wire is not narrower than the one of the sum."""
+    """Raise an error unless gradients are summed in a wider dtype than they travel in."""
     if wire_dtype is not None and reduce_dtype not in _WIDER.get(wire_dtype, ()):
         pairs = [f"{narrow}: {' or '.join(map(str, wide))}" for narrow, wide in _WIDER.items()]
         raise ConfigurationError(
@@ -113,9 +113,9 @@ def check_wire_dtype(wire_dtype: torch.dtype | None, reduce_dtype: torch.dtype |
 
 
 def switch(name: str, value: object) -> bool:
-    """The truth of a value given for an option that is on or off: 1 and `numpy.True_` are on, as in torch.
+    """Return the truth of a value for an option that is on or off: 1 and `numpy.True_` are on, as in torch.
 
-    Text is refused, since "False" is true, and so is what has no truth (a tensor of several elements).
+    Text is refused, because "False" would be true. So is a value without a truth, such as a tensor of several elements.
     """
     try:
         if not isinstance(value, (str, bytes)):
@@ -138,7 +138,7 @@ def check_type(name: str, value: object, expected: type, *, home: str = "fullsha
 
 
 def check_floating_dtype(name: str, value: object) -> None:
-    """Refuse a value of option ``name`` that is not a floating-point dtype."""
+    """Raise an error unless the value of option ``name`` is a floating-point dtype."""
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
         raise OptionTypeError(
             f"{name} must be a floating-point torch.dtype or None, got {value!r}. "

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fullshard.plan.layout import Division, Layout, contiguous_strides, place, place_row
+from fullshard.plan.layout import Division, Layout, contiguous_strides, shard_offsets
 
 
 class Buffer:
@@ -145,7 +145,7 @@ class ShardBuffer:
         self.device = device
         segment_dtypes = [dtypes[segment.params[0]] for segment in layout.segments]
         numels = [segment.piece_numel for segment in layout.segments]
-        placement = place_row(layout, range(len(numels)), segment_dtypes)
+        placement = shard_offsets(layout, range(len(numels)), segment_dtypes)
         self._buffer = Buffer(placement.nbytes, device, pinned=pinned)
         self._layout, self._dtypes, self._starts = layout, dtypes, placement.starts
         self.nbytes = placement.nbytes
@@ -247,7 +247,7 @@ class GatherBuffer:
         self._layout, self._rank = layout, rank
         self.packed = packed
         self._dtypes = [dtypes[segment.params[0]] for segment in layout.segments]
-        homes = place(
+        homes = block_offsets(
             [
                 segment.piece_numel * layout.world
                 if _is_zero_copy(layout, index)
@@ -276,7 +276,7 @@ class GatherBuffer:
         self.own = FlatShard([], None)
         """This rank's pieces in the compute dtype: what the shard is cast and copied into."""
         self._copy_out: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._packing = place_row(layout, range(len(layout.segments)), self._dtypes)
+        self._packing = shard_offsets(layout, range(len(layout.segments)), self._dtypes)
         self._split: _Split | None = None
         if packed:
             self._prepare_packed(device)
@@ -323,7 +323,7 @@ class GatherBuffer:
     def _prepare_in_place(self, device: torch.device) -> None:
         layout, world = self._layout, self._layout.world
         staged = [not _is_zero_copy(layout, index) for index in range(len(layout.segments))]
-        staging = place(
+        staging = block_offsets(
             [s.piece_numel * world * flag for s, flag in zip(layout.segments, staged, strict=True)],
             self._dtypes,
         )

@@ -41,7 +41,7 @@ from fullshard import (
     plan_groups,
 )
 from fullshard.names import clean_name
-from fullshard.plan.mesh import default_group, wait_no_longer
+from fullshard.plan.mesh import cap_timeout, default_group
 from fullshard.programs.train.config import ComputeSection, RunConfig
 from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.weights import materialise
@@ -172,7 +172,7 @@ def make_mesh(replicas: int, device: torch.device) -> DeviceMesh:
     shape = (replicas, world // replicas)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     for axis in mesh.get_all_groups():
-        wait_no_longer(axis, default_group())  # run.timeout
+        cap_timeout(axis, default_group())  # run.timeout
     return mesh
 
 
