@@ -18,7 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fullshard.plan.layout import Division, Layout, contiguous_strides, shard_offsets
+from fullshard.plan.layout import (
+    Division,
+    Layout,
+    block_offsets,
+    contiguous_strides,
+    shard_offsets,
+)
 
 
 class Buffer:
