@@ -275,7 +275,7 @@ def collectives_outside_comm(all_sources: Sequence[Source]) -> list[str]:
     return faults
 
 
-GRADIENT_WRITERS = ("comm/reduce_scatter", "optim/fused_shards", "storage/sharded_params")
+GRADIENT_WRITERS = ("comm/gradient_reducer", "optim/fused_shards", "storage/sharded_params")
 
 
 def gradients_written_elsewhere(all_sources: Sequence[Source]) -> list[str]:

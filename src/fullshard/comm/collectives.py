@@ -96,7 +96,7 @@ class DefaultAllGather(AllGather):
     ) -> Work | None:
         """Gather through the process group."""
         options = _gather_options(async_op=async_op)
-        work = torch_border.all_gather_single(group, output_tensor, input_tensor, options)
+        work = torch_border.all_gather_single(group)(output_tensor, input_tensor, options)
         return work if async_op else _ordered(work, group, output_tensor.device)
 
 
@@ -113,7 +113,7 @@ class DefaultReduceScatter(ReduceScatter):
     ) -> Work | None:
         """Reduce and scatter through the process group."""
         options = torch_border.reduce_scatter_options(op, async_op=async_op)
-        work = torch_border.reduce_scatter_single(group, output_tensor, input_tensor, options)
+        work = torch_border.reduce_scatter_single(group)(output_tensor, input_tensor, options)
         return work if async_op else _ordered(work, group, output_tensor.device)
 
 
@@ -308,9 +308,9 @@ def all_gather(
         return None
     options = _gather_options(async_op=async_op)
     if backend_of(group, outputs[0].device) != "gloo":
-        work = torch_border.all_gather_coalesced(group, outputs, inputs, options)
+        work = torch_border.all_gather_coalesced(group)(outputs, inputs, options)
     elif len(outputs) == 1:
-        work = torch_border.all_gather_single(group, outputs[0], inputs[0], options)
+        work = torch_border.all_gather_single(group)(outputs[0], inputs[0], options)
     else:
         work = cast(Work, _JoinedGather(outputs, inputs, group, options))
     return work if async_op else _ordered(work, group, outputs[0].device)
@@ -331,7 +331,7 @@ class _JoinedGather:
         self._outputs = [output.view(group.size(), -1) for output in outputs]
         sizes = [tensor.numel() for tensor in inputs]
         self._pieces = gathered.view(group.size(), -1).split(sizes, dim=1)
-        self._work = torch_border.all_gather_single(group, gathered, own, options)
+        self._work = torch_border.all_gather_single(group)(gathered, own, options)
 
     def get_future(self) -> Any:
         """Completed when the message is there."""
@@ -357,7 +357,7 @@ def reduce_scatter(
     options = _reduce_options(op, async_op=async_op)
     if outputs[0].is_complex():  # as are all others, then
         outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
-    work = torch_border.reduce_scatter_coalesced(group, outputs, inputs, options)
+    work = torch_border.reduce_scatter_coalesced(group)(outputs, inputs, options)
     return work if async_op else _ordered(work, group, outputs[0].device)
 
 

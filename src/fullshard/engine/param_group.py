@@ -31,8 +31,8 @@ from fullshard.comm.all_gather_extensions import (
     UnbufferedAllGather,
     agree_on_sizes,
 )
+from fullshard.comm.gradient_reducer import GradientReducer
 from fullshard.comm.post_forward_shard import PostForwardShard
-from fullshard.comm.reduce_scatter import GradientReducer
 from fullshard.comm.spans import TraceRecorder
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.errors import ConfigurationError

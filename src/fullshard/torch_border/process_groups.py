@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -58,40 +59,28 @@ def reduce_scatter_options(op: ReduceOp.RedOpType, *, async_op: bool) -> ReduceS
     return options
 
 
-def all_gather_coalesced(
-    group: ProcessGroup,
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    options: AllgatherOptions,
-) -> Work:
-    """Gather ``inputs[i]`` of every rank into ``outputs[i]``, all in one call; inputs may lie in the outputs."""
-    return cast(Work, getattr(group, _ALL_GATHER)(outputs, inputs, options))
+# Called for every group in every step, so these are the group's own methods, without a Python frame around them:
+# ``all_gather_coalesced(group)(outputs, inputs, options)``.
 
+all_gather_coalesced: Callable[
+    [ProcessGroup], Callable[[Sequence[Tensor], Sequence[Tensor], AllgatherOptions], Work]
+] = operator.attrgetter(_ALL_GATHER)
+"""Gathers ``inputs[i]`` of every rank into ``outputs[i]``, all in one call; inputs may lie in the outputs."""
 
-def reduce_scatter_coalesced(
-    group: ProcessGroup,
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    options: ReduceScatterOptions,
-) -> Work:
-    """Reduce ``inputs[i]`` over ranks and leave this rank's piece in ``outputs[i]``, all in one call."""
-    return cast(Work, getattr(group, _REDUCE_SCATTER)(outputs, inputs, options))
+reduce_scatter_coalesced: Callable[
+    [ProcessGroup], Callable[[Sequence[Tensor], Sequence[Tensor], ReduceScatterOptions], Work]
+] = operator.attrgetter(_REDUCE_SCATTER)
+"""Reduces ``inputs[i]`` over ranks and leaves this rank's shard in ``outputs[i]``, all in one call."""
 
+all_gather_single: Callable[[ProcessGroup], Callable[[Tensor, Tensor, AllgatherOptions], Work]] = (
+    operator.attrgetter("all_gather_single" if _RENAMED else "_allgather_base")
+)
+"""Gathers one tensor of every rank into one output."""
 
-def all_gather_single(
-    group: ProcessGroup, output: Tensor, tensor: Tensor, options: AllgatherOptions
-) -> Work:
-    """Gather one tensor of every rank into one output."""
-    name = "all_gather_single" if _RENAMED else "_allgather_base"
-    return cast(Work, getattr(group, name)(output, tensor, options))
-
-
-def reduce_scatter_single(
-    group: ProcessGroup, output: Tensor, tensor: Tensor, options: ReduceScatterOptions
-) -> Work:
-    """Reduce one tensor over ranks and leave this rank's piece in the output."""
-    name = "reduce_scatter_single" if _RENAMED else "_reduce_scatter_base"
-    return cast(Work, getattr(group, name)(output, tensor, options))
+reduce_scatter_single: Callable[
+    [ProcessGroup], Callable[[Tensor, Tensor, ReduceScatterOptions], Work]
+] = operator.attrgetter("reduce_scatter_single" if _RENAMED else "_reduce_scatter_base")
+"""Reduces one tensor over ranks and leaves this rank's shard in the output."""
 
 
 def all_to_all_options(*, async_op: bool) -> AllToAllOptions:

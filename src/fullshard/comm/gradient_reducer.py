@@ -1,0 +1,278 @@
+"""Reducing a group's gradients: what outlasts one reduction, and what a backward calls.
+
+    reduce       take `.grad` of the unsharded parameters, fill the reduce buffer, start a reduction
+    accumulate   take it, and let it wait for a later backward (`unreduced_gradients`)
+    drop         forget it: a step has failed
+
+How gradients lie in the buffer is told by `reduce_buffer`, what a reduction does by `reduce_scatter`. `.grad` of
+unsharded parameters is taken here and nowhere else; that of sharded ones is written by `sharded_params`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fullshard.comm.reduce_buffer import ReduceBuffer
+from fullshard.comm.reduce_scatter import ReduceEvents, ReduceScatterState, all_reduce_bytes
+from fullshard.comm.reduce_settings import ReduceSettings
+from fullshard.comm.spans import Group, TraceRecorder
+from fullshard.comm.streams import FSDPCommContext
+from fullshard.comm.unreduced_gradients import UnreducedGradients
+from fullshard.plan.layout import Layout, has_large_pieces
+from fullshard.plan.mesh import DataParallelAxes
+from fullshard.plan.placement import local_gradient
+from fullshard.plan.policies import MixedPrecisionPolicy
+from fullshard.storage.param import FSDPParam
+
+
+class ReduceTraffic(NamedTuple):
+    """Bytes of one reduction of all trainable parameters, on this rank."""
+
+    sent: int
+    """To other ranks, by a reduce-scatter or exchange."""
+    all_reduced: int
+    """To other replicas."""
+
+
+class GradientReducer:
+    """Reduces one group's gradients; lives as long as the group.
+
+    Holds what outlasts a reduction: the settings, dtypes, the reduce buffer with its views, and gradients that wait
+    for a later backward.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        layout: Layout,
+        mesh_info: DataParallelAxes,
+        device: torch.device,
+        *,
+        by_segment: bool,
+        low_precision: bool,
+        pinned: bool,
+    ) -> None:
+        """Begin without gradients; `derive_dtypes` and `connect` come before the first.
+
+        Args:
+            params: The group's parameters.
+            layout: The layout of all of them.
+            mesh_info: The ranks over which they are sharded and replicated.
+            device: Where gradients are computed.
+            by_segment: Whether all parameters of a segment get one sharded gradient.
+            low_precision: Whether sharded gradients are in the compute dtype or, if nothing is sharded, in the
+                reduce dtype.
+            pinned: Whether gradients that go to host memory go to page-locked memory.
+        """
+        self.settings = ReduceSettings(process_group=mesh_info.shard_peers, pinned=pinned)
+        self._params = params
+        self._layout = layout
+        self._mesh_info = mesh_info
+        self._device = device
+        self._by_segment = by_segment
+        self._low_precision = low_precision
+        self.reduce_dtypes: list[torch.dtype] = []
+        """Of each parameter, the dtype in which its gradients are summed over ranks."""
+        self.gradient_dtypes: list[torch.dtype] = []
+        """Of each parameter, the dtype of its sharded gradient."""
+        self.wire_dtype: torch.dtype | None = None
+        """The dtype in which gradients travel, if it is not the reduce dtype."""
+        self.unreduced = UnreducedGradients(params, layout)
+        self._buffer: ReduceBuffer | None = None
+        """None until there are gradients, and after its dtypes or trainable parameters have changed."""
+        self._context: FSDPCommContext
+        self._events: ReduceEvents
+        self._group: weakref.ref[Group]
+
+    def connect(self, context: FSDPCommContext, group: Group) -> None:
+        """Join a model's streams; spans of reductions are recorded as those of ``group``."""
+        self._context = context
+        self._group = weakref.ref(group)  # which holds us
+        self._events = ReduceEvents.new(context)
+        self.unreduced.connect(context)
+
+    def derive_dtypes(
+        self, policy: MixedPrecisionPolicy, compute_dtypes: Sequence[torch.dtype]
+    ) -> None:
+        """Derive the dtypes of sums, messages and sharded gradients from the policy and the parameters' dtypes."""
+        reduce_dtypes = [
+            policy.reduce_dtype
+            if policy.reduce_dtype is not None and dtype.is_floating_point
+            else dtype
+            for dtype in compute_dtypes
+        ]
+        gradient_dtypes = [param.dtype for param in self._params]
+        if self._low_precision:
+            sharded = self._mesh_info.shard_process_group is not None
+            gradient_dtypes = [*compute_dtypes] if sharded else reduce_dtypes
+        # What stays on its rank is not rounded.
+        wire_dtype = policy.wire_dtype if self._mesh_info.shard_mesh_size > 1 else None
+        dtypes = reduce_dtypes, gradient_dtypes, wire_dtype
+        if dtypes != (self.reduce_dtypes, self.gradient_dtypes, self.wire_dtype):
+            self.reduce_dtypes, self.gradient_dtypes, self.wire_dtype = dtypes
+            self.forget_buffer()
+
+    def forget_buffer(self) -> None:
+        """Make the reduce buffer anew next time: dtypes, or which parameters are trainable, have changed."""
+        self._buffer = None
+
+    # --- each backward ----------------------------------------------------------------------------
+
+    def accumulate(self) -> None:
+        """Take the unsharded parameters' gradients, to be reduced by a later backward.
+
+        Before: gradients in `.grad` of unsharded parameters. After: those are None.
+        """
+        self.unreduced.add(self._take_unsharded_gradients(), self.reduce_dtypes)
+
+    def reduce(self, *, include_unused: bool = False) -> None:
+        """Take the unsharded parameters' gradients and all that wait, and start to reduce them.
+
+        With ``include_unused``, and if the settings say so, trainable parameters without a gradient take part as
+        zeros. Nothing happens if no parameter takes part.
+
+        Before: gradients in `.grad` of unsharded parameters. After: those are None, and a reduction is in flight. The
+        context waits for it when it needs room for another one, and at the latest when it is joined.
+        """
+        gradients = self._take_unsharded_gradients()
+        unreduced, settings, context = self.unreduced, self.settings, self._context
+        if unreduced.held:
+            # Sums over several backwards are rounded for the wire when they are complete.
+            gradients = unreduced.take(gradients)
+        zeros: set[int] = set()
+        if unreduced.partial or settings.zero_unused:
+            zeros = self._without_gradient(gradients, include_unused=include_unused)
+        if not gradients and not zeros:
+            return
+        buffer = self._buffer_for({*gradients, *zeros})
+        recorder = context.recorder
+        if recorder is not None:
+            recorder.note_reducing(buffer, buffer.nbytes)
+        buckets = buffer.fill(gradients, sorted(zeros))
+        span = None
+        if recorder is not None:
+            group = self._group()
+            assert group is not None, "a group outlives its reductions"
+            span = recorder.transfer("reduce", group)
+        ReduceScatterState.start(
+            context,
+            self._events,
+            self._mesh_info,
+            settings,
+            buffer,
+            buckets,
+            self._params,
+            unreduced,
+            span,
+        )
+
+    def _take_unsharded_gradients(self) -> dict[int, Tensor]:
+        """Take `.grad` of the unsharded parameters; by index of the parameter."""
+        gradients = {}
+        for index, param in enumerate(self._params):
+            unsharded = param.unsharded_param
+            if unsharded is None:
+                continue
+            gradient = unsharded.grad
+            if gradient is not None:
+                unsharded.grad = None
+                if param.placement.unsharded_mesh is not None:
+                    gradient = local_gradient(param.placement, gradient)
+                gradients[index] = gradient
+        return gradients
+
+    def _without_gradient(self, gradients: Collection[int], *, include_unused: bool) -> set[int]:
+        """Return the parameters that take part as zeros: those with partial sums, and unused ones.
+
+        But not those of a group that has never been gathered: no rank has used them, as gathering is collective,
+        and zeros would let weight decay shrink them.
+        """
+        settings, partial = self.settings, self.unreduced.partial
+        missing = set(partial) if settings.all_reduce else set()
+        if include_unused and settings.zero_unused:
+            missing.update(
+                index
+                for index, param in enumerate(self._params)
+                if param.trainable and param.unsharded_param is not None
+            )
+        return missing.difference(gradients)
+
+    def _buffer_for(self, params: set[int]) -> ReduceBuffer:
+        """Return a reduce buffer with room for parameters that no reduction in flight reads."""
+        context = self._context
+        context.make_room_for_reduction()
+        buffer = self._buffer
+        if buffer is None or not params <= buffer.targets.keys():
+            buffer = self._buffer = self._new_buffer(self._device, params)
+            buffer.release()  # it took memory to make its views
+        elif context.reduce_inputs and buffer.allocated:
+            # Several inputs may be in flight, and this group's previous reduction still reads its own.
+            context.finish_inputs()
+        return buffer
+
+    def _new_buffer(self, device: torch.device, params: Collection[int] = ()) -> ReduceBuffer:
+        """Return a reduce buffer for the parameters that are trainable now, and for ``params``."""
+        indices = [i for i, param in enumerate(self._params) if param.trainable or i in params]
+        # gloo carries every message of a call by itself; an exchange is a call each.
+        rank_major, wire_dtype = self._device.type == "cpu", self.wire_dtype
+        if wire_dtype is not None:
+            rank_major = not has_large_pieces(self._layout, [wire_dtype] * len(self._params))
+        return ReduceBuffer(
+            self._layout,
+            self._mesh_info.shard_mesh_rank,
+            indices,
+            self.reduce_dtypes,
+            self.gradient_dtypes,
+            device,
+            by_segment=self._by_segment,
+            rank_major=rank_major,
+            wire_dtype=wire_dtype,
+            replica=(self._mesh_info.replicate_mesh_rank, self._mesh_info.replicate_mesh_size),
+        )
+
+    # --- forget -----------------------------------------------------------------------------------
+
+    def clear_sharded_gradients(self, unsharded: Collection[int], *, set_to_none: bool) -> None:
+        """Clear `.grad` of sharded parameters: ``zero_grad`` found the unsharded ones, with these ids."""
+        for param in self._params:
+            if id(param.unsharded_param) in unsharded:
+                param.sharded_param.clear_gradient(set_to_none=set_to_none)
+
+    def drop(self) -> None:
+        """Forget gradients that were not reduced: after a failed step, when no reduction is in flight."""
+        self._take_unsharded_gradients()
+        self.unreduced.drop()
+        if self._buffer is not None and self._buffer.allocated:
+            self._buffer.release()
+            if self._context.recorder is not None:
+                self._context.recorder.note_reducing(self._buffer, 0)
+
+    # --- for traces and plans ---------------------------------------------------------------------
+
+    def note_memory(self, recorder: TraceRecorder) -> None:
+        """Tell a recorder that begins to record what memory is held for reductions now."""
+        recorder.note_reducing(self.unreduced, self.unreduced.nbytes)
+        if self._buffer is not None and self._buffer.allocated:
+            recorder.note_reducing(self._buffer, self._buffer.nbytes)
+
+    def traffic(self) -> ReduceTraffic:
+        """Return what a reduction sends, on any device and before there is one.
+
+        Read off a buffer without memory that is made as the real ones are.
+        """
+        sent = all_reduced = 0
+        world, replicas = self._layout.world, self._mesh_info.replicate_mesh_size
+        buffer = self._new_buffer(torch.device("meta"))
+        for bucket in buffer.buckets(frozenset(buffer.targets)):
+            reduced = bucket.numel * bucket.reduce_dtype.itemsize
+            inputs = sum(tensor.nbytes for tensor in bucket.inputs)
+            if self.settings.custom is not None:
+                inputs = reduced * world  # rows are staged whole, with what lies between segments
+            sent += inputs - inputs // world
+            all_reduced += all_reduce_bytes(reduced, replicas)
+        return ReduceTraffic(sent, all_reduced)
