@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from fullshard import ConfigurationError, fully_shard, torch_border
 from fullshard.comm import collectives
 from fullshard.comm.collectives import DefaultAllGather, DefaultReduceScatter, SymmetricPool
-from fullshard.engine.runtime import state_of
+from fullshard.engine.state import state_of
 from tests.helpers.compare import assert_close
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Decoder, ModelOptions, make_decoder

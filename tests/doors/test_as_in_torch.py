@@ -376,18 +376,18 @@ def test_copies_of_a_wrapped_module_belong_to_no_wrapper() -> None:
 def count_gathers(model: Any) -> Iterator[list[int]]:
     """Note every gather of a wrapper."""
     found: list[int] = []
-    state = model._fsdp_state
-    before = state.unshard
+    (group,) = model._fsdp_state.groups
+    before = group.unshard
 
-    def unshard() -> None:
+    def unshard(**options: bool) -> None:
         found.append(1)
-        before()
+        before(**options)
 
-    state.unshard = unshard
+    group.unshard = unshard
     try:
         yield found
     finally:
-        del state.unshard
+        del group.unshard
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -70,7 +70,7 @@ def prefetched(collect: Collect) -> Any:
     model.set_modules_to_forward_prefetch(collect(blocks))  # type: ignore[operator]
     model.set_modules_to_backward_prefetch(collect(blocks))  # type: ignore[operator]
     state = fully_shard.state(model)  # type: ignore[attr-defined]
-    return len(state.forward_prefetch), len(state.backward_prefetch)
+    return len(state.options.forward_prefetch), len(state.options.backward_prefetch)
 
 
 def shared_context(collect: Collect) -> Any:

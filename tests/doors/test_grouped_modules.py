@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard import ConfigurationError
-from fullshard.engine.runtime import state_of
+from fullshard.engine.state import state_of
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.fake import fake_world
 from tests.helpers.training import (

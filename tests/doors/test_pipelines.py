@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
 )
 
 from fullshard import share_comm_ctx
-from fullshard.engine.runtime import state_of
+from fullshard.engine.state import state_of
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.training import FULLSHARD, TORCH, gradients, mine
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import FullyShardedDataParallel, GroupPlan, MixedPrecisionPolicy, plan_groups
-from fullshard.engine.runtime import FSDPState, state_of
+from fullshard.engine.state import FSDPState, state_of
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Block, ModelOptions, make_decoder, tokens_for

@@ -17,7 +17,7 @@ from fullshard import (
     ShardingStrategy,
     UnsupportedError,
 )
-from fullshard.engine.runtime import state_of
+from fullshard.engine.state import state_of
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.fake import fake_world
 from tests.helpers.training import FULLSHARD

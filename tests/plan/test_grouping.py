@@ -21,7 +21,7 @@ from fullshard import (
     fully_shard,
     plan_groups,
 )
-from fullshard.engine.runtime import state_of
+from fullshard.engine.state import state_of
 from tests.helpers.fake import fake_world
 from tests.helpers.module_trees import Bag, Custom, Leaf, Net, layers
 

@@ -18,7 +18,7 @@ from fullshard import (
     UnsupportedError,
     fully_shard,
 )
-from fullshard.engine.runtime import state_of
+from fullshard.engine.state import state_of
 from tests.helpers.compare import assert_close
 from tests.helpers.models import make_decoder, tokens_for
 from tests.helpers.training import FULLSHARD, Run, shard, whole

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Normal
 
 from fullshard import FullyShardedDataParallel, LifecycleError, fully_shard
-from fullshard.engine.runtime import state_of
+from fullshard.engine.state import state_of
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.compare import assert_close
 from tests.helpers.training import FULLSHARD, weights

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import MixedPrecisionPolicy, fully_shard, replicate
 from fullshard.comm import collectives
-from fullshard.engine.runtime import state_of
+from fullshard.engine.state import state_of
 from tests.helpers.compare import assert_close
 from tests.helpers.training import FULLSHARD, whole
 from tests.helpers.wrapping import CPU, library

@@ -30,7 +30,7 @@ from fullshard import (
     fully_shard,
     replicate,
 )
-from fullshard.engine.runtime import state_of
+from fullshard.engine.state import state_of
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.compare import assert_close
 from tests.helpers.training import FULLSHARD, gradients, weights

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard.plan.layout
 from fullshard import fully_shard
-from fullshard.engine.runtime import state_of
+from fullshard.engine.state import state_of
 from tests.helpers.fake import fake_world
 from tests.helpers.models import ModelOptions, make_decoder, tokens_for
 

@@ -27,7 +27,7 @@ from fullshard.checkpoint.source import MODEL
 from fullshard.checkpoint.spread import Spread, undivided
 from fullshard.engine.ownership import params_by_owner
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.runtime import FSDPState, state_of
+from fullshard.engine.state import FSDPState, state_of
 from fullshard.errors import CheckpointError, LifecycleError, UnsupportedError, fault_paragraphs
 from fullshard.names import clean_name
 from fullshard.plan.mesh import global_rank, ranks_by_replica

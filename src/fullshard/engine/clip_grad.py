@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import torch_border
 from fullshard.comm import collectives
 from fullshard.engine.param_group import FSDPParamGroup, groups_of
-from fullshard.engine.runtime import named_states
+from fullshard.engine.state import named_states
 from fullshard.errors import ConfigurationError, LifecycleError
 from fullshard.plan.placement import ParamPlacement
 from fullshard.storage.flat_parameter import FlatParameter

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.runtime import IgnoredParams, state_of
+from fullshard.engine.state import IgnoredParams, state_of
 from fullshard.errors import ConfigurationError
 from fullshard.storage.param import check_can_be_sharded
 from fullshard.storage.sharded_params import ParamModuleInfo, group_of

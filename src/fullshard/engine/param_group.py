@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -170,8 +170,8 @@ class FSDPParamGroup:
         wait for it, or it takes more memory then, which others have given back by that time."""
         self._shard_version: int | None = None
         self._gathered_version = 0
-        self.unwatched: list[FSDPParam] = []
-        """Trainable parameters of whose gradients nobody is told yet."""
+        self.watch_gradient: Callable[[FSDPParam], None] | None = None
+        """Called once for each new unsharded parameter that is trainable, to put a hook on it."""
         self._register_params()
         self._prepare_dtypes()
         _ALIVE[self.serial_number] = self  # last: other threads ask all there are for their state
@@ -344,8 +344,19 @@ class FSDPParamGroup:
         """Whether the whole parameters are in memory or on their way."""
         return self._memory is not _Memory.ABSENT
 
-    def unshard(self) -> None:
+    def ensure_unsharded(self, *, may_stay: bool = False) -> int:
+        """Put the unsharded parameters on their modules, whatever is missing for it; return their weight version.
+
+        Before: any state. After: UNSHARDED.
+        """
+        self.unshard(may_stay=may_stay)
+        self.wait()
+        return self.weight_version
+
+    def unshard(self, *, may_stay: bool = False) -> None:
         """Start gathering the parameters, unless that has been done.
+
+        With ``may_stay``, the parameters may outlive this step, so that writes to the shards must be noticed.
 
         Before: any state. After: memory IN_FLIGHT or PRESENT; the faces are unchanged.
         """
@@ -374,7 +385,7 @@ class FSDPParamGroup:
         if recorder is not None:
             recorder.note_gathered(self)
         self._memory = _Memory.IN_FLIGHT
-        self._shard_version = None
+        self._shard_version = self.shards.version if may_stay else None
 
     def _copy_in(self, own: FlatShard) -> None:
         """Cast and copy this rank's shard to where it is sent from, on the current (all-gather) stream."""
@@ -495,7 +506,7 @@ class FSDPParamGroup:
             for member in self._self_gathered:
                 assert member.whole is not None, "the gather has been finished"
                 member.param.make_unsharded_param(member.whole)
-        self._find_unwatched()
+        self._watch_gradients()
         self._param_swap = ParamSwap(self.params)
         if isinstance(self._gathering, GroupAllGather):
             self._guard = VersionGuard(self._plain)
@@ -508,10 +519,12 @@ class FSDPParamGroup:
             if param.sharded_param is sharded_param:
                 param.set_trainable(trainable)
         self.reducer.forget_buffer()
-        self._find_unwatched()
+        self._watch_gradients()
 
-    def _find_unwatched(self) -> None:
-        self.unwatched = [p for p in self.params if p.trainable and not p.watched]
+    def _watch_gradients(self) -> None:
+        for param in self.params:
+            if param.trainable and not param.watched and self.watch_gradient is not None:
+                self.watch_gradient(param)
 
     # --- release ----------------------------------------------------------------------------------
 

@@ -3,9 +3,7 @@
     optimizer.step()      the optimizer cannot update shards (`optimizer_checks`), or has tensors that are not the
                           model's parameters, or gradients that were not reduced; writes that no version counter counts
     zero_grad()           gradients that wait to be reduced, and are not in `.grad`, are to be cleared, too
-    backward(inputs=...)  sharded parameters are named, but the graph has the unsharded ones
-    backward()            needs unsharded parameters that are not in memory
-    autograd.grad(...)    returns gradients that another backward may go through
+    backward()            see `backward_hooks.run_backward`
     module.name = ...     modules and parameters that join a sharded model
 
 They are installed once per process, when a sharded model first runs, and leave everything alone that
@@ -34,30 +32,27 @@ from torch.optim.optimizer import (
 
 from fullshard import torch_border
 from fullshard.comm.unreduced_gradients import gradients_were_cleared, not_to_be_updated
-from fullshard.engine import optimizer_checks
+from fullshard.engine import backward_hooks, optimizer_checks
 from fullshard.engine.optimizer_checks import params_of
-from fullshard.engine.param_group import group_without_memory, groups_of, unsharded_groups
+from fullshard.engine.param_group import groups_of, unsharded_groups
 from fullshard.errors import LifecycleError
 from fullshard.storage.sharded_params import group_of, unsharded_name
 
 _INSTALLING = threading.Lock()
 
 
-def install(watch_results: Callable[[list[Tensor]], None]) -> None:
-    """Install the hooks, unless that has been done.
-
-    ``watch_results`` is called with the gradients that backward passes return.
-    """
+def install() -> None:
+    """Install the hooks, unless that has been done."""
     with _INSTALLING:  # ranks may be threads
-        _install(watch_results)
+        _install()
 
 
 @functools.cache
-def _install(watch_results: Callable[[list[Tensor]], None]) -> None:
+def _install() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     torch_border.observe_zero_grad(_cleared_by_optimizer, _cleared_by_module)
-    torch_border.observe_backward(_graph_inputs, _needed_too_late, watch_results)
+    torch_border.observe_backward(backward_hooks.run_backward)
     register_module_module_registration_hook(_joins)
     register_module_parameter_registration_hook(_joins)
 
@@ -127,46 +122,6 @@ def _cleared_by_module(module: nn.Module, set_to_none: bool) -> None:
         cleared = {id(param) for param in module.parameters()}
         for group in groups:
             group.reducer.clear_sharded_gradients(cleared, set_to_none=set_to_none)
-
-
-# --- backward -------------------------------------------------------------------------------------
-
-
-def _needed_too_late(version: int) -> LifecycleError | None:
-    """What to say if a saved tensor is at a version it was not saved at."""
-    group = group_without_memory(version)
-    if group is None:
-        return None
-    return LifecycleError(
-        f"Backward needs the parameters of {group.name!r}, whose memory has been given back: it came to work of this "
-        "module through a tensor that is neither an input nor an output of it. Return such a tensor from the module's "
-        "forward instead of keeping it elsewhere, or call unshard() on the module before backward."
-    )
-
-
-# --- backward(inputs=...) -------------------------------------------------------------------------
-
-
-def _graph_inputs(inputs: tuple[Any, ...], accumulated: bool) -> tuple[Any, ...]:
-    """The inputs of a backward pass, with the unsharded parameters in the place of sharded ones."""
-    sharded = {id(each): each for each in inputs if isinstance(each, Tensor) and group_of(each)}
-    leaves: dict[int, list[Tensor]] = {key: [] for key in sharded}
-    names = []
-    for group in groups_of(sharded.values()):
-        for param in group.params:
-            if id(param.sharded_param.param) in leaves:
-                names.append(param.name)
-                if param.unsharded_param is not None:
-                    leaves[id(param.sharded_param.param)].append(param.unsharded_param)
-    if not names:
-        return inputs
-    if not accumulated:
-        raise LifecycleError(
-            "torch.autograd.grad returns gradients without reducing them over ranks, so it cannot return those of sharded "
-            f"parameters: {names}. Call backward(), with inputs=... for some parameters only, and read their .grad."
-        )
-    found = (leaves.get(id(each), [each]) for each in inputs)
-    return tuple(leaf for together in found for leaf in together)
 
 
 # --- modules and parameters that join a model -----------------------------------------------------

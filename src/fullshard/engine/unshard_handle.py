@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fullshard import torch_border
 from fullshard.engine.param_group import ShardedState
-from fullshard.engine.runtime import FSDPState
+from fullshard.engine.state import FSDPState
 
 
 class UnshardHandle:
@@ -18,7 +18,7 @@ class UnshardHandle:
         # Nothing is left to wait for if a forward has used the parameters and resharded them.
         if self._state is not None and self._state.gathered:
             with torch_border.outside_transforms():
-                self._state.wait()
+                self._state.wait_for_unshard()
         self._state = None  # waiting twice is harmless
 
 
@@ -28,7 +28,7 @@ def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
     with torch_border.outside_transforms():
         for group in state.groups:
             # Parameters kept for a backward must stay those that its forward has used.
-            awaited = state.left_gathered and group.gathered
+            awaited = state.left_unsharded and group.gathered
             if idle and not awaited and group.sharded_state is ShardedState.SHARDED:
                 group.notice_replacements()
                 if group.outdated:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import torch_border
 from fullshard.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.comm import collectives
+from fullshard.engine.options import StateOptions
 from fullshard.engine.ownership import (
     OwnedParam,
     check_can_be_owned,
@@ -28,7 +29,7 @@ from fullshard.engine.ownership import (
     owned_params,
 )
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.runtime import FSDPState, attach_state
+from fullshard.engine.state import FSDPState, attach_state
 from fullshard.errors import ConfigurationError, UnsupportedError
 from fullshard.fsdp1.wrapper_options import Ignored
 from fullshard.names import FLAT_PARAM, clean_name
@@ -210,17 +211,18 @@ def shard(wrapper: nn.Module, wrapped: nn.Module, choices: Choices) -> FSDPState
     state = FSDPState(
         [wrapper],
         groups,
-        policy,
         choices.device,
-        reshard_after_forward=choices.strategy not in _KEPT_AFTER_FORWARD,
-        auto_reshard=choices.strategy not in _KEPT_AFTER_FORWARD,
-        kept_for_backward_only=True,  # a strategy is no promise that nobody writes to parameters
-        cast_root_inputs=choices.precision.cast_root_forward_inputs,
+        StateOptions(
+            policy,
+            reshard_after_forward=choices.strategy not in _KEPT_AFTER_FORWARD,
+            auto_reshard=choices.strategy not in _KEPT_AFTER_FORWARD,
+            kept_for_backward_only=True,  # a strategy is no promise that nobody writes to parameters
+            cast_root_inputs=choices.precision.cast_root_forward_inputs,
+            backward_prefetch=() if choices.backward_prefetch is None else None,
+            prefetches_late=choices.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
+        ),
         ignored=ignored_below([wrapper], choices.ignored.params, choices.ignored.modules),
     )
-    if choices.backward_prefetch is None:
-        state.backward_prefetch = ()
-    state.prefetches_late = choices.backward_prefetch is BackwardPrefetch.BACKWARD_POST
     attach_state(wrapper, state)
     return state
 

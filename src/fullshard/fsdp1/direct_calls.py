@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from fullshard.engine import module_hooks
 from fullshard.fsdp1.summon_full_params import check_whole
 from fullshard.fsdp1.wrapper_base import WrapperBase
 
@@ -55,7 +56,9 @@ class DirectCalls:
             return None
         self._direct -= 1
         wrapper = self._wrapper()
-        return None if wrapper is None else wrapper._fsdp_state.post_forward(wrapper, args, output)
+        if wrapper is None:
+            return None
+        return module_hooks.post_forward(wrapper._fsdp_state, wrapper, args, output)
 
 
 def _of_a_copy() -> DirectCalls:

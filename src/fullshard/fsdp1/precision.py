@@ -9,7 +9,7 @@ from torch import nn
 
 from fullshard import torch_border
 from fullshard.api import MixedPrecision
-from fullshard.engine.runtime import FSDPState
+from fullshard.engine.state import FSDPState
 from fullshard.fsdp1.construction import full_precision_in_eval, policy_of
 from fullshard.plan.policies import MixedPrecisionPolicy
 
@@ -52,10 +52,10 @@ class Precision:
                 buffer = getattr(module, name)
                 setattr(module, name, buffer.to(self._buffer_dtype if low else dtype))
         if self._follows_mode:
-            state.mp_policy = self._low if low else self._full
-            state.cast_root_inputs = low and self._casts_root_inputs
+            policy = state.options.mp_policy = self._low if low else self._full
+            state.options.cast_root_inputs = low and self._casts_root_inputs
             for group in state.groups:
-                group.set_mp_policy(state.mp_policy)
+                group.set_mp_policy(policy)
 
     def forget_mode(self) -> None:
         """Look at the buffers again at the next forward: there may be others."""

@@ -38,7 +38,7 @@ from fullshard.comm import collectives
 from fullshard.engine import full_params
 from fullshard.engine.ownership import params_by_owner
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.runtime import state_of
+from fullshard.engine.state import state_of
 from fullshard.errors import ConfigurationError, LifecycleError, OptionTypeError, UsageError
 from fullshard.fsdp1.wrapper_base import WrapperBase, wrappers_in
 from fullshard.names import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_name

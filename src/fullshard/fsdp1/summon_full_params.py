@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fullshard.engine import full_params
+from fullshard.engine.lazy_init import lazy_init
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.runtime import lazy_init, named_states, state_of
+from fullshard.engine.state import named_states, state_of
 from fullshard.errors import ConfigurationError, LifecycleError, UnsupportedError
 from fullshard.fsdp1.wrapper_base import WrapperBase, wrappers_in
 from fullshard.names import clean_name

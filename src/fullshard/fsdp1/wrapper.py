@@ -26,9 +26,10 @@ from fullshard.api import (
     StateDictSettings,
     StateDictType,
 )
+from fullshard.engine import module_hooks
 from fullshard.engine.clip_grad import Clipping
 from fullshard.engine.ownership import has_forward, managed_modules
-from fullshard.engine.runtime import state_of
+from fullshard.engine.state import state_of
 from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
 from fullshard.errors import LifecycleError, OptionTypeError, UnsupportedError
 from fullshard.fsdp1 import (
@@ -254,7 +255,7 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
             output = self._fsdp_wrapped_module(*args, **kwargs)
         finally:  # nobody stays unsharded when it raises
             self._direct_calls.through_wrapper -= 1
-            output = state.post_forward(self, args, output)
+            output = module_hooks.post_forward(state, self, args, output)
         return output
 
     def _before_conversion(self) -> None:
@@ -312,14 +313,14 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         self._require_root("no_sync")
         self._require_idle("no_sync")
         states = self._runtime().states
-        before = [state.requires_gradient_sync for state in states]
+        before = [state.options.requires_gradient_sync for state in states]
         for state in states:
-            state.requires_gradient_sync = False
+            state.options.requires_gradient_sync = False
         try:
             yield
         finally:
             for state, synchronises in zip(states, before, strict=True):
-                state.requires_gradient_sync = synchronises
+                state.options.requires_gradient_sync = synchronises
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:

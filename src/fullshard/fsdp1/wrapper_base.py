@@ -16,7 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import torch_border
 from fullshard.api import ShardingStrategy, StateDictSettings
-from fullshard.engine.runtime import FSDPState, Runtime, lazy_init, state_of
+from fullshard.engine import module_hooks
+from fullshard.engine.lazy_init import lazy_init
+from fullshard.engine.runtime import Runtime
+from fullshard.engine.state import FSDPState, state_of
 from fullshard.errors import LifecycleError, UsageError
 from fullshard.fsdp1.precision import Precision
 
@@ -64,7 +67,7 @@ class WrapperBase(nn.Module):
         if state.installed_full_params:
             state.installed_full_params.uninstall()  # loading a module around this one has failed
         self._precision.prepare_forward(state, training=self.training)
-        return state.pre_forward(self, args, kwargs)
+        return module_hooks.pre_forward(state, self, args, kwargs)
 
     def _require_root(self, method: str) -> None:
         """Refuse a call on a wrapper that is inside another one."""

@@ -30,8 +30,9 @@ from fullshard.comm.collectives import (
     choose_symmetric_memory,
 )
 from fullshard.comm.streams import FSDPCommContext
+from fullshard.engine import module_hooks
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.runtime import FSDPState, state_of
+from fullshard.engine.state import FSDPState, state_of
 from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
 from fullshard.errors import ConfigurationError, LifecycleError, OptionTypeError, UsageError
 from fullshard.plan.mesh import twin_group
@@ -109,7 +110,7 @@ class FSDPModule(torch_border.ConvertibleModule):
         With False, parts that ``reshard_after_forward=n`` keeps for backward are kept for the next one. Gradients
         are complete in `.grad` after every backward that synchronises, last or not.
         """
-        _state(self).is_last_backward = switch("is_last_backward", is_last_backward)
+        _state(self).options.set_is_last_backward(is_last_backward)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -118,9 +119,8 @@ class FSDPModule(torch_border.ConvertibleModule):
 
         What is accumulated is in no `.grad` until a backward reduces it, and ``zero_grad()`` drops it.
         """
-        synchronises = switch("requires_gradient_sync", requires_gradient_sync)
         for state in _states(self, recurse):
-            state.requires_gradient_sync = synchronises
+            state.options.set_requires_gradient_sync(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With HSDP, sum reduced gradients over replicas at backward, or keep partial sums for later."""
@@ -129,13 +129,8 @@ class FSDPModule(torch_border.ConvertibleModule):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free the unsharded parameters after forward and gather them again for backward, or keep them."""
-        if not isinstance(reshard_after_forward, bool):  # an int means something else elsewhere
-            raise ConfigurationError(
-                f"reshard_after_forward must be True or False, got {reshard_after_forward!r}."
-            )
         for state in _states(self, recurse):
-            state.reshard_after_forward = reshard_after_forward
-            state.auto_reshard = False
+            state.options.set_reshard_after_forward(reshard_after_forward)
             for group in state.groups:
                 group.disable_post_forward_shard()
 
@@ -143,33 +138,30 @@ class FSDPModule(torch_border.ConvertibleModule):
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Free the unsharded parameters after backward, or keep them for the next microbatch."""
-        reshards = switch("reshard_after_backward", reshard_after_backward)
         for state in _states(self, recurse):
-            state.reshard_after_backward = reshards
+            state.options.set_reshard_after_backward(reshard_after_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
         """Gather these modules' parameters while this one computes its forward, instead of the forecast."""
-        _state(self).forward_prefetch = _sharded_states(modules)
+        _state(self).options.forward_prefetch = _sharded_states(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
         """Gather these modules' parameters while this one computes its backward, instead of the forecast."""
-        _state(self).backward_prefetch = _sharded_states(modules)
+        _state(self).options.backward_prefetch = _sharded_states(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Gather this module's parameters for backward, or not, if backward does not need them.
 
         An embedding's backward, for one, needs no weight.
         """
-        _state(self).unshard_in_backward = switch("unshard_in_backward", unshard_in_backward)
+        _state(self).options.set_unshard_in_backward(unshard_in_backward)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Let the next forward's gathers wait for this event instead of the current stream; on the root.
 
         Record it right after the optimizer's step; it counts once.
         """
-        if not callable(getattr(event, "record", None)):
-            raise OptionTypeError(f"event must be a torch.Event, got {type(event).__name__}.")
-        _state(self).post_optim_event = event
+        _state(self).options.set_post_optim_event(event)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this module's group with a comm object: one staged input, one output, copies around it."""
@@ -234,7 +226,7 @@ class FSDPModule(torch_border.ConvertibleModule):
         for group in state.groups:
             if group.reducer.settings.force_sum:
                 _check_reduce_scatters(self, "set_symm_mem_for_comm")
-                _check_one_input_buffer([state], state.max_reductions)
+                _check_one_input_buffer([state], state.options.max_reductions)
             for process_group in _process_groups(group):
                 choose_symmetric_memory(backend, process_group, group.device)
         for group in state.groups:
@@ -322,7 +314,7 @@ class FSDPModule(torch_border.ConvertibleModule):
             [state for state in states if _reduces_symmetrically(state)], max_input_buffers
         )
         for state in states:
-            state.max_reductions = max_input_buffers
+            state.options.max_reductions = max_input_buffers
         runtime = _state(self).runtime
         if runtime is not None:
             runtime.limit_reductions()
@@ -369,7 +361,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     original = getattr(module, method_name)
     # A wrapper has buffers to cast as well, and says so itself.
     prepare = (
-        functools.partial(state.pre_forward, module)
+        functools.partial(module_hooks.pre_forward, state, module)
         if isinstance(module, FSDPModule)
         else cast(Any, module)._pre_forward
     )
@@ -381,7 +373,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         try:
             output = original(*args, **kwargs)
         finally:  # as the hooks do: when it raises, too
-            output = state.post_forward(self, args, output)
+            output = module_hooks.post_forward(state, self, args, output)
         return output
 
     setattr(module, method_name, MethodType(method, module))

@@ -11,6 +11,7 @@ They decide which parameters form a group, check that they can, and hand them to
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fullshard.comm import collectives
+from fullshard.engine import module_hooks
+from fullshard.engine.options import StateOptions
 from fullshard.engine.ownership import (
     check_all_on_meta_or_none,
     check_can_be_owned,
@@ -32,7 +35,7 @@ from fullshard.engine.ownership import (
     owned_params,
 )
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.runtime import FSDPState, attach_state, state_of
+from fullshard.engine.state import FSDPState, attach_state, state_of
 from fullshard.errors import ConfigurationError, OptionTypeError
 from fullshard.fsdp2.fsdp_module import (
     FSDPModule,
@@ -269,18 +272,20 @@ def _apply(
     state = FSDPState(
         modules,
         groups,
-        mp_policy,
         device,
-        reshard_after_forward=keeping.reshard,
-        auto_reshard=keeping.auto,
+        StateOptions(mp_policy, reshard_after_forward=keeping.reshard, auto_reshard=keeping.auto),
         ignored=ignored_below(modules, ignored_params),
     )
     for module in modules:
         attach_state(module, state)
         module.__class__ = sharded_class(type(module), mixin)
-        module.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(
+            functools.partial(module_hooks.pre_forward, state), prepend=True, with_kwargs=True
+        )
         # Also when forward raises, so that nobody stays unsharded, or in the middle of a call.
-        module.register_forward_hook(state.post_forward, prepend=False, always_call=True)
+        module.register_forward_hook(
+            functools.partial(module_hooks.post_forward, state), prepend=False, always_call=True
+        )
         module.register_state_dict_pre_hook(_before_state_dict)
         module.register_load_state_dict_pre_hook(_before_state_dict)
         module.register_load_state_dict_post_hook(_after_load_state_dict)

@@ -34,7 +34,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.ownership import has_forward, managed_modules, owned_params
-from fullshard.engine.runtime import state_of
+from fullshard.engine.state import state_of
 from fullshard.errors import ConfigurationError, LifecycleError
 from fullshard.fsdp2.fully_shard import ShardPlacementFn, fully_shard
 from fullshard.plan.placement import local_tensor

@@ -68,7 +68,8 @@ class Call(Generic[Unit]):
         previous: Call[Unit] | None = None,
         made_in: int = FORWARD,
     ) -> None:
-        self._unit = weakref.ref(unit)
+        self.living_unit = weakref.ref(unit)
+        """Returns who was called, or None if the model is gone."""
         self.begin = begin
         self.made_in = made_in
         """The backward pass that made it: by recomputation, or by adding to the graph. Or `FORWARD`."""
@@ -84,14 +85,9 @@ class Call(Generic[Unit]):
         """Of the weights this call computes with, a number for each group of the unit."""
 
     @property
-    def living_unit(self) -> Unit | None:
-        """Who was called, or None if the model is gone."""
-        return self._unit()
-
-    @property
     def unit(self) -> Unit:
         """Who was called; asked for only while its schedule lives, and so do its units."""
-        unit = self._unit()
+        unit = self.living_unit()
         assert unit is not None, "a schedule belongs to the model whose units it orders"
         return unit
 
@@ -105,7 +101,8 @@ class Schedule(Generic[Unit]):
     def __init__(self) -> None:
         self._order: list[Unit] = []
         self._previous_order: list[Unit] = []
-        self._on_track = False
+        self.on_track = False
+        """Whether this forward has used units in the order of the previous one so far."""
         self._in_forward = False
         self._last_ended: Call[Unit] | None = None
         self._latest: dict[Unit, Call[Unit]] = {}
@@ -116,12 +113,7 @@ class Schedule(Generic[Unit]):
         self._latest = {}
         self._last_ended = None
         self._in_forward = True
-        self._on_track = bool(self._previous_order)
-
-    @property
-    def on_track(self) -> bool:
-        """Whether this forward has used units in the order of the previous one so far."""
-        return self._on_track
+        self.on_track = bool(self._previous_order)
 
     @property
     def forecast(self) -> Sequence[Unit]:
@@ -134,14 +126,14 @@ class Schedule(Generic[Unit]):
         previous, position = self._previous_order, len(self._order)
         if self._in_forward:
             self._order.append(unit)
-        self._on_track = (
-            self._on_track
+        self.on_track = (
+            self.on_track
             and self._in_forward
             and position < len(previous)
             and previous[position] is unit
         )
         following = position + 1
-        return call, previous[following] if self._on_track and following < len(previous) else None
+        return call, previous[following] if self.on_track and following < len(previous) else None
 
     def recompute(self, unit: Unit, backward_pass: int) -> Call[Unit]:
         """A unit's forward begins again, within backward; its place in the order is that of its latest call."""
@@ -160,7 +152,7 @@ class Schedule(Generic[Unit]):
     def leave(self, call: Call[Unit]) -> None:
         """A call's forward has ended."""
         call.end = next(_CLOCK)
-        if self._in_forward and self._latest.get(call.unit) is call:
+        if self._in_forward and self._latest.get(call.living_unit()) is call:
             call.previous = self._last_ended
             self._last_ended = call
 

@@ -7,18 +7,24 @@ Users of it write ``torch_border.name``, whichever file has the name.
 """
 
 from fullshard.torch_border.autograd import (
+    NO_RANGE as NO_RANGE,
     backward_pass_id as backward_pass_id,
+    hidden_from_compiler as hidden_from_compiler,
+    inputs_of_backward as inputs_of_backward,
     move_hooks as move_hooks,
     observe_backward as observe_backward,
     opaque_to_compiler as opaque_to_compiler,
     post_accumulate_grad_hooks as post_accumulate_grad_hooks,
+    profiler_enabled as profiler_enabled,
     profiler_range as profiler_range,
     queue_end_of_backward as queue_end_of_backward,
     set_versions as set_versions,
     tensor_hooks as tensor_hooks,
+    version_found as version_found,
     version_sum as version_sum,
     versions_kept as versions_kept,
     versions_of as versions_of,
+    with_inputs_of_backward as with_inputs_of_backward,
 )
 from fullshard.torch_border.dtensors import (
     dtensor as dtensor,
@@ -96,6 +102,7 @@ from fullshard.torch_border.tensors import (
 )
 from fullshard.torch_border.transforms import (
     graph_tensors as graph_tensors,
+    innermost_transform as innermost_transform,
     outside_transforms as outside_transforms,
     plain_parts as plain_parts,
     with_tangent as with_tangent,

@@ -43,12 +43,17 @@ def versions_kept(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManage
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
-def opaque_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
+def hidden_from_compiler(function: Callable[P, R]) -> Callable[P, R]:
     """The same function, at which the compiler breaks its graph instead of looking inside.
 
-    The guard takes longer than some functions do, so nobody else goes through it.
+    The guard takes longer than some functions do: call it only if the compiler is there.
     """
-    guarded = cast("Callable[P, R]", torch._disable_dynamo(function))
+    return cast("Callable[P, R]", torch._disable_dynamo(function))
+
+
+def opaque_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function; the compiler goes through `hidden_from_compiler`, and nobody else."""
+    guarded = hidden_from_compiler(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -78,50 +83,42 @@ def move_hooks(old: Tensor, new: Tensor) -> None:
         cast(Any, new)._post_accumulate_grad_hooks = post_accumulate_grad_hooks(old)
 
 
-def observe_backward(
-    translate: Callable[[tuple[Any, ...], bool], tuple[Any, ...]],
-    explain: Callable[[int], Exception | None],
-    returned: Callable[[list[Tensor]], None],
-) -> None:
-    """From now on, let ``translate`` say which ``inputs`` a backward pass really has, and ``explain`` its errors.
-
-    ``translate`` is called only if inputs were named: with them, and with whether their gradients are
-    accumulated (`backward`) or returned (`autograd.grad`). Nothing on a tensor tells this in time:
-    parameters that are not in the graph make autograd execute no node, so no hook of ours would run.
-
-    ``explain`` is called if a saved tensor is not at the version it was saved at: with the version it is at.
-    ``returned`` is called with the gradients that a pass returns, after it.
-    """
-    run = torch.autograd._engine_run_backward
-
-    def run_observed(*args: Any, **options: Any) -> Any:
-        if len(args) > 4 and args[4]:
-            inputs = translate(args[4], bool(options.get("accumulate_grad")))
-            args = (*args[:4], inputs, *args[5:])
-        try:
-            gradients = run(*args, **options)
-        except RuntimeError as error:
-            version = re.search(r"is at version (\d+); expected version", str(error))
-            told = None if version is None else explain(int(version.group(1)))
-            if told is None:
-                raise
-            raise told from error
-        returned([gradient for gradient in gradients or () if gradient is not None])
-        return gradients
-
-    torch.autograd._engine_run_backward = run_observed
+def observe_backward(run_observed: Callable[..., Any]) -> None:
+    """From now on, run every backward pass through ``run_observed``: it gets torch's own function and its arguments."""
+    torch.autograd._engine_run_backward = functools.partial(
+        run_observed, torch.autograd._engine_run_backward
+    )
 
 
-def queue_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward pass now running has executed its last node."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+inputs_of_backward: Callable[[tuple[Any, ...]], tuple[Any, ...]] = operator.itemgetter(slice(4, 5))
+"""The named inputs among the arguments of a backward pass: one tuple of them, maybe empty, or none."""
 
 
-_NO_RANGE = contextlib.nullcontext()
+def with_inputs_of_backward(
+    args: tuple[Any, ...], translate: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+) -> tuple[Any, ...]:
+    """The arguments of a backward pass with other named inputs."""
+    return (*args[:4], translate(args[4]), *args[5:])
 
-_profiler_enabled = torch.autograd._profiler_enabled
+
+def version_found(error: RuntimeError) -> int | None:
+    """At which version a saved tensor is, if ``error`` says that it was saved at another."""
+    version = re.search(r"is at version (\d+); expected version", str(error))
+    return None if version is None else int(version.group(1))
+
+
+queue_end_of_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+"""Runs a function when the backward pass now running has executed its last node."""
+
+NO_RANGE = contextlib.nullcontext()
+"""What `profiler_range` returns without a profiler."""
+
+profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Whether a profiler runs: a cheap question, to be asked before `profiler_range` where every call counts."""
 
 
 def profiler_range(label: str) -> contextlib.AbstractContextManager[Any]:
     """A labelled range in the trace while a profiler runs, and next to nothing otherwise."""
-    return torch.profiler.record_function(label) if _profiler_enabled() else _NO_RANGE
+    return torch.profiler.record_function(label) if profiler_enabled() else NO_RANGE

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -39,9 +40,8 @@ def same_memory(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that this one is a view of, or None."""
-    return tensor._base if tensor._is_view() else None
+base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
+"""The tensor that another is a view of, or None."""
 
 
 def sparse_values(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
-_innermost_transform: Callable[[], Any] = _functorch.peek_interpreter_stack
+innermost_transform: Callable[[], Any] = _functorch.peek_interpreter_stack
 """The transform of `torch.func` that operations go through first, or None outside of all."""
 
 
@@ -22,7 +22,7 @@ class _OutsideTransforms:
         self._layers: list[Any] = []
 
     def __enter__(self) -> None:
-        while _innermost_transform() is not None:
+        while innermost_transform() is not None:
             self._layers.append(_functorch.pop_dynamic_layer_stack())
 
     def __exit__(self, *_: object) -> None:
@@ -39,7 +39,7 @@ def outside_transforms() -> contextlib.AbstractContextManager[None]:
     A transform (`torch.func.jvp`, `grad`, `vmap`, ...) forbids in-place writes to tensors from outside
     of it, and makes wrapped tensors of new ones. Tensors that it has wrapped must not be touched within.
     """
-    if _innermost_transform() is None:
+    if innermost_transform() is None:
         return _NO_TRANSFORM
     return _OutsideTransforms()
 
@@ -59,7 +59,7 @@ def graph_tensors(tensor: Tensor) -> Sequence[Tensor]:
     graph on the wrapper, and the transforms outside of it, or ordinary autograd, build theirs on what is
     wrapped.
     """
-    if _innermost_transform() is None:
+    if innermost_transform() is None:
         parts = with_tangent(tensor)
         if any(map(_functorch.is_legacy_batchedtensor, parts)):
             parts = [*parts, *map(_without_batch_dimension, parts)]
@@ -69,7 +69,7 @@ def graph_tensors(tensor: Tensor) -> Sequence[Tensor]:
     tensors: Sequence[Tensor] = (tensor,)
     try:
         while True:
-            top = _innermost_transform()
+            top = innermost_transform()
             if top is None or top.key() == _functorch.TransformType.Jvp:
                 tensors = [part for whole in tensors for part in with_tangent(whole)]
             found.update((id(part), part) for part in tensors)

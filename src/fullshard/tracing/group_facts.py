@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.runtime import FSDPState, named_states, state_of
+from fullshard.engine.state import FSDPState, named_states, state_of
 from fullshard.errors import ConfigurationError
 from fullshard.tracing.schema import GroupFacts
 

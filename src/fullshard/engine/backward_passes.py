@@ -1,0 +1,315 @@
+"""The backward passes of one model: which states they have reached, and when gradients are sent off.
+
+    pre_backward       an output's gradient is there: states behind it are finished, this one is unsharded,
+                       the gather of the one before it is issued
+    gradient_arrived   the last gradient of a state: sent off now, or when backward has left the state
+    finish             backward has left a state: memory given back, gradients reduced
+    end_of_pass        states not finished are finished; after the outermost pass, streams are joined
+
+[Note: memory first]
+Gradients could be sent off as soon as all of a state have arrived. But its unsharded parameters are
+in memory then, and may be needed still; a moment later backward reaches the output of the state
+before, and they are not. So their memory is given back first, and only then memory for the reduction
+is taken: a step's peak is often here. The first state of forward, which has none before it, does not wait.
+
+[Note: recomputation]
+Activation checkpointing runs forward again within backward. If backward has reached the state (its
+pre_backward has run), recomputation finds it unsharded and leaves it so. If not (reentrant
+checkpointing, or several states in one checkpoint), recomputation is a forward of its own, whose
+outputs get hooks of their own. A reentrant checkpoint runs a backward pass within the backward
+pass; each pass finishes the states it reached.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fullshard import torch_border
+from fullshard.engine import backward_hooks
+from fullshard.engine.state import FSDPState
+from fullshard.engine.training_state import TrainingState
+from fullshard.errors import LifecycleError
+from fullshard.plan.schedule import BackwardGraphs, Call, has_left
+from fullshard.storage.param import FSDPParam
+
+if TYPE_CHECKING:
+    from fullshard.engine.runtime import Runtime
+
+
+class ReachedState:
+    """A state that backward has reached and not left."""
+
+    def __init__(self, backward_pass: int, state: FSDPState) -> None:
+        self.backward_pass = backward_pass
+        self.calls: list[Call[FSDPState]] = []
+        """Through whose outputs backward came."""
+        self.awaited = {
+            param for group in state.groups for param in group.params if param.trainable
+        }
+        """Parameters whose gradients have not arrived."""
+        self.expected = len(self.awaited)
+
+
+class BackwardPasses:
+    """The backward passes of one root's model that are running; more than one if they are nested."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.running: list[int] = []
+        """Ids of the passes in which a state was reached."""
+        self.reached: dict[FSDPState, ReachedState] = {}
+        """States that backward has reached and not left, in that order."""
+        self._reduced: set[FSDPState] = set()
+        """States that have sent gradients off since the outermost pass began."""
+        self._graphs: BackwardGraphs[FSDPState] | None = None
+        """What passes have added to graphs; None until one does, as with ``create_graph=True``."""
+
+    # --- a state is reached -----------------------------------------------------------------------
+
+    def pre_backward(self, state: FSDPState, call: Call[FSDPState]) -> None:
+        """Backward has reached an output of ``call``: bring the state's parameters."""
+        this_pass = torch_border.backward_pass_id()
+        reached = self.reached.get(state)
+        if (reached is not None and call in reached.calls) or call.finished_in == this_pass:
+            return  # by another output
+        if state.options.unshard_in_backward:
+            self._check_weights(state, call)
+        self._begin_pass(this_pass)
+        self._finish_left(call, this_pass)
+        if torch.is_grad_enabled():
+            self._add_to_graph(state, this_pass)
+        self._reach(state, this_pass).calls.append(call)
+        following = () if state.options.prefetches_late else self._before(state, call)
+        self._runtime.unshard_for_backward(state, following)
+        recorder = self._runtime.context.recorder
+        if recorder is not None:
+            recorder.backward_begins(state, call.begin)
+
+    def pre_backward_of_backward(self, state: FSDPState, call: Call[FSDPState]) -> None:
+        """A pass is about to execute what an earlier one has added to the graph for ``call``."""
+        assert self._graphs is not None, "an earlier pass has added to the graph"
+        self._graphs.reach(call)
+        self.pre_backward(state, call)
+
+    def _check_weights(self, state: FSDPState, call: Call[FSDPState]) -> None:
+        """Refuse a backward that would compute with other weights than its forward did."""
+        versions = tuple([group.weight_version for group in state.groups])
+        if versions != call.weight_versions:
+            raise LifecycleError(
+                f"Weights must not change between a forward and its backward, but those of {state.name!r} have: by an "
+                "optimizer step, a load or another write. Gradients would mix old weights with new ones. Run backward "
+                "before the weights are changed, or forward again after it; then reset_iter_state() on the root module."
+            )
+
+    def _begin_pass(self, this_pass: int) -> None:
+        if this_pass in self.running:
+            return
+        if not self.running and self._runtime.context.asynchronous:
+            self._runtime.context.gathers_wait_for()
+        self.running.append(this_pass)
+        torch_border.queue_end_of_backward(
+            functools.partial(backward_hooks.end_of_pass, weakref.ref(self), this_pass)
+        )
+
+    def _finish_left(self, call: Call[FSDPState], this_pass: int) -> None:
+        """Finish the states that backward has left behind, now that it has reached ``call``."""
+        if self._awaits_graphs(this_pass):
+            return
+        for other, theirs in tuple(self.reached.items()):
+            if has_left(theirs.calls, call):
+                self._finish(other)
+
+    def _reach(self, state: FSDPState, this_pass: int) -> ReachedState:
+        state.training_state = TrainingState.PRE_BACKWARD
+        reached = self.reached.get(state)
+        if reached is None:
+            reached = self.reached[state] = ReachedState(this_pass, state)
+        return reached
+
+    def _before(self, state: FSDPState, call: Call[FSDPState]) -> Sequence[FSDPState]:
+        """Return the states whose backward comes next: what to gather while this one computes."""
+        chosen = state.options.backward_prefetch
+        if chosen is not None:
+            return chosen
+        if call.previous is None:
+            return ()
+        before = call.previous.living_unit()
+        if before is None or not before.options.unshard_in_backward:
+            return ()
+        return (before,) if call.previous.has_backward or before.recomputes else ()
+
+    def enter_recomputation(self, state: FSDPState) -> None:
+        """A module of ``state`` begins its forward again, within backward: [Note: recomputation]."""
+        state.recomputes = True
+        if state in self.reached:
+            return  # unsharded, and stays so
+        state.depth += 1
+        if state.call is not None:
+            return
+        runtime = self._runtime
+        call = runtime.schedule.recompute(state, torch_border.backward_pass_id())
+        runtime.begin_call(state, call)
+        runtime.prefetch(self._before(state, call))
+
+    # --- gradients arrive -------------------------------------------------------------------------
+
+    def gradient_arrived(self, state: FSDPState, param: FSDPParam) -> None:
+        """Autograd has accumulated the gradient of an unsharded parameter, maybe the state's last one."""
+        reached = self.reached.get(state)
+        if reached is None:
+            # Backward came without passing an output we know of, or once more after the state was
+            # finished.
+            this_pass = torch_border.backward_pass_id()
+            self._begin_pass(this_pass)
+            reached = self._reach(state, this_pass)
+        elif not reached.awaited:
+            state.training_state = TrainingState.PRE_BACKWARD  # one more, to be sent off again
+            return
+        reached.awaited.discard(param)
+        if not reached.awaited and state is not self._runtime.root:
+            self._all_arrived(state, reached)
+
+    def _all_arrived(self, state: FSDPState, reached: ReachedState) -> None:
+        if state.options.prefetches_late and reached.calls:
+            self._runtime.prefetch(self._before(state, reached.calls[-1]))
+        if all(call.previous is None for call in reached.calls) or self._awaits_graphs(
+            reached.backward_pass
+        ):
+            # Nothing comes before it in forward, or a graph of an earlier pass is executed: backward
+            # leaves it at its end only. [Note: memory first]
+            self._reduce(state)
+            state.training_state = TrainingState.POST_BACKWARD
+
+    def _reduce(self, state: FSDPState) -> None:
+        with (
+            torch_border.profiler_range(state.labels.reduce)
+            if torch_border.profiler_enabled()
+            else torch_border.NO_RANGE
+        ):
+            for group in state.groups:
+                if state.options.requires_gradient_sync:
+                    group.reducer.reduce(include_unused=state not in self._reduced)
+                else:
+                    group.reducer.accumulate()
+            self._reduced.add(state)
+
+    # --- a state is left --------------------------------------------------------------------------
+
+    def _finish(self, state: FSDPState) -> None:
+        """Backward has left ``state``: give the memory back, reduce what has not been sent off."""
+        recorder = self._runtime.context.recorder
+        if recorder is not None:
+            recorder.backward_ends(state)
+        reached = self.reached.pop(state)
+        for call in reached.calls:
+            call.finished_in = reached.backward_pass
+        if self._graphs is not None:
+            self._finish_in_graphs(self._graphs, state, reached)
+        unsent = state.training_state is TrainingState.PRE_BACKWARD
+        if state.call is not None and state.in_forward:
+            # A forward that ran this backward pass goes on.
+            state.training_state = TrainingState.FORWARD
+        else:
+            if state.call is not None:
+                self._runtime.end_call(state)  # of a recomputation that stopped early
+            state.training_state = TrainingState.POST_BACKWARD
+            state.left_unsharded = False
+            for group in state.groups:
+                if state.options.reshard_after_backward:
+                    group.reshard()
+                else:
+                    group.use_sharded_params()
+        if unsent:
+            self._reduce(state)
+
+    def _finish_in_graphs(
+        self, graphs: BackwardGraphs[FSDPState], state: FSDPState, reached: ReachedState
+    ) -> None:
+        if graphs.of(state) is not None and len(reached.awaited) < reached.expected:
+            warnings.warn(
+                "backward(create_graph=True) gives the gradients of sharded parameters no graph, as they are reduced over "
+                f"ranks: what is computed of them is constant to a second backward. The first such module: {state.name}. "
+                "Differentiate by inputs (torch.autograd.grad), or leave create_graph out.",
+                stacklevel=2,
+            )
+        for call in reached.calls:
+            graphs.finish(call)
+
+    def end_of_pass(self, this_pass: int) -> None:
+        """A backward pass has executed its last node."""
+        if self._graphs is not None and self._graphs.latest is not None:
+            backward_hooks.note_added_at_end(self._added_to_graph(this_pass))
+        for state, reached in tuple(self.reached.items()):
+            if reached.backward_pass == this_pass:
+                self._finish(state)
+        self.running.remove(this_pass)
+        if self.running:
+            return
+        if self._graphs is not None:
+            self._graphs.end_pass()
+        runtime = self._runtime
+        for state in runtime.states:
+            if state.runtime is not runtime:
+                continue
+            # Backward did not reach it here, but may have on other ranks.
+            if state not in self._reduced and any(
+                group.reducer.settings.zero_unused for group in state.groups
+            ):
+                self._reduce(state)
+            if state.training_state is TrainingState.POST_BACKWARD:
+                state.training_state = TrainingState.IDLE
+        self._reduced.clear()
+        runtime.end_backward()
+
+    def abandon(self) -> None:
+        """Forget passes that did not end, after a failed step."""
+        self.running.clear()
+        for state in self.reached:
+            state.training_state = TrainingState.IDLE
+        self.reached.clear()
+        self._reduced.clear()
+        self._graphs = None
+
+    # --- gradients of gradients: see the note in `schedule` ----------------------------------------
+
+    def watch_gradient(self, parts: Sequence[Tensor], state: FSDPState | None) -> None:
+        """Have states reached again when a later pass comes through a gradient of this one.
+
+        That pass then executes what states have added to the graph up to here: those in backward now,
+        those in whose forward this pass runs, and the given one.
+        """
+        calls = self._added_to_graph(torch_border.backward_pass_id(), state)
+        backward_hooks.watch_graph(self, parts, calls)
+
+    def _added_to_graph(
+        self, this_pass: int, state: FSDPState | None = None
+    ) -> list[Call[FSDPState]]:
+        """Return what the states that are in backward now have added to the graph; see `watch_gradient`."""
+        calls = []
+        for each in self._runtime.states:
+            if each.in_forward:
+                self._add_to_graph(each, this_pass)
+            if each is state or each.in_forward or each in self.reached:
+                added = None if self._graphs is None else self._graphs.of(each)
+                if added is not None:
+                    calls.append(added)
+        return calls
+
+    def _add_to_graph(self, state: FSDPState, this_pass: int) -> None:
+        if self._graphs is None:
+            self._graphs = BackwardGraphs()
+        if self._graphs.of(state) is None:
+            call = self._runtime.schedule.in_backward(state, this_pass, self._graphs.latest)
+            call.weight_versions = tuple([group.weight_version for group in state.groups])
+            self._graphs.add(state, call)
+
+    def _awaits_graphs(self, this_pass: int) -> bool:
+        """Whether the pass may execute what another pass has added; then the order of calls says nothing."""
+        return self._graphs is not None and self._graphs.awaited(this_pass)

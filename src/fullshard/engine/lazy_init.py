@@ -1,0 +1,80 @@
+"""The first forward of a model: which states it has, and which of them is the root."""
+
+from __future__ import annotations
+
+from fullshard.comm.streams import FSDPCommContext
+from fullshard.engine import process_hooks
+from fullshard.engine.param_group import ShardedState
+from fullshard.engine.runtime import Runtime
+from fullshard.engine.state import FSDPState, named_states
+from fullshard.errors import LifecycleError, UsageError
+
+
+def lazy_init(state: FSDPState) -> Runtime:
+    """Make ``state`` the root of a model: find all states below it and connect them.
+
+    At the first forward, since only then it is known which call of `fully_shard` was the outermost.
+    """
+    if len(state.modules) != 1:
+        raise UsageError(
+            "The outermost module must be sharded on its own; it was given to fully_shard in a list of "
+            f"{len(state.modules)}. Call fully_shard on the module that contains them, too."
+        )
+    states = {
+        found: ", ".join(of_modules) for found, of_modules in named_states(state.modules[0]).items()
+    }
+    former = _former_runtimes(states)
+    for found in states:
+        for group in found.groups:
+            # Not one the user has unsharded before, or has summoned.
+            if group.sharded_state is ShardedState.SHARDED and not group.full_params_installed:
+                group.repack()
+    _check_ready(states)
+    context = state.shared_context or (
+        former[0].context if former else FSDPCommContext(state.device)
+    )
+    runtime = Runtime(state, tuple(states), context)
+    for other in former:
+        other.hand_over(states)
+    for found, name in states.items():
+        if found.options.auto_reshard:  # the root is needed again at once in backward
+            found.options.reshard_after_forward = found is not state
+        found.runtime = runtime
+        found.set_name(name or "root")
+    runtime.connect()
+    process_hooks.install()
+    return runtime
+
+
+def _former_runtimes(states: dict[FSDPState, str]) -> list[Runtime]:
+    """Return the runtimes that states have run under before, as a root of their own or below another."""
+    former = list(dict.fromkeys(each.runtime for each in states if each.runtime is not None))
+    running = [
+        name for each, name in states.items() if each.runtime in former and each.runtime.busy
+    ]
+    if running:
+        raise LifecycleError(
+            "A sharded module gets its outermost module between steps, but these are part of a model whose forward or "
+            f"backward is running: {running}. Call the new outermost module outside of it. (After a failed step, run a "
+            "forward of that model first, or call its reset_iter_state().)"
+        )
+    return former
+
+
+def _check_ready(states: dict[FSDPState, str]) -> None:
+    """Refuse parameters that have no memory yet, or are on another device."""
+    misplaced = [
+        f"{prefix}.{fault}" if prefix else fault
+        for state, prefix in states.items()
+        for group in state.groups
+        if not group.full_params_installed
+        for fault in group.shards.misplaced()
+    ]
+    if misplaced:
+        device = next(group.shard_device for state in states for group in state.groups)
+        raise UsageError(
+            f"Parameters must be on {device} at the first forward:\n  "
+            + "\n  ".join(misplaced)
+            + "\nMaterialise a model built on the meta device with model.to_empty(device=...) and initialise "
+            "it; move others with model.to(device)."
+        )

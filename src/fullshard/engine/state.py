@@ -1,0 +1,168 @@
+"""A sharded module's state: its groups, its options, and where it is in the step.
+
+Nothing here decides what happens when: `Runtime` and `BackwardPasses` do, and `module_hooks` and
+`backward_hooks` call them.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fullshard import torch_border
+from fullshard.comm.streams import FSDPCommContext
+from fullshard.engine import backward_hooks
+from fullshard.engine.installed_full_params import InstalledFullParams
+from fullshard.engine.options import StateOptions
+from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.engine.training_state import TrainingState
+from fullshard.names import clean_name
+from fullshard.plan.schedule import FORWARD, Call
+from fullshard.storage.sharded_params import group_of, unsharded_name
+
+if TYPE_CHECKING:
+    from fullshard.engine.runtime import Runtime
+
+IgnoredParams = Mapping[nn.Module, Collection[str]]
+"""Names of parameters by the module that has them, which is referred to weakly."""
+
+
+class _Labels(NamedTuple):
+    """Names of a state's ranges in a profiler's trace."""
+
+    pre_forward: str
+    post_forward: str
+    forward_prefetch: str
+    backward_prefetch: str
+    pre_backward: str
+    reduce: str
+
+
+class FSDPState:
+    """What one `fully_shard` call put on a module, or on several that share groups.
+
+    Lives as long as the modules.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: Sequence[FSDPParamGroup],
+        device: torch.device,
+        options: StateOptions,
+        *,
+        ignored: IgnoredParams | None = None,
+    ) -> None:
+        self.modules = tuple(modules)
+        self.groups = tuple(groups)
+        for group in groups:
+            group.watch_gradient = functools.partial(
+                backward_hooks.watch_gradient, weakref.ref(self)
+            )
+        self.device = device
+        self.options = options
+        self.ignored: IgnoredParams = {} if ignored is None else ignored
+        """Parameters below the modules that the user wants to be left alone."""
+        self.set_name("")
+        self.shared_context: FSDPCommContext | None = None
+        """Of a root: streams it shares with other models."""
+        self.runtime: Runtime | None = None
+        """Of the root that this state runs under; known after the first forward."""
+        self.summoned = False
+        """Whether the modules are within `summon_full_params`."""
+        self.installed_full_params = InstalledFullParams()
+        """Full parameters that are on the modules while a state dict is made or loaded."""
+        self.original_buffer_dtypes: Mapping[tuple[nn.Module, str], torch.dtype] = {}
+        """By owner and name, the dtypes of buffers before they were cast for compute."""
+
+        self.training_state = TrainingState.IDLE
+        self.call: Call[FSDPState] | None = None
+        """The forward now running."""
+        self.depth = 0
+        """Forwards of this state's modules now running, one inside the other."""
+        self.modules_run: set[nn.Module] = set()
+        """Those of the modules whose forward has ended in this call."""
+        self.left_unsharded = False
+        """Whether the last forward left the parameters unsharded for a backward that has not come yet."""
+        self.recomputes = False
+        """Whether a backward has been seen to run this state's forward again."""
+        self.watched_leaves: weakref.WeakValueDictionary[int, Tensor] = (
+            weakref.WeakValueDictionary()
+        )
+        """Inputs without a graph that have our hook already, by their ids: users may pass them again."""
+
+    def set_name(self, name: str) -> None:
+        """Take the full name, known at the first forward."""
+        self.name = name
+        self.labels = _Labels(
+            f"FSDP::pre_forward ({name})",
+            f"FSDP::post_forward ({name})",
+            f"FSDP::forward_prefetch for {name}",
+            f"FSDP::backward_prefetch for {name}",
+            f"FSDP::pre_backward ({name})",
+            f"FSDP::post_backward_reduce ({name})",
+        )
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the whole parameters are in memory or on their way."""
+        return any(group.gathered for group in self.groups)
+
+    def wait_for_unshard(self) -> None:
+        """Put the unsharded parameters on the modules; their gather has been issued."""
+        for group in self.groups:
+            group.wait()
+
+    def use_sharded_params(self) -> None:
+        """Put the sharded parameters on the modules and keep the memory of the whole ones."""
+        for group in self.groups:
+            group.use_sharded_params()
+
+    def reshard(self) -> None:
+        """Put the sharded parameters on the modules and give the memory of the whole ones back."""
+        for group in self.groups:
+            group.reshard()
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward is running that is no recomputation."""
+        return self.call is not None and self.call.made_in == FORWARD
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """Return the state that `fully_shard` put on a module, or None."""
+    return module.__dict__.get("_fullshard_state")
+
+
+def attach_state(module: nn.Module, state: FSDPState) -> None:
+    """Make ``state`` the module's."""
+    module.__dict__["_fullshard_state"] = state
+
+
+def named_states(root: nn.Module) -> dict[FSDPState, list[str]]:
+    """Return all states in ``root``, each with the names of its modules; that of the root itself is empty."""
+    names: dict[FSDPState, list[str]] = {}
+    for name, module in root.named_modules():
+        found = state_of(module)
+        if found is not None:
+            names.setdefault(found, []).append(clean_name(name))
+    return names
+
+
+def unmanaged_params(root: nn.Module, ignored: Sequence[IgnoredParams]) -> list[str]:
+    """Return the full names of trainable parameters below ``root`` that are in no group and not ignored."""
+    return [
+        clean_name(f"{prefix}.{name}" if prefix else name)
+        for prefix, module in root.named_modules()
+        for name, param in torch_border.parameter_table(module).items()
+        if param is not None
+        and param.requires_grad
+        and not group_of(param)
+        and not unsharded_name(param)
+        and not any(name in each.get(module, ()) for each in ignored)
+    ]
