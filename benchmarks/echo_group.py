@@ -27,7 +27,11 @@ _SUM, _AVG, _MAX, _MIN = (
 )
 
 
-class EchoGroup(dist.ProcessGroup):
+_AnyProcessGroup: Any = dist.ProcessGroup
+"""Without its types: its stub has overloads that nobody calls, and other names than some versions of torch."""
+
+
+class EchoGroup(_AnyProcessGroup):  # type: ignore[misc]
     """One rank; the others are imagined."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -135,7 +139,8 @@ def _done(result: Any) -> Any:
     """Return a finished work object: what was asked for is on the current stream."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
-    return torch._C._distributed_c10d._create_work_from_future(future)
+    c10d: Any = torch._C._distributed_c10d
+    return c10d._create_work_from_future(future)
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> EchoGroup:

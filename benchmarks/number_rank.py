@@ -170,7 +170,8 @@ def run(job: Job) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(0)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        deterministic: Any = torch.utils.deterministic
+        deterministic.fill_uninitialized_memory = False
     with _process_group(job), job.output.open("w") as output:
         for number, name in enumerate(job.names):
             folder = Path(job.folder) / f"files_{number}"

@@ -123,7 +123,7 @@ def functional(name: str, worlds: tuple[int, ...], **how: Any) -> None:
     add(f"fully_shard.{name}", worlds, Functional(**how))
 
 
-def precision(*dtypes: torch.dtype | None, **others: Any) -> dict[str, Any]:
+def precision(*dtypes: Any, **others: Any) -> dict[str, Any]:
     """Return options with a policy of mixed precision."""
     return {"mp_policy": fullshard.MixedPrecisionPolicy(*dtypes, **others)}
 
@@ -240,7 +240,7 @@ def planned(place: Place) -> Training:
 def ignoring_head(place: Place) -> Training:
     """Leave a parameter alone; nobody averages its gradient."""
     model = Decoder(DecoderOptions()).to(place.device)
-    options = {"mesh": mesh_of(place), "ignored_params": {model.head.weight}}
+    options: dict[str, Any] = {"mesh": mesh_of(place), "ignored_params": {model.head.weight}}
     for module in (*model.blocks, model):
         fullshard.fully_shard(module, **options)
     return Training(model=model, optimizer=sgd(trainable(model)))
@@ -444,7 +444,10 @@ def add_wrapped() -> None:
     wrapped("shard_grad_op", SOME, sharding_strategy=strategy.SHARD_GRAD_OP)
     wrapped("no_shard", (1, 2, ECHO), sharding_strategy=strategy.NO_SHARD)
     wrapped("hybrid_shard", FOUR, sharding_strategy=strategy.HYBRID_SHARD, replicas=2)
-    hybrid_mixed = {"sharding_strategy": strategy.HYBRID_SHARD, "mixed_precision": mixed}
+    hybrid_mixed: dict[str, Any] = {
+        "sharding_strategy": strategy.HYBRID_SHARD,
+        "mixed_precision": mixed,
+    }
     wrapped("hybrid_shard_bf16", FOUR, replicas=2, finish=without_sync, **hybrid_mixed)
     wrapped("mixed_precision", SOME, mixed_precision=mixed)
     wire = fullshard.MixedPrecision(BF16, FP32, wire_dtype=BF16)

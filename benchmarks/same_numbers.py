@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -248,7 +247,7 @@ def report(rows: Sequence[tuple[str, str]], numbers: Sequence[Mapping[str, Outco
 # --- files ---------------------------------------------------------------------------------------------
 
 
-def conditions(device: str) -> dict[str, Any]:
+def conditions(device: str) -> dict[str, str]:
     """Say what must be the same for numbers to be comparable."""
     program = b"".join((ROOT / "benchmarks" / name).read_bytes() for name in PROGRAM)
     torch.set_num_threads(1)  # as the ranks have
@@ -259,23 +258,24 @@ def conditions(device: str) -> dict[str, Any]:
     }
 
 
-def save(file: Path, checkout: Path, device: str, numbers: Mapping[str, Outcome]) -> None:
+def save(
+    file: Path, checkout: Path, made_under: Mapping[str, str], numbers: Mapping[str, Outcome]
+) -> None:
     """Write numbers and their conditions."""
     plain = {name: asdict(outcome) for name, outcome in numbers.items()}
-    head = {"commit": commit_of(checkout), "conditions": conditions(device)}
+    head = {"commit": commit_of(checkout), "conditions": made_under}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({**head, "numbers": plain}) + "\n")
     print(f"{len(numbers)} rows of {checkout} at {head['commit']} are in {file}")
 
 
-def read(file: Path, device: str, only: Sequence[str]) -> Numbers:
-    """Read numbers, if they can be compared with those that are made here."""
+def read(file: Path, here: Mapping[str, str], only: Sequence[str]) -> Numbers:
+    """Read numbers, if they can be compared with those that are made under the conditions here."""
     try:
         content = json.loads(file.read_text())
         saved, numbers = content["conditions"], content["numbers"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CannotCompareError(f"{file} has no numbers that --save wrote: {error!r}") from error
-    here = conditions(device)
     differing = [key for key in here if saved.get(key) != here[key]]
     if differing:
         facts = "; ".join(f"{key}: {saved.get(key)} there, {here[key]} here" for key in differing)
@@ -321,14 +321,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(CONFIGURATIONS))
         return 0
+    here = conditions(device)  # before the files it reads can change
     try:
-        old = read(options.against, device, only) if options.against else None
+        old = read(options.against, here, only) if options.against else None
         numbers = [train_checkout(checkout, device, only) for checkout in options.checkouts]
     except CannotCompareError as error:
         print(f"same_numbers.py: {error}", file=sys.stderr)
         return 2
     if options.save:
-        save(options.save, options.checkouts[0], device, numbers[0])
+        save(options.save, options.checkouts[0], here, numbers[0])
         return report([(n, "fails") for n, o in numbers[0].items() if o.error], numbers)
     if old is not None:
         numbers.insert(0, old)
