@@ -84,7 +84,7 @@ def test_parameters_at_rest_are_this_ranks_share() -> None:
     with fake_world(WORLD):
         sharded = build_model(config, open_model(config), torch.device("cpu"))
         assert plan.rank.parameters == sharded.bytes_at_rest()
-        assert plan.unsharded.parameters == sharded.whole.num_bytes
+        assert plan.unsharded.parameters == sharded.unsharded.num_bytes
     assert plan.rank.optimizer == 2 * plan.rank.gradients == 2 * plan.rank.parameters
 
 

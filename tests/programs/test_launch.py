@@ -1,4 +1,4 @@
-"""Where a run takes place: what launchers say, and the commands of examples/launch as they stand there."""
+"""Where a run takes rank_info: what launchers say, and the commands of examples/launch as they stand there."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from torch.distributed import run as torchrun
 
 from fullshard.errors import ConfigurationError
 from fullshard.programs.train.config_file import to_toml
-from fullshard.programs.train.launch import place_in, speaks_for_all
+from fullshard.programs.train.launch import launched_rank_info, reports_errors
 from fullshard.programs.train.rank_info import RankInfo
 from fullshard.programs.train.slurm import expand_counts, first_host
 from tests.helpers.runs import last_losses, tiny
@@ -41,32 +41,32 @@ TASK = {
 
 
 def test_torchrun_gives_a_place() -> None:
-    assert place_in(TORCHRUN, "cpu") == RankInfo(
+    assert launched_rank_info(TORCHRUN, "cpu") == RankInfo(
         rank=3, world=4, local_rank=1, local_world=2, device="cpu", rendezvous="env://"
     )
 
 
 def test_srun_gives_a_place() -> None:
-    place = place_in(TASK, "cuda")
-    assert place is not None
-    assert place == RankInfo(
-        rank=4, world=5, local_rank=0, local_world=1, device="cuda", rendezvous=place.rendezvous
+    rank_info = launched_rank_info(TASK, "cuda")
+    assert rank_info is not None
+    assert rank_info == RankInfo(
+        rank=4, world=5, local_rank=0, local_world=1, device="cuda", rendezvous=rank_info.rendezvous
     )
-    found = re.fullmatch(r"tcp://node07:(\d+)", place.rendezvous)
+    found = re.fullmatch(r"tcp://node07:(\d+)", rank_info.rendezvous)
     assert found and 20_000 <= int(found[1]) < 32_000
     others = [{**TASK, "SLURM_JOB_ID": "1235"}, {**TASK, "SLURM_STEP_ID": "1"}]
-    places = [place_in(each, "cuda") for each in (TASK, *others)]
-    assert len({each.rendezvous for each in places if each}) == 3
+    rank_infos = [launched_rank_info(each, "cuda") for each in (TASK, *others)]
+    assert len({each.rendezvous for each in rank_infos if each}) == 3
 
 
 def test_a_place_to_meet_can_be_chosen_under_srun() -> None:
-    place = place_in({**TASK, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}, "cpu")
-    assert place is not None and place.rendezvous == "tcp://10.0.0.1:5"
+    rank_info = launched_rank_info({**TASK, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}, "cpu")
+    assert rank_info is not None and rank_info.rendezvous == "tcp://10.0.0.1:5"
 
 
 def test_torchrun_under_srun_counts() -> None:
-    place = place_in({**TASK, **TORCHRUN}, "cpu")
-    assert place is not None and place.world == 4
+    rank_info = launched_rank_info({**TASK, **TORCHRUN}, "cpu")
+    assert rank_info is not None and rank_info.world == 4
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_torchrun_under_srun_counts() -> None:
     ],
 )
 def test_without_ranks_of_a_launcher_there_is_no_place(environment: dict[str, str]) -> None:
-    assert place_in(environment, "cpu") is None
-    assert speaks_for_all(environment)
+    assert launched_rank_info(environment, "cpu") is None
+    assert reports_errors(environment)
 
 
 def test_one_process_speaks_for_all() -> None:
-    assert not speaks_for_all(TORCHRUN) and speaks_for_all({**TORCHRUN, "RANK": "0"})
-    assert not speaks_for_all(TASK) and speaks_for_all({**TASK, "SLURM_PROCID": "0"})
+    assert not reports_errors(TORCHRUN) and reports_errors({**TORCHRUN, "RANK": "0"})
+    assert not reports_errors(TASK) and reports_errors({**TASK, "SLURM_PROCID": "0"})
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_launcher_that_says_too_little_is_refused(
     environment: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
-        place_in(environment, "cpu")
+        launched_rank_info(environment, "cpu")
 
 
 def test_lists_of_hosts_and_tasks_are_read() -> None:

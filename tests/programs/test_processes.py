@@ -17,7 +17,7 @@ import pytest
 from fullshard.errors import ConfigurationError
 from fullshard.programs.train import processes
 from fullshard.programs.train.processes import (
-    Ended,
+    ProcessResults,
     RankFailedError,
     StoppedError,
     run_in_processes,
@@ -119,7 +119,7 @@ def have_ended(folder: Path) -> bool:
 
 
 def test_every_rank_does_its_work() -> None:
-    assert run_in_processes(square, [1, 2, 3]) == Ended((1, 4, 9), stopped_by=None)
+    assert run_in_processes(square, [1, 2, 3]) == ProcessResults((1, 4, 9), stopped_by=None)
 
 
 def test_a_failure_is_shown_once_and_ends_all_ranks(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_ranks_that_are_told_to_stop_may_save_first(tmp_path: Path, number: sign
     told: list[signal.Signals] = []
     with signalled(tmp_path, number, pause_s=0):
         ended = run_in_processes(partial(save_when_told, tmp_path), [0, 1], on_stop=told.append)
-    assert ended == Ended(("rank 0 saved", "rank 1 saved"), stopped_by=number)
+    assert ended == ProcessResults(("rank 0 saved", "rank 1 saved"), stopped_by=number)
     assert told == [number]
 
 

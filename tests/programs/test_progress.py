@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from fullshard.programs.run_events import (
+    BadStep,
     Checkpoint,
     End,
     Evaluation,
@@ -17,7 +18,6 @@ from fullshard.programs.run_events import (
     Start,
     Step,
     Stopped,
-    Trouble,
     Watcher,
 )
 from fullshard.programs.train.progress import showing_progress
@@ -90,7 +90,7 @@ def test_what_happens_besides_steps_gets_a_line_of_its_own() -> None:
     with showing_progress(Console(file=file, width=120)) as progress:
         progress(START)
         progress(step(1))
-        progress(Trouble(step=9, what="loss is nan", action="skip"))
+        progress(BadStep(step=9, what="loss is nan", action="skip"))
         progress(step(9, math.nan))
         progress(Stopped(step=9, why="a signal"))
     assert file.getvalue().splitlines()[-3:] == [

@@ -11,7 +11,7 @@ from fullshard import checkpoint
 from fullshard.errors import CheckpointError, ConfigurationError
 from fullshard.programs.train.config import RunConfig, TrainSection
 from fullshard.programs.train.config_file import to_toml
-from fullshard.programs.train.loop import ways_out
+from fullshard.programs.train.loop import advice_after_bad_step
 from fullshard.programs.train.model_source import open_model
 from fullshard.programs.train.run_folder import RunFolder
 from fullshard.programs.train.stop import BadStepError, StoppedBySignalError
@@ -182,10 +182,12 @@ def test_a_bad_step_stops_the_run_on_all_ranks_and_leaves_the_checkpoint_from_be
 
 
 def test_what_may_help_after_a_bad_step_is_what_the_run_does_not_have_yet() -> None:
-    stopping = ways_out(TrainSection(max_norm=5.0), Path("step_2"), is_finite=True)
+    stopping = advice_after_bad_step(TrainSection(max_norm=5.0), Path("step_2"), is_finite=True)
     assert 'with train.on_bad_step = "skip" or a higher train.max_norm goes on' in stopping
     assert "from the last checkpoint, step_2." in stopping and "a lower train.clip" in stopping
-    skipping = ways_out(TrainSection(on_bad_step="skip", clip=0.0), None, is_finite=False)
+    skipping = advice_after_bad_step(
+        TrainSection(on_bad_step="skip", clip=0.0), None, is_finite=False
+    )
     assert "with a larger train.max_bad_steps goes on from the start: there is no" in skipping
     assert "lower train.clip" not in skipping and "max_norm" not in skipping
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import ConfigurationError
-from fullshard.programs.run_events import End, Evaluation, Step, Trouble, read_events
+from fullshard.programs.run_events import BadStep, End, Evaluation, Step, read_events
 from fullshard.programs.train import run_folder
 from fullshard.programs.train.config import OptimizerSection, RunConfig, TrainSection
 from fullshard.programs.train.config_file import read_config
@@ -169,7 +169,7 @@ def test_numbers_json_does_not_have_are_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path)
     metrics(replace(step(1, math.nan), grad_norm=math.inf))
-    metrics(Trouble(step=1, what="loss is nan", action="skip"))
+    metrics(BadStep(step=1, what="loss is nan", action="skip"))
     metrics.close()
     first, second = (
         json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()

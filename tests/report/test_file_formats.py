@@ -13,6 +13,7 @@ import pytest
 from fullshard.errors import ConfigurationError
 from fullshard.programs.report.run_files import read_run
 from fullshard.programs.run_events import (
+    BadStep,
     Checkpoint,
     End,
     Evaluation,
@@ -21,7 +22,6 @@ from fullshard.programs.run_events import (
     Start,
     Step,
     Stopped,
-    Trouble,
     UnknownFormatError,
     line_of,
     parse_line,
@@ -61,7 +61,7 @@ EVENTS: tuple[Event, ...] = (
     Step(step=5, loss=2.25, grad_norm=0.5, lr=1e-3, tokens=320, step_s=0.25, memory_bytes=1 << 40),
     Evaluation(step=5, loss=2.5),
     Checkpoint(step=5, path="checkpoints/step_00000005", blocked_s=0.125),
-    Trouble(step=6, what="loss is nan", action="skip"),
+    BadStep(step=6, what="loss is nan", action="skip"),
     Samples(step=9, texts=("one\n", "two\x1b")),
     Stopped(step=7, why="SIGTERM"),
     End(step=9, seconds=12.5),

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, cast
 
 from fullshard.programs.console.broken_pipe_safe import (
     WatchedStream,
-    forgiving,
+    broken_pipe_safe,
     open_standard_streams,
 )
 
@@ -38,10 +38,10 @@ def main() -> None:
             f"The fullshard command needs {' and '.join(CLI_LIBRARIES)}; {error.name} is not "
             "installed. Install the extra: pip install 'fullshard[cli]'"
         )
-    _leave(app)
+    _run_and_exit(app)
 
 
-def _leave(app: typer.Typer) -> None:
+def _run_and_exit(app: typer.Typer) -> None:
     """Run a verb, and end the process with its exit code; with 2 and a message, if its output was lost."""
     output, errors = WatchedStream(sys.stdout), WatchedStream(sys.stderr)
     sys.stdout = cast("IO[str]", output)
@@ -55,16 +55,16 @@ def _leave(app: typer.Typer) -> None:
             raise
     lost = output.lost()
     if lost is not None:
-        code = _told(lost)
+        code = _report_lost_output(lost)
     errors.lost()  # nobody can be told
     sys.exit(code)
 
 
-def _told(lost: OSError) -> int:
+def _report_lost_output(lost: OSError) -> int:
     """Say that the output could not be written. A reader that has left, as `head` does, wants to hear nothing."""
     if lost.errno == errno.EPIPE:
         return 1
-    stream = forgiving(sys.stderr)
+    stream = broken_pipe_safe(sys.stderr)
     print(f"Error: The output cannot be written: {lost.strerror}.", file=stream, flush=True)
     return 2
 

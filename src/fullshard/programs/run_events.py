@@ -22,7 +22,7 @@ from fullshard.tracing.json_values import read_fields
 FORMAT = 1
 """Version of the records of `metrics.jsonl`; each `Start` names it. Files that name none have this one, too."""
 
-Action = Literal["stop", "skip", "ignore"]
+BadStepAction = Literal["stop", "skip", "ignore"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,13 +93,13 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trouble:
+class BadStep:
     """A step was bad."""
 
     kind: ClassVar[str] = "trouble"
     step: int
     what: str
-    action: Action
+    action: BadStepAction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +130,7 @@ class End:
     """Of this process's part of the run."""
 
 
-Event = Start | Step | Evaluation | Checkpoint | Trouble | Samples | Stopped | End
+Event = Start | Step | Evaluation | Checkpoint | BadStep | Samples | Stopped | End
 Watcher = Callable[[Event], None]
 """Whoever follows a run."""
 

@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 
 from fullshard.errors import FullshardError
-from fullshard.programs.console.tables import tell
+from fullshard.programs.console.tables import print_error
 
 if TYPE_CHECKING:
     from fullshard.checkpoint.differences import Differences
@@ -145,12 +145,12 @@ def diff(first: Checkpoint, second: Checkpoint) -> None:
 def ends_well(*, trouble: int = 2) -> Iterator[None]:
     """Turn errors into a message and an exit code, and warnings into lines."""
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: tell(f"Warning: {message}")
+        warnings.showwarning = lambda message, *_, **__: print_error(f"Warning: {message}")
         try:
             yield
         except FullshardError as error:
-            tell(f"Error: {error}")
+            print_error(f"Error: {error}")
             raise typer.Exit(trouble) from None
         except KeyboardInterrupt:
-            tell("Stopped.")
+            print_error("Stopped.")
             raise typer.Exit(130) from None

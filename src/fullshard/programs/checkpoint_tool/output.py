@@ -17,16 +17,16 @@ from fullshard.checkpoint.dcp import EXTRA
 from fullshard.checkpoint.differences import Differences
 from fullshard.checkpoint.source import MODEL, OPTIMIZER, TensorInfo
 from fullshard.programs.checkpoint_tool.verification import Report
-from fullshard.programs.console.broken_pipe_safe import forgiving
+from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe
 from fullshard.programs.console.progress_line import showing_line
-from fullshard.programs.console.safe_text import harmless_line
+from fullshard.programs.console.safe_text import safe_line
 from fullshard.programs.console.tables import (
     counted,
+    print_error,
     print_facts,
     print_line,
     print_table,
     size_text,
-    tell,
 )
 
 QUIET_SECONDS = 1.0
@@ -42,7 +42,7 @@ def progress(console: Console, verb: str, total: int) -> Iterator[Callable[[int]
     done = 0
     if not console.is_terminal:
         # Output is for whoever reads the pipe.
-        console = Console(file=forgiving(sys.stderr), highlight=False)
+        console = Console(file=broken_pipe_safe(sys.stderr), highlight=False)
     with showing_line(console) as line:
         line.begin(total, verb, "")
 
@@ -84,10 +84,10 @@ def print_contents(console: Console, found: Mapping[str, Any]) -> None:
             print_table(console, [title, "dtype", "shape", "size", "pieces"], rows, num_texts=3)
     for key, each in found["tensors"].items():
         if "places" in each:
-            print_line(console, f"\n{harmless_line(key)}")
+            print_line(console, f"\n{safe_line(key)}")
             for piece in each["places"]:
                 line = "  ".join(["", piece["file"], *place_texts(piece)])
-                print_line(console, harmless_line(line))
+                print_line(console, safe_line(line))
 
 
 def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -145,11 +145,11 @@ def shortened(text: str) -> str:
 def print_report(console: Console, report: Report) -> None:
     """Say how a checkpoint was found."""
     for fault in report.faults:
-        tell(fault)
+        print_error(fault)
     amount = f"{size_text(report.nbytes)} in {counted(report.tensors, 'tensor')}"
     speed = f"{report.seconds:.3g} s, {rate(report.nbytes, report.seconds)}"
     if report.faults:
-        tell(f"Damaged: {counted(len(report.faults), 'fault')} in {amount} ({speed}).")
+        print_error(f"Damaged: {counted(len(report.faults), 'fault')} in {amount} ({speed}).")
     elif report.has_checksums:
         print_line(console, f"All is well: {amount}, as they were written ({speed}).")
     else:
@@ -172,13 +172,13 @@ def print_differences(console: Console, found: Differences) -> None:
     """Show how two checkpoints differ."""
     for label, keys in (("first", found.only_first), ("second", found.only_second)):
         for key in keys:
-            print_line(console, harmless_line(f"{key}: only in the {label}"))
+            print_line(console, safe_line(f"{key}: only in the {label}"))
     for key, each in found.tensors.items():
         if each.first != each.second:
             kinds = f"{_kind(each.first)} and {_kind(each.second)}"
-            print_line(console, harmless_line(f"{key}: {kinds}"))
+            print_line(console, safe_line(f"{key}: {kinds}"))
     for line in _alike_together(found.values):
-        print_line(console, harmless_line(line))
+        print_line(console, safe_line(line))
     rows = [
         (
             key,

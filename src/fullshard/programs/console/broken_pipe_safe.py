@@ -10,7 +10,7 @@ import sys
 from typing import IO, Any, cast
 
 
-def forgiving(stream: IO[str]) -> IO[str]:
+def broken_pipe_safe(stream: IO[str]) -> IO[str]:
     """Return a `BrokenPipeSafeStream` as what it is for whoever only writes to it."""
     if isinstance(stream, WatchedStream):
         stream = stream.stream  # what is forgiven is not lost
@@ -59,7 +59,7 @@ class BrokenPipeSafeStream:
 
     def _give_up(self) -> None:
         self._is_broken = True
-        _lead_nowhere(self._stream)
+        _redirect_to_null(self._stream)
 
 
 def open_standard_streams() -> None:
@@ -106,11 +106,11 @@ class WatchedStream:
         except OSError as error:
             self._lost = error
         if self._lost is not None:
-            _lead_nowhere(self.stream)
+            _redirect_to_null(self.stream)
         return self._lost
 
 
-def _lead_nowhere(stream: IO[str]) -> None:
+def _redirect_to_null(stream: IO[str]) -> None:
     """Let a stream take all it is given: what is in its buffer is written when the process ends, and must not fail."""
     try:
         descriptor = stream.fileno()

@@ -7,14 +7,14 @@ half a character cannot be written at all. So whatever shows a text that may com
 from __future__ import annotations
 
 
-def harmless(text: str) -> str:
+def safe_text(text: str) -> str:
     """A text without what a terminal would obey; it may have several lines."""
     return text if text.isprintable() else "".join(map(_shown, text))
 
 
-def harmless_line(text: str) -> str:
+def safe_line(text: str) -> str:
     """The same as one line, as the cell of a table."""
-    return text if text.isprintable() else harmless(text).replace("\n", "\\n").replace("\t", "\\t")
+    return text if text.isprintable() else safe_text(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _shown(character: str) -> str:

@@ -14,15 +14,15 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.programs.console.broken_pipe_safe import forgiving
-from fullshard.programs.console.safe_text import harmless, harmless_line
+from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe
+from fullshard.programs.console.safe_text import safe_line, safe_text
 
 Row = Sequence[str]
 
 
-def tell(text: str) -> None:
+def print_error(text: str) -> None:
     """Tell trouble."""
-    print_line(Console(file=forgiving(sys.stderr)), text)
+    print_line(Console(file=broken_pipe_safe(sys.stderr)), text)
 
 
 def counted(number: int, noun: str) -> str:
@@ -37,12 +37,12 @@ def size_text(nbytes: int) -> str:
 
 def print_line(console: Console, text: str) -> None:
     """Print a text as it is, but for what a terminal would obey."""
-    console.print(harmless(text), soft_wrap=True, highlight=False, markup=False)
+    console.print(safe_text(text), soft_wrap=True, highlight=False, markup=False)
 
 
 def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
     """Print labelled texts, one below the other; on a terminal long ones stay beside their labels."""
-    facts = [(label, harmless_line(text)) for label, text in facts]
+    facts = [(label, safe_line(text)) for label, text in facts]
     width = max(len(label) for label, _ in facts) + 2
     if not console.is_terminal:
         for label, text in facts:
@@ -57,7 +57,7 @@ def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
 def print_table(console: Console, columns: Row, rows: Sequence[Row], *, num_texts: int) -> None:
     """Print a table whose first ``num_texts`` columns are texts and the others numbers."""
     print_line(console, "")
-    rows = [[harmless_line(cell) for cell in row] for row in rows]
+    rows = [[safe_line(cell) for cell in row] for row in rows]
     if not console.is_terminal:
         widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
         for row in (columns, *rows):

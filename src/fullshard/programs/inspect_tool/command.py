@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from fullshard.errors import ConfigurationError, FullshardError
-from fullshard.programs.console.tables import tell
+from fullshard.programs.console.tables import print_error
 from fullshard.programs.train.config import Problem, RunConfig, Size
 from fullshard.programs.train.config_file import read_config, toml_value
 from fullshard.programs.train.preflight import model_problems
@@ -72,7 +72,7 @@ def inspect(
 
         print_plan(Console(), measure(config, ranks))
     except FullshardError as error:
-        tell(f"Error: {error}")
+        print_error(f"Error: {error}")
         raise typer.Exit(2) from None
 
 

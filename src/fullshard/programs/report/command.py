@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from fullshard.errors import FullshardError
-from fullshard.programs.console.tables import print_line, tell
+from fullshard.programs.console.tables import print_error, print_line
 
 
 def report(
@@ -39,7 +39,7 @@ def report(
     try:
         written = write_report(run, output)
     except FullshardError as error:
-        tell(f"Error: {error}")
+        print_error(f"Error: {error}")
         raise typer.Exit(2) from None
     print_line(Console(), str(written))
     if show:

@@ -204,7 +204,7 @@ def group_table(groups: Mapping[str, GroupFacts]) -> Table:
     headings += ["Per gather", "Per reduction", "Ranks"]
     rows: list[list[str]] = []
     keys: list[list[float | str]] = []
-    for place, group in enumerate(groups.values()):
+    for index, group in enumerate(groups.values()):
         ranks = f"{group.world}" + (f" x {group.replicas}" if group.replicas > 1 else "")
         rows.append(
             [
@@ -222,7 +222,7 @@ def group_table(groups: Mapping[str, GroupFacts]) -> Table:
         )
         keys.append(
             [
-                place,
+                index,
                 dtypes(group),
                 group.parameters,
                 group.numel,

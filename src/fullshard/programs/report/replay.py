@@ -69,9 +69,9 @@ def replay(step: StepTimes, depth: int) -> Waits:
     for needs in _phases(step):
         before_phase = waited
         met: list[float] = []
-        for place, need in enumerate(needs):
+        for index, need in enumerate(needs):
             first = need.first_start_us + before_phase
-            issued = met[place - depth] if place >= depth else first
+            issued = met[index - depth] if index >= depth else first
             wire_free_at = max(issued, wire_free_at) + need.gather.duration_us
             arrives = need.clock_us + waited
             wait = max(0.0, wire_free_at - arrives)

@@ -121,8 +121,8 @@ def _marks(marks: Sequence[Mark], points: Sequence[Point]) -> Iterator[go.Scatte
 
 def _value_at(points: Sequence[Point], step: int) -> float:
     """The curve's value at a step or, where it has none, the last one before."""
-    place = bisect.bisect_right(points, step, key=lambda point: point[0])
-    return points[max(place - 1, 0)][1]
+    index = bisect.bisect_right(points, step, key=lambda point: point[0])
+    return points[max(index - 1, 0)][1]
 
 
 def _speed(speeds: Sequence[Point], times: Sequence[Point]) -> Chart:

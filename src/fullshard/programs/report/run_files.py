@@ -20,8 +20,9 @@ from typing import Any, TypeVar, cast
 
 from fullshard.errors import ConfigurationError
 from fullshard.files import content_of
-from fullshard.programs.console.safe_text import harmless, harmless_line
+from fullshard.programs.console.safe_text import safe_line, safe_text
 from fullshard.programs.run_events import (
+    BadStep,
     Checkpoint,
     End,
     Evaluation,
@@ -30,7 +31,6 @@ from fullshard.programs.run_events import (
     Start,
     Step,
     Stopped,
-    Trouble,
     UnknownFormatError,
     parse_line,
 )
@@ -108,7 +108,7 @@ def read_run(folder: Path) -> Run:
             + "Name a run's folder, or the one that was given to `fullshard.trace`."
         )
     return Run(
-        name=harmless_line(folder.resolve().name),
+        name=safe_line(folder.resolve().name),
         config=_read_config(folder / "config.toml", notes),
         metrics=metrics,
         traces=traces,
@@ -122,7 +122,7 @@ def _read_config(path: Path, notes: list[str]) -> Config:
     except FileNotFoundError:
         return {}
     except NO_JSON as error:
-        notes.append(harmless(f"{path.name} cannot be read: {error}."))
+        notes.append(safe_text(f"{path.name} cannot be read: {error}."))
         return {}
     shown = _shown(config)
     return {name: fields for name, fields in shown.items() if isinstance(fields, dict)}
@@ -131,7 +131,7 @@ def _read_config(path: Path, notes: list[str]) -> Config:
 def _shown(value: Any, depth: int = 0) -> Any:
     """A value of a configuration as far as it can be shown and written as JSON."""
     if isinstance(value, str):
-        return harmless(value)
+        return safe_text(value)
     if isinstance(value, bool | float):
         return value
     if isinstance(value, int):
@@ -139,7 +139,7 @@ def _shown(value: Any, depth: int = 0) -> Any:
     if isinstance(value, dict | list) and depth == MOST_DEPTH:
         return "..."
     if isinstance(value, dict):
-        return {harmless_line(key): _shown(each, depth + 1) for key, each in value.items()}
+        return {safe_line(key): _shown(each, depth + 1) for key, each in value.items()}
     if isinstance(value, list):
         return [_shown(each, depth + 1) for each in value]
     return str(value)
@@ -151,7 +151,7 @@ def _read_traces(folder: Path, notes: list[str]) -> tuple[Trace, ...]:
         try:
             trace = _safe_trace(parse_trace(json.loads(content_of(path, most_bytes=MOST_BYTES))))
         except NO_JSON as error:
-            notes.append(harmless(f"{path.name} is left out: {error}."))
+            notes.append(safe_text(f"{path.name} is left out: {error}."))
             continue
         if trace.num_broken:
             notes.append(f"{path.name}: {trace.num_broken} events are broken and left out.")
@@ -237,7 +237,7 @@ def _marks(starts: list[Start], events: list[Event]) -> Iterator[Mark]:
     for event in events:
         if isinstance(event, Checkpoint):
             yield Mark(kind=event.kind, step=event.step, text="checkpoint")
-        elif isinstance(event, Trouble):
+        elif isinstance(event, BadStep):
             text = f"{event.what or 'trouble'}; action: {event.action or 'none'}"
             yield Mark(kind=event.kind, step=event.step, text=text)
         elif isinstance(event, Stopped):
@@ -254,13 +254,13 @@ def safe(value: T) -> T:
 
 def _safe(value: object) -> object:
     if isinstance(value, str):
-        return harmless_line(value)
+        return safe_line(value)
     if isinstance(value, Samples):
-        return replace(value, texts=tuple(map(harmless, value.texts)))
+        return replace(value, texts=tuple(map(safe_text, value.texts)))
     if isinstance(value, tuple):
         return tuple(map(_safe, value))
     if isinstance(value, dict):
-        return {harmless_line(name): _safe(each) for name, each in value.items()}
+        return {safe_line(name): _safe(each) for name, each in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         texts = {
             each.name: _safe(getattr(value, each.name))
@@ -275,6 +275,4 @@ def _safe_trace(trace: Trace) -> Trace:
     """Return the trace with texts that can be shown; most have none that cannot, and many spans."""
     texts = {text for span in trace.spans for text in (span.group, span.phase, span.awaited)}
     spans = trace.spans if all(map(str.isprintable, texts)) else safe(trace.spans)
-    return replace(
-        trace, device=harmless_line(trace.device), groups=safe(trace.groups), spans=spans
-    )
+    return replace(trace, device=safe_line(trace.device), groups=safe(trace.groups), spans=spans)

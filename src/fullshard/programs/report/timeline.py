@@ -207,9 +207,9 @@ def latest_rank(steps: list[StepTimes]) -> Lateness | None:
     This compares durations, not clocks.
     """
     by_step: list[dict[int, float]] = []
-    for meetings in _meetings(steps):
-        waited = dict.fromkeys(meetings[0], 0.0)
-        for durations in meetings:
+    for collectives in _shared_collectives(steps):
+        waited = dict.fromkeys(collectives[0], 0.0)
+        for durations in collectives:
             last = min(durations, key=lambda rank: durations[rank])
             others = [us for rank, us in durations.items() if rank != last]
             waited[last] += median(others) - durations[last]
@@ -227,7 +227,7 @@ def latest_rank(steps: list[StepTimes]) -> Lateness | None:
     )
 
 
-def _meetings(steps: list[StepTimes]) -> Iterator[list[dict[int, float]]]:
+def _shared_collectives(steps: list[StepTimes]) -> Iterator[list[dict[int, float]]]:
     """For each step, its collectives that all recorded ranks took part in: how long each was on the wire."""
     ranks = {step.rank for step in steps}
     if len(ranks) < 2:

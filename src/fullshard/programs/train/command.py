@@ -26,11 +26,11 @@ import typer
 from rich.console import Console
 
 from fullshard.errors import CheckpointError, ConfigurationError
-from fullshard.programs.console.broken_pipe_safe import forgiving
-from fullshard.programs.console.tables import tell
+from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe
+from fullshard.programs.console.tables import print_error
 from fullshard.programs.train.config_file import read_config, toml_value
 from fullshard.programs.train.config_reference import print_reference
-from fullshard.programs.train.launch import problems_here, speaks_for_all, start
+from fullshard.programs.train.launch import problems_here, reports_errors, start
 from fullshard.programs.train.processes import RankFailedError, StoppedError
 from fullshard.programs.train.stop import BadStepError, StoppedBySignalError
 
@@ -81,11 +81,11 @@ def train(
         wanted.append(f"run.ranks={ranks}")
     if folder is not None:
         wanted.append(f"run.folder={toml_value(folder)}")
-    is_heard = speaks_for_all(os.environ)
+    is_heard = reports_errors(os.environ)
     with _ends_well(is_heard=is_heard):
         config = read_config(file, wanted, checks=[partial(problems_here, fresh=fresh)])
         if is_heard:
-            stream = forgiving(sys.stdout)  # the run goes on if nobody can read this
+            stream = broken_pipe_safe(sys.stdout)  # the run goes on if nobody can read this
             print("Starting; importing torch takes a few seconds.", file=stream, flush=True)
         start(config, fresh=fresh)
 
@@ -112,13 +112,13 @@ def _ends_well(*, is_heard: bool) -> Iterator[None]:
         message, code = "Stopped.", 128 + signal.SIGINT
     if is_heard:
         _restore_terminal()
-        tell(message)
+        print_error(message)
     raise typer.Exit(code)
 
 
 def _restore_terminal() -> None:
     """Close the live line that rank 0 may have had no time to close: a new line, and the cursor back."""
-    console = Console(file=forgiving(sys.stdout))
+    console = Console(file=broken_pipe_safe(sys.stdout))
     if console.is_terminal:
         console.print()
         console.show_cursor(True)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from fullshard.errors import ConfigurationError
+from fullshard.programs.run_events import BadStepAction
 from fullshard.programs.train.limits import Limits
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -38,16 +39,15 @@ Door = Literal["fully_shard", "wrapper"]
 Grouping = Literal["blocks", "plan"]
 Precision = Literal["fp32", "bf16"]
 Blocks = Literal["none", "blocks"]
-BadStep = Literal["stop", "skip", "ignore"]
 
 Count = Annotated[int, Limits(0)]
 PositiveCount = Annotated[int, Limits(1)]
 NotNegative = Annotated[float, Limits(0)]
 Positive = Annotated[float, Limits(0, open_low=True)]
 Timeout = Annotated[float, Limits(0, 7 * 24 * 3600, open_low=True)]
-Part = Annotated[float, Limits(0, 1)]
-PartBelowOne = Annotated[float, Limits(0, 1, open_high=True)]
-ProperPart = Annotated[float, Limits(0, 1, open_low=True, open_high=True)]
+Fraction = Annotated[float, Limits(0, 1)]
+FractionBelowOne = Annotated[float, Limits(0, 1, open_high=True)]
+ProperFraction = Annotated[float, Limits(0, 1, open_low=True, open_high=True)]
 
 DEFAULT_FOLDER = Path("runs/default")
 
@@ -154,7 +154,7 @@ class DataSection:
     context: PositiveCount = field(default=128, metadata=FIXED)
     """Tokens the model sees at once."""
 
-    held_out: ProperPart = field(default=0.05, metadata=FIXED)
+    held_out: ProperFraction = field(default=0.05, metadata=FIXED)
     """Part of the tokens kept back for evaluation, from the end."""
 
     max_bytes: PositiveCount = field(default=8_000_000, metadata=FIXED)
@@ -186,7 +186,7 @@ class TrainSection:
     clip: NotNegative = field(default=1.0, metadata=FIXED)
     """Largest norm of the gradients; larger ones are scaled down to it. 0 does not clip."""
 
-    on_bad_step: BadStep = "stop"
+    on_bad_step: BadStepAction = "stop"
     """What to do when loss or gradient norm are not finite, or the norm exceeds `max_norm`: stop the run, skip the
     update, or ignore it."""
 
@@ -210,13 +210,13 @@ class OptimizerSection:
     weight_decay: NotNegative = field(default=0.1, metadata=FIXED)
     """Of matrices; vectors (norms, biases) are not decayed."""
 
-    betas: tuple[PartBelowOne, PartBelowOne] = field(default=(0.9, 0.95), metadata=FIXED)
+    betas: tuple[FractionBelowOne, FractionBelowOne] = field(default=(0.9, 0.95), metadata=FIXED)
     """Of adam and adamw."""
 
     eps: Positive = field(default=1e-8, metadata=FIXED)
     """Of adam, adamw and adagrad."""
 
-    momentum: PartBelowOne = field(default=0.9, metadata=FIXED)
+    momentum: FractionBelowOne = field(default=0.9, metadata=FIXED)
     """Of sgd."""
 
     flat: bool = True
@@ -233,7 +233,7 @@ class ScheduleSection:
     warmup: NotNegative = field(default=0.1, metadata=FIXED)
     """Part of the steps in which it rises from 0, if below 1; else so many steps."""
 
-    last: Part = field(default=0.1, metadata=FIXED)
+    last: Fraction = field(default=0.1, metadata=FIXED)
     """Part of the highest rate that it ends at."""
 
 

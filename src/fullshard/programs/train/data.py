@@ -21,7 +21,7 @@ from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.tokenizer import Bytes, Tokenizer
 from fullshard.programs.train.windows import Tokens, Windows, check_tokens
 
-PIECE_LENGTH = 65_536
+CHUNK_LENGTH = 65_536
 """Characters that are tokenised at once: some tokenizers need far longer for one long text than for its parts."""
 
 
@@ -55,16 +55,16 @@ def open_data(config: RunConfig, model: ModelSource) -> Data:
         headers = [read_header(path, section.dtype) for path in files.paths]
         sequences = [Tokens(f"the file {each.path}", each.mapped()) for each in headers]
     lengths = training_lengths([len(each) for each in sequences], section, files.source)
-    parts = list(zip(sequences, lengths, strict=True))
+    split = list(zip(sequences, lengths, strict=True))
     return Data(
         source=files.source,
         training=Windows(
-            [tokens.part(0, length) for tokens, length in parts],
+            [tokens.slice(0, length) for tokens, length in split],
             context=section.context,
             vocabulary=model.vocabulary,
         ),
         held_out=Windows(
-            [tokens.part(length, len(tokens)) for tokens, length in parts],
+            [tokens.slice(length, len(tokens)) for tokens, length in split],
             context=section.context,
             vocabulary=model.vocabulary,
         ),
@@ -90,8 +90,8 @@ def _read_text(files: DataFiles, tokenizer: Tokenizer, section: DataSection) -> 
         return Tokens(files.source, torch.frombuffer(content, dtype=torch.uint8))
     values = [
         token
-        for piece in _pieces(content.decode(errors="replace"))
-        for token in tokenizer.encode(piece)
+        for chunk in _chunks(content.decode(errors="replace"))
+        for token in tokenizer.encode(chunk)
     ]
     return Tokens(files.source, torch.tensor(values, dtype=torch.int64))
 
@@ -109,11 +109,11 @@ def _read_up_to(max_bytes: int, files: Sequence[Path]) -> bytearray:
     return content
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Cut a text into pieces of about `PIECE_LENGTH`, after the end of a line if there is one."""
+def _chunks(text: str) -> Iterator[str]:
+    """Cut a text into chunks of about `CHUNK_LENGTH`, after the end of a line if there is one."""
     start = 0
     while start < len(text):
-        stop = start + PIECE_LENGTH
+        stop = start + CHUNK_LENGTH
         if stop < len(text):
             stop = text.rfind("\n", start, stop) + 1 or stop
         yield text[start:stop]

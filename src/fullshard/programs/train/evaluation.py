@@ -70,8 +70,8 @@ def shares(
     """
     for first in range(0, len(chosen), world * rows):
         mine = first + rank * rows
-        places = range(mine, mine + rows)
+        indices = range(mine, mine + rows)
         yield (
-            [chosen[place] if place < len(chosen) else chosen[0] for place in places],
-            [float(place < len(chosen)) for place in places],
+            [chosen[index] if index < len(chosen) else chosen[0] for index in indices],
+            [float(index < len(chosen)) for index in indices],
         )

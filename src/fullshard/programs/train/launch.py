@@ -1,4 +1,4 @@
-"""Decide where a run takes place: on ranks started here, or as one of those a launcher started.
+"""Decide where a run takes rank_info: on ranks started here, or as one of those a launcher started.
 
     start(config)
       torchrun, srun   this process is a rank already        -> run_rank
@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from fullshard.errors import ConfigurationError, FullshardError
-from fullshard.programs.console.broken_pipe_safe import forgiving
+from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe
 from fullshard.programs.train import slurm
 from fullshard.programs.train.config import OFFLOAD_ON_CPU, DeviceChoice, Problem, RunConfig
 from fullshard.programs.train.config_fields import config_sections
@@ -31,8 +31,8 @@ from fullshard.programs.train.rank_info import (
     Device,
     RankInfo,
     has_torchrun,
-    place_by_torchrun,
-    places_on_this_machine,
+    local_rank_infos,
+    rank_info_of_torchrun,
 )
 from fullshard.programs.train.run_folder import RunFolder
 from fullshard.programs.train.stop import ENDS_OF_ALL_RANKS, StoppedBySignalError
@@ -55,10 +55,10 @@ def start(config: RunConfig, *, fresh: bool = False) -> None:
         StoppedError, StoppedBySignalError: this process was told to stop, and did.
     """
     device = choose_device(config.run.device)
-    place = place_in(os.environ, device)
-    if place is not None:
-        _check_machine(config, device, world=place.world, ranks_here=place.local_world)
-        join(config, place)
+    rank_info = launched_rank_info(os.environ, device)
+    if rank_info is not None:
+        _check_machine(config, device, world=rank_info.world, ranks_here=rank_info.local_world)
+        join(config, rank_info)
     else:
         ranks = config.run.ranks or (num_gpus() if device == "cuda" else DEFAULT_CPU_RANKS)
         _check_machine(config, device, world=ranks, ranks_here=ranks)
@@ -68,29 +68,29 @@ def start(config: RunConfig, *, fresh: bool = False) -> None:
 # --- who is a rank ---------------------------------------------------------------------------------------
 
 
-def place_in(environment: Mapping[str, str], device: Device) -> RankInfo | None:
-    """Return the place that a launcher gave this process; none if it is not one of its ranks."""
+def launched_rank_info(environment: Mapping[str, str], device: Device) -> RankInfo | None:
+    """Return the rank_info that a launcher gave this process; none if it is not one of its ranks."""
     if has_torchrun(environment):
-        return place_by_torchrun(environment, device)
+        return rank_info_of_torchrun(environment, device)
     if slurm.has_step(environment):
-        return slurm.place_by_slurm(environment, device)
+        return slurm.rank_info_of_slurm(environment, device)
     return None
 
 
-def speaks_for_all(environment: Mapping[str, str]) -> bool:
+def reports_errors(environment: Mapping[str, str]) -> bool:
     """Say whether this process is the one to tell what all find: under a launcher, rank 0."""
     if has_torchrun(environment):
         return environment["RANK"] == "0"
     return not slurm.has_step(environment) or environment["SLURM_PROCID"] == "0"
 
 
-def join(config: RunConfig, place: RankInfo) -> None:
+def join(config: RunConfig, rank_info: RankInfo) -> None:
     """Train as the rank a launcher made of this process."""
     # A launcher may pass Ctrl-C on as it is; to a rank it means what SIGTERM does.
     signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
     from fullshard.programs.train.rank import run_rank
 
-    run_rank(config, place)
+    run_rank(config, rank_info)
 
 
 def launch(config: RunConfig, ranks: int, device: Device, *, fresh: bool) -> None:
@@ -98,9 +98,9 @@ def launch(config: RunConfig, ranks: int, device: Device, *, fresh: bool) -> Non
     with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
         # A file to meet at, not a port: a free port can be taken before the ranks get to it.
         rendezvous = (Path(folder) / "rendezvous").as_uri()
-        places = places_on_this_machine(ranks, device, rendezvous=rendezvous)
+        rank_infos = local_rank_infos(ranks, device, rendezvous=rendezvous)
         work = partial(_launched_rank, config, fresh=fresh)
-        ended = run_in_processes(work, places, on_stop=_say_stopping)
+        ended = run_in_processes(work, rank_infos, on_stop=_say_stopping)
     error = ended.results[0]
     if isinstance(error, StoppedBySignalError):
         raise StoppedError(str(error), ended.stopped_by or signal.SIGTERM)
@@ -108,7 +108,7 @@ def launch(config: RunConfig, ranks: int, device: Device, *, fresh: bool) -> Non
         raise error
 
 
-def _launched_rank(config: RunConfig, place: RankInfo, *, fresh: bool) -> FullshardError | None:
+def _launched_rank(config: RunConfig, rank_info: RankInfo, *, fresh: bool) -> FullshardError | None:
     """Train as a rank; return what made all ranks end alike, which is no failure of this one."""
     # All ranks are here, so gloo need not find out which network the machine's name belongs to.
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
@@ -117,7 +117,7 @@ def _launched_rank(config: RunConfig, place: RankInfo, *, fresh: bool) -> Fullsh
     from fullshard.programs.train.rank import run_rank
 
     try:
-        run_rank(config, place, fresh=fresh)
+        run_rank(config, rank_info, fresh=fresh)
     except ENDS_OF_ALL_RANKS as error:
         return error
     return None
@@ -127,7 +127,7 @@ def _say_stopping(by: signal.Signals) -> None:
     cause = "Ctrl-C" if by == signal.SIGINT else by.name
     print(
         f"\n{cause}: the ranks save a checkpoint and leave. Ctrl-C ends them at once.",
-        file=forgiving(sys.stderr),  # after a SIGHUP there is no terminal
+        file=broken_pipe_safe(sys.stderr),  # after a SIGHUP there is no terminal
         flush=True,
     )
 
@@ -140,7 +140,7 @@ def problems_here(config: RunConfig, *, fresh: bool = False) -> Iterator[Problem
     launched = None
     try:
         # For its world alone: whether there is a GPU is not known yet.
-        launched = place_in(os.environ, "cpu")
+        launched = launched_rank_info(os.environ, "cpu")
     except ConfigurationError as error:
         yield Problem((), str(error))
     if launched is not None:

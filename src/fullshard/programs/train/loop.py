@@ -32,14 +32,14 @@ from torch import Tensor
 from fullshard import __version__
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.programs.run_events import (
-    Action,
+    BadStep,
+    BadStepAction,
     End,
     Evaluation,
     Samples,
     Start,
     Step,
     Stopped,
-    Trouble,
     Watcher,
 )
 from fullshard.programs.train.config import RunConfig, TrainSection
@@ -185,7 +185,7 @@ class Training:
             )
         )
         if trouble is not None and action is not None:
-            self.watch(Trouble(step=number, what=trouble, action=action))
+            self.watch(BadStep(step=number, what=trouble, action=action))
             if action == "stop":
                 self._give_up(number, trouble, agreed)
         return agreed.is_asked_to_stop
@@ -237,7 +237,7 @@ class Training:
             is_asked_to_stop=num_asked > 0,
         )
 
-    def _action(self, trouble: str | None) -> Action | None:
+    def _action(self, trouble: str | None) -> BadStepAction | None:
         """What a bad step calls for: the same on all ranks, who agree about the trouble."""
         train = self.config.train
         if trouble is None:
@@ -311,7 +311,7 @@ class Training:
             f"Step {number} was bad: {trouble}"
             + (f", and {in_a_row} steps in a row were" if in_a_row > 1 else "")
             + ". Its update was not made, and the run was stopped. "
-            + ways_out(self.config.train, newest, is_finite=agreed.is_finite)
+            + advice_after_bad_step(self.config.train, newest, is_finite=agreed.is_finite)
         )
 
     # --- at the start ---------------------------------------------------------------------------------
@@ -325,8 +325,8 @@ class Training:
         return Start(
             world=self.world,
             device=self.job.device.type,
-            parameters=self.model.whole.num_elements,
-            unsharded_bytes=self.model.whole.num_bytes,
+            parameters=self.model.unsharded.num_elements,
+            unsharded_bytes=self.model.unsharded.num_bytes,
             rank_bytes=tuple(RankGroup().of_all(self.model.bytes_at_rest())),
             tokens_per_step=config.train.batch * config.data.context,
             steps=config.train.steps,
@@ -343,7 +343,7 @@ class Training:
         )
 
 
-def ways_out(train: TrainSection, newest: Path | None, *, is_finite: bool) -> str:
+def advice_after_bad_step(train: TrainSection, newest: Path | None, *, is_finite: bool) -> str:
     """Say what may help a run that a bad step has stopped; if the step was finite, its norm was above the limit."""
     changes = [
         "a larger train.max_bad_steps"

@@ -19,7 +19,7 @@ from fullshard.programs.train.config import DataSection, Problem, RunConfig
 from fullshard.programs.train.data_files import DataFiles, data_files
 from fullshard.programs.train.decoder_shape import VOCABULARY_UNKNOWN, decoder_shape
 from fullshard.programs.train.held_out_split import training_lengths
-from fullshard.programs.train.tokenizer import tokenizer_place
+from fullshard.programs.train.tokenizer import tokenizer_path
 
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Of the names of architectures that predict the next token."""
@@ -93,7 +93,7 @@ def data_problems(config: RunConfig) -> Iterator[Problem]:
     if files.kind == "array":
         yield from _array_problems(config, files)
     elif (
-        tokenizer_place(config) is None
+        tokenizer_path(config) is None
     ):  # otherwise only the tokenizer knows how many tokens there are
         size = min(sum(file.stat().st_size for file in files.paths), section.max_bytes)
         yield from _length_problems([size], section, files)

@@ -61,7 +61,7 @@ class StoppedError(FullshardError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended(Generic[Result]):
+class ProcessResults(Generic[Result]):
     """How processes came to a good end."""
 
     results: tuple[Result, ...]
@@ -95,7 +95,7 @@ def run_in_processes(
     arguments: Sequence[Argument],
     *,
     on_stop: Callable[[signal.Signals], None] = lambda _: None,
-) -> Ended[Result]:
+) -> ProcessResults[Result]:
     """Call `work` with each argument, the n-th as rank n, in a process of its own.
 
     Must be called in the main thread, since it takes over the signals in `HEEDED` until it returns.
@@ -153,7 +153,7 @@ class _Watch(Generic[Result]):
         self._stopped_by: signal.Signals | None = None
         self._deadline = math.inf
 
-    def until_all_ended(self) -> Ended[Result]:
+    def until_all_ended(self) -> ProcessResults[Result]:
         """Return when all have ended well; raise when the first has not."""
         while self._running:
             ready = wait([*self._running, self._signals], self._seconds_left())
@@ -163,7 +163,7 @@ class _Watch(Generic[Result]):
                 for number in self._signals.recv(64):
                     self._heed(number)
         results = tuple(self._results[rank] for rank in range(len(self._processes)))
-        return Ended(results, self._stopped_by)
+        return ProcessResults(results, self._stopped_by)
 
     def _seconds_left(self) -> float | None:
         if self._stopped_by is None:

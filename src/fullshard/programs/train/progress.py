@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.table import Table
 
-from fullshard.programs.console.broken_pipe_safe import forgiving
+from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe
 from fullshard.programs.console.progress_line import ProgressLine, showing_line
 from fullshard.programs.console.tables import print_line
 from fullshard.programs.run_events import (
+    BadStep,
     Checkpoint,
     End,
     Evaluation,
@@ -21,7 +22,6 @@ from fullshard.programs.run_events import (
     Start,
     Step,
     Stopped,
-    Trouble,
 )
 
 SMOOTHING = 0.9
@@ -72,7 +72,7 @@ class RunProgress:
                 self._say(f"step {event.step}: held-out loss {event.loss:.4f}")
             case Checkpoint():
                 self._say(f"step {event.step}: saved in {event.path}")
-            case Trouble():
+            case BadStep():
                 self._say(f"step {event.step}: {event.what}; {DONE[event.action]}")
             case Samples():
                 self._line.close()
@@ -136,7 +136,7 @@ def showing_progress(console: Console) -> Iterator[RunProgress]:
 
     From then on, the console is silent when it cannot write: the run goes on, and its files tell.
     """
-    console.file = forgiving(console.file)
+    console.file = broken_pipe_safe(console.file)
     with showing_line(console) as line:
         yield RunProgress(console, line)
 

@@ -1,7 +1,7 @@
 """The life of one rank: join the process group, train, leave.
 
 How the rank came to be (started by `launch` or by torchrun) is settled before; it arrives as a
-`Place`. What concerns the run as a whole (its folder, what is written and shown) is the first rank's, and what goes
+`RankInfo`. What concerns the run as a whole (its folder, what is written and shown) is the first rank's, and what goes
 wrong there goes wrong on all.
 """
 
@@ -35,12 +35,12 @@ from fullshard.programs.train.run_folder import RunFolder
 from fullshard.programs.train.stop import ENDS_OF_ALL_RANKS, noticing_stop_requests
 
 
-def run_rank(config: RunConfig, place: RankInfo, *, fresh: bool = False) -> TrainResult:
+def run_rank(config: RunConfig, rank_info: RankInfo, *, fresh: bool = False) -> TrainResult:
     """Train as one of the ranks; the first one shows the progress.
 
     Args:
         config: what the run is to be.
-        place: which of the ranks this is.
+        rank_info: which of the ranks this is.
         fresh: begin anew; a run that is in the folder is moved aside, once nothing stands against this one.
 
     Raises:
@@ -51,24 +51,24 @@ def run_rank(config: RunConfig, place: RankInfo, *, fresh: bool = False) -> Trai
     """
     # An error of a save is raised where the loop waits for it; each rank would log it besides.
     checkpoint_log.addHandler(logging.NullHandler())
-    device = _claim_device(place)
+    device = _claim_device(rank_info)
     # Read before the process group exists: what fails here must not leave other ranks waiting in a
     # collective.
     source = open_model(config)
     data = open_data(config, source)
     # Only then are signals noted: until the ranks have met there is nothing to save, and SIGTERM may end them.
-    with _process_group(place, device, config.run.timeout), noticing_stop_requests() as stop:
+    with _process_group(rank_info, device, config.run.timeout), noticing_stop_requests() as stop:
         job = Job(config=config, source=source, data=data, device=device, stop=stop)
         return run_in_folder(job, Console(), fresh=fresh)
 
 
 def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainResult:
     """Begin or go on with a run in its folder, over all ranks of the default process group; `fresh` as in `run_rank`."""
-    team, config, folder = RankGroup(), job.config, job.folder
+    ranks, config, folder = RankGroup(), job.config, job.folder
     with ExitStack() as stack:
         watchers: list[Watcher] = []
         progress = None
-        if team.is_first:
+        if ranks.is_first:
             progress = stack.enter_context(showing_progress(console))
 
         def begin() -> bool:
@@ -86,7 +86,7 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
             return True
 
         result = TrainResult(was_finished=True)
-        if team.first(begin):
+        if ranks.first(begin):
             # Files first: what is shown has been written.
             watch = all_of([*watchers, progress] if progress is not None else [])
             result = Training(job, watch).run()
@@ -111,16 +111,18 @@ def _report(folder: RunFolder, progress: RunProgress) -> Path | None:
 
 
 @contextmanager
-def _process_group(place: RankInfo, device: torch.device, timeout_s: float) -> Iterator[None]:
-    store = store_of_torchrun(os.environ, rank=place.rank, world=place.world, timeout_s=timeout_s)
+def _process_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -> Iterator[None]:
+    store = store_of_torchrun(
+        os.environ, rank=rank_info.rank, world=rank_info.world, timeout_s=timeout_s
+    )
     dist.init_process_group(
         # gloo for what is in host memory: offloaded gradients, checkpoints, agreements.
-        backend="cpu:gloo,cuda:nccl" if place.device == "cuda" else "gloo",
-        init_method=place.rendezvous if store is None else None,
+        backend="cpu:gloo,cuda:nccl" if rank_info.device == "cuda" else "gloo",
+        init_method=rank_info.rendezvous if store is None else None,
         store=store,
-        rank=place.rank,
-        world_size=place.world,
-        device_id=device if place.device == "cuda" else None,
+        rank=rank_info.rank,
+        world_size=rank_info.world,
+        device_id=device if rank_info.device == "cuda" else None,
         timeout=timedelta(seconds=timeout_s),
     )
     try:
@@ -140,10 +142,10 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _claim_device(place: RankInfo) -> torch.device:
+def _claim_device(rank_info: RankInfo) -> torch.device:
     """Take this rank's share of the machine: a GPU of its own, or some of the cores."""
-    if place.device == "cuda":
-        torch.cuda.set_device(place.local_rank)
-        return torch.device("cuda", place.local_rank)
-    torch.set_num_threads(max(1, num_cores() // place.local_world))
+    if rank_info.device == "cuda":
+        torch.cuda.set_device(rank_info.local_rank)
+        return torch.device("cuda", rank_info.local_rank)
+    torch.set_num_threads(max(1, num_cores() // rank_info.local_world))
     return torch.device("cpu")

@@ -33,7 +33,7 @@ def has_torchrun(environment: Mapping[str, str]) -> bool:
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
-def place_by_torchrun(environment: Mapping[str, str], device: Device) -> RankInfo:
+def rank_info_of_torchrun(environment: Mapping[str, str], device: Device) -> RankInfo:
     """Return the place that torchrun gave this process.
 
     Raises:
@@ -72,7 +72,7 @@ def number_in(environment: Mapping[str, str], name: str, *, default: int | None 
     return int(text)
 
 
-def places_on_this_machine(ranks: int, device: Device, *, rendezvous: str) -> tuple[RankInfo, ...]:
+def local_rank_infos(ranks: int, device: Device, *, rendezvous: str) -> tuple[RankInfo, ...]:
     """Return the places of ranks that all live here."""
     return tuple(
         RankInfo(

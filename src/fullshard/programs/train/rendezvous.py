@@ -38,10 +38,10 @@ def store_of_torchrun(
         is_master=False,
         timeout=timedelta(seconds=timeout_s),
     )
-    return fresh_part(store, rank=rank, world=world, timeout_s=timeout_s)
+    return fresh_store(store, rank=rank, world=world, timeout_s=timeout_s)
 
 
-def fresh_part(store: Store, *, rank: int, world: int, timeout_s: float) -> Store:
+def fresh_store(store: Store, *, rank: int, world: int, timeout_s: float) -> Store:
     """Return a part of a store that the ranks of this attempt have for themselves. All ranks call it."""
     deadline = time.monotonic() + timeout_s
     nonce = secrets.token_hex(8)

@@ -32,12 +32,12 @@ class Sampler:
 
     def windows(self, position: int, count: int) -> tuple[int, ...]:
         """Return the next windows after `position` windows have been drawn since the run began."""
-        return tuple(self._window(place) for place in range(position, position + count))
+        return tuple(self._window(each) for each in range(position, position + count))
 
     def _window(self, position: int) -> int:
-        epoch, place = divmod(position, self.num_windows)
+        epoch, index = divmod(position, self.num_windows)
         bits = (self.num_windows - 1).bit_length()
-        window = _permuted(place, bits, f"{self.seed} {epoch}")
+        window = _permuted(index, bits, f"{self.seed} {epoch}")
         while window >= self.num_windows:
             window = _permuted(window, bits, f"{self.seed} {epoch}")
         return window

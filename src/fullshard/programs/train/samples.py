@@ -40,11 +40,11 @@ def write_samples(
     was_training = model.training
     model.eval()
     try:
-        for place in range(len(prompt), end):
-            start = max(0, place - width)
+        for position in range(len(prompt), end):
+            start = max(0, position - width)
             scores = source.scores(model, texts[:, start : start + width].to(device))
-            last = scores[:, place - 1 - start].float().cpu()
-            texts[:, place] = _agreed(_choose(last, section.temperature, generator), device)
+            last = scores[:, position - 1 - start].float().cpu()
+            texts[:, position] = _agreed(_choose(last, section.temperature, generator), device)
     finally:
         model.train(was_training)
     return [tokenizer.decode(text) for text in texts.tolist()]

@@ -57,7 +57,7 @@ STRATEGIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class WholeModel:
+class UnshardedModel:
     """What is to be known of a model after it was cut."""
 
     num_elements: int
@@ -69,10 +69,10 @@ class WholeModel:
 class ShardedModel(ABC):
     """A model of which this rank has a part, from its sharding to the end of the run."""
 
-    def __init__(self, module: nn.Module, whole: WholeModel) -> None:
+    def __init__(self, module: nn.Module, unsharded: UnshardedModel) -> None:
         self.module = module
         """The root: what is called, saved and exported."""
-        self.whole = whole
+        self.unsharded = unsharded
 
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters this rank updates: matrices, and all others.
@@ -82,7 +82,7 @@ class ShardedModel(ABC):
         both: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
-                both[clean_name(name) not in self.whole.matrices].append(parameter)
+                both[clean_name(name) not in self.unsharded.matrices].append(parameter)
         return both
 
     def bytes_at_rest(self) -> int:
@@ -100,7 +100,7 @@ class ShardedModel(ABC):
         """Scale the gradients down to a norm, and return what it was: one number, the same on all ranks."""
 
 
-class FunctionalModel(ShardedModel):
+class FullyShardModel(ShardedModel):
     """Sharded by `fully_shard`."""
 
     @contextmanager
@@ -143,7 +143,7 @@ def build_model(config: RunConfig, source: ModelSource, device: torch.device) ->
     config.check(dist.get_world_size())
     mesh = make_mesh(config.sharding.replicas, device)
     model = source.build()
-    whole = WholeModel(
+    unsharded = UnshardedModel(
         sum(parameter.numel() for parameter in model.parameters()),
         sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
         frozenset(name for name, p in model.named_parameters() if p.ndim > 1),
@@ -158,9 +158,9 @@ def build_model(config: RunConfig, source: ModelSource, device: torch.device) ->
             block.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
     sharded: ShardedModel
     if config.sharding.door == "wrapper":
-        sharded = WrappedModel(wrap(model, blocks, mesh, device, config), whole)
+        sharded = WrappedModel(wrap(model, blocks, mesh, device, config), unsharded)
     else:
-        sharded = FunctionalModel(shard(model, blocks, mesh, device, config), whole)
+        sharded = FullyShardModel(shard(model, blocks, mesh, device, config), unsharded)
     return sharded
 
 
@@ -213,9 +213,9 @@ def set_prefetch(modules: Sequence[nn.Module], depth: int) -> None:
     The root is first in both: forward goes from it to the first group, backward to the last.
     """
     order: list[FSDPModule] = [each for each in modules if isinstance(each, FSDPModule)]
-    for place, module in enumerate(order):
-        module.set_modules_to_forward_prefetch(order[place + 1 : place + 1 + depth])
-        before = order[1:place] if place else order[1:]
+    for index, module in enumerate(order):
+        module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + depth])
+        before = order[1:index] if index else order[1:]
         module.set_modules_to_backward_prefetch(before[::-1][:depth])
 
 

@@ -33,7 +33,7 @@ def has_step(environment: Mapping[str, str]) -> bool:
     return is_task and _tasks_in(environment) != "1"
 
 
-def place_by_slurm(environment: Mapping[str, str], device: Device) -> RankInfo:
+def rank_info_of_slurm(environment: Mapping[str, str], device: Device) -> RankInfo:
     """Return the place of this task; ranks meet at the first host of the step.
 
     MASTER_ADDR and MASTER_PORT, if set, say where instead.

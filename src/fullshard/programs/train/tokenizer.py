@@ -61,13 +61,13 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
     Raises:
         ConfigurationError: there is none where one should be, or it cannot be read.
     """
-    place = tokenizer_place(config)
-    if place is not None:
-        return HuggingFaceTokenizer(place)
+    path = tokenizer_path(config)
+    if path is not None:
+        return HuggingFaceTokenizer(path)
     return Bytes() if data_files(config.data).kind == "text" else Numbers()
 
 
-def tokenizer_place(config: RunConfig) -> Path | None:
+def tokenizer_path(config: RunConfig) -> Path | None:
     """Return the file or folder of a run's Hugging Face tokenizer, if it has one."""
     if config.data.tokenizer is not None:
         return config.data.tokenizer
@@ -130,15 +130,15 @@ class Numbers:
 class HuggingFaceTokenizer:
     """A tokenizer from a `tokenizer.json`, or from whatever else transformers makes one of."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, path: Path) -> None:
         """Read it from a folder or a file.
 
         Raises:
             ConfigurationError: it cannot be read, or the packages are missing.
         """
-        self._place = place
+        self._path = path
         try:
-            made = _made_from(place)
+            made = _made_from(path)
         except ImportError as error:
             raise ConfigurationError(
                 f"A Hugging Face tokenizer needs the package transformers: {error}. "
@@ -146,7 +146,7 @@ class HuggingFaceTokenizer:
             ) from error
         except Exception as error:  # whatever these libraries raise on files they do not understand
             raise ConfigurationError(
-                f"A tokenizer must be a folder of Hugging Face, or a {TOKENIZER_FILE}; {place} cannot be read as one: "
+                f"A tokenizer must be a folder of Hugging Face, or a {TOKENIZER_FILE}; {path} cannot be read as one: "
                 f"{error}\nSet data.tokenizer to another."
             ) from error
         self._made = made
@@ -163,10 +163,10 @@ class HuggingFaceTokenizer:
 
     def save_pretrained(self, folder: Path) -> None:
         """Copy its files."""
-        if self._place.is_file():
-            _write_tokenizer(folder, self._place.read_text())
+        if self._path.is_file():
+            _write_tokenizer(folder, self._path.read_text())
             return
-        copy_files(self._place, TOKENIZER_FILES, folder)
+        copy_files(self._path, TOKENIZER_FILES, folder)
 
 
 def copy_files(source: Path, patterns: Sequence[str], target: Path) -> None:
@@ -176,16 +176,16 @@ def copy_files(source: Path, patterns: Sequence[str], target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def _made_from(place: Path) -> Any:
+def _made_from(path: Path) -> Any:
     """Return an object of tokenizers, which is quick to import, or else of transformers."""
-    file = place / TOKENIZER_FILE if place.is_dir() else place
+    file = path / TOKENIZER_FILE if path.is_dir() else path
     if file.is_file():
         from tokenizers import Tokenizer as FastTokenizer
 
         return FastTokenizer.from_file(str(file))
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def _is_one_of(file: Path, patterns: Sequence[str]) -> bool:

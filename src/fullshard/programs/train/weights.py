@@ -95,14 +95,14 @@ def materialise(module: nn.Module, device: torch.device, *, recurse: bool = True
         for name, buffer in owner.named_buffers(recurse=False)
         if not buffer.is_meta
     ]
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    uses: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for owner in owners:
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(parameter, []).append((owner, name))
+            uses.setdefault(parameter, []).append((owner, name))
     module.to_empty(device=device, recurse=recurse)
     for owner, name, buffer in buffers:
         setattr(owner, name, buffer)
-    for (first, first_name), *others in places.values():
+    for (first, first_name), *others in uses.values():
         for owner, name in others:
             owner.register_parameter(name, first.get_parameter(first_name))
 

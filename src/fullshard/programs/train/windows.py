@@ -38,7 +38,7 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.values)
 
-    def part(self, start: int, stop: int) -> Tokens:
+    def slice(self, start: int, stop: int) -> Tokens:
         """Return a part of them."""
         return Tokens(self.source, self.values[start:stop], self.first + start)
 
@@ -78,7 +78,7 @@ class Windows:
         number = bisect_right(self._ends, index)
         before = self._ends[number - 1] if number else 0
         start = (index - before) * self._context
-        return self._sequences[number].part(start, start + self._context + 1)
+        return self._sequences[number].slice(start, start + self._context + 1)
 
 
 def check_tokens(tokens: Tokens, vocabulary: int) -> None:
@@ -86,9 +86,9 @@ def check_tokens(tokens: Tokens, vocabulary: int) -> None:
     values = tokens.values.long()
     wrong = ((values < 0) | (values >= vocabulary)).nonzero()
     if len(wrong):
-        place = int(wrong[0])
+        index = int(wrong[0])
         raise ConfigurationError(
             f"Tokens must be at least 0 and below the model's vocabulary of {vocabulary}, but token "
-            f"number {tokens.first + place} of {tokens.source} is {int(values[place])}. "
+            f"number {tokens.first + index} of {tokens.source} is {int(values[index])}. "
             "Take the tokenizer and the model that belong together, or begin a run with a larger model.vocabulary."
         )

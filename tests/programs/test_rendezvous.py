@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, Store
 
 from fullshard.errors import CommunicationError
-from fullshard.programs.train.rendezvous import fresh_part, store_of_torchrun
+from fullshard.programs.train.rendezvous import fresh_store, store_of_torchrun
 
 
 def attempt(store: Store, world: int, late: int) -> None:
@@ -18,7 +18,7 @@ def attempt(store: Store, world: int, late: int) -> None:
     def meet(rank: int) -> None:
         if rank == late:
             time.sleep(0.05)
-        parts[rank] = fresh_part(store, rank=rank, world=world, timeout_s=10.0)
+        parts[rank] = fresh_store(store, rank=rank, world=world, timeout_s=10.0)
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(world)]
     for thread in threads:
@@ -52,9 +52,9 @@ def test_a_rank_that_ended_in_the_middle_is_not_taken_for_its_successor() -> Non
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(CommunicationError, match="Rank 0 waits for rank 1"):
-        fresh_part(HashStore(), rank=0, world=2, timeout_s=0.05)
+        fresh_store(HashStore(), rank=0, world=2, timeout_s=0.05)
     with pytest.raises(CommunicationError, match="Rank 1 waits for rank 0"):
-        fresh_part(HashStore(), rank=1, world=2, timeout_s=0.05)
+        fresh_store(HashStore(), rank=1, world=2, timeout_s=0.05)
 
 
 def test_without_torchrun_s_store_ranks_meet_as_they_were_told() -> None:

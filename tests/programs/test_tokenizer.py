@@ -85,7 +85,7 @@ def test_text_is_tokenised_and_the_decoder_knows_all_tokens(
         tokens = trained_on(place)
         assert tokens == expected[: len(tokens)]
     monkeypatch.setattr(
-        data_module, "PIECE_LENGTH", 100
+        data_module, "CHUNK_LENGTH", 100
     )  # between lines, and there no token is merged
     tokens = trained_on(tokenizer_file)
     assert tokens != expected[: len(tokens)]

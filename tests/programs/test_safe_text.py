@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fullshard.checkpoint.dcp import write_dcp
 from fullshard.checkpoint.torch_files import write_torch_file
 from fullshard.programs.cli import build_app
-from fullshard.programs.console.safe_text import harmless, harmless_line
+from fullshard.programs.console.safe_text import safe_line, safe_text
 from fullshard.programs.console.tables import print_facts, print_line, print_table
 from fullshard.report import write_report
 from tests.helpers.checkpoints import MemorySource
@@ -29,9 +29,9 @@ def is_harmless(text: str) -> bool:
 
 
 def test_what_is_harmless_stays_and_the_rest_can_be_told_apart() -> None:
-    assert harmless("blocks.0.weight: \u00fc\n\t\u4e16") == "blocks.0.weight: \u00fc\n\t\u4e16"
-    assert harmless("a\x1b[2J\u202e\U000e0001\ud800") == "a\\x1b[2J\\u202e\\U000e0001\\ud800"
-    assert harmless_line("a\nb\tc\x00") == "a\\nb\\tc\\x00"
+    assert safe_text("blocks.0.weight: \u00fc\n\t\u4e16") == "blocks.0.weight: \u00fc\n\t\u4e16"
+    assert safe_text("a\x1b[2J\u202e\U000e0001\ud800") == "a\\x1b[2J\\u202e\\U000e0001\\ud800"
+    assert safe_line("a\nb\tc\x00") == "a\\nb\\tc\\x00"
 
 
 @pytest.mark.parametrize("terminal", [True, False])
