@@ -15,6 +15,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.helpers.life_cycle import check_every_change_of_state
 from tests.helpers.ranks import RankPool, World
 
 
@@ -36,6 +37,11 @@ def no_ignored_signals() -> None:
     for number in signal.valid_signals() - ignored_by_python:
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def life_cycle() -> None:
+    check_every_change_of_state()
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from fullshard import ConfigurationError, DataParallelMeshDims, fully_shard, replicate
 from fullshard.comm import collectives
+from fullshard.engine.sharded_state import ShardedState
 from fullshard.plan import mesh
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.models import ModelOptions, make_decoder
@@ -141,7 +142,11 @@ def test_parts_are_never_stale(world) -> None:
 
 def parts_held(model: nn.Module) -> int:
     states = fully_shard.state(model).runtime.states
-    return sum(group._part.held for state in states for group in state.groups if group._part)
+    return sum(
+        group.sharded_state is ShardedState.SHARDED_POST_FORWARD
+        for state in states
+        for group in state.groups
+    )
 
 
 class FirstOfThree(nn.Module):

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.groups import leave_group
+from tests.helpers.life_cycle import check_every_change_of_state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +80,7 @@ def serve(connection: Connection, folder: Path, number: int) -> None:
     threading.Thread(target=_watch_parent, args=(connection, folder, inbox), daemon=True).start()
 
     torch.set_num_threads(1)
+    check_every_change_of_state()
     connection.send_bytes(pickle.dumps(Report()))
     while True:
         connection.send_bytes(pickle.dumps(_run(pickle.loads(inbox.get()))))

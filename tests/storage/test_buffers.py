@@ -140,7 +140,7 @@ def gather_buffers(group: Group, *, packed: bool) -> list[GatherBuffer]:
 def all_gather(buffers: Sequence[GatherBuffer], shards: Sequence[ShardBuffer]) -> None:
     """What a group does to unshard, for all ranks."""
     for buffer, shard in zip(buffers, shards, strict=True):
-        buffer.own.copy_from(shard.own)
+        shard.flat_shard.copy_into(buffer.own_shard)
     for message in range(len(buffers[0].outputs)):
         gathered = torch.cat([buffer.inputs[message] for buffer in buffers])
         for buffer in buffers:
@@ -355,6 +355,12 @@ def test_any_group_is_gathered_bit_for_bit(group: Group, packed: bool) -> None:
         assert_equal(buffer.params, wholes)
 
 
+def contains(buffer: GatherBuffer, tensor: Tensor) -> bool:
+    """Whether a tensor lies in the memory of the full parameters."""
+    begin = buffer.full.data_ptr
+    return tensor.data_ptr() in range(begin, begin + buffer.full.held_bytes)
+
+
 @in_place_and_packed
 @every_group
 def test_params_lie_aligned_in_one_storage_and_are_contiguous(group: Group, packed: bool) -> None:
@@ -369,12 +375,12 @@ def test_params_lie_aligned_in_one_storage_and_are_contiguous(group: Group, pack
             if slot.division is not Division.FLAT:
                 assert address(param) % ALIGNMENT == 0
             if param.numel():
-                assert buffer.contains(param)
+                assert contains(buffer, param)
                 taken.append((address(param), address(param) + param.nbytes))
         taken.sort()
         assert all(end <= start for (_, end), (start, _) in pairwise(taken))
         assert all(end <= buffer.nbytes for _, end in taken)
-        assert not buffer.contains(torch.ones(1))
+        assert not contains(buffer, torch.ones(1))
 
 
 @in_place_and_packed
@@ -392,7 +398,7 @@ def test_a_gather_is_no_change_of_the_parameters_in_the_eyes_of_autograd(
 @every_group
 def test_a_rank_sends_its_part_of_what_it_receives(group: Group, packed: bool) -> None:
     for rank, buffer in zip(group.ranks, gather_buffers(group, packed=packed), strict=True):
-        assert len(buffer.own.each) == len(group.layout.segments)
+        assert len(buffer.own_shard.segments) == len(group.layout.segments)
         for output, own in zip(buffer.outputs, buffer.inputs, strict=True):
             assert output.dtype is own.dtype is torch.uint8
             assert output.numel() == own.numel() * group.layout.world > 0
@@ -405,7 +411,7 @@ def test_in_place_every_segment_with_elements_is_a_message_and_whole_rows_lie_wh
     buffer = GatherBuffer(MIXED.layout, 0, MIXED.dtypes, CPU, packed=False)
     assert len(buffer.outputs) == 6  # of seven parameters one is empty
     zero_copy = [slot.zero_copy for slot in MIXED.layout.slots]
-    assert [buffer.contains(piece) for piece in buffer.own.each if piece.numel()] == [
+    assert [contains(buffer, piece) for piece in buffer.own_shard.segments if piece.numel()] == [
         flag for flag, param in zip(zero_copy, buffer.params, strict=True) if param.numel()
     ]
 
@@ -416,7 +422,7 @@ def test_packed_there_is_one_message_and_nothing_of_it_in_the_gathered_memory() 
     (output,), (own,) = buffer.outputs, buffer.inputs
     assert own.numel() == buffer.packed_nbytes
     assert output.numel() == 3 * buffer.packed_nbytes
-    assert not any(map(buffer.contains, [output, own, *buffer.own.each]))
+    assert not any(contains(buffer, t) for t in [output, own, *buffer.own_shard.segments])
 
 
 def test_a_group_without_elements_sends_no_message() -> None:
@@ -429,7 +435,7 @@ def test_a_group_without_elements_sends_no_message() -> None:
 def test_staging_memory_is_there_from_allocation_to_copy_out_only(packed: bool) -> None:
     buffers = gather_buffers(MIXED, packed=packed)
     chunked = next(i for i, slot in enumerate(MIXED.layout.slots) if not slot.zero_copy)
-    staged = [buffer.own.each[chunked] for buffer in buffers]
+    staged = [buffer.own_shard.segments[chunked] for buffer in buffers]
     all_gather(buffers, sharded(MIXED, full_params(MIXED)))
     assert_absent(staged)
     assert_present(param for buffer in buffers for param in buffer.params)
@@ -446,7 +452,7 @@ def test_packed_the_parameters_take_memory_only_when_they_are_distributed() -> N
     (buffer, *_) = gather_buffers(MIXED, packed=True)
     for _ in range(2):
         assert_absent(buffer.params)
-        assert_present(buffer.own.each)
+        assert_present(buffer.own_shard.segments)
         buffer.allocate_params()
         assert_present(buffer.params)
         buffer.release()
@@ -456,9 +462,9 @@ def test_packed_the_parameters_take_memory_only_when_they_are_distributed() -> N
 def test_in_place_the_parameters_take_memory_with_the_gather() -> None:
     (buffer, *_) = gather_buffers(MIXED, packed=False)
     for _ in range(2):
-        assert_present([*buffer.params, *buffer.own.each])
+        assert_present([*buffer.params, *buffer.own_shard.segments])
         buffer.release()
-        assert_absent([*buffer.params, *buffer.own.each])
+        assert_absent([*buffer.params, *buffer.own_shard.segments])
         buffer.allocate()
 
 
@@ -467,9 +473,9 @@ def test_a_message_can_be_gathered_in_memory_of_somebody_else(group: Group) -> N
     buffers, wholes = gather_buffers(group, packed=True), full_params(group)
     rows = torch.zeros(group.layout.world, buffers[0].packed_nbytes, dtype=torch.uint8)
     for buffer, shard in zip(buffers, sharded(group, wholes), strict=True):
-        buffer.own_in(rows).copy_from(shard.own)
+        shard.flat_shard.copy_into(buffer.shard_in(rows))
     for buffer in buffers:
         buffer.allocate_params()
         buffer.copy_out_of(rows)
         assert_equal(buffer.params, wholes)
-        assert_absent(buffer.own.each)  # memory of its own is of no use
+        assert_absent(buffer.own_shard.segments)  # memory of its own is of no use

@@ -1,15 +1,16 @@
-"""Bringing a group's parameters together: from pieces on several ranks to whole parameters on each.
+"""All-gathers of one group: from one shard per rank to the full parameters on every rank.
 
-    start    memory is taken, this rank's pieces are cast into it, the collective is issued
-    finish   ... has ended; what was staged is distributed
+    start    memory is taken, this rank's shard is cast into it, the collective is issued
+    finish   the collective has ended; what was staged is distributed
     release  the memory is given back
 
-Between `start` and `finish` lies whatever compute the gather hides behind.
+Between `start` and `finish` lies the compute that hides the collective. A `GroupAllGather` is built once, for one
+source: the shards, their upload from host memory, or a post-forward shard. It is then used in every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed import ProcessGroup, Work
 from fullshard.comm import collectives
 from fullshard.comm.spans import CollectiveSpan
 from fullshard.plan.layout import Layout, gathers_in_place
-from fullshard.storage.buffers import FlatShard, GatherBuffer, ShardBuffer
+from fullshard.storage.buffers import FlatShard, GatherBuffer, ShardBuffer, UploadBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class Messages:
     outputs: list[Tensor] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
 
-    def stay_here(self) -> None:
-        """Bring them to where they are awaited if there is nobody to gather from."""
+    def copy_to_outputs(self) -> None:
+        """Copy inputs to outputs: all there is to do if there is nobody to gather from."""
         if self.outputs:
             torch._foreach_copy_(self.outputs, self.inputs)
 
@@ -42,11 +43,24 @@ class Messages:
         )
 
 
+@dataclass(slots=True)
+class AllGatherState:
+    """An all-gather that has been issued and not been finished."""
+
+    work: Work | None = None
+    """What the host waits for; None if the stream is ordered after the collective."""
+    span: CollectiveSpan | None = None
+    """Its record, if somebody records."""
+    rows: Tensor | None = None
+    """Memory of a comm object that it was staged in: bytes of shape (world, bytes of one rank)."""
+
+
 class GroupAllGather:
-    """One way to gather a group: over which ranks, into which memory; used again and again."""
+    """One way to gather a group: from which source, over which ranks, into which memory."""
 
     def __init__(
         self,
+        source: FlatShard | UploadBuffer,
         layout: Layout,
         rank: int,
         process_group: ProcessGroup | None,
@@ -59,14 +73,16 @@ class GroupAllGather:
         """Allocate on the current stream (the all-gather stream) and make every view a step needs.
 
         Args:
+            source: Where this rank's shard is read from.
             layout: How the parameters are divided over the ranks of the group.
             rank: This rank's place among them.
             process_group: Over which to gather; None if there is nobody else.
             dtypes: In which to gather each parameter.
             device: Where to.
             custom: A comm object to gather with.
-            into: Gather into this one's whole parameters, which are in memory now.
+            into: Gather into this one's full parameters, which are in memory now.
         """
+        self._source = source
         self._group, self._rank, self._world = process_group, rank, layout.world
         self._custom = custom
         self._device = device
@@ -82,114 +98,104 @@ class GroupAllGather:
             into=into.buffer if into is not None else None,
         )
         self.params = self.buffer.params
-        """Per parameter, the data of its unsharded face."""
+        """Per parameter, the data of the unsharded parameter."""
+        self.release = self.buffer.release
+        """Gives the memory back."""
         self.takes_memory_late = self.buffer.packed
         """Whether `finish` takes memory, too."""
         self.received_bytes = self.buffer.received_bytes if process_group is not None else 0
         """Bytes that come from other ranks, but for what is gathered beside the buffer's own."""
-        self._work: Work | None = None
-        self._wire: CollectiveSpan | None = None
-        """Of the gather in flight, if it is recorded."""
-        self._rows: Tensor | None = None
-        """Packed by the comm object: bytes of shape (world, bytes of one rank)."""
+        self._staged: Tensor | None = None
+        """Memory of the comm object, while something is in flight in it."""
 
     def start(
-        self,
-        copy_in: Callable[[FlatShard], None],
-        extra: Messages | None,
-        *,
-        async_op: bool,
-        wire: CollectiveSpan | None,
-    ) -> None:
-        """Take memory, let ``copy_in`` write this rank's pieces to it, and issue the collective.
+        self, extra: Messages | None, *, async_op: bool, span: CollectiveSpan | None
+    ) -> AllGatherState:
+        """Take memory, copy this rank's shard to it, and issue the collective, with ``extra`` beside it.
 
-        On the all-gather stream. ``wire`` is told when, if somebody records it.
+        On the all-gather stream. ``span`` is told when, if somebody records it.
         """
-        buffer, self._wire = self.buffer, wire
         if self._custom is not None:
-            self._start_custom(self._custom, copy_in, extra, async_op)
-            return
-        buffer.allocate()
-        copy_in(buffer.own)
-        if self._group is not None:
-            outputs, inputs = buffer.outputs, buffer.inputs
+            return self._start_custom(self._custom, extra, async_op, span)
+        buffer = self.buffer
+        buffer.fill(self._source)
+        if self._group is None:
             if extra is not None:
-                outputs, inputs = outputs + extra.outputs, inputs + extra.inputs
-            if wire is not None:
-                extra_bytes = extra.received_bytes if extra is not None else 0
-                wire.begins(self.received_bytes + extra_bytes)
-            self._work = collectives.all_gather(outputs, inputs, self._group, async_op=async_op)
-            if wire is not None:
-                wire.called((self._work,))
-        elif extra is not None:
-            extra.stay_here()
+                extra.copy_to_outputs()
+            return AllGatherState()
+        outputs, inputs = buffer.outputs, buffer.inputs
+        if extra is not None:
+            outputs, inputs = outputs + extra.outputs, inputs + extra.inputs
+        if span is not None:
+            extra_bytes = extra.received_bytes if extra is not None else 0
+            span.begins(self.received_bytes + extra_bytes)
+        work = collectives.all_gather(outputs, inputs, self._group, async_op=async_op)
+        if span is not None:
+            span.called((work,))
+        return AllGatherState(work, span)
 
     def _start_custom(
         self,
         custom: collectives.AllGather,
-        copy_in: Callable[[FlatShard], None],
         extra: Messages | None,
         async_op: bool,
-    ) -> None:
+        span: CollectiveSpan | None,
+    ) -> AllGatherState:
         """Stage this rank's message in memory of the comm object, and gather with it."""
         assert self._group is not None, "a comm object is given if there is something to gather"
-        for whole, own in () if extra is None else zip(extra.outputs, extra.inputs, strict=True):
-            work = collectives.packed_all_gather(custom, whole, own, self._group, async_op=async_op)
+        # One message per call is all a comm object promises, so extra messages are calls of their own. They
+        # are small, and the next one may be staged in the same memory, so each is waited for.
+        for full, own in () if extra is None else zip(extra.outputs, extra.inputs, strict=True):
+            work = collectives.packed_all_gather(custom, full, own, self._group, async_op=async_op)
             if work is not None:
                 work.wait()
         numel = self.buffer.packed_nbytes // self._dtype.itemsize
         if not numel:
-            return
+            return AllGatherState()
         output = custom.allocate((numel * self._world,), dtype=self._dtype, device=self._device)
-        self._rows = output.view(torch.uint8).view(self._world, -1)
-        copy_in(self.buffer.own_in(self._rows))
+        self._staged = rows = output.view(torch.uint8).view(self._world, -1)
+        self._source.copy_into(self.buffer.shard_in(rows))
         own = output.view(self._world, -1)[self._rank]
-        if self._wire is not None:
-            self._wire.begins(self.received_bytes)
-        self._work = collectives.packed_all_gather(
-            custom, output, own, self._group, async_op=async_op
-        )
-        if self._wire is not None:
-            self._wire.called((self._work,))
+        if span is not None:
+            span.begins(self.received_bytes)
+        work = collectives.packed_all_gather(custom, output, own, self._group, async_op=async_op)
+        if span is not None:
+            span.called((work,))
+        return AllGatherState(work, span, rows)
 
-    def finish(self) -> None:
+    def finish(self, state: AllGatherState) -> None:
         """Wait for the collective, where the host must, and distribute what was staged.
 
         On the all-gather stream, which has waited for memory that was given back.
         """
-        wire, self._wire = self._wire, None
-        if self._work is not None:
-            if wire is None:
-                self._work.wait()
+        span = state.span
+        if state.work is not None:
+            if span is None:
+                state.work.wait()
             else:
-                wire.wait((self._work,))
-            self._work = None
-        if self.buffer.packed:
+                span.wait((state.work,))
+        if span is not None and self.buffer.packed:
+            # This is the moment with the most memory: staging and full parameters, both.
             self.buffer.allocate_params()
-            if wire is not None:
-                wire.recorder.note_gathered(wire.group)  # staging and whole parameters, both
-        if self._rows is None:
+            span.recorder.note_gathered(span.group)
+        if state.rows is None:
             self.buffer.copy_out()
         else:
             assert self._custom is not None, "it staged the rows"
-            self.buffer.copy_out_of(self._rows)
-            self._custom.release(self._rows)  # on the stream that allocated it
-            self._rows = None
+            self.buffer.copy_out_of(state.rows)
+            self._custom.release(state.rows)  # on the stream that allocated it
+            self._staged = None
 
     @property
     def held_bytes(self) -> int:
         """Bytes of memory that it has now, a comm object's included."""
-        return self.buffer.held_bytes + (0 if self._rows is None else self._rows.nbytes)
-
-    def release(self) -> None:
-        """Give the memory back."""
-        self.buffer.release()
+        return self.buffer.held_bytes + (0 if self._staged is None else self._staged.nbytes)
 
 
 class UnshardedInPlace:
-    """The same for a rank that holds everything, in the dtypes it computes in: shards are whole parameters.
+    """The same for a rank that holds everything, in the dtypes it computes in: shards are full parameters.
 
-    Unsharded faces are aliases of the shards, so nothing is copied, and nothing given back.
+    Unsharded parameters are aliases of the shards, so nothing is copied, and nothing is given back.
     """
 
     takes_memory_late = False
@@ -199,31 +205,28 @@ class UnshardedInPlace:
         self.params = shards.full_params()
 
     def start(
-        self,
-        copy_in: Callable[[FlatShard], None],
-        extra: Messages | None,
-        *,
-        async_op: bool,
-        wire: CollectiveSpan | None,
-    ) -> None:
-        """Bring ``extra`` to where it is awaited; the parameters are there."""
+        self, extra: Messages | None, *, async_op: bool, span: CollectiveSpan | None
+    ) -> AllGatherState:
+        """Bring ``extra`` to its outputs; the parameters are in memory."""
         if extra is not None:
-            extra.stay_here()
+            extra.copy_to_outputs()
+        return AllGatherState()
 
-    def finish(self) -> None:
-        """There is nothing to wait for."""
+    def finish(self, state: AllGatherState) -> None:
+        """Do nothing: there is nothing to wait for."""
 
     def release(self) -> None:
-        """The shards stay."""
+        """Do nothing: the shards stay."""
 
 
 def all_gather_full(
     layout: Layout, pieces: Sequence[Tensor | None], process_group: ProcessGroup | None
 ) -> list[Tensor | None]:
-    """What is whole of which every rank has a piece, per segment: parameters, or something shaped like them.
+    """Gather the ranks' pieces of each segment, and return per parameter what they make up.
 
-    Segments of which all ranks give None are left out, and so are their parameters. In new memory of
-    the current stream, which is ordered after the gather. For layouts without `Division.CHUNKS`.
+    The pieces are those of parameters, or of something shaped like them. Where all ranks give None, the parameters
+    of that segment are None. The result is in new memory of the current stream, which is ordered after the gather.
+    For layouts without `Division.CHUNKS`.
     """
     segments = [
         None if piece is None else piece.new_empty(piece.numel() * layout.world) for piece in pieces

@@ -1,12 +1,12 @@
-"""Parameters that do not lie in a group's buffers: tensor subclasses, and shards with an all-gather protocol.
+"""Parameters that do not lie in a group's buffers: tensor subclasses, and shards with an all-gather extension.
 
-The protocol lets a shard say how it travels:
+An extension is two methods with which a shard says how it travels:
 
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors, metadata)
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (tensor, inner tensors)
 
 Before a gather, the shard (an instance of the subclass) gives the tensors to send: quantised ones,
-say. Afterwards it makes the whole parameter of what was gathered, each output being the ranks'
+say. Afterwards it makes the full parameter of what was gathered, each output being the ranks'
 tensors one after the other along dimension 0; the first time it returns the parameter and the
 tensors that hold its data, later it writes into the parameter it returned (``out``). Between uses
 the memory of outputs and inner tensors is given back by resizing their storages.
@@ -17,7 +17,7 @@ A subclass without them travels as plain data: it is sharded and copied into pla
 operators (`narrow`, `new_zeros`, `copy_`), and compute gets a plain tensor, as with torch.
 
 Every rank must send as many bytes as every other. If a shard has fewer rows than that of rank 0,
-tensors with one row per row of the shard are padded here; the whole parameter loses the padding
+tensors with one row per row of the shard are padded here; the full parameter loses the padding
 again. Sizes are compared once, before the first gather, and a difference is an error on all ranks.
 """
 
@@ -42,8 +42,8 @@ from fullshard.plan.layout import contiguous_strides
 from fullshard.plan.policies import MixedPrecisionPolicy
 from fullshard.storage.buffers import Buffer, release_storages, take_storages
 from fullshard.storage.param import (
-    POST_ALL_GATHER as _AFTER,
-    PRE_ALL_GATHER as _BEFORE,
+    POST_ALL_GATHER,
+    PRE_ALL_GATHER,
     FSDPParam,
     has_all_gather_extension,
 )
@@ -61,8 +61,8 @@ class UnbufferedAllGather(ABC):
         self._outputs: list[Tensor] = []
         self._output_bytes: list[Tensor] = []
         self._inner: Sequence[Tensor] = ()
-        self.whole: Tensor | None = None
-        """The whole local tensor, made by the first gather; its memory comes and goes."""
+        self.full: Tensor | None = None
+        """The full local tensor, made by the first gather; its memory comes and goes."""
 
     @abstractmethod
     def prepare(self, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class UnbufferedAllGather(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Make the whole parameter of what was gathered; on the all-gather stream."""
+        """Make the full parameter of what was gathered; on the all-gather stream."""
 
     def pad(self, sizes: Sequence[int]) -> bool:
         """Bring inputs to ``sizes`` bytes by rows of zeros; False if that does not make them so."""
@@ -114,7 +114,7 @@ class UnbufferedAllGather(ABC):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that outputs and whole parameter have now; some of it may be both's."""
+        """Bytes of memory that outputs and full parameter have now; both may share some."""
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in (*self._outputs, *self._inner)
@@ -129,14 +129,17 @@ class UnbufferedAllGather(ABC):
 
 
 class ExtensionAllGather(UnbufferedAllGather):
-    """A parameter whose shard has the protocol."""
+    """A parameter whose shard has an all-gather extension."""
 
     def __init__(self, param: FSDPParam, policy: MixedPrecisionPolicy, mesh: DeviceMesh) -> None:
         super().__init__(param, policy)
         self._told: tuple[Any, ...] = (mesh,)
         """What the shard is told before a gather."""
-        if len(inspect.signature(getattr(param.sharded_param.local, _BEFORE)).parameters) != 1:
-            # 1: as early versions of the protocol had it
+        if (
+            len(inspect.signature(getattr(param.sharded_param.local, PRE_ALL_GATHER)).parameters)
+            != 1
+        ):
+            # 1: as early versions of the extension had it
             shape = torch.Size(param.shape)
             self._told += (shape, contiguous_strides(shape), param.owners[0].module, policy)
         self._metadata: Any = None
@@ -147,37 +150,37 @@ class ExtensionAllGather(UnbufferedAllGather):
         if shard.device != device:
             moved = shard.to(device, non_blocking=True)
             if not has_all_gather_extension(moved):  # the methods were set on the shard itself
-                for name in (_BEFORE, _AFTER):
+                for name in (PRE_ALL_GATHER, POST_ALL_GATHER):
                     method = getattr(shard, name)
                     setattr(moved, name, MethodType(getattr(method, "__func__", method), moved))
             shard = moved
-        before: Any = getattr(shard, _BEFORE)
+        before: Any = getattr(shard, PRE_ALL_GATHER)
         inputs, self._metadata = before(*self._told)
         self.inputs = list(inputs)
 
     def finish(self) -> None:
         """See `UnbufferedAllGather`."""
-        after: Any = getattr(self.param.sharded_param.local, _AFTER)
+        after: Any = getattr(self.param.sharded_param.local, POST_ALL_GATHER)
         outputs = tuple(self._outputs)
-        if self.whole is None:
+        if self.full is None:
             tensor, inner = after(outputs, self._metadata, self._dtype)
             self._inner = tuple(inner)
             if tuple(tensor.shape) != self.param.shape:
                 tensor = tensor.narrow(0, 0, self.param.shape[0])
-            self.whole = tensor
+            self.full = tensor
         else:
             take_storages(self._inner)
-            sharded_param = self.param.unsharded_param
-            out = self.whole if sharded_param is None else sharded_param
+            unsharded = self.param.unsharded_param
+            out = self.full if unsharded is None else unsharded
             # What autograd saved of it for backward is to see the same values again.
-            with torch_border.versions_kept((out, self.whole, *self._inner)):
+            with torch_border.versions_kept((out, self.full, *self._inner)):
                 after(outputs, self._metadata, self._dtype, out=out)
         self._metadata = None
         self.inputs = []
 
 
 class SubclassAllGather(UnbufferedAllGather):
-    """A parameter of a subclass without the protocol."""
+    """A parameter of a subclass without an extension: it travels as plain data."""
 
     def __init__(self, param: FSDPParam, policy: MixedPrecisionPolicy, world: int) -> None:
         super().__init__(param, policy)
@@ -186,7 +189,7 @@ class SubclassAllGather(UnbufferedAllGather):
         self._dim = param.shard_dim
         shape = param.shape or (1,)
         self._rows = shape[self._dim]
-        """Of the whole parameter, along the dimension that is sharded, which is sent as the first."""
+        """Of the full parameter, along the dimension that is sharded, which is sent as the first."""
         self._row_shape = (*shape[: self._dim], *shape[self._dim + 1 :])
         self._most_rows = -(-self._rows // world)
         """Of a rank's shard; others are padded, as ranks must send equally much."""
@@ -202,16 +205,71 @@ class SubclassAllGather(UnbufferedAllGather):
 
     def finish(self) -> None:
         """See `UnbufferedAllGather`."""
-        if self.whole is None:
+        if self.full is None:
             with torch.inference_mode(False):
                 rows = self._outputs[0].narrow(0, 0, self._rows)
-                whole = rows.movedim(0, self._dim)
-                self.whole = whole if self.param.shape else whole[0]
+                full = rows.movedim(0, self._dim)
+                self.full = full if self.param.shape else full[0]
         self.inputs = []
 
 
+class UnbufferedAllGathers:
+    """All parameters of one group that lie in no buffer; they are gathered together with the group's buffer."""
+
+    def __init__(
+        self,
+        members: Sequence[UnbufferedAllGather],
+        process_group: ProcessGroup | None,
+        world: int,
+        device: torch.device,
+    ) -> None:
+        """Gather over ``process_group``, which is None if there is nobody else, to ``device``."""
+        self.members = tuple(members)
+        self._group, self._world, self._device = process_group, world, device
+        self._sizes: list[list[int]] | None = None
+        """Bytes of each parameter's inputs, agreed on before the first gather."""
+
+    def messages(self) -> Messages:
+        """Return what to gather beside the buffer, on the current (all-gather) stream.
+
+        Collective the first time.
+        """
+        result = Messages()
+        for member in self.members:
+            member.prepare(self._device)
+        if self._sizes is None and self._group is not None:
+            self._sizes = agree_on_sizes(self.members, self._group)
+        for index, member in enumerate(self.members):
+            if self._sizes is not None:
+                member.pad(self._sizes[index])
+            theirs = member.messages(self._world)
+            result.outputs.extend(theirs.outputs)
+            result.inputs.extend(theirs.inputs)
+        return result
+
+    def finish(self) -> None:
+        """Make the full parameters of what was gathered; on the all-gather stream."""
+        for member in self.members:
+            member.finish()
+
+    def release(self) -> None:
+        """Give the memory back, to the stream that took it."""
+        for member in self.members:
+            member.release()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that they have now."""
+        return sum(member.held_bytes for member in self.members)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of one gather that come from other ranks; 0 until sizes have been agreed on."""
+        return sum(map(sum, self._sizes or ())) * (self._world - 1)
+
+
 def agree_on_sizes(members: Sequence[UnbufferedAllGather], group: ProcessGroup) -> list[list[int]]:
-    """The bytes that every rank sends, per parameter and input: those of rank 0, whose shards are largest.
+    """Return the bytes that every rank sends, per parameter and input: those of rank 0, whose shards are largest.
 
     Collective, once per group.
 
@@ -230,7 +288,7 @@ def agree_on_sizes(members: Sequence[UnbufferedAllGather], group: ProcessGroup) 
     ]
     if faults:
         raise ConfigurationError(
-            f"{_BEFORE} must return tensors of the same size on every rank, or with one row for each row of "
+            f"{PRE_ALL_GATHER} must return tensors of the same size on every rank, or with one row for each row of "
             "the shard, which are then padded:\n  "
             + "\n  ".join(faults)
             + "\nPad them to the size of the largest shard."

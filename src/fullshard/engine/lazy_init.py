@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import process_hooks
-from fullshard.engine.param_group import ShardedState
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.state import FSDPState, named_states
 from fullshard.errors import LifecycleError, UsageError
@@ -27,7 +26,7 @@ def lazy_init(state: FSDPState) -> Runtime:
     for found in states:
         for group in found.groups:
             # Not one the user has unsharded before, or has summoned.
-            if group.sharded_state is ShardedState.SHARDED and not group.full_params_installed:
+            if group.expects_sharded_params:
                 group.repack()
     _check_ready(states)
     context = state.shared_context or (

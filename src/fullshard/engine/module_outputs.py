@@ -32,8 +32,9 @@ def without_parameters(output: Any, groups: Sequence[FSDPParamGroup], name: str)
 
     def is_lent(tensor: Tensor) -> bool:
         parts = torch_border.plain_parts(tensor)
-        return any(group.lends(part) for part in parts for group in groups)
+        return any(part.data_ptr() in memory for part in parts for memory in gathered)
 
+    gathered = [addresses for group in groups if (addresses := group.gathered_addresses)]
     tensors = tensors_within(output)
     if not any(map(is_lent, tensors)):
         return Returned(output, tensors, None)

@@ -1,19 +1,19 @@
 """The parameters that communicate together: one group, its buffers and its life in a training step.
 
 The hub of the engine: it calls storage, communication and parameters in turn; those do not call
-each other. Its verbs stand in the order in which one step uses them:
+it back. Its verbs stand in the order in which one step uses them:
 
-    unshard            start gathering
-    wait               the gathered parameters are on their modules, ready for compute
-    use_sharded_params the sharded parameters are back on their modules, the gathered memory is kept
-    reshard            ... and the gathered memory is given back
+    unshard              the all-gather is issued
+    wait                 the unsharded parameters are on their modules, ready for compute
+    use_sharded_params   the sharded parameters are back on their modules, the gathered memory is kept
+    reshard              ... and the gathered memory is given back
 
-Gradients are the reducer's (`reducer`, a `GradientReducer`).
+`sharded_state` has the states in between, and the table of what may follow what. Gradients are the reducer's
+(`reducer`, a `GradientReducer`).
 """
 
 from __future__ import annotations
 
-import enum
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -24,22 +24,23 @@ from torch import Tensor
 
 from fullshard import torch_border
 from fullshard.comm import collectives
-from fullshard.comm.all_gather import GroupAllGather, Messages, UnshardedInPlace
+from fullshard.comm.all_gather import AllGatherState, GroupAllGather, UnshardedInPlace
 from fullshard.comm.all_gather_extensions import (
     ExtensionAllGather,
     SubclassAllGather,
     UnbufferedAllGather,
-    agree_on_sizes,
+    UnbufferedAllGathers,
 )
 from fullshard.comm.gradient_reducer import GradientReducer
 from fullshard.comm.post_forward_shard import PostForwardShard
 from fullshard.comm.spans import TraceRecorder
 from fullshard.comm.streams import FSDPCommContext
+from fullshard.engine.sharded_state import ShardedState
 from fullshard.errors import ConfigurationError
 from fullshard.plan.mesh import DataParallelAxes, DataParallelMeshInfo, block_group
 from fullshard.plan.placement import local_tensor
 from fullshard.plan.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.storage.buffers import FlatShard, UploadBuffer
+from fullshard.storage.buffers import UploadBuffer
 from fullshard.storage.param import (
     FSDPParam,
     ParamSwap,
@@ -53,20 +54,12 @@ from fullshard.storage.sharded_params import ShardedParam
 
 _SERIAL_NUMBERS = itertools.count()
 
-
-class ShardedState(enum.Enum):
-    """Which face of a group's parameters is on the modules."""
-
-    SHARDED = enum.auto()
-    UNSHARDED = enum.auto()
-
-
-class _Memory(enum.Enum):
-    """Whether the gathered parameters are there."""
-
-    ABSENT = enum.auto()
-    IN_FLIGHT = enum.auto()
-    PRESENT = enum.auto()
+# Read on the hot path, where an enum's own lookup takes longer than what it decides.
+_SHARDED = ShardedState.SHARDED
+_GATHERING = ShardedState.GATHERING
+_GATHERED = ShardedState.GATHERED
+_UNSHARDED = ShardedState.UNSHARDED
+_SHARDED_POST_FORWARD = ShardedState.SHARDED_POST_FORWARD
 
 
 class _Labels(NamedTuple):
@@ -80,16 +73,13 @@ class GatherTraffic(NamedTuple):
     """Bytes of one gather, on this rank."""
 
     memory: int
-    """Of the whole parameters in the compute dtypes, with padding; 0 if the shards themselves are used."""
+    """Of the full parameters in the compute dtypes, with padding; 0 if the shards themselves are used."""
     received: int
-    """From other ranks. Parameters that gather themselves are counted once they have done so."""
+    """From other ranks. Parameters with an all-gather extension are counted once they have been gathered."""
 
 
 class FSDPParamGroup:
-    """Parameters that are gathered and reduced together; lives as long as their modules.
-
-    Invariant: the unsharded face is on the modules only while the memory is PRESENT.
-    """
+    """Parameters that are gathered and reduced together; lives as long as their modules."""
 
     def __init__(
         self,
@@ -104,44 +94,33 @@ class FSDPParamGroup:
         post_forward_size: int | None = None,
         low_precision_gradients: bool = False,
     ) -> None:
-        """Shard the parameters, in the given form: from here on each rank keeps its piece only.
+        """Shard the parameters in the given format: from here on each rank keeps its shard only.
 
-        With ``post_forward_size``, they are kept after forward in parts over so many ranks. With
+        With ``post_forward_size``, they are kept after forward in shards over so many ranks. With
         ``low_precision_gradients``, sharded gradients are in the compute dtype or, if nothing is sharded,
         in the reduce dtype.
         """
         self.params = tuple(params)
         self.serial_number = next(_SERIAL_NUMBERS)
         """Larger than that of all groups made before, as on every rank."""
-        self.mesh_info = mesh_info
-        self.device = device
-        self.mp_policy = mp_policy
+        self.mesh_info, self.device, self.mp_policy, self.name = mesh_info, device, mp_policy, name
         self.shard_device, pinned = device, False
-        """Where the shards rest."""
+        """Where the shards are between uses."""
         if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
             self.shard_device, pinned = torch.device("cpu"), offload_policy.pin_memory
-        self.name = name
-        self._plain = [p for p in params if fits_in_buffers(local_tensor(p.the_original))]
-        """Those that lie in the shard and gather buffers; the others are gathered apart."""
-        self._part: PostForwardShard | None = None
-        if post_forward_size is not None:
-            assert mesh_info.shard_process_group is not None, "there is nothing to divide otherwise"
-            block = block_group(mesh_info.shard_process_group, post_forward_size)
-            self._part = PostForwardShard(
-                block, shard_format.layout(self._plain, post_forward_size)
-            )
+        self._buffered = [p for p in params if fits_in_buffers(local_tensor(p.the_original))]
+        """Parameters that lie in the shard and gather buffers."""
+        self._post_forward = self._new_post_forward_shard(shard_format, post_forward_size)
         self.shards = ShardStorage(
             self.params,
-            self._plain,
+            self._buffered,
             shard_format,
             mesh_info,
             self.shard_device,
             name,
             pinned=pinned,
         )
-        self.sharded_params = self.shards.sharded_params
-        self.layout = self.shards.layout
-        """Of all parameters; gradients are reduced by it."""
+        self.sharded_params, self.layout = self.shards.sharded_params, self.shards.layout
         self.custom_all_gather: collectives.AllGather | None = None
         self.reducer = GradientReducer(
             self.params,
@@ -152,31 +131,47 @@ class FSDPParamGroup:
             low_precision=low_precision_gradients,
             pinned=pinned,
         )
-        self.sharded_state = ShardedState.SHARDED
         self.full_params_installed = False
-        """Whether the modules have other parameters for a while: see `full_params`."""
-
-        self._context: FSDPCommContext | None = None
-        self._memory = _Memory.ABSENT
-        self._gathering: GroupAllGather | UnshardedInPlace | None = None
-        self._param_swap: ParamSwap | None = None
-        """None until the unsharded faces have been made of the present gather buffer."""
-        self._guard: VersionGuard | None = None
-        """Of those faces; None also where they are aliases of the shards, whose memory stays."""
-        self._in_use: GroupAllGather | UnshardedInPlace | None = None
-        """How the parameters that are in memory, or on their way, are gathered."""
-        self._finishes_late = False
-        """Whether that gather is finished when it is waited for, not right after it was issued: the host must
-        wait for it, or it takes more memory then, which others have given back by that time."""
-        self._shard_version: int | None = None
-        self._gathered_version = 0
+        """Whether the modules have full parameters for a while, outside of training: see `full_params`."""
         self.watch_gradient: Callable[[FSDPParam], None] | None = None
         """Called once for each new unsharded parameter that is trainable, to put a hook on it."""
+        self._init_life_cycle()
         self._register_params()
         self._prepare_dtypes()
         _ALIVE[self.serial_number] = self  # last: other threads ask all there are for their state
 
-    # --- at rest ----------------------------------------------------------------------------------
+    def _init_life_cycle(self) -> None:
+        """Begin as SHARDED, with nothing gathered yet."""
+        self.sharded_state = ShardedState.SHARDED
+        """Changed only as `TRANSITIONS` allows."""
+        self._context: FSDPCommContext | None = None
+        self._shard_all_gather: GroupAllGather | UnshardedInPlace | None = None
+        """Gathers from the shards; None until it is needed, and again when it does not fit any longer."""
+        self._all_gather: GroupAllGather | UnshardedInPlace | None = None
+        """The one used last: whose parameters are in memory or on their way, if any are."""
+        self._in_flight: AllGatherState | None = None
+        """A gather that is finished when it is waited for. None if it was finished right after it was issued."""
+        self._param_swap: ParamSwap | None = None
+        """None until the unsharded parameters have been made over the present gather buffer."""
+        self._guard: VersionGuard | None = None
+        """Of the unsharded parameters; None also where they are aliases of the shards, whose memory stays."""
+        self._gathered_version = 0
+        """Of the shards when they were last gathered."""
+        self._may_stay = False
+        """Whether what was gathered last may be used by later forwards, too; see `outdated`."""
+
+    # --- sharded ----------------------------------------------------------------------------------
+
+    def _new_post_forward_shard(
+        self, shard_format: ShardFormat, size: int | None
+    ) -> PostForwardShard | None:
+        if size is None:
+            return None
+        assert self.mesh_info.shard_process_group is not None, (
+            "there is nothing to divide otherwise"
+        )
+        ranks = block_group(self.mesh_info.shard_process_group, size)
+        return PostForwardShard(ranks, shard_format.layout(self._buffered, size))
 
     def _prepare_dtypes(self) -> None:
         """Derive compute and reduce dtypes from the shards' dtypes, and drop what was built on older ones."""
@@ -187,47 +182,50 @@ class FSDPParamGroup:
             else param.dtype
             for param in self.params
         }
-        self.compute_dtypes = [compute_dtypes[param] for param in self._plain]
+        self.compute_dtypes = [compute_dtypes[param] for param in self._buffered]
         """Of the parameters that lie in the gather buffer."""
         self.reducer.derive_dtypes(policy, [*compute_dtypes.values()])
-        self._self_gathered = [
-            self._gathered_apart(param)
+        self._unbuffered = self._new_unbuffered()
+        self._drop_all_gathers()
+
+    def _new_unbuffered(self) -> UnbufferedAllGathers | None:
+        """Return how to gather the parameters that lie in no buffer; None if there are none."""
+        members = [
+            self._unbuffered_member(param)
             for param in self.params
             if param.sharded_param not in self.shards.shard_views
         ]
-        self._message_sizes: list[list[int]] | None = None
-        self._upload: UploadBuffer | None = None
-        self._drop_gatherings()
+        if not members:
+            return None
+        mesh_info = self.mesh_info
+        return UnbufferedAllGathers(
+            members, mesh_info.shard_peers, mesh_info.shard_mesh_size, self.device
+        )
 
-    def _gathered_apart(self, param: FSDPParam) -> UnbufferedAllGather:
+    def _unbuffered_member(self, param: FSDPParam) -> UnbufferedAllGather:
         if not has_all_gather_extension(param.sharded_param.local):
             return SubclassAllGather(param, self.mp_policy, self.layout.world)
-        assert isinstance(self.mesh_info, DataParallelMeshInfo), "the protocol is told of a mesh"
+        assert isinstance(self.mesh_info, DataParallelMeshInfo), "an extension is told of a mesh"
         return ExtensionAllGather(param, self.mp_policy, self.mesh_info.shard_mesh)
 
     @torch.no_grad()
-    def _notice_protocols(self) -> None:
-        """Let shards that were given an all-gather protocol after sharding gather themselves.
+    def _notice_extensions(self) -> None:
+        """Use the all-gather extensions that shards were given after sharding.
 
-        Before: any state. After: if there are such shards, SHARDED and memory ABSENT.
+        Before: any state. After: if there are such shards, SHARDED.
         """
-        late = [
-            param for param in self._plain if has_all_gather_extension(param.sharded_param.local)
-        ]
-        as_plain = [
-            each.param for each in self._self_gathered if isinstance(each, SubclassAllGather)
-        ]
-        if not late and not any(
-            has_all_gather_extension(param.sharded_param.local) for param in as_plain
-        ):
+        late = [p for p in self._buffered if has_all_gather_extension(p.sharded_param.local)]
+        members = () if self._unbuffered is None else self._unbuffered.members
+        plain = [each.param for each in members if isinstance(each, SubclassAllGather)]
+        if not late and not any(has_all_gather_extension(p.sharded_param.local) for p in plain):
             return
-        if self._part is not None:
+        if self._post_forward is not None:
             raise ConfigurationError(
                 "reshard_after_forward as an int keeps plain tensors, but the shards of these got an all-gather protocol: "
                 f"{[param.name for param in late]}. Use True or False."
             )
         self.reshard()
-        self._plain = [param for param in self._plain if param not in late]
+        self._buffered = [param for param in self._buffered if param not in late]
         self.shards.move_out_of_buffer(late)
         self._prepare_dtypes()
 
@@ -238,20 +236,32 @@ class FSDPParamGroup:
             self.mp_policy = policy
             self._prepare_dtypes()
 
-    def _drop_gatherings(self) -> None:
-        """Build anew what depends on how parameters are gathered."""
-        self._gathering = None
+    def set_custom_all_gather(self, all_gather: collectives.AllGather | None) -> None:
+        """Gather with a comm object from now on; None for the default."""
+        if all_gather is self.custom_all_gather:
+            return
+        self.reshard()
+        self.custom_all_gather = all_gather
+        self._drop_all_gathers()
+
+    def _drop_all_gathers(self) -> None:
+        """Build anew what depends on how, from where and into which memory parameters are gathered.
+
+        Before: SHARDED.
+        """
+        assert self.sharded_state is _SHARDED, "what is in memory would be lost"
+        self._shard_all_gather = None
         self._param_swap = None
         self._guard = None
-        if self._part is not None:
-            self._part.forget_memory()
+        if self._post_forward is not None:
+            self._post_forward.forget_memory()
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def repack(self) -> None:
         """Read the sharded parameters anew from the modules, and pack them if anything was replaced.
 
-        Before: any state. After: SHARDED and, if something was, memory ABSENT.
+        Before: any state. After: not UNSHARDED and, if something was replaced, SHARDED.
         """
         self.use_sharded_params()
         replacements = self.shards.replacements(self.name)
@@ -267,26 +277,29 @@ class FSDPParamGroup:
         _GROUPS.update((id(sharded_param.param), self) for sharded_param in self.sharded_params)
 
     def notice_replacements(self) -> None:
-        """Read the shards anew if a parameter, or its data, was replaced behind our back: ``param.data = ...``."""
+        """Read the shards anew if a parameter, or its data, was replaced by a user: ``param.data = ...``."""
         self._notice_sharded_put_back()
-        on_modules = self.sharded_state is ShardedState.SHARDED
+        on_modules = self.sharded_state is not _UNSHARDED
         if not self.full_params_installed and self.shards.disturbed(on_modules=on_modules):
             self.repack()
 
     def _notice_sharded_put_back(self) -> None:
-        """`torch.func.functional_call` puts back what was there before: sharded parameters, if it was given these."""
-        if self.sharded_state is ShardedState.UNSHARDED and self.shards.on_modules:
-            self.sharded_state = ShardedState.SHARDED
+        """Notice that sharded parameters are back on the modules though nobody told us.
+
+        `torch.func.functional_call` puts back what was there before: sharded parameters, if it was given these.
+        """
+        if self.sharded_state is _UNSHARDED and self.shards.on_modules:
+            self.sharded_state = ShardedState.GATHERED
 
     @property
-    def resting(self) -> bool:
+    def expects_sharded_params(self) -> bool:
         """Whether the sharded parameters should be on the modules now."""
-        return self.sharded_state is ShardedState.SHARDED and not self.full_params_installed
+        return self.sharded_state is not _UNSHARDED and not self.full_params_installed
 
     def refresh_shards(self) -> None:
-        """Let the shards be what users see and have made of them, for all who read or write them outside of a step.
+        """Adopt what users have made of the sharded parameters, for all who read or write shards outside of a step.
 
-        Before: any state, but nothing is shown. After: SHARDED, memory ABSENT; the sharded parameters are those
+        Before: any state, but no full parameters are installed. After: SHARDED; the sharded parameters are those
         on the modules, and lie in the shard buffer.
         """
         self.check_nothing_assigned()
@@ -300,7 +313,7 @@ class FSDPParamGroup:
         the parameters are made anew after the error.
         """
         self._notice_sharded_put_back()
-        if self.sharded_state is ShardedState.SHARDED or self._param_swap is None:
+        if self.sharded_state is not _UNSHARDED or self._param_swap is None:
             return
         assigned = self._param_swap.replaced()
         if assigned:
@@ -314,19 +327,21 @@ class FSDPParamGroup:
 
     @property
     def offloaded(self) -> bool:
-        """Whether the shards rest elsewhere than compute happens."""
+        """Whether the shards are elsewhere than compute happens."""
         return self.shards.buffer.device != self.device
 
     def connect(self, context: FSDPCommContext, name: str) -> None:
         """Join a model's streams, under the group's full name in it."""
         self._wait_for_gather()  # one issued before, on streams of its own
-        self._notice_protocols()
+        self._notice_extensions()
         self._context = context
         self.name = name
         self._labels = _Labels(f"FSDP::all_gather ({name})", f"FSDP::all_gather_copy_out ({name})")
         context.host_reads_results = context.host_reads_results or self.offloaded
-        self._gathered = context.new_event()
-        self._released = context.new_event()
+        self._gathered_event = context.new_event()
+        """On the all-gather stream: the full parameters are complete."""
+        self._released_event = context.new_event()
+        """On the compute stream: the last read of the gathered memory."""
         self.reducer.connect(context, self)
 
     @property
@@ -341,8 +356,9 @@ class FSDPParamGroup:
 
     @property
     def gathered(self) -> bool:
-        """Whether the whole parameters are in memory or on their way."""
-        return self._memory is not _Memory.ABSENT
+        """Whether the full parameters are in memory or on their way."""
+        state = self.sharded_state
+        return state is not _SHARDED and state is not _SHARDED_POST_FORWARD
 
     def ensure_unsharded(self, *, may_stay: bool = False) -> int:
         """Put the unsharded parameters on their modules, whatever is missing for it; return their weight version.
@@ -353,94 +369,73 @@ class FSDPParamGroup:
         self.wait()
         return self.weight_version
 
-    def unshard(self, *, may_stay: bool = False) -> None:
-        """Start gathering the parameters, unless that has been done.
+    def unshard(self, *, may_stay: bool = False) -> bool:
+        """Issue the all-gather, unless that has been done; return whether it was issued now.
 
-        With ``may_stay``, the parameters may outlive this step, so that writes to the shards must be noticed.
+        With ``may_stay``, later forwards may use what was gathered, too: see `outdated`.
 
-        Before: any state. After: memory IN_FLIGHT or PRESENT; the faces are unchanged.
+        Before: any state. After: GATHERING, or a state that follows it.
         """
-        if self._memory is not _Memory.ABSENT:
-            return
+        state = self.sharded_state
+        if state is not _SHARDED and state is not _SHARDED_POST_FORWARD:
+            return False
         context = self.context
         recorder = context.recorder
-        wire = None if recorder is None else recorder.transfer("gather", self)
+        span = None if recorder is None else recorder.transfer("gather", self)
         with torch_border.profiler_range(self._labels.gather), context.all_gather:
             context.wait_for_releases()  # before the allocation: [Note: memory and streams], rule 1
-            gathering: GroupAllGather | UnshardedInPlace
-            if self._part is not None and self._part.held:
-                gathering, copy_in, extra = self._part.gathering, self._part.copy_in, None
+            extra = None
+            all_gather: GroupAllGather | UnshardedInPlace | None
+            if state is _SHARDED_POST_FORWARD:
+                assert self._post_forward is not None, "it was kept"
+                all_gather = self._post_forward.all_gather
+                assert all_gather is not None, "made when it was kept"
             else:
-                gathering, copy_in = self._gathering or self._own_gathering(), self._copy_in
-                self._gathered_version = self.shards.version
-                extra = self._messages() if self._self_gathered else None
-            gathering.start(copy_in, extra, async_op=not context.asynchronous, wire=wire)
-            self._in_use = gathering
-            self._finishes_late = (
-                not context.asynchronous or gathering.takes_memory_late or bool(self._self_gathered)
-            )
-            if not self._finishes_late:
-                gathering.finish()
-            self._gathered.record()
+                all_gather = self._shard_all_gather or self._new_shard_all_gather()
+                self._gathered_version = self._shard_version
+                if self._unbuffered is not None:
+                    extra = self._unbuffered.messages()
+            in_flight = all_gather.start(extra, async_op=not context.asynchronous, span=span)
+            # A gather is finished at once where the stream alone can wait for it. It is not where the host must
+            # wait, nor where finishing takes memory that others give back before compute needs this one.
+            if (
+                context.asynchronous
+                and self._unbuffered is None
+                and not all_gather.takes_memory_late
+            ):
+                all_gather.finish(in_flight)
+                self._in_flight = None
+            else:
+                self._in_flight = in_flight
+            self._gathered_event.record()
+        self._all_gather = all_gather
+        self._may_stay = may_stay
+        self.sharded_state = _GATHERING
         if recorder is not None:
             recorder.note_gathered(self)
-        self._memory = _Memory.IN_FLIGHT
-        self._shard_version = self.shards.version if may_stay else None
+        return True
 
-    def _copy_in(self, own: FlatShard) -> None:
-        """Cast and copy this rank's shard to where it is sent from, on the current (all-gather) stream."""
-        if not self._plain:
-            return
-        if not self.offloaded:
-            own.copy_from(self.shards.buffer.own)
-            return
-        if self._upload is None:
-            dtypes = [param.dtype for param in self._plain]
-            rank = self.mesh_info.shard_mesh_rank
-            self._upload = UploadBuffer(self.shards.packed_layout, rank, dtypes, self.device)
-        own.copy_from(self._upload.upload(self.shards.buffer))
-        self._upload.release()
-
-    def _messages(self) -> Messages:
-        """What the parameters that gather themselves send, on the current (all-gather) stream."""
-        result = Messages()
-        for member in self._self_gathered:
-            member.prepare(self.device)
-        group = self.mesh_info.shard_peers
-        if self._message_sizes is None and self._self_gathered and group is not None:
-            self._message_sizes = agree_on_sizes(self._self_gathered, group)
-        for index, member in enumerate(self._self_gathered):
-            if self._message_sizes is not None:
-                member.pad(self._message_sizes[index])
-            theirs = member.messages(self.mesh_info.shard_mesh_size)
-            result.outputs.extend(theirs.outputs)
-            result.inputs.extend(theirs.inputs)
-        return result
-
-    def _own_gathering(self) -> GroupAllGather | UnshardedInPlace:
-        if self._gathering is None:
-            # Made under inference_mode, the faces could never be trained.
-            with torch.inference_mode(False):
-                self._gathering = (
-                    UnshardedInPlace(self.shards.buffer)
-                    if self._is_resident
-                    else self._gathering_on(self.device)
-                )
-        return self._gathering
+    def _new_shard_all_gather(self) -> GroupAllGather | UnshardedInPlace:
+        # Made under inference_mode, the unsharded parameters could never be trained.
+        with torch.inference_mode(False):
+            self._shard_all_gather = (
+                UnshardedInPlace(self.shards.buffer)
+                if self._shards_are_full and not self.offloaded
+                else self._all_gather_on(self.device)
+            )
+        return self._shard_all_gather
 
     @property
-    def _is_resident(self) -> bool:
-        """Whether compute can use the shards themselves: they are whole, in its dtypes and on its device."""
-        return self._rests_whole and not self.offloaded
+    def _shards_are_full(self) -> bool:
+        """Whether this rank holds everything, in the dtypes it computes in."""
+        return self.layout.world == 1 and self.compute_dtypes == [p.dtype for p in self._buffered]
 
-    @property
-    def _rests_whole(self) -> bool:
-        return self.layout.world == 1 and self.compute_dtypes == [
-            param.dtype for param in self._plain
-        ]
-
-    def _gathering_on(self, device: torch.device) -> GroupAllGather:
+    def _all_gather_on(self, device: torch.device) -> GroupAllGather:
+        """Return an all-gather from the shards, which are uploaded first if they are in host memory."""
+        shards = self.shards.buffer
+        uploads = self.offloaded and device == self.device
         return GroupAllGather(
+            UploadBuffer(shards, device) if uploads else shards.flat_shard,
             self.shards.packed_layout,
             self.mesh_info.shard_mesh_rank,
             self.mesh_info.shard_peers,
@@ -449,67 +444,64 @@ class FSDPParamGroup:
             self.custom_all_gather if self.mesh_info.shard_peers is not None else None,
         )
 
-    def set_custom_all_gather(self, all_gather: collectives.AllGather | None) -> None:
-        """Gather with a comm object from now on; None for the default."""
-        if all_gather is self.custom_all_gather:
-            return
-        self.reshard()
-        self.custom_all_gather = all_gather
-        self._drop_gatherings()
-
     def _wait_for_gather(self) -> None:
-        """Order the compute stream after the gather; what was packed is distributed first."""
-        if self._memory is not _Memory.IN_FLIGHT:
+        """Order the compute stream after the all-gather; what was staged is distributed first.
+
+        Before: any state. After: not GATHERING.
+        """
+        if self.sharded_state is not _GATHERING:
             return
-        assert self._in_use is not None, "a gather is in flight"
-        context = self.context
+        all_gather, in_flight, context = self._all_gather, self._in_flight, self.context
+        assert all_gather is not None, "a gather is in flight"
         recorder = context.recorder
-        if self._finishes_late:
+        if in_flight is not None:
             with torch_border.profiler_range(self._labels.copy_out), context.all_gather:
                 context.wait_for_releases()  # memory is taken here, too: rule 1
-                self._in_use.finish()
-                for member in self._self_gathered:
-                    member.finish()
-                self._gathered.record()
+                all_gather.finish(in_flight)
+                if self._unbuffered is not None:
+                    self._unbuffered.finish()
+                self._gathered_event.record()
+            self._in_flight = None
             if recorder is not None:
                 recorder.note_gathered(self)  # staging is given back, other memory was taken
         if recorder is None:
-            self._gathered.wait()
+            self._gathered_event.wait()
         else:
-            recorder.wait(self._gathered, self, "gather")
-        self._memory = _Memory.PRESENT
+            recorder.wait(self._gathered_event, self, "gather")
+        self.sharded_state = _GATHERED
         if self._guard is not None:
             self._guard.memory_is_there()
-        self.drop_post_forward_shard()  # has been read
+        if self._post_forward is not None and all_gather is self._post_forward.all_gather:
+            self._release_post_forward_shard()  # it has been read
 
     def wait(self) -> None:
-        """Wait for the gather and put the unsharded parameters on their modules.
+        """Wait for the all-gather and put the unsharded parameters on their modules.
 
-        Before: memory IN_FLIGHT or PRESENT. After: UNSHARDED.
+        Before: GATHERING, GATHERED or UNSHARDED. After: UNSHARDED.
         """
-        assert self._memory is not _Memory.ABSENT, "unshard comes before wait"
+        assert self.gathered, "unshard comes before wait"
         self._wait_for_gather()
-        sharded_params = self._param_swap or self._make_unsharded_params()
+        swap = self._param_swap or self._make_unsharded_params()
         for sharded_param in self.sharded_params:
             trainable = sharded_param.param.requires_grad
             if trainable is not sharded_param.trainable:
                 self._set_trainable(sharded_param, trainable)
-        if self.sharded_state is ShardedState.SHARDED:
-            sharded_params.to_unsharded()
-            self.sharded_state = ShardedState.UNSHARDED
+        if self.sharded_state is _GATHERED:
+            swap.to_unsharded()
+            self.sharded_state = _UNSHARDED
 
     def _make_unsharded_params(self) -> ParamSwap:
-        assert self._gathering is not None, "faces are made of gathered memory"
+        assert self._shard_all_gather is not None, "unsharded parameters lie in gathered memory"
         with torch.inference_mode(False):
-            for param, whole in zip(self._plain, self._gathering.params, strict=True):
-                param.make_unsharded_param(whole)
-            for member in self._self_gathered:
-                assert member.whole is not None, "the gather has been finished"
-                member.param.make_unsharded_param(member.whole)
+            for param, full in zip(self._buffered, self._shard_all_gather.params, strict=True):
+                param.make_unsharded_param(full)
+            for member in () if self._unbuffered is None else self._unbuffered.members:
+                assert member.full is not None, "the gather has been finished"
+                member.param.make_unsharded_param(member.full)
         self._watch_gradients()
         self._param_swap = ParamSwap(self.params)
-        if isinstance(self._gathering, GroupAllGather):
-            self._guard = VersionGuard(self._plain)
+        if isinstance(self._shard_all_gather, GroupAllGather):
+            self._guard = VersionGuard(self._buffered)
             _GUARDED[self._guard.absent_version] = self
         return self._param_swap
 
@@ -526,85 +518,106 @@ class FSDPParamGroup:
             if param.trainable and not param.watched and self.watch_gradient is not None:
                 self.watch_gradient(param)
 
-    # --- release ----------------------------------------------------------------------------------
+    # --- reshard ----------------------------------------------------------------------------------
 
     def use_sharded_params(self) -> None:
         """Put the sharded parameters back on their modules and keep the gathered memory.
 
-        Before: any state. After: SHARDED; the memory is as it was.
+        Before: any state. After: GATHERED instead of UNSHARDED; others are as they were.
         """
-        if self.sharded_state is ShardedState.UNSHARDED:
-            assert self._param_swap is not None, "both faces exist once a group has been unsharded"
+        if self.sharded_state is _UNSHARDED:
+            assert self._param_swap is not None, "a group is unsharded by a swap"
             self._param_swap.to_sharded()
-            self.sharded_state = ShardedState.SHARDED
+            self.sharded_state = _GATHERED
 
     def reshard(self) -> None:
-        """Put the sharded parameters back on their modules and give the gathered memory back.
+        """Put the sharded parameters back on their modules and give all memory for gathering back.
 
-        Before: any state. After: SHARDED, memory ABSENT; tensors that autograd saved stay valid
-        objects and see the data again after the next gather.
+        Before: any state. After: SHARDED. Tensors that autograd saved stay valid objects and see the data
+        again after the next gather.
         """
-        self._give_memory_back()
-        self.drop_post_forward_shard()
+        if self.sharded_state is not _SHARDED:
+            self._give_memory_back(_SHARDED)
+            self.drop_post_forward_shard()
 
     def reshard_after_forward(self) -> None:
-        """The same, but with a part kept for backward to gather from, if the group was told to."""
-        if self._part is None or self._memory is _Memory.ABSENT or not torch.is_grad_enabled():
+        """Reshard, but keep a post-forward shard for backward to gather from, if the group was told to.
+
+        Before: any state. After: SHARDED_POST_FORWARD or SHARDED.
+        """
+        if self._post_forward is None or not self.gathered or not torch.is_grad_enabled():
             self.reshard()
             return
         self._wait_for_gather()
-        whole = self._own_gathering()
-        assert isinstance(whole, GroupAllGather), "a part is kept of what several ranks hold"
-        self._part.keep(whole, self.compute_dtypes, self.custom_all_gather, self.context)
+        full = self._shard_all_gather
+        assert isinstance(full, GroupAllGather), "several ranks hold the parameters"
+        self._post_forward.keep(full, self.compute_dtypes, self.custom_all_gather, self.context)
         if self.context.recorder is not None:
-            self.context.recorder.note_gathered(self)  # the part and the whole, both
-        self._give_memory_back()
+            self.context.recorder.note_gathered(self)  # the shard and the full parameters, both
+        self._give_memory_back(_SHARDED_POST_FORWARD)
 
     def disable_post_forward_shard(self) -> None:
-        """After forward, keep the whole parameters or nothing from now on."""
-        self._wait_for_gather()  # it may be reading the part
+        """After forward, keep the full parameters or nothing from now on."""
+        self._wait_for_gather()  # it may be reading the post-forward shard
         self.drop_post_forward_shard()
-        self._part = None
+        self._post_forward = None
 
     def drop_post_forward_shard(self) -> None:
-        """Forget what was kept for backward to gather from, unless it is being gathered."""
-        if self._part is not None and self._part.held and self._memory is not _Memory.IN_FLIGHT:
-            self._part.drop()
-            if self.context.recorder is not None:
-                self.context.recorder.note_gathered(self)
+        """Give back what was kept for a backward to gather from, unless it is being gathered.
 
-    def _give_memory_back(self) -> None:
+        Before: any state. After: SHARDED instead of SHARDED_POST_FORWARD; others are as they were.
+        """
+        if self.sharded_state is _SHARDED_POST_FORWARD:
+            self._release_post_forward_shard()
+            self.sharded_state = _SHARDED
+
+    def _release_post_forward_shard(self) -> None:
+        assert self._post_forward is not None, "one is kept"
+        self._post_forward.release()
+        if self.context.recorder is not None:
+            self.context.recorder.note_gathered(self)
+
+    def _give_memory_back(self, following: ShardedState) -> None:
+        """Give gathered memory back, if there is any; ``following`` is the state then."""
         self.use_sharded_params()
-        if self._memory is _Memory.ABSENT:
-            return
-        assert self._in_use is not None, "present memory was gathered"
         self._wait_for_gather()  # used or not: [Note: memory and streams], rule 3
-        self._released.record()
-        self._in_use.release()
+        if self.sharded_state is not _GATHERED:
+            return
+        all_gather, context = self._all_gather, self.context
+        assert all_gather is not None, "present memory was gathered"
+        self._released_event.record()
+        all_gather.release()
         if self._guard is not None:
             self._guard.memory_is_absent()
-        for member in self._self_gathered:
-            member.release()
-        self.context.note_release(self._released)
-        self._memory = _Memory.ABSENT
-        if self.context.recorder is not None and isinstance(self._in_use, GroupAllGather):
-            self.context.recorder.released(self)
+        if self._unbuffered is not None:
+            self._unbuffered.release()
+        context.note_release(self._released_event)
+        self.sharded_state = following
+        if context.recorder is not None and isinstance(all_gather, GroupAllGather):
+            context.recorder.released(self)
 
-    def lends(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in gathered memory, and so is lost when that is given back."""
-        return isinstance(self._in_use, GroupAllGather) and self._in_use.buffer.contains(tensor)
+    # --- what is in memory ------------------------------------------------------------------------
+
+    @property
+    def gathered_addresses(self) -> range:
+        """Addresses of the gathered memory: a tensor that lies there is lost when it is given back."""
+        if not isinstance(self._all_gather, GroupAllGather):
+            return range(0)
+        storage = self._all_gather.buffer.full.storage
+        begin = storage.data_ptr()
+        return range(begin, begin + storage.nbytes())
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory for gathering that the group has now: whole parameters, staging, a part that is kept.
+        """Bytes of memory for gathering that the group has now: full parameters, staging, a post-forward shard.
 
         Not what is taken and given back within one call: shards on their way up from host memory.
         """
-        held = 0 if self._gathering is None else self._gathering.held_bytes
-        if self._part is not None:
-            held += self._part.held_bytes
-        for member in self._self_gathered:
-            held += member.held_bytes
+        held = 0 if self._shard_all_gather is None else self._shard_all_gather.held_bytes
+        if self._post_forward is not None:
+            held += self._post_forward.held_bytes
+        if self._unbuffered is not None:
+            held += self._unbuffered.held_bytes
         return held
 
     def note_memory(self, recorder: TraceRecorder) -> None:
@@ -613,45 +626,45 @@ class FSDPParamGroup:
         self.reducer.note_memory(recorder)
 
     @property
+    def _shard_version(self) -> int:
+        """Another one after each write to the shards that is counted."""
+        return sum(map(torch_border.version_of, self.shards.versioned))
+
+    @property
     def weight_version(self) -> int:
         """Tells whether weights changed: of those in memory or kept for backward, or else of the shards.
 
         A write to the shards changes what a later gather brings, not what has been gathered. Parameters that
         are never gathered are the shards.
         """
-        held = self.gathered or (self._part is not None and self._part.held)
-        if held and not isinstance(self._in_use, UnshardedInPlace):
-            return self._gathered_version
-        return self.shards.version
-
-    def remember_shards(self) -> None:
-        """Note the state of the shards that are being gathered, for a group that may stay gathered.
-
-        Right after `unshard`; see `outdated`.
-        """
-        self._shard_version = self.shards.version
+        if self.sharded_state is _SHARDED or isinstance(self._all_gather, UnshardedInPlace):
+            return self._shard_version
+        return self._gathered_version
 
     @property
     def outdated(self) -> bool:
-        """Whether the shards were, or may have been, changed in place after they were gathered.
+        """Whether gathered parameters may not be used by another forward.
 
-        By an optimizer, say. Nothing is known of a group whose shards were not remembered.
+        The shards were changed in place after they were gathered: by an optimizer, say. Or nobody said that
+        they may stay.
         """
-        return self.gathered and self._shard_version != self.shards.version
+        return self.gathered and not (
+            self._may_stay and self._gathered_version == self._shard_version
+        )
 
     # --- what is said about it ---------------------------------------------------------------------
 
     def gather_traffic(self) -> GatherTraffic:
-        """What gathering takes, on any device and before anything has been gathered.
+        """Return what gathering takes, on any device and before anything has been gathered.
 
         Read off a buffer without memory that is made as the real one is.
         """
         memory = received = 0
-        if not self._rests_whole or self.shard_device != self.device:
-            gathering = self._gathering_on(torch.device("meta"))
-            memory, received = gathering.buffer.nbytes, gathering.received_bytes
-        for sizes in self._message_sizes or ():
-            received += sum(sizes) * (self.layout.world - 1)
+        if not self._shards_are_full or self.shard_device != self.device:
+            all_gather = self._all_gather_on(torch.device("meta"))
+            memory, received = all_gather.buffer.nbytes, all_gather.received_bytes
+        if self._unbuffered is not None:
+            received += self._unbuffered.received_bytes
         return GatherTraffic(memory, received)
 
     def __repr__(self) -> str:
@@ -680,4 +693,4 @@ def groups_of(params: Iterable[Tensor]) -> list[FSDPParamGroup]:
 def unsharded_groups() -> list[FSDPParamGroup]:
     """All groups of this process whose unsharded parameters are on the modules; between steps usually none."""
     alive = (reference() for reference in _ALIVE.valuerefs())
-    return [group for group in alive if group and group.sharded_state is ShardedState.UNSHARDED]
+    return [group for group in alive if group and group.sharded_state is _UNSHARDED]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fullshard import torch_border
-from fullshard.engine.param_group import ShardedState
+from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import FSDPState
 
 
@@ -29,14 +29,13 @@ def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
         for group in state.groups:
             # Parameters kept for a backward must stay those that its forward has used.
             awaited = state.left_unsharded and group.gathered
-            if idle and not awaited and group.sharded_state is ShardedState.SHARDED:
+            if idle and not awaited and group.sharded_state is not ShardedState.UNSHARDED:
                 group.notice_replacements()
                 if group.outdated:
                     group.reshard()
             if not group.gathered:
                 group.context.gathers_wait_for()
-                group.unshard()
-                group.remember_shards()
+                group.unshard(may_stay=True)
     handle = UnshardHandle(state)
     if async_op:
         return handle

@@ -28,7 +28,7 @@ def notice_assigned(module: nn.Module) -> None:
     else:
         states = tuple(named_states(module))
     for group in (group for state in states for group in state.groups):
-        if group.resting and not group.shards.on_modules:
+        if group.expects_sharded_params and not group.shards.on_modules:
             with contextlib.suppress(ConfigurationError):
                 group.notice_replacements()
 

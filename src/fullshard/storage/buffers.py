@@ -1,12 +1,13 @@
-"""Allocating and giving back the memory of a group.
+"""The memory of a group: allocated, viewed and given back here.
 
     ShardBuffer     this rank's pieces of all parameters, for the life of the group
-    GatherBuffer    the whole parameters, while they are needed
+    UploadBuffer    a copy of them on the device, while shards in host memory are read
+    GatherBuffer    the full parameters, while they are needed
 
 A `Buffer` can give its memory back and take it again without its views noticing: the storage is
 resized, not replaced. Tensors that autograd saved keep their storage object and see the data again
-after the next gather, and every view a step needs is made once. Views are made with `set_`, so they
-are no autograd views: each has a version counter of its own, and a gather does not look to autograd
+after the next all-gather, and every view a step needs is made once. Views are made with `set_`, so they
+are no autograd views: each has a version counter of its own, and an all-gather does not look to autograd
 like a change of the parameter.
 """
 
@@ -36,7 +37,7 @@ class Buffer:
         Pinned memory is the host's, and not given back before the buffer's end.
         """
         self.nbytes = nbytes
-        self._storage = (
+        self.storage = (
             torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
             if pinned
             else torch.UntypedStorage(nbytes, device=device)
@@ -45,25 +46,25 @@ class Buffer:
     @property
     def allocated(self) -> bool:
         """Whether the memory is present; an empty buffer always counts as given back."""
-        return self._storage.nbytes() > 0
+        return self.storage.nbytes() > 0
 
     @property
     def held_bytes(self) -> int:
         """Bytes of memory that it has now."""
-        return self._storage.nbytes()
+        return self.storage.nbytes()
 
     @property
     def data_ptr(self) -> int:
         """Address of the memory, 0 when given back."""
-        return self._storage.data_ptr()
+        return self.storage.data_ptr()
 
     def allocate(self) -> None:
         """Take memory from the current stream's pool; contents are undefined."""
-        self._storage.resize_(self.nbytes)
+        self.storage.resize_(self.nbytes)
 
     def release(self) -> None:
         """Give the memory back to the pool of the stream that allocated it."""
-        self._storage.resize_(0)
+        self.storage.resize_(0)
 
     def view(
         self,
@@ -73,10 +74,10 @@ class Buffer:
         strides: Sequence[int] | None = None,
     ) -> Tensor:
         """A tensor at byte ``start``, contiguous by default: an alias of the storage without autograd history."""
-        assert self._storage.nbytes() == self.nbytes, "set_ on absent memory would allocate it"
-        tensor = torch.empty(0, dtype=dtype, device=self._storage.device)
+        assert self.storage.nbytes() == self.nbytes, "set_ on absent memory would allocate it"
+        tensor = torch.empty(0, dtype=dtype, device=self.storage.device)
         strides = contiguous_strides(shape) if strides is None else tuple(strides)
-        return tensor.set_(self._storage, start // dtype.itemsize, tuple(shape), strides)
+        return tensor.set_(self.storage, start // dtype.itemsize, tuple(shape), strides)
 
 
 def take_storages(tensors: Iterable[Tensor]) -> None:
@@ -94,46 +95,49 @@ def release_storages(tensors: Iterable[Tensor]) -> None:
         tensor.untyped_storage().resize_(0)
 
 
-def shard_of(layout: Layout, param: int, rank: int, whole: Tensor) -> Tensor:
-    """What ``rank`` holds of a whole parameter, as a view of it."""
+def shard_of(layout: Layout, param: int, rank: int, full: Tensor) -> Tensor:
+    """Return what ``rank`` holds of a full parameter, as a view of it."""
     slot, piece = layout.slots[param], layout.piece(param, rank)
     if slot.division is Division.REPLICATED:
-        return whole
+        return full
     if slot.division is Division.FLAT:
-        return in_memory_order(whole, slot.strides).narrow(0, piece.start, piece.numel)
-    return whole.narrow(slot.dim, piece.start, piece.shape[slot.dim])
+        return in_memory_order(full, slot.strides).narrow(0, piece.start, piece.numel)
+    return full.narrow(slot.dim, piece.start, piece.shape[slot.dim])
 
 
-def in_memory_order(whole: Tensor, strides: Sequence[int]) -> Tensor:
-    """A tensor's elements in the order in which they would lie in memory with ``strides``, flat.
+def in_memory_order(full: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return a tensor's elements in the order in which they would lie in memory with ``strides``, flat.
 
     A view if they do lie so.
     """
-    by_stride = sorted(range(whole.ndim), key=lambda dim: (-strides[dim], dim))
-    return whole.permute(by_stride).reshape(-1)
+    by_stride = sorted(range(full.ndim), key=lambda dim: (-strides[dim], dim))
+    return full.permute(by_stride).reshape(-1)
 
 
-def rank_chunks(layout: Layout, param: int, whole: Tensor) -> list[Tensor]:
-    """The blocks of a whole parameter (or gradient) that the ranks hold, empty ones included."""
+def rank_chunks(layout: Layout, param: int, full: Tensor) -> list[Tensor]:
+    """Return the blocks of a full parameter (or gradient) that the ranks hold, empty ones included."""
     slot = layout.slots[param]
     pieces = [layout.piece(param, rank) for rank in range(layout.world)]
-    return [whole.narrow(slot.dim, piece.start, piece.shape[slot.dim]) for piece in pieces]
+    return [full.narrow(slot.dim, piece.start, piece.shape[slot.dim]) for piece in pieces]
 
 
 @dataclass(frozen=True, slots=True)
 class FlatShard:
-    """One rank's pieces of all segments, flat."""
+    """One rank's shard of a group as flat tensors; what an all-gather sends, or reads before it casts."""
 
-    each: list[Tensor]
+    segments: list[Tensor]
+    """The rank's piece of each segment."""
     row: Tensor | None
-    """All of them with the gaps between, if they lie one after the other (`layout.place`) in one dtype."""
+    """All pieces with the gaps between them, if they lie one after the other (`layout.shard_offsets`) in one dtype."""
 
-    def copy_from(self, other: FlatShard) -> None:
-        """Cast and copy another's of the same layout."""
-        if self.row is not None and other.row is not None:
-            self.row.copy_(other.row)  # blocks lie in the same places whatever their dtype
-        else:
-            torch._foreach_copy_(self.each, other.each)
+    def copy_into(self, target: FlatShard) -> None:
+        """Cast and copy to another flat shard of the same layout, on the current stream."""
+        if self.row is not None and target.row is not None:
+            target.row.copy_(
+                self.row
+            )  # pieces have the same offsets in every dtype, so one copy will do
+        elif self.segments:
+            torch._foreach_copy_(target.segments, self.segments)
 
 
 class ShardBuffer:
@@ -153,7 +157,8 @@ class ShardBuffer:
         numels = [segment.piece_numel for segment in layout.segments]
         placement = shard_offsets(layout, range(len(numels)), segment_dtypes)
         self._buffer = Buffer(placement.nbytes, device, pinned=pinned)
-        self._layout, self._dtypes, self._starts = layout, dtypes, placement.starts
+        self._layout, self._rank, self._dtypes = layout, rank, dtypes
+        self._starts = placement.starts
         self.nbytes = placement.nbytes
         self.bytes = self._buffer.view(torch.uint8, 0, (placement.nbytes,))
         """All of it."""
@@ -166,10 +171,11 @@ class ShardBuffer:
         if len(set(segment_dtypes)) == 1:
             dtype = segment_dtypes[0]
             row = self._buffer.view(dtype, 0, (placement.nbytes // dtype.itemsize,))
-        self.own = FlatShard(self.pieces, row)
+        self.flat_shard = FlatShard(self.pieces, row)
+        """The same pieces, as an all-gather reads them."""
 
         self.locals = []
-        """Per parameter, what of it this rank holds: the data of its sharded face."""
+        """Per parameter, what of it this rank holds: the data of its sharded parameter."""
         for index, slot in enumerate(layout.slots):
             piece = layout.piece(index, rank)
             start = placement.starts[slot.segment] + piece.offset * dtypes[index].itemsize
@@ -179,7 +185,7 @@ class ShardBuffer:
                 piece_tensor.zero_()  # padding travels with every gather; let it be the same everywhere
 
     def full_params(self) -> list[Tensor]:
-        """Of a rank that holds everything: other aliases of the whole parameters, in their shapes."""
+        """Of a rank that holds everything: other aliases of the full parameters, in their shapes."""
         assert self._layout.world == 1, "the others hold the rest"
         return [
             self._buffer.view(
@@ -190,6 +196,10 @@ class ShardBuffer:
             )
             for slot, dtype in zip(self._layout.slots, self._dtypes, strict=True)
         ]
+
+    def empty_copy_on(self, device: torch.device) -> ShardBuffer:
+        """Return a buffer for the same shards on another device, allocated on the current stream."""
+        return ShardBuffer(self._layout, self._rank, self._dtypes, device)
 
     @property
     def held_bytes(self) -> int:
@@ -206,33 +216,33 @@ class ShardBuffer:
 
 
 class UploadBuffer:
-    """A copy on the device of shards that rest in host memory, while they are cast and gathered from."""
+    """Shards in host memory as the source of an all-gather: it reads a copy of them on the device.
 
-    def __init__(
-        self, layout: Layout, rank: int, dtypes: Sequence[torch.dtype], device: torch.device
-    ) -> None:
+    The copy has memory only while it is read. It is taken from and given back to the stream that uploads.
+    """
+
+    def __init__(self, shards: ShardBuffer, device: torch.device) -> None:
         """Allocate on the current stream (the all-gather stream)."""
-        self._twin = ShardBuffer(layout, rank, dtypes, device)
+        self._shards = shards
+        self._on_device = shards.empty_copy_on(device)
+        self._on_device.release()
 
-    def upload(self, shards: ShardBuffer) -> FlatShard:
-        """Copy the shards without waiting for it, and return their pieces on the device."""
-        self._twin.allocate()
-        self._twin.bytes.copy_(shards.bytes, non_blocking=True)
-        return self._twin.own
-
-    def release(self) -> None:
-        """Give the memory back, to the stream that uploaded and read it."""
-        self._twin.release()
+    def copy_into(self, target: FlatShard) -> None:
+        """Upload the shards, then cast and copy them to ``target``; the host does not wait."""
+        self._on_device.allocate()
+        self._on_device.bytes.copy_(self._shards.bytes, non_blocking=True)
+        self._on_device.flat_shard.copy_into(target)
+        self._on_device.release()
 
 
 class GatherBuffer:
-    """The whole parameters of a group in the compute dtype, while the group is unsharded.
+    """The full parameters of a group in the compute dtype, while the group is gathered.
 
     In place, `outputs` are segments of this buffer and `inputs` this rank's pieces of them; what
     cannot be gathered in place (`Division.CHUNKS`) goes through a staging buffer of its own.
     Packed, everything goes through one staging buffer, (world, bytes of a shard): one output, one
-    input; the whole parameters take their memory only when it is copied out, when the group used
-    before has given its own back.
+    input. The full parameters then take their memory only when the staging buffer is copied out: by that
+    time the group used before has given its own memory back, so staging costs no peak.
     """
 
     def __init__(
@@ -247,13 +257,14 @@ class GatherBuffer:
     ) -> None:
         """Allocate on the current stream (the all-gather stream) and make every view a step needs.
 
-        With ``into``, the whole parameters are those of another buffer, whose memory is present. It
-        is for a multiple of this one's ranks: then its padding is at least as long.
+        With ``into``, the full parameters are those of another buffer, whose memory is present. That buffer
+        is for a multiple of this one's ranks: then its padding is at least as long, and all of this one's
+        segments fit.
         """
         self._layout, self._rank = layout, rank
         self.packed = packed
         self._dtypes = [dtypes[segment.params[0]] for segment in layout.segments]
-        homes = block_offsets(
+        placement = block_offsets(
             [
                 segment.piece_numel * layout.world
                 if _is_zero_copy(layout, index)
@@ -262,11 +273,12 @@ class GatherBuffer:
             ],
             self._dtypes,
         )
-        self._borrows_homes = into is not None
-        self._homes: Buffer = Buffer(homes.nbytes, device) if into is None else into._homes
-        self._starts: tuple[int, ...] = homes.starts if into is None else into._starts
+        self._borrows_memory = into is not None
+        self.full: Buffer = Buffer(placement.nbytes, device) if into is None else into.full
+        """The memory of the full parameters."""
+        self._starts: tuple[int, ...] = placement.starts if into is None else into._starts
         self.params = [
-            self._homes.view(
+            self.full.view(
                 dtype,
                 self._starts[slot.segment] + slot.start * dtype.itemsize,
                 slot.shape,
@@ -274,12 +286,12 @@ class GatherBuffer:
             )
             for slot, dtype in zip(layout.slots, dtypes, strict=True)
         ]
-        """Per parameter, the data of its unsharded face."""
+        """Per parameter, the data of its unsharded parameter."""
         self.outputs: list[Tensor] = []
         """Bytes that collectives gather into."""
         self.inputs: list[Tensor] = []
         """Parallel to `outputs`, the bytes that this rank sends, which lie in them."""
-        self.own = FlatShard([], None)
+        self.own_shard = FlatShard([], None)
         """This rank's pieces in the compute dtype: what the shard is cast and copied into."""
         self._copy_out: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._packing = shard_offsets(layout, range(len(layout.segments)), self._dtypes)
@@ -288,14 +300,16 @@ class GatherBuffer:
             self._prepare_packed(device)
         else:
             self._prepare_in_place(device)
+        # Views are made of present memory only, so all of it was allocated. Now only what `fill` would have
+        # allocated stays.
         if into is not None:
             self._staging.release()
         elif packed:
-            self._homes.release()
+            self.full.release()
 
     @property
     def _is_uniform(self) -> bool:
-        """Whether a rank's pieces are of one dtype, without gaps, and whole parameters are made of them by splitting."""
+        """Whether a rank's pieces are of one dtype, without gaps, and full parameters are made of them by splitting."""
         layout = self._layout
         numel = sum(segment.piece_numel for segment in layout.segments)
         return (
@@ -306,25 +320,20 @@ class GatherBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameters, padding included."""
-        return self._homes.nbytes
+        """Bytes of the full parameters, padding included."""
+        return self.full.nbytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that it has now, staging included; whole parameters of another buffer are that one's."""
-        own_homes = 0 if self._borrows_homes else self._homes.held_bytes
-        return own_homes + self._staging.held_bytes
+        """Bytes of memory that it has now, staging included; full parameters of another buffer are that one's."""
+        own_memory = 0 if self._borrows_memory else self.full.held_bytes
+        return own_memory + self._staging.held_bytes
 
     @property
     def received_bytes(self) -> int:
         """Bytes of a gather's outputs that come from other ranks."""
         sent = sum(tensor.nbytes for tensor in self.inputs)
         return sent * (self._layout.world - 1)
-
-    def contains(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the gathered memory."""
-        begin = self._homes.data_ptr
-        return self._homes.allocated and begin <= tensor.data_ptr() < begin + self._homes.nbytes
 
     def _prepare_in_place(self, device: torch.device) -> None:
         layout, world = self._layout, self._layout.world
@@ -339,14 +348,14 @@ class GatherBuffer:
             buffer, start = (
                 (self._staging, staging.starts[index])
                 if staged[index]
-                else (self._homes, self._starts[index])
+                else (self.full, self._starts[index])
             )
             self._add_message(buffer, start, segment.piece_numel * dtype.itemsize)
             own = start + self._rank * segment.piece_numel * dtype.itemsize
-            self.own.each.append(buffer.view(dtype, own, (segment.piece_numel,)))
+            self.own_shard.segments.append(buffer.view(dtype, own, (segment.piece_numel,)))
             if staged[index]:
                 param = segment.params[0]
-                self._copy_out[0].extend(rank_chunks(layout, param, self._whole(index)))
+                self._copy_out[0].extend(rank_chunks(layout, param, self._full_alias(index)))
                 self._copy_out[1].extend(staged_chunks(layout, param, buffer, start, dtype))
 
     def _prepare_packed(self, device: torch.device) -> None:
@@ -354,17 +363,17 @@ class GatherBuffer:
         self._staging = Buffer(nbytes * self._layout.world, device)
         self._add_message(self._staging, 0, nbytes)
         rows = self._staging.view(torch.uint8, 0, (self._layout.world, nbytes))
-        self.own = self.own_in(rows)
+        self.own_shard = self.shard_in(rows)
         self._copy_out = (self._packed_targets(), self._packed_sources(rows))
         if device.type != "cpu" and self._is_uniform and min(map(Tensor.numel, self._copy_out[0])):
             order = sorted(range(len(self._dtypes)), key=self._packing.starts.__getitem__)
             parts = [self._copy_out[0][index] for index in order]
             self._split = _Split(rows.view(self._dtypes[0]), parts)
 
-    def _whole(self, segment: int) -> Tensor:
-        """Another alias of a segment's one parameter: writing to `params` would bump the faces' versions."""
+    def _full_alias(self, segment: int) -> Tensor:
+        """Another alias of a segment's one parameter: writing to `params` would raise their versions."""
         shape = self._layout.slots[self._layout.segments[segment].params[0]].shape
-        return self._homes.view(self._dtypes[segment], self._starts[segment], shape)
+        return self.full.view(self._dtypes[segment], self._starts[segment], shape)
 
     def _add_message(self, buffer: Buffer, start: int, piece_bytes: int) -> None:
         if piece_bytes:  # a collective has nothing to do for parameters without elements
@@ -379,14 +388,15 @@ class GatherBuffer:
         """Bytes of one rank's message in a packed gather."""
         return self._packing.nbytes
 
-    def own_in(self, rows: Tensor) -> FlatShard:
+    def shard_in(self, rows: Tensor) -> FlatShard:
         """This rank's pieces in ``rows``, bytes of shape (world, `packed_nbytes`)."""
         each = [pieces[self._rank] for pieces in self._pieces_in(rows)]
         one_dtype = len(set(self._dtypes)) == 1 and rows.numel() > 0
         return FlatShard(each, rows[self._rank].view(self._dtypes[0]) if one_dtype else None)
 
     def copy_out_of(self, rows: Tensor) -> None:
-        """Distribute a packed gather that went into memory of somebody else's."""
+        """Distribute a packed gather that went into somebody else's memory: a comm object's."""
+        self.allocate_params()
         torch._foreach_copy_(self._copy_out[0], self._packed_sources(rows))
         self._staging.release()
 
@@ -401,14 +411,14 @@ class GatherBuffer:
         return pieces
 
     def _packed_targets(self) -> list[Tensor]:
-        """Parts of the whole parameters, parallel to `_packed_sources`."""
+        """Parts of the full parameters, parallel to `_packed_sources`."""
         layout, targets = self._layout, list[Tensor]()
         for index, segment in enumerate(layout.segments):
             if _is_zero_copy(layout, index):
                 shape = (layout.world, segment.piece_numel)
-                targets.append(self._homes.view(self._dtypes[index], self._starts[index], shape))
+                targets.append(self.full.view(self._dtypes[index], self._starts[index], shape))
             else:
-                targets += rank_chunks(layout, segment.params[0], self._whole(index))
+                targets += rank_chunks(layout, segment.params[0], self._full_alias(index))
         return targets
 
     def _packed_sources(self, rows: Tensor) -> list[Tensor]:
@@ -425,17 +435,28 @@ class GatherBuffer:
     def allocate(self) -> None:
         """Take memory to gather into, on the current stream (the all-gather stream)."""
         if not self.packed:
-            self._homes.allocate()
+            self.full.allocate()
         if self._staging.nbytes:
             self._staging.allocate()
 
+    def fill(self, source: FlatShard | UploadBuffer) -> None:
+        """Take memory to gather into and copy this rank's shard to it, on the current stream."""
+        self.allocate()
+        source.copy_into(self.own_shard)
+
     def allocate_params(self) -> None:
-        """Take memory for the whole parameters, on the current stream (the all-gather stream)."""
-        self._homes.allocate()
+        """Take memory for the full parameters of a packed gather, unless they have it."""
+        if self.packed and not self.full.allocated:
+            self.full.allocate()
 
     def copy_out(self) -> None:
-        """Distribute what was staged; after the collective, on the stream that ran it."""
-        assert self._homes.allocated or not self._homes.nbytes, "there must be memory to copy to"
+        """Distribute what was staged; after the collective, on the stream that ran it.
+
+        Before: a packed gather has staged everything. After: the full parameters are complete, and staging
+        has no memory.
+        """
+        self.allocate_params()
+        assert self.full.allocated or not self.full.nbytes, "there must be memory to copy to"
         if self._split is not None:
             self._split()
             self._staging.release()
@@ -445,7 +466,7 @@ class GatherBuffer:
 
     def release(self) -> None:
         """Give the memory back."""
-        self._homes.release()
+        self.full.release()
         self._staging.release()
 
 

@@ -111,7 +111,8 @@ class ShardStorage:
         tensors = [
             tensor for sharded_param in self.sharded_params for tensor in sharded_param.versioned
         ]
-        self._versioned = [tensor for tensor in tensors if not tensor.is_inference()]
+        self.versioned = [tensor for tensor in tensors if not tensor.is_inference()]
+        """Tensors whose version counters tell of writes to the shards."""
         places = [
             place
             for sharded_param in self.sharded_params
@@ -259,11 +260,6 @@ class ShardStorage:
             for sharded_param in self.sharded_params
             if sharded_param.local.device != self._device
         ]
-
-    @property
-    def version(self) -> int:
-        """Another one after each change in place that is counted."""
-        return torch_border.version_sum(self._versioned)
 
     @property
     def nbytes(self) -> int:

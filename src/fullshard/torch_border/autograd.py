@@ -30,12 +30,8 @@ backward_pass_id: Callable[[], int] = torch._C._current_graph_task_id
 """A number that is unique to the backward pass running on this thread, or -1 outside of one."""
 
 
-def version_sum(tensors: Sequence[Tensor]) -> int:
-    """How often tensors have been written in place, by operators that count; inference tensors have no count."""
-    return sum(map(_version, tensors))
-
-
-_version = operator.attrgetter("_version")
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+"""How often a tensor has been written in place, by operators that count; inference tensors have no count."""
 
 
 def versions_kept(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
@@ -66,7 +62,7 @@ def opaque_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
 
 def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """What autograd compares to notice that a tensor it saved is not what it was."""
-    return tuple(map(_version, tensors))
+    return tuple(map(version_of, tensors))
 
 
 set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
