@@ -22,7 +22,7 @@ from fullshard import (
     share_comm_ctx,
 )
 from fullshard.comm import collectives
-from fullshard.engine.state import state_of
+from fullshard.engine.runtime import state_of
 from tests.helpers.compare import assert_close
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
@@ -354,10 +354,11 @@ def gathers_of_the_embedding(unshard_in_backward: bool) -> int:
     group: Any = state_of(model.embed).groups[0]
     unshard = group.unshard
 
-    def counted(**options: bool) -> None:
+    def counted(**options: bool) -> bool:
         nonlocal count
-        count += not group.gathered
-        unshard(**options)
+        was_issued = bool(unshard(**options))
+        count += was_issued
+        return was_issued
 
     group.unshard = counted
     tokens = batch_of(0)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard import FSDPModule, LifecycleError, MixedPrecisionPolicy, UnshardHandle, fully_shard
 from fullshard.comm.collectives import DefaultAllGather, DefaultReduceScatter, ReduceScatter
-from fullshard.engine.state import state_of
+from fullshard.engine.runtime import state_of
 from fullshard.fsdp2.fsdp_module import disable_fsdp_module_new_init, get_cls_to_fsdp_cls
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.fake import fake_world
@@ -302,10 +302,10 @@ def prefetch_lists() -> list[str]:
 def record_gathers(group: Any, name: str, issued: list[str]) -> None:
     unshard = group.unshard
 
-    def recording(**options: bool) -> None:
-        if not group.gathered:
+    def recording(**options: bool) -> bool:
+        if was_issued := unshard(**options):
             issued.append(name)
-        unshard(**options)
+        return was_issued
 
     group.unshard = recording
 
