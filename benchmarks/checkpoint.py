@@ -47,7 +47,7 @@ from fullshard.checkpoint.load_plan import compare as compare_with_source
 from fullshard.checkpoint.manifest import FileRecord, Manifest
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.save_plan import make_plan
-from fullshard.checkpoint.stored import StoredCheckpoint
+from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.programs.train.processes import run_in_processes
 
 T = TypeVar("T")
@@ -223,15 +223,15 @@ def saving_beside(folder: Path, megabytes: int, steps: int = 6) -> dict[str, Any
 # --- planning --------------------------------------------------------------------------------------
 
 
-class SimulatedTeam(RankGroup):
+class SimulatedRankGroup(RankGroup):
     """All ranks say what this one says."""
 
-    def of_all(self, value: T) -> list[T]:
-        """See `Team`."""
+    def collect(self, value: T) -> list[T]:
+        """See `RankGroup`."""
         return [value] * len(self.ranks)
 
-    def each(self, function: Callable[[], T]) -> T:
-        """See `Team`."""
+    def on_each(self, function: Callable[[], T]) -> T:
+        """See `RankGroup`."""
         return function()
 
 
@@ -265,7 +265,7 @@ def plan_times(world: int, layers: int) -> dict[str, float]:
             }
         found: dict[str, float] = {}
         began = time.perf_counter()
-        plan = make_plan(SimulatedTeam(), "unused", model, optimizer, {"step": 1}, None)
+        plan = make_plan(SimulatedRankGroup(), "unused", model, optimizer, {"step": 1}, None)
         found["write"] = time.perf_counter() - began
         began = time.perf_counter()
         text = manifests.text_of(
@@ -283,9 +283,9 @@ def plan_times(world: int, layers: int) -> dict[str, float]:
         began = time.perf_counter()
         source = StoredCheckpoint(Path("unused"), manifests.parse(text.encode(), Path("unused")))
         for target in compare_with_source(source, model, optimizer).targets:
-            for want in target.wants:
+            for want in target.requests:
                 for block, _ in want.parts:
-                    list(plan.tensors[want.key].spread.overlapping(block))
+                    list(plan.tensors[want.key].sharding.overlapping(block))
         found["read"] = time.perf_counter() - began
         found["tensors"] = len(plan.tensors)
     return found

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import IO
 
 
-def content_of(path: Path, *, most_bytes: int) -> bytes:
+def content_of(path: Path, *, max_bytes: int) -> bytes:
     """Return the bytes of a small regular file. It never waits for the other end of a pipe.
 
     Raises:
-        OSError: the file cannot be read, is not a regular file, or has more than ``most_bytes``.
+        OSError: the file cannot be read, is not a regular file, or has more than ``max_bytes``.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
@@ -26,8 +26,8 @@ def content_of(path: Path, *, most_bytes: int) -> bytes:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "It is not a regular file", str(path))
-        if status.st_size > most_bytes:
-            raise OSError(errno.EFBIG, f"It has more than {most_bytes} bytes", str(path))
+        if status.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"It has more than {max_bytes} bytes", str(path))
         return file.read()
 
 

@@ -10,24 +10,24 @@ import torch
 
 from fullshard import CheckpointError
 from fullshard.checkpoint.agreement import Outline, agreed, parts_to_write
-from fullshard.checkpoint.local_state import Held
+from fullshard.checkpoint.local_state import LocalTensor
 from fullshard.checkpoint.manifest import StoredTensor
+from fullshard.checkpoint.sharding import Sharding, replicated
 from fullshard.checkpoint.source import TensorRef
-from fullshard.checkpoint.spread import Spread, undivided
 from tests.helpers.checkpoints import agreed_outline
 
-FLAT = Spread(shape=(8,), flat=True, cuts=(range(0, 8, 4),), holders=((0, 1, 2, 3),))
-LATER = Spread(shape=(4,), flat=True, cuts=(range(-8, 4, 4),), holders=((0, 1, 2, 3),))
+FLAT = Sharding(shape=(8,), flat=True, cuts=(range(0, 8, 4),), holders=((0, 1, 2, 3),))
+LATER = Sharding(shape=(4,), flat=True, cuts=(range(-8, 4, 4),), holders=((0, 1, 2, 3),))
 
 
-def of(spread: Spread, dtype: torch.dtype = torch.float32) -> StoredTensor:
-    return StoredTensor(dtype, spread)
+def of(sharding: Sharding, dtype: torch.dtype = torch.float32) -> StoredTensor:
+    return StoredTensor(dtype, sharding)
 
 
 def outline(known: dict[str, float], **options: Any) -> Outline:
     """Of a rank that has state of some of two parameters: how often they were updated."""
     params = {"first": FLAT, "later": LATER}
-    tensors = {f"model/{name}": of(spread) for name, spread in params.items()}
+    tensors = {f"model/{name}": of(sharding) for name, sharding in params.items()}
     state = {}
     for name, step in known.items():
         key = f"optimizer/{name}/exp_avg"
@@ -58,15 +58,15 @@ def test_equal_outlines_have_equal_digests_and_others_have_not() -> None:
 
 def test_everything_is_told_once_by_the_first_who_has_elements() -> None:
     ranks = [outline({"first": 1.0})] * 2 + [outline({"later": 1.0}), outline({})]
-    told = [each.told_by(rank) for rank, each in enumerate(ranks)]
-    assert set(told[0].tensors) == {"model/first", "optimizer/first/exp_avg"}
-    assert set(told[2].tensors) == {"model/later", "optimizer/later/exp_avg"}
+    reported = [each.part_reported_by(rank) for rank, each in enumerate(ranks)]
+    assert set(reported[0].tensors) == {"model/first", "optimizer/first/exp_avg"}
+    assert set(reported[2].tensors) == {"model/later", "optimizer/later/exp_avg"}
     assert (
-        told[1]
-        == told[3]
+        reported[1]
+        == reported[3]
         == Outline(tensors={}, optimizer={"state": {}, "param_groups": [{"params": []}]})
     )
-    assert told[0].tied == {"again": "first"} and not told[2].tied
+    assert reported[0].tied == {"again": "first"} and not reported[2].tied
     result = agreed_outline(ranks)
     both = outline({"first": 1.0, "later": 1.0})
     assert (
@@ -77,15 +77,15 @@ def test_everything_is_told_once_by_the_first_who_has_elements() -> None:
 
 def test_ranks_of_several_meshes_hold_replicas() -> None:
     """As of parameters that tensor parallelism leaves alone: each rank knows its own data-parallel mesh."""
-    rows = Spread(shape=(4,), cuts=(range(0, 4, 2),), holders=((0, 2),))
+    rows = Sharding(shape=(4,), cuts=(range(0, 4, 2),), holders=((0, 2),))
     others = replace(rows, holders=((1, 3),))
-    views = [Outline(tensors={"model/x": of(spread)}) for spread in (rows, others) * 2]
-    assert agreed_outline(views).tensors["model/x"].spread.holders == ((0, 2), (1, 3))
+    views = [Outline(tensors={"model/x": of(sharding)}) for sharding in (rows, others) * 2]
+    assert agreed_outline(views).tensors["model/x"].sharding.holders == ((0, 2), (1, 3))
 
 
 def test_stages_of_a_pipeline_add_up() -> None:
     stages = [
-        Outline(tensors={f"model/{name}": of(undivided((2,), ranks))})
+        Outline(tensors={f"model/{name}": of(replicated((2,), ranks))})
         for name, ranks in (("a", (0, 1)), ("a", (0, 1)), ("b", (2, 3)), ("b", (2, 3)))
     ]
     assert set(agreed_outline(stages).tensors) == {"model/a", "model/b"}
@@ -95,31 +95,31 @@ def two_meshes(*facts: tuple[float, float, int]) -> list[Outline]:
     """What four ranks have of a parameter that lies on two meshes: how often it was updated, the rate, its size."""
     views = []
     for ranks, (step, lr, size) in zip(((0, 2), (1, 3)), facts, strict=True):
-        spread = Spread(shape=(size,), cuts=((0, 2),), holders=(ranks,))
+        sharding = Sharding(shape=(size,), cuts=((0, 2),), holders=(ranks,))
         tree = {
             "state": {"x": {"step": torch.tensor(step), "agreed": 1}},
             "param_groups": [{"params": ["x"], "lr": lr}],
         }
         views.append(
-            Outline(tensors={"model/x": of(spread)}, optimizer=tree, held=frozenset({"x"}))
+            Outline(tensors={"model/x": of(sharding)}, optimizer=tree, held=frozenset({"x"}))
         )
     return views * 2
 
 
 def refusals(outlines: list[Outline]) -> dict[int, str]:
     """By rank, why each cannot agree."""
-    told = {rank: outline.told_by(rank) for rank, outline in enumerate(outlines)}
+    reported = {rank: outline.part_reported_by(rank) for rank, outline in enumerate(outlines)}
     errors = {}
     for rank, outline in enumerate(outlines):
         try:
-            agreed(outline, told, rank)
+            agreed(outline, reported, rank)
         except CheckpointError as error:
             errors[rank] = str(error)
     return errors
 
 
 def test_conflicts_are_named() -> None:
-    """Two meshes, whose ranks have been told different things."""
+    """Two meshes, whose ranks have been reported different things."""
     errors = refusals(two_meshes((1.0, 0.1, 4), (2.0, 0.2, 6)))
     assert errors.keys() == {1, 3} and errors[1] == errors[3]
     for line in (
@@ -133,7 +133,7 @@ def test_conflicts_are_named() -> None:
 
 
 def test_what_nobody_tells_of_is_named() -> None:
-    with_it = Outline(tensors={"model/x": of(undivided((2,), (0,)))})
+    with_it = Outline(tensors={"model/x": of(replicated((2,), (0,)))})
     errors = refusals([Outline(tensors={}), with_it])
     assert errors.keys() == {1} and "  model/x: here, not on rank 0, which" in errors[1]
 
@@ -161,13 +161,19 @@ def test_ranks_need_not_have_what_they_hold_no_elements_of() -> None:
 def test_a_rank_has_all_it_is_to_write() -> None:
     tensors = {"model/first": of(FLAT), "model/later": of(LATER)}
     first, later, other = torch.ones(4), torch.ones(2), torch.ones(4, dtype=torch.float16)
-    assert parts_to_write(tensors, [Held("model/first", first.dtype, (8,), FLAT, first)], 0) == [
-        ("model/first", first)
-    ]
+    assert parts_to_write(
+        tensors, [LocalTensor("model/first", first.dtype, (8,), FLAT, first)], 0
+    ) == [("model/first", first)]
     for held, message in (
         ([], r"model/later: nothing, instead of torch.float32 \(4,\)"),
-        ([Held("model/later", torch.float32, (4,), LATER, later)], r"float32 \(2,\), instead of"),
-        ([Held("model/later", torch.float32, (4,), LATER, other)], r"float16 \(4,\), instead of"),
+        (
+            [LocalTensor("model/later", torch.float32, (4,), LATER, later)],
+            r"float32 \(2,\), instead of",
+        ),
+        (
+            [LocalTensor("model/later", torch.float32, (4,), LATER, other)],
+            r"float16 \(4,\), instead of",
+        ),
     ):
         with pytest.raises(CheckpointError, match=message):
             parts_to_write(tensors, held, 2)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fullshard.checkpoint import blocks as blocks_module
 from fullshard.checkpoint.blocks import Block, blocks_of_range, whole
-from tests.helpers.spreads import blocks_in, shapes
+from tests.helpers.shardings import blocks_in, shapes
 
 quickly = settings(deadline=None, max_examples=150)
 
@@ -56,7 +56,7 @@ def test_an_intersection_has_what_both_have(case: tuple[tuple[int, ...], Block, 
 @given(nested_blocks())
 def test_runs_are_the_elements_of_a_block_in_order(case: tuple[Block, Block]) -> None:
     outer, inner = case
-    runs = list(inner.runs_in(outer))
+    runs = list(inner.ranges_in(outer))
     found = [i for first, count in runs for i in range(first, first + count)]
     assert found == numbered(outer.shape)[inner.slices_in(outer)].flatten().tolist()
     assert all(first + count < later for (first, count), (later, _) in itertools.pairwise(runs))
@@ -69,13 +69,13 @@ def test_runs_with_gaps_are_as_long_as_the_gaps_allow(
 ) -> None:
     outer, inner = case
     joined: list[tuple[int, int]] = []
-    for first, count in inner.runs_in(outer):
+    for first, count in inner.ranges_in(outer):
         if joined and first - sum(joined[-1]) <= largest_gap:
             begin = joined.pop()[0]
             joined.append((begin, first + count - begin))
         else:
             joined.append((first, count))
-    assert list(inner.runs_in(outer, largest_gap=largest_gap)) == joined
+    assert list(inner.ranges_in(outer, largest_gap=largest_gap)) == joined
 
 
 @quickly

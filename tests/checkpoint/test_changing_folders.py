@@ -63,7 +63,7 @@ def test_a_reader_that_meets_a_replacement_reads_the_new_one(
         monkeypatch.undo()
     for command, place, name in [
         ("verify", verification, "_batches"),
-        ("inspect", contents, "places_in"),
+        ("inspect", contents, "locate_tensors"),
     ]:
         before_first_call(monkeypatch, place, name, lambda: checkpoint.save(path, filled(8)))
         found = CliRunner().invoke(app, [command, str(path), *["--pieces"][: command == "inspect"]])

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fullshard.checkpoint import differences as module
 from fullshard.checkpoint.blocks import Block, slabs
 from fullshard.checkpoint.differences import Differences, differences
+from fullshard.checkpoint.json_values import DeviceScalar
 from fullshard.checkpoint.source import TensorRef
-from fullshard.checkpoint.trees import DeviceScalar
 from tests.helpers.checkpoints import MemorySource, plain_source
 
 

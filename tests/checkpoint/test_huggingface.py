@@ -202,18 +202,18 @@ def source(tmp_path: Path) -> TorchFile:
     return TorchFile(tmp_path / "source.pt")
 
 
-def names_in(path: Path) -> list[str]:
+def folder_entries(path: Path) -> list[str]:
     return sorted(each.name for each in path.iterdir())
 
 
 def test_a_small_model_is_one_file(source: TorchFile, tmp_path: Path) -> None:
     write_huggingface(source, tmp_path / "model")
-    assert names_in(tmp_path / "model") == [ONE]
+    assert folder_entries(tmp_path / "model") == [ONE]
     assert_equal(load_file(tmp_path / "model" / ONE), weights())
     with safe_open(tmp_path / "model" / ONE, "pt") as file:
         assert file.metadata()["format"] == "pt"
     assert_equal(read_all(HuggingFaceFolder(tmp_path / "model")), weights())
-    assert names_in(tmp_path) == ["model", "source.pt"]
+    assert folder_entries(tmp_path) == ["model", "source.pt"]
 
 
 @pytest.mark.parametrize(
@@ -235,10 +235,10 @@ def test_a_larger_model_is_several_files_and_an_index(
     found = HuggingFaceFolder(path)
     assert_equal(read_all(found), weights())
     if len(files) == 1:
-        assert names_in(path) == [ONE]
+        assert folder_entries(path) == [ONE]
         return
     names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    assert names_in(path) == [*names, INDEX]
+    assert folder_entries(path) == [*names, INDEX]
     index = json.loads((path / INDEX).read_text())
     assert index["metadata"]["total_size"] == 77
     assert index["weight_map"] == {
@@ -288,13 +288,18 @@ def test_what_belongs_to_a_model_is_copied_and_names_its_dtype(
     (origin / "below").mkdir()
 
     write_huggingface(source, tmp_path / "copied", config_from=origin)
-    assert names_in(tmp_path / "copied") == ["config.json", ONE, "tokenizer.json", "vocab.txt"]
+    assert folder_entries(tmp_path / "copied") == [
+        "config.json",
+        ONE,
+        "tokenizer.json",
+        "vocab.txt",
+    ]
     config = json.loads((tmp_path / "copied" / "config.json").read_text())
     assert config == {"dtype": "bfloat16", "torch_dtype": "bfloat16", "layers": 2}
 
     given = [origin, Config("config.json", dtype=None), Config("generation_config.json")]
     write_huggingface(source, tmp_path / "given", config_from=given, dtype=torch.float32)
-    assert "generation_config.json" in names_in(tmp_path / "given")
+    assert "generation_config.json" in folder_entries(tmp_path / "given")
     assert json.loads((tmp_path / "given" / "config.json").read_text()) == {"dtype": None}
 
     for wrong in (tmp_path / "nobody", 3, [nn.Linear(2, 2)]):
@@ -307,10 +312,10 @@ def test_a_folder_must_be_empty_or_is_overwritten_and_keeps_all_but_weights(
     source: TorchFile, tmp_path: Path
 ) -> None:
     path = two_files(tmp_path / "model")
-    old = names_in(path)
+    old = folder_entries(path)
     with pytest.raises(CheckpointError, match="must be new or empty"):
         write_huggingface(source, path)
-    assert names_in(path) == old and names_in(tmp_path) == ["model", "source.pt"]
+    assert folder_entries(path) == old and folder_entries(tmp_path) == ["model", "source.pt"]
 
     (path / "a.safetensors").rename(path / "model-00001-of-00002.safetensors")
     (path / "b.safetensors").rename(path / "model-00002-of-00002.safetensors")
@@ -321,15 +326,15 @@ def test_a_folder_must_be_empty_or_is_overwritten_and_keeps_all_but_weights(
     with (path / "config.json").open() as reader:
         write_huggingface(source, path, overwrite=True)
         assert json.loads(reader.read()) == {"dtype": "float16"}
-    assert names_in(path) == ["adapter.safetensors", "config.json", ONE, "notes"]
+    assert folder_entries(path) == ["adapter.safetensors", "config.json", ONE, "notes"]
     assert (path / "notes" / "one.bin").read_text() == "kept"
     assert json.loads((path / "config.json").read_text()) == {"dtype": "bfloat16"}
     assert_equal(load_file(path / ONE), weights())
-    assert names_in(tmp_path) == ["model", "source.pt"]
+    assert folder_entries(tmp_path) == ["model", "source.pt"]
 
     (tmp_path / "empty").mkdir()
     write_huggingface(source, tmp_path / "empty")
-    assert names_in(tmp_path / "empty") == [ONE]
+    assert folder_entries(tmp_path / "empty") == [ONE]
     with pytest.raises(CheckpointError, match="is a file"):
         write_huggingface(source, tmp_path / "source.pt", overwrite=True)
 
@@ -395,7 +400,7 @@ def test_a_write_that_fails_leaves_the_folder_as_it_was(
         with pytest.raises(CheckpointError, match="no space left"):
             write_huggingface(source, path, overwrite=True)
     assert_equal(load_file(path / ONE), {"old": torch.ones(2)})
-    assert names_in(tmp_path) == ["model", "source.pt"]
+    assert folder_entries(tmp_path) == ["model", "source.pt"]
 
 
 def test_something_that_came_into_the_folder_meanwhile_is_not_lost(
@@ -430,7 +435,7 @@ def test_damage_and_wrong_options_are_said_before_anything_is_written(
     monkeypatch.setattr(source, "verify", lambda wanted: [f"{key} flipped" for key, _ in wanted])
     with pytest.raises(CheckpointError, match=r"is damaged:\n  model/embed flipped\n  model/inner"):
         write_huggingface(source, path)
-    assert names_in(tmp_path) == ["source.pt"]
+    assert folder_entries(tmp_path) == ["source.pt"]
 
 
 # --- ranks -----------------------------------------------------------------------------------------------
@@ -583,7 +588,7 @@ def test_what_one_rank_cannot_write_none_does(world: Any, tmp_path: Path) -> Non
     errors = world(2).run(fail_on_the_last_rank, path)
     assert errors == ["rank 1: OSError: [Errno 28] no space left"] * 2
     assert_equal(load_file(path / ONE), {"old": torch.ones(2)})
-    assert names_in(tmp_path) == ["model"]
+    assert folder_entries(tmp_path) == ["model"]
 
 
 def peak_growth(call: Callable[[], Any]) -> int:

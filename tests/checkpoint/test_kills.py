@@ -19,7 +19,7 @@ from torch import nn, optim
 from fullshard import checkpoint, fully_shard
 from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.blocks import whole
-from fullshard.checkpoint.stored import StoredCheckpoint
+from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from tests.helpers.ranks import RankError
 
 KILLS = int(os.environ.get("FULLSHARD_KILLS", "10"))

@@ -14,18 +14,18 @@ import torch
 from fullshard import CheckpointError
 from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.manifest import FileRecord, Manifest, StoredTensor
+from fullshard.checkpoint.sharding import Sharding, replicated
 from fullshard.checkpoint.source import TensorRef
-from fullshard.checkpoint.spread import Spread, undivided
 
 PATH = Path("run/step-3")
 
 
 def example() -> Manifest:
-    rows = Spread(shape=(5, 4), cuts=(range(0, 5, 3), (0,)), holders=((0, 1),))
-    flat = Spread(
+    rows = Sharding(shape=(5, 4), cuts=(range(0, 5, 3), (0,)), holders=((0, 1),))
+    flat = Sharding(
         shape=(2, 2, 3), order=(0, 2, 1), flat=True, cuts=(range(-4, 12, 8),), holders=((0, 1),)
     )
-    grid = Spread(shape=(4, 4), cuts=((0, 1), (0, 2)), holders=((3, 2, 1, 0),))
+    grid = Sharding(shape=(4, 4), cuts=((0, 1), (0, 2)), holders=((3, 2, 1, 0),))
     return Manifest(
         data="data-0123456789ab",
         world=4,
@@ -33,8 +33,8 @@ def example() -> Manifest:
             "model/w": StoredTensor(torch.float32, rows),
             "model/conv": StoredTensor(torch.bfloat16, flat),
             "model/grid": StoredTensor(torch.float32, grid),
-            "model/count": StoredTensor(torch.int64, undivided((), [2])),
-            "model/nothing": StoredTensor(torch.float32, undivided((0, 3), [0])),
+            "model/count": StoredTensor(torch.int64, replicated((), [2])),
+            "model/nothing": StoredTensor(torch.float32, replicated((0, 3), [0])),
             "optimizer/w/exp_avg": StoredTensor(torch.float32, rows),
         },
         files={rank: FileRecord(100 + rank, 0xDEADBEEF - rank) for rank in range(4)},
@@ -66,7 +66,7 @@ def test_a_tensor_of_thousands_of_ranks_is_one_short_line() -> None:
     tensors = {
         f"model/{i}": StoredTensor(
             torch.float32,
-            Spread(shape=(8192, 8192), cuts=(range(0, 8192, 2), (0,)), holders=(ranks,)),
+            Sharding(shape=(8192, 8192), cuts=(range(0, 8192, 2), (0,)), holders=(ranks,)),
         )
         for i in range(100)
     }

@@ -575,7 +575,7 @@ def test_what_a_file_cannot_have_is_told_before_anything_is_written(path: Path) 
     with pytest.raises(CheckpointError, match=r"no code for .* model/x \(torch\.complex128\)"):
         write_file(path, entries_of({"model/x": torch.ones(1, dtype=torch.complex128)}))
     with (
-        mock.patch.object(tensor_files, "LARGEST_HEADER", 100),
+        mock.patch.object(tensor_files, "MAX_HEADER", 100),
         pytest.raises(CheckpointError, match="can have 100 bytes at most"),
     ):
         write_file(path, two_tensors(5))

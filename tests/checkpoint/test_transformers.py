@@ -83,13 +83,13 @@ def logits_of(model: nn.Module) -> Tensor:
     return model.eval()(TOKENS).logits
 
 
-def there_and_back(folder: Path, build: Any, most_bytes: int) -> list[str]:
+def there_and_back(folder: Path, build: Any, max_bytes: int) -> list[str]:
     """What transformers makes of a model that went through shards; names of files on the way back."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     origin = folder / "origin"
     first = build()
     if dist.get_rank() == 0:
-        first.save_pretrained(origin, max_shard_size=most_bytes)
+        first.save_pretrained(origin, max_shard_size=max_bytes)
     dist.barrier()
     alone = trained(type(first).from_pretrained(origin))
     found = []
@@ -99,7 +99,7 @@ def there_and_back(folder: Path, build: Any, most_bytes: int) -> list[str]:
         load_huggingface(origin, model)
         trained(model)
         save_huggingface(
-            folder / door.__name__, model, config_from=first.config, max_file_bytes=most_bytes
+            folder / door.__name__, model, config_from=first.config, max_file_bytes=max_bytes
         )
         again = type(first).from_pretrained(folder / door.__name__)
         assert_equal(again.state_dict(), alone.state_dict())

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from fullshard.checkpoint.agreement import Outline, agreed, outline_of
 from fullshard.checkpoint.blocks import Block, whole
-from fullshard.checkpoint.local_state import Held, LocalModelState
+from fullshard.checkpoint.local_state import LocalModelState, LocalTensor
 from fullshard.checkpoint.manifest import StoredTensor
+from fullshard.checkpoint.model_target import ModelTarget, ReadRequest
 from fullshard.checkpoint.optimizer_local_state import optimizer_tree
 from fullshard.checkpoint.optimizer_target import OptimizerTarget
-from fullshard.checkpoint.param_spreads import inverse
+from fullshard.checkpoint.param_shardings import inverse
 from fullshard.checkpoint.source import Source, TensorInfo
-from fullshard.checkpoint.targets import ModelTarget, ReadRequest
 
 
 class MemorySource:
@@ -55,7 +55,7 @@ class MemorySource:
         pass
 
 
-Snapshot = tuple[Outline, list[Held]]
+Snapshot = tuple[Outline, list[LocalTensor]]
 """What one rank holds, in memory of its own."""
 
 
@@ -86,18 +86,18 @@ def load_into(model: nn.Module, optimizer: Optimizer | None, source: MemorySourc
         targets.append(OptimizerTarget(optimizer, holdings, source))
     for target in targets:
         assert not target.faults, target.faults
-        _fill(source, target.wants)
+        _fill(source, target.requests)
     for target in targets:
         target.install()
 
 
-def _fill(source: MemorySource, wants: Iterable[ReadRequest]) -> None:
+def _fill(source: MemorySource, requests: Iterable[ReadRequest]) -> None:
     """Read what is wanted, as a loader does."""
-    for want in wants:
-        for block, out in want.parts:
+    for request in requests:
+        for block, out in request.parts:
             assert tuple(out.shape) == block.shape
             staged = torch.empty(block.shape, dtype=out.dtype)
-            source.read(want.key, block, staged)
+            source.read(request.key, block, staged)
             out.copy_(staged)
 
 
@@ -105,13 +105,13 @@ def agreed_outline(outlines: Sequence[Outline]) -> Outline:
     """What all ranks say together, as each of them finds it."""
     if len({outline.digest() for outline in outlines}) == 1:
         return outlines[0]
-    told = {rank: outline.told_by(rank) for rank, outline in enumerate(outlines)}
-    results = [agreed(outline, told, rank) for rank, outline in enumerate(outlines)]
+    reported = {rank: outline.part_reported_by(rank) for rank, outline in enumerate(outlines)}
+    results = [agreed(outline, reported, rank) for rank, outline in enumerate(outlines)]
     assert len({result.digest() for result in results}) == 1
     return results[0]
 
 
-def assembled(outline: Outline, of_ranks: Sequence[Sequence[Held]]) -> dict[str, Tensor]:
+def assembled(outline: Outline, of_ranks: Sequence[Sequence[LocalTensor]]) -> dict[str, Tensor]:
     """Whole tensors of what ranks hold: each element from every one of its holders, which have the same."""
     held = [{each.key: each for each in tensors} for tensors in of_ranks]
     return {
@@ -120,28 +120,28 @@ def assembled(outline: Outline, of_ranks: Sequence[Sequence[Held]]) -> dict[str,
     }
 
 
-def _assembled(key: str, known: StoredTensor, of_ranks: Sequence[Held | None]) -> Tensor:
-    spread = known.spread
-    stored = torch.zeros(spread.shape, dtype=known.dtype)
-    times_written = torch.zeros(spread.shape, dtype=torch.int)
+def _assembled(key: str, known: StoredTensor, of_ranks: Sequence[LocalTensor | None]) -> Tensor:
+    sharding = known.sharding
+    stored = torch.zeros(sharding.shape, dtype=known.dtype)
+    times_written = torch.zeros(sharding.shape, dtype=torch.int)
     for rank, held in enumerate(of_ranks):
-        cell = spread.cell_of(rank)
-        if cell is None or not spread.extent(cell).numel:
+        cell = sharding.cell_of(rank)
+        if cell is None or not sharding.extent(cell).numel:
             continue
         assert held is not None and held.local is not None, f"rank {rank} has nothing of {key}"
         assert (held.dtype, held.local.dtype, held.shape) == (known.dtype, known.dtype, known.shape)
-        assert tuple(held.local.shape) == spread.extent(cell).shape
-        for block, offset in spread.blocks(cell):
+        assert tuple(held.local.shape) == sharding.extent(cell).shape
+        for block, offset in sharding.blocks(cell):
             part = held.local
-            if spread.flat:
+            if sharding.flat:
                 part = part[offset : offset + block.numel].view(block.shape)
-            place = block.slices_in(whole(spread.shape))
+            place = block.slices_in(whole(sharding.shape))
             written = times_written[place] > 0
             assert torch.equal(stored[place][written], part[written]), f"replicas of {key} differ"
             stored[place] = part
             times_written[place] += 1
-    assert (times_written == len(spread.holders)).all(), key
-    return stored if spread.order is None else stored.permute(inverse(spread.order))
+    assert (times_written == len(sharding.holders)).all(), key
+    return stored if sharding.order is None else stored.permute(inverse(sharding.order))
 
 
 def plain_source(

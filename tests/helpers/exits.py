@@ -47,14 +47,14 @@ def main(folder: Path, rank: int) -> None:
     torch_border.set_timeout(dist.group.WORLD, TIMEOUT)
 
     is_stuck = threading.Event()
-    write_own = save_plan._write_own
+    write_own = save_plan._write_own_file
     if rank == 1:
-        save_plan._write_own = lambda *_: is_stuck.wait()  # type: ignore[assignment, return-value]
+        save_plan._write_own_file = lambda *_: is_stuck.wait()  # type: ignore[assignment, return-value]
     pending = checkpoint.async_save(folder / "together", nn.Linear(2, 2))
     if rank == 1:
         sys.stdin.read()
         is_stuck.set()
-        save_plan._write_own = write_own
+        save_plan._write_own_file = write_own
     try:
         pending.wait()
     except RuntimeError as error:

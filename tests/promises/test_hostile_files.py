@@ -41,7 +41,7 @@ from fullshard.checkpoint.dcp import DcpCheckpoint, write_dcp
 from fullshard.checkpoint.formats import open_source
 from fullshard.checkpoint.huggingface import HuggingFaceFolder, save_huggingface
 from fullshard.checkpoint.source import Source
-from fullshard.checkpoint.stored import StoredCheckpoint
+from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import TensorFile
 from fullshard.checkpoint.torch_files import TorchFile, write_torch_file
 from fullshard.programs.checkpoint_tool.contents import describe

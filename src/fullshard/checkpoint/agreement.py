@@ -7,9 +7,9 @@ Mostly all have read the same, and a digest shows it. They may also know differe
     pipeline stages            ranks have different modules
 
 Then each rank tells of what it is the first to hold elements of, and all of it together is what is saved. So
-everything is told about once, or once per mesh: however many ranks there are, no more travels than the manifest has.
+everything is reported about once, or once per mesh: however many ranks there are, no more travels than the manifest has.
 
-Every rank then compares all that it has with what was told, and all that was told with what it has. What a rank
+Every rank then compares all that it has with what was reported, and all that was reported with what it has. What a rank
 holds elements of must be there on both sides, and be the same: so one rank without an optimizer, without the state of
 a parameter, or with other options or step counts is found before anything is written.
 """
@@ -24,13 +24,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from fullshard.checkpoint import trees
+from fullshard.checkpoint import json_values
 from fullshard.checkpoint.blocks import whole
-from fullshard.checkpoint.local_state import Held
+from fullshard.checkpoint.local_state import LocalTensor
 from fullshard.checkpoint.manifest import StoredTensor
 from fullshard.checkpoint.rank_group import ranks_text
+from fullshard.checkpoint.sharding import Sharding
 from fullshard.checkpoint.source import CLASS, MODEL, TensorRef
-from fullshard.checkpoint.spread import Spread
 from fullshard.errors import CheckpointError, fault_paragraphs
 
 Tree = Mapping[str, Any]
@@ -41,12 +41,12 @@ class Outline:
     """What is to be saved, without data."""
 
     tensors: Mapping[str, StoredTensor]
-    """By key; their spreads name all holders."""
+    """By key; their shardings name all holders."""
     tied: Mapping[str, str] = field(default_factory=dict)
     optimizer: Tree | None = None
     held: frozenset[str] = frozenset()
     """Names in the model of what this rank has elements of, also in one `FlatParameter` with others. Known to this
-    rank only: others are not told."""
+    rank only: others are not reported."""
 
     def digest(self) -> str:
         """Equal on ranks that know the same."""
@@ -54,27 +54,27 @@ class Outline:
         tensors = {
             key: (
                 str(stored.dtype),
-                repr(replace(stored.spread, holders=())),
-                lists.setdefault(stored.spread.holders, len(lists)),
+                repr(replace(stored.sharding, holders=())),
+                lists.setdefault(stored.sharding.holders, len(lists)),
             )
             for key, stored in self.tensors.items()
         }
-        tree = trees.encode(self.optimizer, "optimizer", [])
+        tree = json_values.encode(self.optimizer, "optimizer", [])
         text = json.dumps([tensors, list(lists), dict(self.tied), tree], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def told_by(self, rank: int) -> Outline:
+    def part_reported_by(self, rank: int) -> Outline:
         """The part that ``rank`` tells of, which has this outline."""
-        first = {key: _first_holder(stored.spread) for key, stored in self.tensors.items()}
+        first = {key: _first_holder(stored.sharding) for key, stored in self.tensors.items()}
 
-        def tells(name: str) -> bool:
+        def reports(name: str) -> bool:
             return first[MODEL + name] == rank
 
         optimizer: Tree | None = None
         if self.optimizer is not None:
-            state = {name: own for name, own in self.optimizer["state"].items() if tells(name)}
+            state = {name: own for name, own in self.optimizer["state"].items() if reports(name)}
             names = [
-                list(filter(tells, group["params"])) for group in self.optimizer["param_groups"]
+                list(filter(reports, group["params"])) for group in self.optimizer["param_groups"]
             ]
             groups = [
                 {**group, "params": own} if own else {"params": []}
@@ -83,13 +83,13 @@ class Outline:
             optimizer = {**self.optimizer, "state": state, "param_groups": groups}
         return Outline(
             tensors={key: each for key, each in self.tensors.items() if first[key] == rank},
-            tied={name: stored for name, stored in self.tied.items() if tells(stored)},
+            tied={name: stored for name, stored in self.tied.items() if reports(stored)},
             optimizer=optimizer,
         )
 
 
 def outline_of(
-    tensors: Iterable[Held],
+    tensors: Iterable[LocalTensor],
     tied: Mapping[str, str],
     optimizer: Tree | None = None,
     updated_together: Iterable[Sequence[str]] = (),
@@ -113,7 +113,7 @@ def outline_of(
         if not held.isdisjoint(names):
             held.update(names)
     return Outline(
-        tensors={each.key: StoredTensor(each.dtype, each.spread) for each in tensors},
+        tensors={each.key: StoredTensor(each.dtype, each.sharding) for each in tensors},
         tied=tied,
         optimizer=optimizer,
         held=frozenset(held),
@@ -123,23 +123,25 @@ def outline_of(
 # --- what all have -------------------------------------------------------------------------------------
 
 
-def agreed(own: Outline, told: Mapping[int, Outline], rank: int) -> Outline:
+def agreed(own: Outline, reported: Mapping[int, Outline], rank: int) -> Outline:
     """The outline of all, from what every rank tells of its own; the same on each of them.
 
     Args:
         own: What this rank has.
-        told: By rank, what each of them tells.
+        reported: By rank, what each of them tells.
         rank: This one.
 
     Raises:
-        CheckpointError: this rank has something else than was told, more, or less; or ranks differ in whether they
+        CheckpointError: this rank has something else than was reported, more, or less; or ranks differ in whether they
             have an optimizer, and which. An error here must be one on all ranks.
     """
-    check_kinds({rank: _kind(outline.optimizer) for rank, outline in told.items()}, "save")
-    joined = _Joined(told)
-    faults = [*_tensor_differences(own, joined, rank), *_tied_differences(own, joined)]
+    check_optimizer_classes(
+        {rank: _kind(outline.optimizer) for rank, outline in reported.items()}, "save"
+    )
+    merged = _Merged(reported)
+    faults = [*_tensor_differences(own, merged, rank), *_tied_differences(own, merged)]
     if own.optimizer is not None:
-        faults += _optimizer_differences(own, own.optimizer, joined)
+        faults += _optimizer_differences(own, own.optimizer, merged)
     for paragraph in fault_paragraphs(
         faults,
         "Ranks that save together must have the same model and optimizer, as far as they share parameters. Nothing was "
@@ -149,10 +151,10 @@ def agreed(own: Outline, told: Mapping[int, Outline], rank: int) -> Outline:
         "they have.",
     ):
         raise CheckpointError(paragraph)
-    return joined.outline
+    return merged.outline
 
 
-def check_kinds(kinds: Mapping[int, str | None], task: Literal["save", "load"]) -> None:
+def check_optimizer_classes(kinds: Mapping[int, str | None], task: Literal["save", "load"]) -> None:
     """Raise unless all ranks have passed an optimizer of one class, or none has passed any.
 
     Args:
@@ -178,20 +180,20 @@ def _kind(optimizer: Tree | None) -> str | None:
     return None if optimizer is None else next(iter(optimizer.get(CLASS, ())), "an optimizer")
 
 
-class _Joined:
-    """All that ranks have told, as one outline, and who has told of each part first."""
+class _Merged:
+    """All that ranks have reported, as one outline, and who has reported of each part first."""
 
-    def __init__(self, told: Mapping[int, Outline]) -> None:
+    def __init__(self, reported: Mapping[int, Outline]) -> None:
         self.tensors: dict[str, StoredTensor] = {}
         self.tied: dict[str, str] = {}
         self.state: dict[str, Tree] = {}
         self.groups: list[dict[str, Any]] = []
         self._optimizer: Tree | None = None
-        self.teller: dict[Any, int] = {}
+        self.reporter: dict[Any, int] = {}
         """By keys of tensors, and by numbers of groups."""
-        for rank, outline in told.items():
+        for rank, outline in reported.items():
             for key, stored in outline.tensors.items():
-                self.teller.setdefault(key, rank)
+                self.reporter.setdefault(key, rank)
                 self.tensors[key] = _with_holders_of(self.tensors.get(key, stored), stored)
             self.tied = {**outline.tied, **self.tied}
             if outline.optimizer is not None:
@@ -205,12 +207,12 @@ class _Joined:
             if number == len(self.groups):
                 self.groups.append({"params": []})
             if not group["params"]:
-                continue  # nothing is told of this one
-            joined = self.groups[number]
-            if number not in self.teller:
-                self.teller[number] = rank
-                joined |= {option: value for option, value in group.items() if option != "params"}
-            joined["params"] += [name for name in group["params"] if name not in known]
+                continue  # nothing is reported of this one
+            merged = self.groups[number]
+            if number not in self.reporter:
+                self.reporter[number] = rank
+                merged |= {option: value for option, value in group.items() if option != "params"}
+            merged["params"] += [name for name in group["params"] if name not in known]
 
     @property
     def outline(self) -> Outline:
@@ -224,30 +226,30 @@ class _Joined:
         return Outline(tensors=self.tensors, tied=self.tied, optimizer=optimizer)
 
     def rank_of(self, name: str) -> str:
-        """For messages: who has told of a tensor of the model."""
-        teller = self.teller.get(MODEL + name)
-        return "others" if teller is None else f"rank {teller}"
+        """For messages: who has reported of a tensor of the model."""
+        reporter = self.reporter.get(MODEL + name)
+        return "others" if reporter is None else f"rank {reporter}"
 
 
 def _with_holders_of(known: StoredTensor, other: StoredTensor) -> StoredTensor:
     """A tensor with the holders of both; or as it is, if the other is something else."""
     if _without_holders(known) != _without_holders(other):
         return known
-    holders = dict.fromkeys((*known.spread.holders, *other.spread.holders))
-    return replace(known, spread=replace(known.spread, holders=tuple(holders)))
+    holders = dict.fromkeys((*known.sharding.holders, *other.sharding.holders))
+    return replace(known, sharding=replace(known.sharding, holders=tuple(holders)))
 
 
 def _without_holders(stored: StoredTensor) -> StoredTensor:
-    return replace(stored, spread=replace(stored.spread, holders=()))
+    return replace(stored, sharding=replace(stored.sharding, holders=()))
 
 
 # --- what this rank has otherwise --------------------------------------------------------------------------
 
 
-def _tensor_differences(own: Outline, joined: _Joined, rank: int) -> Iterator[str]:
+def _tensor_differences(own: Outline, merged: _Merged, rank: int) -> Iterator[str]:
     for key, stored in own.tensors.items():
-        if key in joined.tensors:
-            known, where = joined.tensors[key], f"rank {joined.teller[key]}"
+        if key in merged.tensors:
+            known, where = merged.tensors[key], f"rank {merged.reporter[key]}"
             if (stored.dtype, stored.shape) != (known.dtype, known.shape):
                 yield (
                     f"{key}: {stored.dtype} {stored.shape} here, {known.dtype} {known.shape} on {where}"
@@ -255,38 +257,38 @@ def _tensor_differences(own: Outline, joined: _Joined, rank: int) -> Iterator[st
             elif _without_holders(stored) != _without_holders(known):
                 yield f"{key}: divided over ranks otherwise than on {where}"
         elif key.startswith(MODEL):
-            first = _first_holder(stored.spread)
+            first = _first_holder(stored.sharding)
             yield f"{key}: here, not on rank {first}, which would have to save its first elements"
-    for key, known in joined.tensors.items():
-        cell = known.spread.cell_of(rank) if key not in own.tensors else None
-        if cell is not None and key.startswith(MODEL) and known.spread.extent(cell).numel:
-            yield f"{key}: on rank {joined.teller[key]}, divided over ranks with this one among them; not here"
+    for key, known in merged.tensors.items():
+        cell = known.sharding.cell_of(rank) if key not in own.tensors else None
+        if cell is not None and key.startswith(MODEL) and known.sharding.extent(cell).numel:
+            yield f"{key}: on rank {merged.reporter[key]}, divided over ranks with this one among them; not here"
 
 
-def _tied_differences(own: Outline, joined: _Joined) -> Iterator[str]:
+def _tied_differences(own: Outline, merged: _Merged) -> Iterator[str]:
     for name, stored in own.tied.items():
-        if joined.tied.get(name, stored) != stored:
-            yield f"{name}: another name of {stored} here, of {joined.tied[name]} elsewhere"
+        if merged.tied.get(name, stored) != stored:
+            yield f"{name}: another name of {stored} here, of {merged.tied[name]} elsewhere"
 
 
-def _optimizer_differences(own: Outline, optimizer: Tree, joined: _Joined) -> Iterator[str]:
+def _optimizer_differences(own: Outline, optimizer: Tree, merged: _Merged) -> Iterator[str]:
     groups = optimizer["param_groups"]
-    own_numbers, numbers = _numbers(groups), _numbers(joined.groups)
+    own_numbers, numbers = _numbers(groups), _numbers(merged.groups)
     for name in own_numbers | numbers:
         # What this rank has no elements of, its optimizer need not have.
         if own_numbers.get(name) != numbers.get(name) and (name in own_numbers or name in own.held):
             here, there = (_group_text(each.get(name)) for each in (own_numbers, numbers))
-            yield f"{name}: {here} here, {there} on {joined.rank_of(name)}"
+            yield f"{name}: {here} here, {there} on {merged.rank_of(name)}"
     for number, group in enumerate(groups):
-        if number in joined.teller and group["params"]:
+        if number in merged.reporter and group["params"]:
             options = {key: value for key, value in group.items() if key != "params"}
-            theirs = {key: value for key, value in joined.groups[number].items() if key != "params"}
-            where = f"rank {joined.teller[number]}"
+            theirs = {key: value for key, value in merged.groups[number].items() if key != "params"}
+            where = f"rank {merged.reporter[number]}"
             yield from _differences(options, theirs, f"group {number}", where)
     for name in own.held:
-        known, state = joined.state.get(name, {}), optimizer["state"].get(name, {})
+        known, state = merged.state.get(name, {}), optimizer["state"].get(name, {})
         if known or state:
-            yield from _differences(state, known, f"state of {name}", joined.rank_of(name))
+            yield from _differences(state, known, f"state of {name}", merged.rank_of(name))
 
 
 def _numbers(groups: Sequence[Tree]) -> dict[str, int]:
@@ -309,13 +311,15 @@ def _differences(ours: Tree, theirs: Tree, what: str, where: str) -> Iterator[st
 
 
 def _same(one: Any, other: Any) -> bool:
-    return one is other or bool(trees.encode(one, "", []) == trees.encode(other, "", []))
+    return one is other or bool(
+        json_values.encode(one, "", []) == json_values.encode(other, "", [])
+    )
 
 
 def _text(value: Any) -> str:
     if isinstance(value, TensorRef):
         return "a tensor"
-    text = json.dumps(_plain(trees.encode(value, "", [])))
+    text = json.dumps(_plain(json_values.encode(value, "", [])))
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
@@ -324,11 +328,11 @@ def _plain(encoded: Any) -> Any:
     return encoded.get("value", encoded) if isinstance(encoded, dict) else encoded
 
 
-def _first_holder(spread: Spread) -> int | None:
+def _first_holder(sharding: Sharding) -> int | None:
     """The rank that has the first elements; of a tensor without any, that has its first cell."""
-    parts = spread.overlapping(whole(spread.shape))
+    parts = sharding.overlapping(whole(sharding.shape))
     cell = next((part.cell for part in parts), 0)
-    ranks = spread.holders[0] if spread.holders else ()
+    ranks = sharding.holders[0] if sharding.holders else ()
     return ranks[cell] if cell < len(ranks) else None
 
 
@@ -336,7 +340,7 @@ def _first_holder(spread: Spread) -> int | None:
 
 
 def parts_to_write(
-    tensors: Mapping[str, StoredTensor], own: Iterable[Held], rank: int
+    tensors: Mapping[str, StoredTensor], own: Iterable[LocalTensor], rank: int
 ) -> list[tuple[str, Tensor]]:
     """The cells that this rank was chosen to write, by key: all of them, as the manifest will say they are.
 
@@ -349,8 +353,8 @@ def parts_to_write(
     held = {each.key: each for each in own}
     parts, faults = [], []
     for key, stored in tensors.items():
-        cell = stored.spread.cell_of(rank)
-        extent = None if cell is None else stored.spread.extent(cell)
+        cell = stored.sharding.cell_of(rank)
+        extent = None if cell is None else stored.sharding.extent(cell)
         if extent is None or not extent.numel:
             continue
         local = held[key].local if key in held else None

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-MOST_DIMS = 64
+MAX_DIMS = 64
 """Of a tensor that torch can copy."""
 
 
@@ -29,7 +29,7 @@ def are_sizes(values: Any) -> TypeGuard[list[int] | tuple[int, ...]]:
     # JSON's true is an int in Python.
     return (
         type(values) in (list, tuple)
-        and len(values) <= MOST_DIMS
+        and len(values) <= MAX_DIMS
         and all(type(size) is int and 0 <= size < 1 << 63 for size in values)
     )
 
@@ -64,7 +64,7 @@ class Block:
             for s, o, n in zip(self.start, outer.start, self.shape, strict=True)
         )
 
-    def runs_in(self, outer: Block, *, largest_gap: int = 0) -> Iterator[tuple[int, int]]:
+    def ranges_in(self, outer: Block, *, largest_gap: int = 0) -> Iterator[tuple[int, int]]:
         """Where its elements are in ``outer``'s, in row-major order: (first, how many), as long as they can be.
 
         Args:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fullshard.checkpoint import publication, trees
+from fullshard.checkpoint import json_values, publication
 from fullshard.checkpoint.blocks import Block
 from fullshard.checkpoint.dcp import write_dcp
 from fullshard.checkpoint.formats import use_source
 from fullshard.checkpoint.huggingface import write_huggingface
 from fullshard.checkpoint.manifest import Manifest, StoredTensor, file_name
+from fullshard.checkpoint.sharding import Cuts, Sharding
 from fullshard.checkpoint.source import MODEL, OPTIMIZER, Source
-from fullshard.checkpoint.spread import Cuts, Spread
 from fullshard.checkpoint.tensor_files import NewEntry, write_file
 from fullshard.checkpoint.torch_files import write_torch_file
 from fullshard.checkpoint.verified_reads import read_verified
@@ -144,27 +144,27 @@ def _refuse_what_cannot_be_written(source: Source) -> None:
         if not key.startswith((MODEL, OPTIMIZER))
     ]
     for name in ("optimizer", "extra"):
-        trees.encode(getattr(source, name), name, faults)
+        json_values.encode(getattr(source, name), name, faults)
     if faults:
         raise CheckpointError(
             "A checkpoint of fullshard's own has tensors of a model and an optimizer, and values that JSON can say, with "
-            f"tensors of up to {trees.MOST_ARRAY_BYTES} bytes; {source.path} has\n  "
+            f"tensors of up to {json_values.MAX_ARRAY_BYTES} bytes; {source.path} has\n  "
             + "\n  ".join(faults)
         )
 
 
-def _in_rows(shape: tuple[int, ...], files: int) -> Spread:
+def _in_rows(shape: tuple[int, ...], files: int) -> Sharding:
     cuts: list[Cuts] = [(0,)] * len(shape)
     if shape and shape[0]:
         cuts[0] = range(0, shape[0], -(-shape[0] // files))
-    return Spread(shape=shape, cuts=tuple(cuts), holders=(tuple(range(files)),))
+    return Sharding(shape=shape, cuts=tuple(cuts), holders=(tuple(range(files)),))
 
 
 def _entries(source: Source, tensors: dict[str, StoredTensor], rank: int) -> list[NewEntry]:
     entries = []
     for key, stored in tensors.items():
-        cell = stored.spread.cell_of(rank)
-        extent = None if cell is None else stored.spread.extent(cell)
+        cell = stored.sharding.cell_of(rank)
+        extent = None if cell is None else stored.sharding.extent(cell)
         if extent is not None and extent.numel:
             fetch = partial(read_verified, source, key, extent)
             entries.append(NewEntry(key, stored.dtype, extent.shape, fetch))

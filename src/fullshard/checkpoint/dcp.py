@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fullshard.checkpoint import trees
+from fullshard.checkpoint import json_values
 from fullshard.checkpoint.blocks import Block, slabs, whole
 from fullshard.checkpoint.dcp_metadata import METADATA, Chunk, DcpTensor, Item, read_metadata
 from fullshard.checkpoint.source import (
@@ -148,16 +148,16 @@ class DcpCheckpoint:
         found = [name for name in OPTIMIZER_ROOTS if isinstance(root.get(name), dict)]
         self.optimizer = self._optimizer_of(root.pop(found[0]), model) if found else None
         extra = root.get(EXTRA_ROOT) if set(root) == {EXTRA_ROOT} else root or None
-        self.extra = self._values(extra, EXTRA[:-1], most_bytes=trees.MOST_ARRAY_BYTES)
+        self.extra = self._values(extra, EXTRA[:-1], max_bytes=json_values.MAX_ARRAY_BYTES)
 
     def _add_module_states(self, model: dict[str, Any]) -> None:
         """Take states of modules that are no tensors out of ``model``: here they are tensors with what JSON says of them."""
         for name in list(filter(_is_module_state, model)):
             if isinstance(model[name], str) and model[name] in self._metadata.tensors:
                 continue
-            state = self._values(model.pop(name), name, most_bytes=trees.MOST_ARRAY_BYTES)
+            state = self._values(model.pop(name), name, max_bytes=json_values.MAX_ARRAY_BYTES)
             faults: list[str] = []
-            text = json.dumps(trees.encode(state, name, faults))
+            text = json.dumps(json_values.encode(state, name, faults))
             if faults:
                 raise CheckpointError(
                     f"The state of a module can be what JSON can say; in {self.path} it is not: {faults}."
@@ -201,24 +201,23 @@ class DcpCheckpoint:
             parts[part].setdefault(rest[:end], {})[rest[end + 1 :]] = entry
         groups: dict[str, dict[str, Any]] = {}
         for name, options in self._values(parts["param_groups"], "param_groups").items():
-            same = json.dumps(trees.encode(options, name, []), sort_keys=True)
+            same = json.dumps(json_values.encode(options, name, []), sort_keys=True)
             groups.setdefault(same, {"params": [], **options})["params"].append(name)
         state = self._values(parts["state"], OPTIMIZER[:-1])
         return {"state": state, "param_groups": list(groups.values())}
 
-    def _values(self, tree: Any, key: str, *, most_bytes: int = 0) -> Any:
-        """A tree of entries as a tree of what they are; tensors of more than ``most_bytes`` and a dimension stay."""
+    def _values(self, tree: Any, key: str, *, max_bytes: int = 0) -> Any:
+        """A tree of entries as a tree of what they are; tensors of more than ``max_bytes`` and a dimension stay."""
         if tree is None:
             return None
         if isinstance(tree, dict):
             return {
-                each: self._values(tree[each], f"{key}/{each}", most_bytes=most_bytes)
+                each: self._values(tree[each], f"{key}/{each}", max_bytes=max_bytes)
                 for each in tree
             }
         if isinstance(tree, list):
             return [
-                self._values(each, f"{key}/{i}", most_bytes=most_bytes)
-                for i, each in enumerate(tree)
+                self._values(each, f"{key}/{i}", max_bytes=max_bytes) for i, each in enumerate(tree)
             ]
         if tree in self._metadata.values:
             item = self._metadata.values[tree]
@@ -226,7 +225,7 @@ class DcpCheckpoint:
             return self._load(item, tree)
         self._stored[key] = tensor = self._metadata.tensors[tree]
         block = whole(tensor.shape)
-        if tensor.shape and block.numel * tensor.dtype.itemsize > most_bytes:
+        if tensor.shape and block.numel * tensor.dtype.itemsize > max_bytes:
             return TensorRef(key)
         self._refuse(self.verify([(key, block)]))
         value = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -260,7 +259,7 @@ class DcpCheckpoint:
             stream = cast(IO[bytes], self._open(item))
             refuse_compressed(stream, item.nbytes)
             value = torch.load(stream, map_location="cpu", weights_only=True)
-            trees.check_size(value)
+            json_values.check_size(value)
             return value
         except Exception as error:  # what is damaged can raise anything
             reason = str(error).partition("\n")[0] or type(error).__name__
@@ -379,7 +378,7 @@ def _leaves(tree: Any, path: StatePath = ()) -> Iterator[tuple[StatePath, Any]]:
 def _is_leaf(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_leaf, value))
-    return not isinstance(value, Mapping | Tensor | TensorRef | trees.DeviceScalar)
+    return not isinstance(value, Mapping | Tensor | TensorRef | json_values.DeviceScalar)
 
 
 # --- writing -----------------------------------------------------------------------------------------------
@@ -447,7 +446,7 @@ def _module_state(source: Source, name: str) -> Any:
     if info.dtype == torch.uint8 and len(info.shape) == 1:
         text = bytes(read_verified(source, MODEL + name).tolist())
         with contextlib.suppress(ValueError, RecursionError, CheckpointError):
-            return trees.decode(json.loads(text))
+            return json_values.decode(json.loads(text))
     return TensorRef(MODEL + name)
 
 
@@ -467,7 +466,7 @@ def _write_entry(
         torch.save(item, file)
         metadata.storage_data[index] = dcp_item_place(DATA, offset, file.tell() - offset)
 
-    if isinstance(value, trees.DeviceScalar):
+    if isinstance(value, json_values.DeviceScalar):
         value = value.value
     if not isinstance(value, Tensor | TensorRef):
         write(with_tensors(value, source), MetadataIndex(name))

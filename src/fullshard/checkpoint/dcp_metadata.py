@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.blocks import MOST_DIMS, Block, are_sizes, whole
+from fullshard.checkpoint.blocks import MAX_DIMS, Block, are_sizes, whole
 from fullshard.checkpoint.metadata_pickle import Record, unpickle
 from fullshard.errors import CheckpointError
 from fullshard.files import content_of
 
 METADATA = ".metadata"
-MOST_BYTES = 4 << 30
+MAX_BYTES = 4 << 30
 """Of metadata that are read."""
-MOST_KEYS = 100
+MAX_KEYS = 100
 """Of a path in a state dict."""
-MOST_CUT_DIMS = 6
+MAX_CUT_DIMS = 6
 """Dimensions that the chunks of a tensor divide; all the corners of a chunk in these are looked at."""
 CHUNK_BYTES = 8
 """Less than any chunk takes in the file: so there cannot be more chunks than that."""
@@ -75,7 +75,7 @@ def read_metadata(folder: Path) -> DcpMetadata:
     """Read and check what the checkpoint in ``folder`` has, and that its files have room for it."""
     file = folder / METADATA
     try:
-        content = content_of(file, most_bytes=MOST_BYTES)
+        content = content_of(file, max_bytes=MAX_BYTES)
     except OSError as error:
         raise CheckpointError(
             f"A torch distributed checkpoint is a folder with a file {METADATA}; {file} cannot be read: {error}"
@@ -134,7 +134,7 @@ def _items(storage_data: Any) -> Iterator[tuple[_ItemKey, Item]]:
 def _path(name: str, path: Any) -> tuple[str | int, ...]:
     if type(path) not in (tuple, list):
         raise TypeError(f"the path of {name!r} is {reprlib.repr(path)}")
-    if not 0 < len(path) <= MOST_KEYS or not all(type(key) in (str, int) for key in path):
+    if not 0 < len(path) <= MAX_KEYS or not all(type(key) in (str, int) for key in path):
         raise ValueError(f"{name!r} cannot be at {reprlib.repr(path)}")
     return tuple(path)
 
@@ -180,7 +180,7 @@ def _dict(value: Any) -> dict[Any, Any]:
 
 def _sizes(values: Any) -> tuple[int, ...]:
     if not are_sizes(values):
-        raise ValueError(f"{reprlib.repr(values)} where at most {MOST_DIMS} sizes should be")
+        raise ValueError(f"{reprlib.repr(values)} where at most {MAX_DIMS} sizes should be")
     return tuple(values)
 
 
@@ -210,7 +210,7 @@ def _faults(folder: Path, metadata: DcpMetadata) -> list[str]:
         if not _is_tiled(whole(tensor.shape), [chunk.block for chunk in tensor.chunks]):
             faults.append(
                 f"{name}: its chunks are not, each once, all of its shape {tensor.shape}, or divide more than "
-                f"{MOST_CUT_DIMS} of its dimensions"
+                f"{MAX_CUT_DIMS} of its dimensions"
             )
     return faults
 
@@ -233,7 +233,7 @@ def _is_tiled(outer: Block, blocks: list[Block]) -> bool:
         for dim in dims
         if any((each.start[dim], each.shape[dim]) != (0, outer.shape[dim]) for each in blocks)
     ]
-    if len(cut) > MOST_CUT_DIMS:
+    if len(cut) > MAX_CUT_DIMS:
         return False
     corners: set[tuple[int, ...]] = set()
     for block in (outer, *blocks) if outer.numel else ():

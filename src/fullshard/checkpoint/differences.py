@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fullshard.checkpoint.blocks import slabs
+from fullshard.checkpoint.json_values import DeviceScalar, references
 from fullshard.checkpoint.source import CLASS, MODEL, Source, TensorInfo, TensorRef, without_class
-from fullshard.checkpoint.trees import DeviceScalar, references
 from fullshard.checkpoint.verified_reads import read_verified
 
 COMPARED_AT_ONCE = 1 << 20

@@ -21,16 +21,16 @@ from torch.optim import Optimizer
 from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.dcp import DcpCheckpoint
 from fullshard.checkpoint.dcp_metadata import METADATA
+from fullshard.checkpoint.found_checkpoint import FoundCheckpoint, read_alone, read_together
 from fullshard.checkpoint.huggingface import HuggingFaceFolder
 from fullshard.checkpoint.load_plan import Loaded, load_source
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.rank_group import RankGroup
-from fullshard.checkpoint.runs import note_loaded
+from fullshard.checkpoint.retention import note_loaded
 from fullshard.checkpoint.save_plan import OnProgress
 from fullshard.checkpoint.source import Source
-from fullshard.checkpoint.stored import StoredCheckpoint
+from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.torch_files import TorchFile
-from fullshard.checkpoint.versions import Look, read_alone, read_together
 from fullshard.errors import CheckpointError
 
 T = TypeVar("T")
@@ -81,29 +81,29 @@ def load(
         process_group: The ranks that load together; all by default.
         on_progress: Is called with the bytes this rank has read, and will read.
     """
-    team = RankGroup(process_group)
+    rank_group = RankGroup(process_group)
 
-    def load_once(look: Look) -> Loaded:
-        source = team.each(lambda: _opened(look))
+    def load_once(found: FoundCheckpoint) -> Loaded:
+        source = rank_group.on_each(lambda: _opened(found))
         loaded = load_source(
             source,
             model,
             optimizer,
             without_optimizer=without_optimizer,
             cast=cast,
-            team=team,
+            rank_group=rank_group,
             on_progress=on_progress,
         )
         if isinstance(source, StoredCheckpoint) and not without_optimizer:
             note_loaded(model, source.path, source.manifest)
         return loaded
 
-    return read_together(path, team, load_once)
+    return read_together(path, rank_group, load_once)
 
 
-def _opened(look: Look) -> Source:
-    manifest = look.manifest()
-    return open_source(look.path) if manifest is None else StoredCheckpoint(look.path, manifest)
+def _opened(found: FoundCheckpoint) -> Source:
+    manifest = found.manifest()
+    return open_source(found.path) if manifest is None else StoredCheckpoint(found.path, manifest)
 
 
 def use_source(

@@ -30,16 +30,16 @@ from torch.distributed import ProcessGroup
 
 from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.blocks import Block, whole
+from fullshard.checkpoint.found_checkpoint import FoundCheckpoint, read_together
+from fullshard.checkpoint.json_values import without_repetition
 from fullshard.checkpoint.load_plan import Loaded, Staging, load_source, rows_of
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.replacement import NEW, replacing
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.save_plan import OnProgress
 from fullshard.checkpoint.source import MODEL, Source, TensorInfo
-from fullshard.checkpoint.stored import StoredCheckpoint
+from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import NewEntry, TensorFile, write_file
-from fullshard.checkpoint.trees import without_repetition
-from fullshard.checkpoint.versions import Look, read_together
 from fullshard.errors import CheckpointError, ConfigurationError
 from fullshard.files import content_of
 
@@ -52,7 +52,7 @@ MAX_FILE_BYTES = 5_000_000_000
 PIECE_BYTES = 4 << 20
 """Of a tensor that is read to be cast."""
 
-MOST_INDEX_BYTES = 1 << 30
+MAX_INDEX_BYTES = 1 << 30
 """Of an index that is read."""
 
 _ONE_FILE = "model.safetensors"
@@ -164,7 +164,7 @@ def _indexed_files(folder: Path) -> list[TensorFile]:
 def _weight_map(index: Path) -> dict[str, str]:
     """The file of every weight. Sizes that an index may say are not used: many do not hold."""
     try:
-        text = content_of(index, most_bytes=MOST_INDEX_BYTES)
+        text = content_of(index, max_bytes=MAX_INDEX_BYTES)
         content = json.loads(text, object_pairs_hook=without_repetition)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{index} cannot be read: {error}") from error
@@ -198,13 +198,13 @@ def load_huggingface(
         process_group: The ranks that load together; all by default.
         on_progress: Is called with the bytes this rank has read, and will read.
     """
-    team = RankGroup(process_group)
+    rank_group = RankGroup(process_group)
 
-    def load_once(look: Look) -> Loaded:
-        source = team.each(lambda: HuggingFaceFolder(look.path, rename))
-        return load_source(source, model, cast=cast, team=team, on_progress=on_progress)
+    def load_once(found: FoundCheckpoint) -> Loaded:
+        source = rank_group.on_each(lambda: HuggingFaceFolder(found.path, rename))
+        return load_source(source, model, cast=cast, rank_group=rank_group, on_progress=on_progress)
 
-    return read_together(folder, team, load_once, own_paths=True)
+    return read_together(folder, rank_group, load_once, own_paths=True)
 
 
 # --- writing ---------------------------------------------------------------------------------------------
@@ -239,10 +239,10 @@ def write_huggingface(
     Raises:
         CheckpointError: the checkpoint is damaged, or the folder cannot be written; it is as it was.
     """
-    team = RankGroup(process_group)
-    options = _Options(_companions(config_from, folder, team), max_file_bytes, dtype, rename)
-    with replacing(Path(folder), team, keep=_is_kept if overwrite else None) as workshop:
-        _write(source, workshop / NEW, options, team)
+    rank_group = RankGroup(process_group)
+    options = _Options(_companions(config_from, folder, rank_group), max_file_bytes, dtype, rename)
+    with replacing(Path(folder), rank_group, keep=_is_kept if overwrite else None) as workshop:
+        _write(source, workshop / NEW, options, rank_group)
 
 
 def save_huggingface(
@@ -276,14 +276,14 @@ def save_huggingface(
     Raises:
         CheckpointError: the folder cannot be written; it is as it was.
     """
-    team = RankGroup(process_group)
-    options = _Options(_companions(config_from, folder, team), max_file_bytes, dtype, rename)
-    with replacing(Path(folder), team, keep=_is_kept if overwrite else None) as workshop:
+    rank_group = RankGroup(process_group)
+    options = _Options(_companions(config_from, folder, rank_group), max_file_bytes, dtype, rename)
+    with replacing(Path(folder), rank_group, keep=_is_kept if overwrite else None) as workshop:
         shards = workshop / "shards"
         save(shards, model, process_group=process_group)
-        source = team.each(lambda: StoredCheckpoint(shards, manifests.read(shards)))
+        source = rank_group.on_each(lambda: StoredCheckpoint(shards, manifests.read(shards)))
         try:
-            _write(source, workshop / NEW, options, team)
+            _write(source, workshop / NEW, options, rank_group)
         finally:
             source.close()
 
@@ -325,20 +325,20 @@ class _Weight:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _write(source: Source, folder: Path, options: _Options, team: RankGroup) -> None:
+def _write(source: Source, folder: Path, options: _Options, rank_group: RankGroup) -> None:
     """Fill a new folder: every rank writes its share of the files, the first one also all else."""
-    files = team.each(lambda: _planned_files(source, options))
+    files = rank_group.on_each(lambda: _planned_files(source, options))
 
     def write_share() -> None:
-        for name in list(files)[team.ranks.index(team.rank) :: len(team.ranks)]:
+        for name in list(files)[rank_group.ranks.index(rank_group.rank) :: len(rank_group.ranks)]:
             _write_weights(source, folder / name, files[name])
-        if team.is_first:
+        if rank_group.is_first:
             _write_companions(options.companions, folder)
             if len(files) > 1:
                 (folder / _INDEX).write_text(_index_text(files))
 
-    team.each(write_share)
-    team.first(lambda: _name_dtype(folder / _CONFIG, files))
+    rank_group.on_each(write_share)
+    rank_group.on_first(lambda: _name_dtype(folder / _CONFIG, files))
 
 
 def _planned_files(source: Source, options: _Options) -> dict[str, list[_Weight]]:
@@ -432,7 +432,9 @@ def _index_text(files: Mapping[str, Sequence[_Weight]]) -> str:
     return json.dumps(index, indent=2) + "\n"
 
 
-def _companions(config_from: Any, folder: str | os.PathLike[str], team: RankGroup) -> list[Any]:
+def _companions(
+    config_from: Any, folder: str | os.PathLike[str], rank_group: RankGroup
+) -> list[Any]:
     """Where the files beside the weights come from; later ones have the last word."""
     given = config_from if isinstance(config_from, list | tuple) else [config_from]
     found = [each for each in given if each is not None]
@@ -450,7 +452,7 @@ def _companions(config_from: Any, folder: str | os.PathLike[str], team: RankGrou
                 f"{wrong}. Pass a model's config."
             )
 
-    team.first(check)
+    rank_group.on_first(check)
     # A folder that is overwritten keeps its files in any case, but config.json names a dtype, which may change.
     return [folder, *found] if _is_folder(folder) else found
 

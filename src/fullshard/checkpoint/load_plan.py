@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fullshard.checkpoint.agreement import check_kinds
+from fullshard.checkpoint.agreement import check_optimizer_classes
 from fullshard.checkpoint.blocks import Block, whole
 from fullshard.checkpoint.local_state import LocalModelState
-from fullshard.checkpoint.optimizer_kinds import class_names
+from fullshard.checkpoint.model_target import Faults, ModelTarget, ReadRequest
+from fullshard.checkpoint.optimizer_compatibility import class_names
 from fullshard.checkpoint.optimizer_target import OptimizerTarget
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.save_plan import OnProgress, log, speed
 from fullshard.checkpoint.source import MODEL, Source
-from fullshard.checkpoint.targets import Faults, ModelTarget, ReadRequest
 from fullshard.errors import CheckpointError
 
 COMPARED_BYTES = 4 << 20
@@ -59,28 +59,30 @@ def load_source(
     *,
     without_optimizer: bool = False,
     cast: bool = False,
-    team: RankGroup | None = None,
+    rank_group: RankGroup | None = None,
     on_progress: OnProgress | None = None,
 ) -> Loaded:
-    """Load from a source, which is closed afterwards; see `formats.load`. Collective over the team."""
-    team = RankGroup() if team is None else team
+    """Load from a source, which is closed afterwards; see `formats.load`. Collective over the ranks."""
+    rank_group = RankGroup() if rank_group is None else rank_group
     began = time.perf_counter()
     try:
-        comparison = team.each(
+        comparison = rank_group.on_each(
             lambda: compare(
                 source, model, optimizer, without_optimizer=without_optimizer, cast=cast
             )
         )
-        targets = _fitting(team, comparison, optimizer)
-        wants = team.each(lambda: [want for target in reversed(targets) for want in target.wants])
-        team.each(lambda: _verify(source, wants))
-        team.first(lambda: _check_copies(source, comparison.tied))
-        nbytes = team.each(lambda: _read(source, wants, on_progress))
-        team.each(lambda: [target.install() for target in targets])
+        targets = _checked_targets(rank_group, comparison, optimizer)
+        requests = rank_group.on_each(
+            lambda: [request for target in reversed(targets) for request in target.requests]
+        )
+        rank_group.on_each(lambda: _verify(source, requests))
+        rank_group.on_first(lambda: _check_copies(source, comparison.tied))
+        nbytes = rank_group.on_each(lambda: _read(source, requests, on_progress))
+        rank_group.on_each(lambda: [target.install() for target in targets])
     finally:
         source.close()
     loaded = Loaded(source.path, source.extra, nbytes, time.perf_counter() - began)
-    if team.is_first:
+    if rank_group.is_first:
         for note in (note for target in targets for note in target.notes):
             log.warning("%s", note)
         log.info("%s", loaded)
@@ -135,8 +137,8 @@ def compare(
     return Comparison(source, targets, faults, others, held.tied)
 
 
-def _fitting(
-    team: RankGroup, comparison: Comparison, optimizer: Optimizer | None
+def _checked_targets(
+    rank_group: RankGroup, comparison: Comparison, optimizer: Optimizer | None
 ) -> list[ModelTarget | OptimizerTarget]:
     """The targets, if nothing is wrong with any rank's.
 
@@ -144,16 +146,18 @@ def _fitting(
     """
     faults = comparison.faults
     kind = None if optimizer is None else class_names(optimizer)[0]
-    kinds, unexpected = zip(*team.of_all((kind, faults.unexpected)), strict=True)
-    check_kinds(dict(zip(team.ranks, kinds, strict=True)), "load")
+    kinds, unexpected = zip(*rank_group.collect((kind, faults.unexpected)), strict=True)
+    check_optimizer_classes(dict(zip(rank_group.ranks, kinds, strict=True)), "load")
     by_nobody = set[str].intersection(*map(set, unexpected))
     faults.unexpected = [name for name in faults.unexpected if name in by_nobody]
-    team.each(comparison.raise_faults)
+    rank_group.on_each(comparison.raise_faults)
     return comparison.targets
 
 
-def _verify(source: Source, wants: Sequence[ReadRequest]) -> None:
-    faults = source.verify([(want.key, block) for want in wants for block, _ in want.parts])
+def _verify(source: Source, requests: Sequence[ReadRequest]) -> None:
+    faults = source.verify(
+        [(request.key, block) for request in requests for block, _ in request.parts]
+    )
     if faults:
         raise CheckpointError(
             f"{source.path} is damaged, and nothing was loaded from it:\n  "
@@ -163,40 +167,40 @@ def _verify(source: Source, wants: Sequence[ReadRequest]) -> None:
 
 
 @torch.no_grad()
-def _read(source: Source, wants: Sequence[ReadRequest], on_progress: OnProgress | None) -> int:
+def _read(source: Source, requests: Sequence[ReadRequest], on_progress: OnProgress | None) -> int:
     """Read everything, and return how many bytes that was."""
     total = sum(
-        block.numel * source.tensors[want.key].dtype.itemsize
-        for want in wants
-        for block, _ in want.parts
+        block.numel * source.tensors[request.key].dtype.itemsize
+        for request in requests
+        for block, _ in request.parts
     )
     done = 0
     staging = Staging()
-    for want in wants:
+    for request in requests:
         try:
-            for nbytes in _read_one(source, want, staging):
+            for nbytes in _read_one(source, request, staging):
                 done += nbytes
                 if on_progress is not None:
                     on_progress(done, total)
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
-                f"{want.key} could be read a moment ago, and cannot be read now: {error} Model and optimizer may have been "
+                f"{request.key} could be read a moment ago, and cannot be read now: {error} Model and optimizer may have been "
                 "loaded in part: load another checkpoint before going on."
             ) from error
     return total
 
 
-def _read_one(source: Source, want: ReadRequest, staging: Staging) -> Iterator[int]:
+def _read_one(source: Source, request: ReadRequest, staging: Staging) -> Iterator[int]:
     """Read one tensor's blocks, and say how many bytes that was, piece by piece."""
-    dtype = source.tensors[want.key].dtype
-    for block, out in want.parts:
+    dtype = source.tensors[request.key].dtype
+    for block, out in request.parts:
         if out.device.type == "cpu" and out.dtype == dtype:
-            source.read(want.key, block, out)
+            source.read(request.key, block, out)
             yield out.nbytes
             continue
         for rows in rows_of(block, STAGED_BYTES // dtype.itemsize):
             staged = staging.of(rows.shape, dtype)
-            source.read(want.key, rows, staged)
+            source.read(request.key, rows, staged)
             out[rows.slices_in(block)].copy_(staged)
             yield staged.nbytes
 

@@ -1,7 +1,7 @@
-"""What this rank holds of a model, for both doors, and how it is spread: read off the model, nobody is asked.
+"""What this rank holds of a model, for both doors, and how it is sharded: read off the model, nobody is asked.
 
-    fully_shard, replicate              DTensors            the spread of their placements
-    wrapper, any strategy               flat pieces         the spread of the group's layout
+    fully_shard, replicate              DTensors            the sharding of their placements
+    wrapper, any strategy               flat pieces         the sharding of the group's layout
     ignored, buffers, no door at all    plain tensors       whole on every rank: one of them counts
 
 Names are those of the bare model. What several names mean is held once, under the first.
@@ -19,12 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from fullshard import torch_border
-from fullshard.checkpoint import trees
+from fullshard.checkpoint import json_values
 from fullshard.checkpoint.blocks import Block
-from fullshard.checkpoint.param_spreads import dtensor_spread, flat_spread, in_model_order, inverse
-from fullshard.checkpoint.plain_memory import in_plain_memory, is_plain_memory
+from fullshard.checkpoint.param_shardings import (
+    dtensor_sharding,
+    flat_sharding,
+    in_model_order,
+    inverse,
+)
+from fullshard.checkpoint.sharding import Sharding, replicated
 from fullshard.checkpoint.source import MODEL
-from fullshard.checkpoint.spread import Spread, undivided
+from fullshard.checkpoint.tensor_memory import contiguous_values, stores_each_element
 from fullshard.engine.ownership import params_by_owner
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, state_of
@@ -36,14 +41,14 @@ from fullshard.storage.sharded_params import PlainShardedParam
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalTensor:
     """One tensor, and what this rank has of it."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     """Whole, as the model has it."""
-    spread: Spread
+    sharding: Sharding
     local: Tensor | None
     """This rank's cell, in its shape: the memory itself, unless `LocalModelState` says otherwise. None if it has none.
 
@@ -54,29 +59,29 @@ class Held:
         """This rank's cell as blocks of the tensor as the model has it, and views of `local` for each."""
         if self.local is None or not self.local.numel():
             return
-        for block, offset in self.spread.blocks(self.spread.cell_of(global_rank()) or 0):
+        for block, offset in self.sharding.blocks(self.sharding.cell_of(global_rank()) or 0):
             view = self.local
-            if self.spread.flat:
+            if self.sharding.flat:
                 view = view.narrow(0, offset, block.numel).view(block.shape)
-            if self.spread.order is not None:
-                view = view.permute(inverse(self.spread.order))
-            yield in_model_order(self.spread, block), view
+            if self.sharding.order is not None:
+                view = view.permute(inverse(self.sharding.order))
+            yield in_model_order(self.sharding, block), view
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldParam:
-    """How a parameter is spread, and with it whatever an optimizer keeps for each of its elements."""
+class LocalParam:
+    """How a parameter is sharded, and with it whatever an optimizer keeps for each of its elements."""
 
     name: str
     shape: tuple[int, ...]
-    spread: Spread
+    sharding: Sharding
     window: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
     """Of a member of a `FlatParameter`: where this rank's cell is in that one's memory: first element, shape, strides."""
 
     @property
     def is_whole(self) -> bool:
         """Whether each holder has all of it, and in its own shape."""
-        return self.window is None and not self.spread.flat and self.spread.cells == 1
+        return self.window is None and not self.sharding.flat and self.sharding.cells == 1
 
     def part_of(self, local: Tensor) -> Tensor:
         """This rank's cell, in what the rank has of the optimizer's parameter, or of a state like it."""
@@ -103,17 +108,17 @@ class LocalModelState:
             CheckpointError: some tensors cannot be saved or loaded; all are named.
         """
         self.rank = global_rank()
-        self.tensors: list[Held] = []
+        self.tensors: list[LocalTensor] = []
         self.tied: dict[str, str] = {}
         """Further names, with the one under which the tensor is held; neither has the prefix of keys."""
-        self.params: dict[nn.Parameter, list[HeldParam]] = {}
+        self.params: dict[nn.Parameter, list[LocalParam]] = {}
         """What each parameter that an optimizer may have stands for: several for a `FlatParameter`."""
         self.copied: dict[str, Tensor] = {}
-        """By key, whole tensors that files are not read into, and `Held.local` is a copy of: buffers that have another
+        """By key, whole tensors that files are not read into, and `LocalTensor.local` is a copy of: buffers that have another
         dtype while the model computes, and tensors that are not plain memory (expanded ones, for instance)."""
         self.extra_states: dict[str, nn.Module] = {}
-        """By key, modules with a state of their own kind: `Held.local` is a copy, or what JSON says of it."""
-        self._spreads: dict[Hashable, Spread] = {}
+        """By key, modules with a state of their own kind: `LocalTensor.local` is a copy, or what JSON says of it."""
+        self._shardings: dict[Hashable, Sharding] = {}
         self._holders: dict[Hashable, tuple[tuple[int, ...], ...]] = {}
         self._names: dict[Hashable, str] = {}
         self._faults = _Faults()
@@ -124,13 +129,13 @@ class LocalModelState:
             for prefix, module in _named_modules(model)
             for found in self._add_sharded_params(prefix, module)
         ]
-        sharing = {held.spread.holders for held in self.tensors}
+        sharing = {held.sharding.holders for held in self.tensors}
         self.first = min(
             (min(ranks) for lists in sharing for ranks in lists if ranks), default=first
         )
         for name, param in plain:
-            spread = self._add_plain(name, param)
-            self.params[param] = [HeldParam(name, tuple(param.shape), spread)]
+            sharding = self._add_plain(name, param)
+            self.params[param] = [LocalParam(name, tuple(param.shape), sharding)]
         dtypes = _buffer_dtypes(states)
         for prefix, module in _named_modules(model):
             for name, buffer in torch_border.persistent_buffers(module).items():
@@ -161,8 +166,8 @@ class LocalModelState:
             if param is None or isinstance(param, FlatParameter) or not self._is_new(name, param):
                 continue
             if isinstance(param, DTensor):
-                spread = self._add_dtensor(name, param)
-                self.params[param] = [HeldParam(name, tuple(param.shape), spread)]
+                sharding = self._add_dtensor(name, param)
+                self.params[param] = [LocalParam(name, tuple(param.shape), sharding)]
             else:
                 yield name, param
 
@@ -185,16 +190,16 @@ class LocalModelState:
         holders = self._holders_of(group)
         window: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
         if layout.world == 1:
-            spread = undivided(slot.shape, [ranks[0] for ranks in holders])
+            sharding = replicated(slot.shape, [ranks[0] for ranks in holders])
             if isinstance(sharded_param, FlatShardedParam):
                 window = (slot.start, slot.shape, slot.strides)
         else:
-            spread = flat_spread(layout, index, holders)
+            sharding = flat_sharding(layout, index, holders)
             if isinstance(sharded_param, FlatShardedParam):
                 piece = layout.piece(index, group.mesh_info.shard_mesh_rank)
                 window = (piece.offset, piece.shape, (1,))
-        param = HeldParam(name, slot.shape, spread, window)
-        self._add(name, slot.shape, spread, param.part_of(sharded_param.local))
+        param = LocalParam(name, slot.shape, sharding, window)
+        self._add(name, slot.shape, sharding, param.part_of(sharded_param.local))
         self.params.setdefault(sharded_param.param, []).append(param)
 
     def _holders_of(self, group: FSDPParamGroup) -> tuple[tuple[int, ...], ...]:
@@ -205,19 +210,19 @@ class LocalModelState:
 
     # --- other tensors ----------------------------------------------------------------------------
 
-    def spread_of(self, tensor: DTensor) -> Spread:
-        """How a DTensor is spread; computed once for all of a kind."""
+    def sharding_of(self, tensor: DTensor) -> Sharding:
+        """How a DTensor is sharded; computed once for all of a kind."""
         shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tensor.placements
         kind: tuple[tuple[int, ...], DeviceMesh, tuple[Placement, ...]] = (shape, mesh, placements)
-        if kind not in self._spreads:
-            self._spreads[kind] = dtensor_spread(shape, placements, mesh)
-        return self._spreads[kind]
+        if kind not in self._shardings:
+            self._shardings[kind] = dtensor_sharding(shape, placements, mesh)
+        return self._shardings[kind]
 
-    def _add_dtensor(self, name: str, tensor: DTensor) -> Spread:
-        spread = self.spread_of(tensor)
+    def _add_dtensor(self, name: str, tensor: DTensor) -> Sharding:
+        sharding = self.sharding_of(tensor)
         self._faults.check_placements(name, tensor)
-        self._add(name, tensor.shape, spread, local_of(tensor))
-        return spread
+        self._add(name, tensor.shape, sharding, local_of(tensor))
+        return sharding
 
     def _add_buffer(self, name: str, buffer: Tensor, dtype: torch.dtype | None) -> None:
         if not self._is_new(name, buffer):
@@ -239,37 +244,37 @@ class LocalModelState:
         value = module.get_extra_state()
         if not isinstance(value, Tensor):
             faults: list[str] = []
-            text = json.dumps(trees.encode(value, name, faults))
+            text = json.dumps(json_values.encode(value, name, faults))
             self._faults.foreign += faults
             value = torch.tensor(list(text.encode()), dtype=torch.uint8)
         self.extra_states[MODEL + name] = module
         self._add_plain(name, value)
 
-    def _add_plain(self, name: str, tensor: Tensor) -> Spread:
-        spread = undivided(tensor.shape, (self.first,))
+    def _add_plain(self, name: str, tensor: Tensor) -> Sharding:
+        sharding = replicated(tensor.shape, (self.first,))
         is_usual = type(tensor.data) is Tensor and tensor.layout is torch.strided
-        if is_usual and not tensor.is_meta and not is_plain_memory(tensor):
+        if is_usual and not tensor.is_meta and not stores_each_element(tensor):
             self.copied.setdefault(MODEL + name, tensor)
-            tensor = in_plain_memory(tensor)
-        self._add(name, tensor.shape, spread, tensor, cell=0)
-        return spread
+            tensor = contiguous_values(tensor)
+        self._add(name, tensor.shape, sharding, tensor, cell=0)
+        return sharding
 
     def _add(
         self,
         name: str,
         shape: tuple[int, ...],
-        spread: Spread,
+        sharding: Sharding,
         local: Tensor,
         cell: int | None = None,
     ) -> None:
         """Add a tensor of which ``local`` is this rank's cell, or ``cell``."""
-        cell = spread.cell_of(self.rank) if cell is None else cell
-        expected = None if cell is None else spread.extent(cell).shape
+        cell = sharding.cell_of(self.rank) if cell is None else cell
+        expected = None if cell is None else sharding.extent(cell).shape
         local = local.detach()
         self._faults.check_name(name)
         self._faults.check_local(name, local, expected)
         own = None if cell is None else local
-        self.tensors.append(Held(MODEL + name, local.dtype, tuple(shape), spread, own))
+        self.tensors.append(LocalTensor(MODEL + name, local.dtype, tuple(shape), sharding, own))
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -365,7 +370,7 @@ class _Faults:
             self._meta.append(name)
         elif expected is not None and tuple(local.shape) != expected:
             self._misshapen.append(f"{name}: {tuple(local.shape)}, not {expected}")
-        elif not is_plain_memory(local):
+        elif not stores_each_element(local):
             self._subclasses.append(f"{name}: a part whose elements share memory, or are a view")
 
     def raise_for(self, method: str) -> None:

@@ -20,11 +20,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from fullshard.checkpoint import trees
+from fullshard.checkpoint import json_values
 from fullshard.checkpoint.blocks import are_sizes
 from fullshard.checkpoint.dtypes import DTYPE_CODES, DTYPES_BY_CODE
+from fullshard.checkpoint.sharding import Cuts, Sharding
 from fullshard.checkpoint.source import CLASS, MODEL, OPTIMIZER
-from fullshard.checkpoint.spread import Cuts, Spread
 from fullshard.errors import CheckpointError
 from fullshard.files import content_of
 
@@ -32,7 +32,7 @@ MANIFEST = "manifest.json"
 FORMAT = "fullshard.checkpoint"
 VERSION = 1
 DATA_FOLDER = re.compile(r"data-[0-9a-f]{12}")
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """Of a manifest that is read: far above what any is, and no more than memory has room for."""
 
 
@@ -41,16 +41,16 @@ class StoredTensor:
     """One tensor of a checkpoint."""
 
     dtype: torch.dtype
-    spread: Spread
+    sharding: Sharding
     """With one list of holders: the ranks that wrote the cells."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """As the model has it."""
-        order = self.spread.order
+        order = self.sharding.order
         if order is None:
-            return self.spread.shape
-        sizes = dict(zip(order, self.spread.shape, strict=True))
+            return self.sharding.shape
+        sizes = dict(zip(order, self.sharding.shape, strict=True))
         return tuple(sizes[dim] for dim in range(len(order)))
 
 
@@ -64,7 +64,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class RunMark:
+class RunRecord:
     """Which run wrote a checkpoint, if it may be removed when that run has newer ones."""
 
     run: str
@@ -92,7 +92,7 @@ class Manifest:
     extra: Any = None
     serial: int = 0
     """One more than the highest among the checkpoints that were beside this one when it was written."""
-    run: RunMark | None = None
+    run: RunRecord | None = None
     """None if it was not saved with ``keep_last``: then it is never removed."""
     created: str = ""
     fullshard: str = ""
@@ -116,17 +116,17 @@ def text_of(manifest: Manifest) -> str:
     lists: dict[tuple[int, ...], int] = {}
     tensors = {}
     for key, stored in manifest.tensors.items():
-        spread = stored.spread
-        (ranks,) = spread.holders
+        sharding = stored.sharding
+        (ranks,) = sharding.holders
         record: dict[str, Any] = {
             "dtype": DTYPE_CODES[stored.dtype],
-            "shape": list(spread.shape),
-            "cuts": [_cuts_as_json(cuts) for cuts in spread.cuts],
+            "shape": list(sharding.shape),
+            "cuts": [_cuts_as_json(cuts) for cuts in sharding.cuts],
             "ranks": lists.setdefault(ranks, len(lists)),
         }
-        if spread.order is not None:
-            record["order"] = list(spread.order)
-        if spread.flat:
+        if sharding.order is not None:
+            record["order"] = list(sharding.order)
+        if sharding.flat:
             record["flat"] = True
         tensors[key] = record
     faults: list[str] = []
@@ -147,8 +147,8 @@ def text_of(manifest: Manifest) -> str:
         "ranks": [list(ranks) for ranks in lists],
         "tensors": tensors,
         "tied": dict(manifest.tied),
-        "optimizer": trees.encode(manifest.optimizer, "optimizer", faults),
-        "extra": trees.encode(manifest.extra, "extra", faults),
+        "optimizer": json_values.encode(manifest.optimizer, "optimizer", faults),
+        "extra": json_values.encode(manifest.extra, "extra", faults),
     }
     assert not faults, f"checked when the save began: {faults}"
     parts["crc32"] = _checksum(parts)
@@ -192,7 +192,7 @@ def read_bytes(path: Path) -> bytes:
     """The same, not yet understood: what ranks can be sent, so that all of them read one checkpoint."""
     file = path / MANIFEST
     try:
-        return content_of(file, most_bytes=MOST_BYTES)
+        return content_of(file, max_bytes=MAX_BYTES)
     except FileNotFoundError:
         raise CheckpointError(
             f"A checkpoint is a folder with a {MANIFEST}, which is there once the checkpoint is complete; {path} "
@@ -221,7 +221,9 @@ _FAULTS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, Ove
 
 def _parts(text: bytes) -> dict[str, Any]:
     """What a manifest consists of, if it is one and was not changed."""
-    parts = json.loads(text, object_pairs_hook=trees.without_repetition, parse_constant=_refuse)
+    parts = json.loads(
+        text, object_pairs_hook=json_values.without_repetition, parse_constant=_refuse
+    )
     if not isinstance(parts, dict) or parts.get("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
     if parts.get("version") != VERSION:
@@ -253,8 +255,8 @@ def _manifest(parts: dict[str, Any]) -> Manifest:
             for rank, file in parts["files"].items()
         },
         tied={name: _text(stored) for name, stored in parts["tied"].items()},
-        optimizer=trees.decode(parts["optimizer"]),
-        extra=trees.decode(parts["extra"]),
+        optimizer=json_values.decode(parts["optimizer"]),
+        extra=json_values.decode(parts["extra"]),
         serial=_count(parts["serial"], "serial"),
         run=_run(parts.get("run")),  # older manifests do not have it
         created=_text(parts["created"]),
@@ -265,11 +267,11 @@ def _manifest(parts: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _run(record: Any) -> RunMark | None:
+def _run(record: Any) -> RunRecord | None:
     if record is None:
         return None
     before = {run: _count(serial, "a serial") for run, serial in record["before"].items()}
-    return RunMark(_text(record["run"]), _text(record["name"]), before)
+    return RunRecord(_text(record["run"]), _text(record["name"]), before)
 
 
 def _tensor(key: str, record: Mapping[str, Any], lists: Sequence[tuple[int, ...]]) -> StoredTensor:
@@ -295,10 +297,10 @@ def _tensor(key: str, record: Mapping[str, Any], lists: Sequence[tuple[int, ...]
     cuts = tuple(
         _cuts(key, each, size, len(ranks)) for each, size in zip(record["cuts"], sizes, strict=True)
     )
-    spread = Spread(shape=shape, order=order, flat=flat, cuts=cuts, holders=(ranks,))
-    if spread.cells > len(ranks):
-        raise ValueError(f"tensor {key!r} has {spread.cells} pieces in {len(ranks)} files")
-    return StoredTensor(dtype, spread)
+    sharding = Sharding(shape=shape, order=order, flat=flat, cuts=cuts, holders=(ranks,))
+    if sharding.cells > len(ranks):
+        raise ValueError(f"tensor {key!r} has {sharding.cells} pieces in {len(ranks)} files")
+    return StoredTensor(dtype, sharding)
 
 
 def _cuts(key: str, record: Any, size: int, most: int) -> Cuts:
@@ -317,7 +319,7 @@ def _cuts(key: str, record: Any, size: int, most: int) -> Cuts:
 def _check_references(manifest: Manifest) -> None:
     """What the manifest names is there, and nothing is there that it does not name."""
     lost = [name for name in manifest.tied.values() if MODEL + name not in manifest.tensors]
-    refs = {ref.key for ref in trees.references(manifest.optimizer)}
+    refs = {ref.key for ref in json_values.references(manifest.optimizer)}
     lost += sorted(refs - set(manifest.tensors))
     lost += [key for key in manifest.tensors if key.startswith(OPTIMIZER) and key not in refs]
     if lost:

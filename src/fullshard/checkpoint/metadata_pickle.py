@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.blocks import MOST_DIMS, are_sizes
+from fullshard.checkpoint.blocks import MAX_DIMS, are_sizes
 
-MOST_TUPLE = 256
+MAX_TUPLE = 256
 """Values of a tuple: sizes, paths and arguments have fewer."""
 
 
@@ -65,7 +65,7 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 
 def _size(args: tuple[Any, ...]) -> tuple[int, ...]:
     if len(args) != 1 or not are_sizes(args[0]):
-        raise ValueError(f"a torch.Size has at most {MOST_DIMS} sizes")
+        raise ValueError(f"a torch.Size has at most {MAX_DIMS} sizes")
     return tuple(args[0])
 
 
@@ -232,7 +232,7 @@ class _Reader:
 
     def tuple_from_mark(self) -> None:
         values = self._from_mark()
-        if len(values) > MOST_TUPLE:
+        if len(values) > MAX_TUPLE:
             raise ValueError(f"it has a tuple of {len(values)} values")
         self._stack.append(tuple(values))
 

@@ -1,4 +1,4 @@
-"""What this rank holds of an optimizer: its options and numbers as a tree, its tensors spread as the parameters are.
+"""What this rank holds of an optimizer: its options and numbers as a tree, its tensors sharding as the parameters are.
 
 Nothing goes through the optimizer's own state dict, whose loader casts and moves. Parameters are known by their
 names in the bare model, so that it does not matter in which order, over how many ranks, by which door, or in how many
@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.checkpoint.local_state import Held, HeldParam, LocalModelState, local_of
-from fullshard.checkpoint.optimizer_kinds import class_names
+from fullshard.checkpoint.json_values import DeviceScalar
+from fullshard.checkpoint.local_state import LocalModelState, LocalParam, LocalTensor, local_of
+from fullshard.checkpoint.optimizer_compatibility import class_names
+from fullshard.checkpoint.sharding import Sharding, replicated
 from fullshard.checkpoint.source import CLASS, OPTIMIZER, TensorRef
-from fullshard.checkpoint.spread import Spread, undivided
-from fullshard.checkpoint.trees import DeviceScalar
 from fullshard.engine.tensor_trees import map_tensors, tensors_in
 from fullshard.errors import CheckpointError, fault_paragraphs
 
@@ -33,7 +33,7 @@ NOT_OPTIONS = ("params", "param_names")
 """Entries of a parameter group that say which parameters it has."""
 
 
-def optimizer_tree(optimizer: Optimizer, model: LocalModelState) -> tuple[Tree, list[Held]]:
+def optimizer_tree(optimizer: Optimizer, model: LocalModelState) -> tuple[Tree, list[LocalTensor]]:
     """The optimizer as a tree (see `source.Source.optimizer`), and the tensors that the tree refers to.
 
     In a wrapper with ``use_orig_params``, ranks know nothing of parameters they have no elements of: their trees
@@ -91,12 +91,12 @@ class _Collected:
 
     def __init__(self, model: LocalModelState) -> None:
         self._model = model
-        self.tensors: list[Held] = []
+        self.tensors: list[LocalTensor] = []
         self._unknown: list[str] = []
         self._partial: list[str] = []
         self._keys: set[str] = set()
 
-    def value(self, param: Tensor, held: HeldParam, key: str, value: Any) -> Any:
+    def value(self, param: Tensor, held: LocalParam, key: str, value: Any) -> Any:
         """A value of a parameter's state for the tree; tensors in it are added to `tensors`."""
         if isinstance(value, Tensor):
             return self._tensor(param, held, key, value)
@@ -111,12 +111,12 @@ class _Collected:
             return items if isinstance(value, list) else tuple(items)
         return value
 
-    def _tensor(self, param: Tensor, held: HeldParam, key: str, value: Tensor) -> Any:
+    def _tensor(self, param: Tensor, held: LocalParam, key: str, value: Tensor) -> Any:
         if isinstance(value, DTensor):
             if any(placement.is_partial() for placement in value.placements):
                 self._partial.append(f"{key}: {value.placements}")
-            spread = self._model.spread_of(value)
-            return self._add(key, tuple(value.shape), spread, local_of(value))
+            sharding = self._model.sharding_of(value)
+            return self._add(key, tuple(value.shape), sharding, local_of(value))
         local = value.detach()
         if not value.ndim and (
             param.ndim or isinstance(param, DTensor) or is_number_of_state(key.rpartition("/")[2])
@@ -125,9 +125,9 @@ class _Collected:
         if isinstance(param, DTensor):
             return self._refuse(key, value)
         if value.shape == param.shape:
-            return self._add(key, held.shape, held.spread, held.part_of(local))
+            return self._add(key, held.shape, held.sharding, held.part_of(local))
         if held.is_whole:
-            whole = undivided(value.shape, [ranks[0] for ranks in held.spread.holders])
+            whole = replicated(value.shape, [ranks[0] for ranks in held.sharding.holders])
             return self._add(key, tuple(value.shape), whole, local)
         return self._refuse(key, value)
 
@@ -135,12 +135,16 @@ class _Collected:
         shape = tuple(value.shape)
         self._unknown.append(f"{key}: {type(value).__name__} of shape {shape} on {value.device}")
 
-    def _add(self, key: str, shape: tuple[int, ...], spread: Spread, local: Tensor) -> TensorRef:
+    def _add(
+        self, key: str, shape: tuple[int, ...], sharding: Sharding, local: Tensor
+    ) -> TensorRef:
         if type(local) is not Tensor or local.is_meta or key in self._keys:
             self._refuse(key, local)
         self._keys.add(key)
-        holds = spread.cell_of(self._model.rank) is not None
-        self.tensors.append(Held(key, local.dtype, shape, spread, local if holds else None))
+        holds = sharding.cell_of(self._model.rank) is not None
+        self.tensors.append(
+            LocalTensor(key, local.dtype, shape, sharding, local if holds else None)
+        )
         return TensorRef(key)
 
     def raise_faults(self, foreign: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What an optimizer wants of a checkpoint, behind whatever door it was written.
+"""What an optimizer takes from a checkpoint, behind whatever door it was written.
 
 State is read into the memory of the old one where that is of the same kind, or else built anew, and is the
 optimizer's when all of it was read. Parameters and groups are found by
@@ -17,15 +17,19 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from fullshard import torch_border
-from fullshard.checkpoint import trees
+from fullshard.checkpoint import json_values
 from fullshard.checkpoint.blocks import whole
-from fullshard.checkpoint.local_state import Held, HeldParam, LocalModelState, local_of
-from fullshard.checkpoint.optimizer_kinds import Fit, fit, with_counts_it_can_read
+from fullshard.checkpoint.json_values import DeviceScalar
+from fullshard.checkpoint.local_state import LocalModelState, LocalParam, LocalTensor, local_of
+from fullshard.checkpoint.model_target import Faults, ReadRequest, StoredNames
+from fullshard.checkpoint.optimizer_compatibility import (
+    Compatibility,
+    check_compatibility,
+    with_counts_it_can_read,
+)
 from fullshard.checkpoint.optimizer_local_state import NOT_OPTIONS, is_number_of_state, named_groups
-from fullshard.checkpoint.plain_memory import is_plain_memory
 from fullshard.checkpoint.source import Source, TensorRef
-from fullshard.checkpoint.targets import Faults, ReadRequest, StoredNames
-from fullshard.checkpoint.trees import DeviceScalar
+from fullshard.checkpoint.tensor_memory import stores_each_element
 from fullshard.optim.fused_shards import like_param
 
 _OWN_OPTIONS = (*NOT_OPTIONS, "foreach", "fused", "capturable", "differentiable")
@@ -46,7 +50,7 @@ class OptimizerTarget:
         """Parallel to the optimizer's: options as they were saved."""
         self._saved: list[tuple[_Param, list[State]]] = []
         """Parameters, and the saved states of what they stand for."""
-        self._fit = Fit()
+        self._compatibility = Compatibility()
         self._new: _NewStates | None = None
         if source.optimizer is None:
             self.faults.missing.append("the optimizer")
@@ -57,7 +61,7 @@ class OptimizerTarget:
         self._match_groups(named_groups(optimizer, model), saved_groups, names)
         if self.faults.missing or self.faults.others:
             return
-        self._compare_kinds(source.optimizer, model, names)
+        self._check_compatibility(source.optimizer, model, names)
         if self.faults.kinds:
             return
         for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
@@ -75,9 +79,11 @@ class OptimizerTarget:
     @property
     def notes(self) -> list[str]:
         """What is not loaded as it was saved, for people."""
-        return self._fit.notes
+        return self._compatibility.notes
 
-    def _compare_kinds(self, saved: State, model: LocalModelState, names: StoredNames) -> None:
+    def _check_compatibility(
+        self, saved: State, model: LocalModelState, names: StoredNames
+    ) -> None:
         """Find out whether this optimizer can go on with the state of the saved one."""
         states = [
             {
@@ -87,15 +93,15 @@ class OptimizerTarget:
             }
             for group in self._optimizer.param_groups
         ]
-        self._fit = fit(self._optimizer, saved, self._groups, states)
-        self.faults.kinds += self._fit.faults
+        self._compatibility = check_compatibility(self._optimizer, saved, self._groups, states)
+        self.faults.kinds += self._compatibility.faults
 
     @property
-    def wants(self) -> list[ReadRequest]:
+    def requests(self) -> list[ReadRequest]:
         """What to read into which memory, which is allocated when this is first asked for."""
         if self._new is None:
             self._new = self._build(allocate=True)
-        return self._new.wants
+        return self._new.requests
 
     def _build(self, *, allocate: bool) -> _NewStates:
         new = _NewStates(self._source, self._optimizer.state if allocate else {})
@@ -137,13 +143,13 @@ class OptimizerTarget:
     # --- afterwards -------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Let the optimizer have the state and the options; all wants have been read."""
-        assert self._new is not None, "wants were read"
+        """Let the optimizer have the state and the options; all requests were read."""
+        assert self._new is not None, "requests were read"
         state: Any = self._optimizer.state
         for param in [param for group in self._optimizer.param_groups for param in group["params"]]:
             state.pop(param, None)
         state.update(self._new.states)
-        kept = self._fit.own_options
+        kept = self._compatibility.own_options
         for group, saved, own in zip(self._optimizer.param_groups, self._groups, kept, strict=True):
             devices = [local_of(param).device for param in group["params"]]
             device = devices[0] if devices else torch.device("cpu")
@@ -157,7 +163,7 @@ class _Param:
     """A parameter of the optimizer."""
 
     param: nn.Parameter
-    members: Sequence[HeldParam]
+    members: Sequence[LocalParam]
     local: Tensor
     """What this rank has of it; or, to see what would happen, the same without memory."""
     counts_on_device: bool
@@ -173,7 +179,7 @@ class _NewStates:
         """For what ``source`` has; in the memory of ``old`` states, where they are of the same kind."""
         self._old = old
         self.states: dict[nn.Parameter, dict[str, Any]] = {}
-        self.wants: list[ReadRequest] = []
+        self.requests: list[ReadRequest] = []
         self.faults = Faults()
         self._source = source
 
@@ -184,7 +190,9 @@ class _NewStates:
             self.states[param.param] = self._joined(param, saved)
             return
         built = {key: self._value(param, held, key, each) for key, each in saved[0].items()}
-        if param.local.numel() or not held.spread.flat:  # an optimizer makes none of an empty piece
+        if (
+            param.local.numel() or not held.sharding.flat
+        ):  # an optimizer makes none of an empty piece
             self.states[param.param] = built
 
     def _joined(self, param: _Param, saved: Sequence[State]) -> dict[str, Any]:
@@ -211,7 +219,7 @@ class _NewStates:
                 )
         return built
 
-    def _is_like(self, held: HeldParam, key: str, value: Any) -> bool:
+    def _is_like(self, held: LocalParam, key: str, value: Any) -> bool:
         """Whether a value has an element for each of a parameter's.
 
         For one without dimensions, formats that keep numbers with the values have no tensor.
@@ -222,7 +230,7 @@ class _NewStates:
             fits = isinstance(value, DeviceScalar | Tensor) and not held.shape
         return fits and not (is_number_of_state(key) and not held.shape)
 
-    def _flat(self, param: _Param, key: str, values: Sequence[tuple[HeldParam, Any]]) -> Tensor:
+    def _flat(self, param: _Param, key: str, values: Sequence[tuple[LocalParam, Any]]) -> Tensor:
         dtypes = {self._dtype(value) for _, value in values}
         if len(dtypes) > 1:
             names = ", ".join(held.name for held, _ in values)
@@ -243,7 +251,7 @@ class _NewStates:
             return None
         local = local_of(old)
         kinds = [(each.shape, each.stride(), each.device) for each in (local, param.local)]
-        fits = kinds[0] == kinds[1] and local.dtype == dtype and is_plain_memory(local)
+        fits = kinds[0] == kinds[1] and local.dtype == dtype and stores_each_element(local)
         return old if fits else None
 
     def _dtype(self, value: Any) -> torch.dtype:
@@ -251,14 +259,14 @@ class _NewStates:
             return self._source.tensors[value.key].dtype
         return _number(value).dtype
 
-    def _fill(self, held: HeldParam, value: Any, local: Tensor) -> None:
-        """Let this rank's part of a state like the parameter have its value, or want to read it."""
+    def _fill(self, held: LocalParam, value: Any, local: Tensor) -> None:
+        """Let this rank's part of a state like the parameter have its value, or request to read it."""
         if isinstance(value, TensorRef):
             self._want_parts(held, value, local)
         else:
             local.copy_(_number(value).expand(local.shape))
 
-    def _value(self, param: _Param, held: HeldParam, key: str, value: Any) -> Any:
+    def _value(self, param: _Param, held: LocalParam, key: str, value: Any) -> Any:
         """A value of a tree, as this optimizer has it; ``key`` is the state's."""
         if held.window is None and self._is_like(held, key, value):
             dtype = self._dtype(value)
@@ -287,7 +295,7 @@ class _NewStates:
             return items if isinstance(value, list) else tuple(items)
         return value
 
-    def _tensor(self, param: _Param, held: HeldParam, key: str, value: TensorRef) -> Tensor | None:
+    def _tensor(self, param: _Param, held: LocalParam, key: str, value: TensorRef) -> Tensor | None:
         """A tensor that is not like the parameter."""
         info, device = self._source.tensors[value.key], param.local.device
         of_dtensor = isinstance(param.param, DTensor)
@@ -299,17 +307,17 @@ class _NewStates:
             device = torch.device("cpu")
         memory = torch.empty(info.shape, dtype=info.dtype, device=device)
         if memory.numel():
-            self.wants.append(ReadRequest(value.key, [(whole(info.shape), memory)]))
+            self.requests.append(ReadRequest(value.key, [(whole(info.shape), memory)]))
         return _replicated(param.param, memory) if of_dtensor and not is_number else memory
 
-    def _want_parts(self, held: HeldParam, value: TensorRef, local: Tensor) -> None:
-        parts = list(Held(value.key, local.dtype, held.shape, held.spread, local).parts())
+    def _want_parts(self, held: LocalParam, value: TensorRef, local: Tensor) -> None:
+        parts = list(LocalTensor(value.key, local.dtype, held.shape, held.sharding, local).parts())
         if parts:
-            self.wants.append(ReadRequest(value.key, parts))
+            self.requests.append(ReadRequest(value.key, parts))
 
 
 def _replicated(param: Tensor, whole: Tensor) -> Tensor:
-    """A whole state of a DTensor: how it was spread is not known, and what is not like the parameter is small."""
+    """A whole state of a DTensor: how it was sharded is not known, and what is not like the parameter is small."""
     mesh = torch_border.spec_of(param).mesh
     placements = (Replicate(),) * mesh.ndim
     spec = torch_border.dtensor_spec(mesh, placements, whole.shape, whole.dtype)
@@ -345,4 +353,4 @@ def _option(own: Any, saved: Any, device: torch.device) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    return bool(trees.encode(one, "", []) == trees.encode(other, "", []))
+    return bool(json_values.encode(one, "", []) == json_values.encode(other, "", []))

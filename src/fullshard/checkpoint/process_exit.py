@@ -19,7 +19,7 @@ from multiprocessing.util import Finalize
 from typing import ClassVar
 
 
-class _Ending:
+class _ExitState:
     """What is known about the end of this process."""
 
     threads: ClassVar[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
@@ -29,20 +29,20 @@ class _Ending:
     child_failed = False
 
 
-def waited_for(thread: threading.Thread) -> None:
+def join_at_exit(thread: threading.Thread) -> None:
     """Let the process wait for a daemon thread before it ends, unless its main thread has failed."""
     assert thread.daemon, "the process would wait for any other in any case"
-    if _Ending.prepared_for != os.getpid():
-        _Ending.prepared_for = os.getpid()
+    if _ExitState.prepared_for != os.getpid():
+        _ExitState.prepared_for = os.getpid()
         # Before executors refuse work and threads cannot be started any more: `atexit` would be too late for a thread
         # that still has to write.
         threading._register_atexit(_wait)  # type: ignore[attr-defined]
         Finalize(None, _note_failure_of_child, exitpriority=0)
-    _Ending.threads.add(thread)
+    _ExitState.threads.add(thread)
 
 
 def _wait() -> None:
-    left = [thread for thread in _Ending.threads if thread.is_alive()]
+    left = [thread for thread in _ExitState.threads if thread.is_alive()]
     if not _main_thread_failed():
         for thread in left:
             thread.join()
@@ -67,11 +67,11 @@ def _main_thread_failed() -> bool:
     Python notes it before it is shown. An interactive session notes every error, and goes on.
     """
     was_shown = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
-    return was_shown or _Ending.child_failed
+    return was_shown or _ExitState.child_failed
 
 
 def _note_failure_of_child() -> None:
     """In a process of `multiprocessing`, which shows its errors in a way of its own: called while one is on its way."""
     error = sys.exc_info()[1]
     went_well = isinstance(error, SystemExit) and error.code in (None, 0)
-    _Ending.child_failed = error is not None and not went_well
+    _ExitState.child_failed = error is not None and not went_well

@@ -26,11 +26,11 @@ import torch
 from fullshard import __version__
 from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, file_name
-from fullshard.checkpoint.unfinished import (
-    MOST_TRIES,
+from fullshard.checkpoint.unfinished_save import (
+    MAX_TRIES,
     UnfinishedSave,
-    changing,
-    names_in,
+    folder_entries,
+    manifest_lock,
     remove_leftovers,
     unlock,
 )
@@ -84,7 +84,7 @@ def manifests_in(folder: Path) -> dict[Path, Manifest]:
     """Those that can be read, by the path of their checkpoint."""
     found = {}
     with contextlib.suppress(OSError):  # one may write to a folder, and not list it
-        for name in names_in(folder):
+        for name in folder_entries(folder):
             with contextlib.suppress(CheckpointError):
                 found[folder / name] = manifests.read(folder / name)
     return found
@@ -96,7 +96,7 @@ def remove(path: Path, manifest: Manifest, now: float) -> None:
     Raises:
         OSError: it cannot be removed.
     """
-    with changing(path):
+    with manifest_lock(path):
         try:
             if manifests.read(path).data != manifest.data:
                 return
@@ -132,7 +132,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 def _settled_scan(folder: Path) -> _Scan:
     """What is in a folder at some moment, although writers may publish and remove while it is looked at."""
     before = None
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_TRIES):
         try:
             scan = _Scan(folder)
         except OSError as error:
@@ -157,7 +157,7 @@ class _Scan:
         """The text of each manifest by the name of its folder; None where there is none."""
         self.is_settled = True
         """Whether nothing was replaced or removed while it was looked at."""
-        for name in names_in(folder):
+        for name in folder_entries(folder):
             self._look_at(folder / name)
 
     @property
@@ -199,7 +199,7 @@ def _text_of_manifest(path: Path) -> bytes | None:
     return manifests.read_bytes(path)
 
 
-def complete_ones(folder: Path) -> dict[Path, Manifest]:
+def complete_checkpoints(folder: Path) -> dict[Path, Manifest]:
     """The complete checkpoints in a folder, as far as they can be read; nothing if it cannot be listed."""
     try:
         return _Scan(folder).complete

@@ -42,16 +42,16 @@ class RankGroup:
         self.rank = 0 if group is None else dist.get_rank()
         self.is_first = self.rank == self.ranks[0]
 
-    def of_all(self, value: T) -> list[T]:
+    def collect(self, value: T) -> list[T]:
         """A small value of every rank, in the order of `ranks`."""
         return (
             [value] if self._group is None else collectives.values_of_all_ranks(value, self._group)
         )
 
-    def each(self, function: Callable[[], T]) -> T:
+    def on_each(self, function: Callable[[], T]) -> T:
         """Call a function on every rank, which must not communicate; an error anywhere is one everywhere."""
         result, error = _outcome(function)
-        outcomes = self.of_all(None if error is None else (type(error), str(error)))
+        outcomes = self.collect(None if error is None else (type(error), str(error)))
         if not any(outcomes):
             return result  # type: ignore[return-value]  # without error there is a result
         ranks_by_outcome: dict[tuple[type[Exception], str], list[int]] = {}
@@ -60,7 +60,7 @@ class RankGroup:
                 ranks_by_outcome.setdefault(outcome, []).append(rank)
         raise _joined(ranks_by_outcome, len(self.ranks)) from error
 
-    def first(self, function: Callable[[], T]) -> T:
+    def on_first(self, function: Callable[[], T]) -> T:
         """Call a function on the first rank only, and return its result, which is small, or raise its error, on all."""
         result, error = _outcome(function) if self.is_first else (None, None)
         outcome = (result, None if error is None else (type(error), str(error)))

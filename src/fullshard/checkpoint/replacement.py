@@ -36,25 +36,25 @@ Keep = Callable[[Path], bool]
 
 
 @contextmanager
-def replacing(folder: Path, team: RankGroup, *, keep: Keep | None) -> Iterator[Path]:
+def replacing(folder: Path, rank_group: RankGroup, *, keep: Keep | None) -> Iterator[Path]:
     """A workshop beside ``folder``, on all ranks the same; its `NEW` becomes the folder at the end.
 
     Errors within must be the same on all ranks. After one, the folder is as it was.
 
     Args:
         folder: Where the new one will be.
-        team: The ranks that fill it.
+        rank_group: The ranks that fill it.
         keep: What stays of a folder that is there already, unless there is a new one of the name; None if it must be
             empty.
     """
     folder = folder.resolve()
-    workshop = Path(team.first(lambda: str(_begin(folder, keep))))
+    workshop = Path(rank_group.on_first(lambda: str(_begin(folder, keep))))
     try:
         yield workshop
-        team.first(lambda: _put_in_place(workshop, folder, keep))
+        rank_group.on_first(lambda: _put_in_place(workshop, folder, keep))
     finally:
         # If the old one could not be put back, it is in there.
-        if team.is_first and (folder.exists() or not (workshop / _OLD).exists()):
+        if rank_group.is_first and (folder.exists() or not (workshop / _OLD).exists()):
             shutil.rmtree(workshop, ignore_errors=True)
 
 

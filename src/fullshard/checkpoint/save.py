@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from fullshard.checkpoint.host_copies import HostMemory, Snapshot
-from fullshard.checkpoint.process_exit import waited_for
+from fullshard.checkpoint.process_exit import join_at_exit
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.save_plan import OnProgress, Saved, log, make_plan, write
 from fullshard.errors import CheckpointError, ConfigurationError
@@ -52,10 +52,10 @@ def save(
         process_group: The ranks that save together; all by default.
         on_progress: Is called with the bytes this rank has written, and will write.
     """
-    team = RankGroup(process_group)
-    _finish_previous(team, "wait")
-    plan = make_plan(team, path, model, optimizer, extra, keep_last)
-    return write(team, plan, on_progress)
+    rank_group = RankGroup(process_group)
+    _finish_previous(rank_group, "wait")
+    plan = make_plan(rank_group, path, model, optimizer, extra, keep_last)
+    return write(rank_group, plan, on_progress)
 
 
 def async_save(
@@ -91,18 +91,18 @@ def async_save(
     """
     if when_busy not in ("wait", "refuse"):
         raise ConfigurationError(f"when_busy must be 'wait' or 'refuse', got {when_busy!r}.")
-    team = RankGroup(process_group)
-    _finish_previous(team, when_busy)
-    plan = make_plan(team, path, model, optimizer, extra, keep_last)
-    others = _team_of_threads(process_group)
+    rank_group = RankGroup(process_group)
+    _finish_previous(rank_group, when_busy)
+    plan = make_plan(rank_group, path, model, optimizer, extra, keep_last)
+    thread_ranks = _rank_group_of_threads(process_group)
     # Last of what can fail: from here on copies are on their way, and the thread is to hold them.
-    snapshot = team.each(lambda: Snapshot([local for _, local in plan.own], _host_memory))
+    snapshot = rank_group.on_each(lambda: Snapshot([local for _, local in plan.own], _host_memory))
     snapshot.hold_back(optimizer)
     plan.own = [(key, copy) for (key, _), copy in zip(plan.own, snapshot.copies, strict=True)]
 
     def finish() -> Saved:
-        others.each(snapshot.wait)
-        return write(others, plan, on_progress)
+        thread_ranks.on_each(snapshot.wait)
+        return write(thread_ranks, plan, on_progress)
 
     return PendingSave(finish, snapshot)
 
@@ -118,7 +118,7 @@ class PendingSave:
         self._error: Exception | None = None
         self._error_was_raised = False
         self._thread = threading.Thread(target=self._run, name="fullshard checkpoint", daemon=True)
-        waited_for(self._thread)
+        join_at_exit(self._thread)
         _InFlight.save = self
         self._thread.start()
 
@@ -166,12 +166,12 @@ class _InFlight:
 _host_memory = HostMemory()
 
 
-def _finish_previous(team: RankGroup, when_busy: str) -> None:
+def _finish_previous(rank_group: RankGroup, when_busy: str) -> None:
     pending = _InFlight.save
     if when_busy == "refuse":
-        team.each(lambda: _refuse_if_busy(pending))
+        rank_group.on_each(lambda: _refuse_if_busy(pending))
     _InFlight.save = None
-    team.each(lambda: None if pending is None else pending._finish_before_next())
+    rank_group.on_each(lambda: None if pending is None else pending._finish_before_next())
 
 
 def _refuse_if_busy(pending: PendingSave | None) -> None:
@@ -181,7 +181,7 @@ def _refuse_if_busy(pending: PendingSave | None) -> None:
         )
 
 
-def _team_of_threads(process_group: ProcessGroup | None) -> RankGroup:
+def _rank_group_of_threads(process_group: ProcessGroup | None) -> RankGroup:
     """The same ranks, over a process group that nobody else uses."""
     if process_group is None and not dist.is_initialized():
         return RankGroup()

@@ -21,18 +21,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fullshard.checkpoint import publication, trees
+from fullshard.checkpoint import json_values, publication
 from fullshard.checkpoint.agreement import Outline, agreed, outline_of, parts_to_write
-from fullshard.checkpoint.local_state import Held, LocalModelState
+from fullshard.checkpoint.local_state import LocalModelState, LocalTensor
 from fullshard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, StoredTensor, file_name
 from fullshard.checkpoint.optimizer_local_state import optimizer_tree
-from fullshard.checkpoint.plain_memory import in_plain_memory
 from fullshard.checkpoint.rank_group import RankGroup, ranks_text
-from fullshard.checkpoint.runs import Run, retain, run_of
-from fullshard.checkpoint.spread import Spread
-from fullshard.checkpoint.stored import StoredCheckpoint
+from fullshard.checkpoint.retention import TrainingRun, remove_old_checkpoints, training_run_of
+from fullshard.checkpoint.sharding import Sharding
+from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import NewEntry, write_file
-from fullshard.checkpoint.unfinished import UnfinishedSave
+from fullshard.checkpoint.tensor_memory import contiguous_values
+from fullshard.checkpoint.unfinished_save import UnfinishedSave
 from fullshard.errors import CheckpointError, ConfigurationError, FullshardError
 
 log = logging.getLogger("fullshard.checkpoint")
@@ -67,7 +67,7 @@ class Plan:
 
     path: Path
     keep_last: int | None
-    run: Run | None
+    run: TrainingRun | None
     """That the model is in, if older checkpoints of it are to be removed."""
     tensors: dict[str, StoredTensor]
     """All of them, with the ranks that write them."""
@@ -88,16 +88,16 @@ class Plan:
 
 
 @dataclass(slots=True)
-class _Own:
+class _LocalContent:
     """What one rank has and knows, before ranks have compared."""
 
-    tensors: list[Held]
+    tensors: list[LocalTensor]
     outline: Outline
     extra: Any
 
 
 def make_plan(
-    team: RankGroup,
+    rank_group: RankGroup,
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizer | None,
@@ -105,19 +105,19 @@ def make_plan(
     keep_last: int | None,
 ) -> Plan:
     """Find out what there is to write, and who writes it; the same on all ranks, or an error on all."""
-    own = team.each(lambda: _hold(team, model, optimizer, extra, keep_last))
-    outline = _agreed(team, own)
+    own = rank_group.on_each(lambda: _hold(rank_group, model, optimizer, extra, keep_last))
+    outline = _agreed(rank_group, own)
     turns = {key: turn for turn, key in enumerate(sorted(outline.tensors))}
     tensors = {
-        key: replace(stored, spread=_with_one_writer(stored.spread, turns[key]))
+        key: replace(stored, sharding=_with_one_writer(stored.sharding, turns[key]))
         for key, stored in outline.tensors.items()
     }
     return Plan(
         path=Path(path),
         keep_last=keep_last,
-        run=None if keep_last is None else run_of(model),
+        run=None if keep_last is None else training_run_of(model),
         tensors=tensors,
-        own=team.each(lambda: parts_to_write(tensors, own.tensors, team.rank)),
+        own=rank_group.on_each(lambda: parts_to_write(tensors, own.tensors, rank_group.rank)),
         tied=outline.tied,
         optimizer=outline.optimizer,
         extra=own.extra,
@@ -125,22 +125,22 @@ def make_plan(
 
 
 def _hold(
-    team: RankGroup,
+    rank_group: RankGroup,
     model: nn.Module,
     optimizer: Optimizer | None,
     extra: Any,
     keep_last: int | None,
-) -> _Own:
+) -> _LocalContent:
     if keep_last is not None and keep_last < 1:
         raise ConfigurationError(f"keep_last must be at least 1, got {keep_last}.")
-    held = LocalModelState(model, "fullshard.checkpoint.save", first=team.ranks[0])
+    held = LocalModelState(model, "fullshard.checkpoint.save", first=rank_group.ranks[0])
     tensors, tree = held.tensors, None
     if optimizer is not None:
         tree, of_optimizer = optimizer_tree(optimizer, held)
         tensors = [*tensors, *of_optimizer]
     faults: list[str] = []
-    trees.encode(tree, "optimizer", faults)
-    encoded = trees.encode(extra, "extra", faults)
+    json_values.encode(tree, "optimizer", faults)
+    encoded = json_values.encode(extra, "extra", faults)
     if faults:
         raise CheckpointError(
             "A checkpoint runs no code when it is loaded, so beside tensors it has what JSON can say: numbers, strings, "
@@ -148,9 +148,9 @@ def _hold(
             + "\n  ".join(faults)
             + "\nSave what they are made of."
         )
-    lists = {each.spread.holders for each in tensors}
+    lists = {each.sharding.holders for each in tensors}
     strangers = {rank for holders in lists for ranks in holders for rank in ranks}
-    strangers -= set(team.ranks)
+    strangers -= set(rank_group.ranks)
     if strangers:
         raise CheckpointError(
             f"All ranks that hold parts of the model must save it; process_group has not: {sorted(strangers)[:20]}. "
@@ -158,38 +158,46 @@ def _hold(
         )
     outline = outline_of(tensors, held.tied, tree, held.updated_together)
     # A copy: it may be changed before it is written.
-    return _Own(tensors, outline, trees.decode(encoded))
+    return _LocalContent(tensors, outline, json_values.decode(encoded))
 
 
-def _agreed(team: RankGroup, own: _Own) -> Outline:
+def _agreed(rank_group: RankGroup, own: _LocalContent) -> Outline:
     """What all ranks together have; mostly all have the same, and only a digest is sent."""
-    facts = team.of_all((own.outline.digest(), own.extra is not None))
-    with_extra = [rank for rank, (_, has_extra) in zip(team.ranks, facts, strict=True) if has_extra]
-    if with_extra and team.ranks[0] not in with_extra:
+    facts = rank_group.collect((own.outline.digest(), own.extra is not None))
+    with_extra = [
+        rank for rank, (_, has_extra) in zip(rank_group.ranks, facts, strict=True) if has_extra
+    ]
+    if with_extra and rank_group.ranks[0] not in with_extra:
         raise CheckpointError(
             f"Nothing was saved. The first rank's extra is saved; {ranks_text(with_extra)} passed one, and rank "
-            f"{team.ranks[0]}, which is the first, did not. Pass it there."
+            f"{rank_group.ranks[0]}, which is the first, did not. Pass it there."
         )
     if len({digest for digest, _ in facts}) == 1:
         return own.outline
-    told = dict(zip(team.ranks, team.of_all(own.outline.told_by(team.rank)), strict=True))
-    return team.each(lambda: agreed(own.outline, told, team.rank))
+    told = dict(
+        zip(
+            rank_group.ranks,
+            rank_group.collect(own.outline.part_reported_by(rank_group.rank)),
+            strict=True,
+        )
+    )
+    return rank_group.on_each(lambda: agreed(own.outline, told, rank_group.rank))
 
 
-def _with_one_writer(spread: Spread, turn: int) -> Spread:
+def _with_one_writer(sharding: Sharding, turn: int) -> Sharding:
     """Replicas of what is divided write in turn; what every rank has whole is the first one's.
 
     Replicas are equal, but for 0-d parameters that are divided by nobody: each rank sums their gradients in an order
     of its own, and forward goes by the first rank's.
     """
-    lists = spread.holders
-    return replace(spread, holders=(lists[turn % len(lists) if spread.cells > 1 else 0],))
+    lists = sharding.holders
+    return replace(sharding, holders=(lists[turn % len(lists) if sharding.cells > 1 else 0],))
 
 
 # --- writing ---------------------------------------------------------------------------------------
 
 
-def write(team: RankGroup, plan: Plan, on_progress: OnProgress | None = None) -> Saved:
+def write(rank_group: RankGroup, plan: Plan, on_progress: OnProgress | None = None) -> Saved:
     """Write what was planned, read it back, and publish it."""
     save: UnfinishedSave | None = None
 
@@ -200,16 +208,18 @@ def write(team: RankGroup, plan: Plan, on_progress: OnProgress | None = None) ->
         return str(save.folder), (save.path / MANIFEST).exists()
 
     try:
-        begun, replaces = team.first(begin)
+        begun, replaces = rank_group.on_first(begin)
         folder = Path(begun)
-        record = team.each(lambda: _write_own(folder, team.rank, plan, on_progress))
-        manifest = _manifest(team, plan, folder, team.of_all(record))
+        record = rank_group.on_each(
+            lambda: _write_own_file(folder, rank_group.rank, plan, on_progress)
+        )
+        manifest = _manifest(rank_group, plan, folder, rank_group.collect(record))
         # Data is read back where older data is to be removed afterwards.
         thorough = replaces or plan.run is not None
-        team.each(lambda: _read_back(team, folder.parent, manifest, thorough))
-        team.first(lambda: None if save is None else _publish(save, plan, manifest))
+        rank_group.on_each(lambda: _read_back(rank_group, folder.parent, manifest, thorough))
+        rank_group.on_first(lambda: None if save is None else _publish(save, plan, manifest))
     except FullshardError:  # the same on all ranks
-        team.first(lambda: None if save is None else save.abandon())
+        rank_group.on_first(lambda: None if save is None else save.abandon())
         raise
     except BaseException:  # the other ranks may not answer any more
         if save is not None:
@@ -217,12 +227,12 @@ def write(team: RankGroup, plan: Plan, on_progress: OnProgress | None = None) ->
         raise
     nbytes = sum(record.nbytes for record in manifest.files.values())
     saved = Saved(folder.parent, nbytes, time.perf_counter() - plan.began)
-    if team.is_first:
+    if rank_group.is_first:
         log.info("%s", saved)
     return saved
 
 
-def _write_own(
+def _write_own_file(
     folder: Path, rank: int, plan: Plan, on_progress: OnProgress | None
 ) -> FileRecord | None:
     if not plan.own:
@@ -242,19 +252,19 @@ def _write_own(
 
 
 def _fetching(local: Tensor) -> Callable[[], Tensor]:
-    return lambda: in_plain_memory(local.detach().to("cpu"))
+    return lambda: contiguous_values(local.detach().to("cpu"))
 
 
 def _manifest(
-    team: RankGroup, plan: Plan, folder: Path, records: Sequence[FileRecord | None]
+    rank_group: RankGroup, plan: Plan, folder: Path, records: Sequence[FileRecord | None]
 ) -> Manifest:
     return Manifest(
         data=folder.name,
-        world=max(team.ranks) + 1,
+        world=max(rank_group.ranks) + 1,
         tensors=plan.tensors,
         files={
             rank: record
-            for rank, record in zip(team.ranks, records, strict=True)
+            for rank, record in zip(rank_group.ranks, records, strict=True)
             if record is not None
         },
         tied=plan.tied,
@@ -263,15 +273,17 @@ def _manifest(
     )
 
 
-def _read_back(team: RankGroup, path: Path, manifest: Manifest, thorough: bool) -> None:
+def _read_back(rank_group: RankGroup, path: Path, manifest: Manifest, thorough: bool) -> None:
     """Read the file that the next rank wrote, as `load` will: all ranks together read all files, none its own.
 
     Lengths and headers are checked, and, if ``thorough``, every byte.
     """
-    place = team.ranks.index(team.rank)
+    place = rank_group.ranks.index(rank_group.rank)
     source = StoredCheckpoint(path, manifest)
     try:
-        faults = source.verify_file(team.ranks[(place + 1) % len(team.ranks)], thorough=thorough)
+        faults = source.verify_file(
+            rank_group.ranks[(place + 1) % len(rank_group.ranks)], thorough=thorough
+        )
     finally:
         source.close()
     if faults:
@@ -291,4 +303,4 @@ def _publish(save: UnfinishedSave, plan: Plan, manifest: Manifest) -> None:
         publication.publish(save, manifest)
         return
     run.note_published(publication.publish(save, manifest, keep_lock=True))
-    retain(save.path, mark, plan.keep_last)
+    remove_old_checkpoints(save.path, mark, plan.keep_last)

@@ -5,7 +5,7 @@ Keys of tensors are
     model/<name of a parameter or buffer>
     optimizer/<name of a parameter>/<path within its state>
 
-and the optimizer's options, its numbers, and which tensor is which state are in a tree (`trees`).
+and the optimizer's options, its numbers, and which tensor is which state are in a tree (`json_values`).
 """
 
 from __future__ import annotations

@@ -33,24 +33,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.blocks import MOST_DIMS, Block, are_sizes, row_major_strides
+from fullshard.checkpoint.blocks import MAX_DIMS, Block, are_sizes, row_major_strides
 from fullshard.checkpoint.dtypes import DTYPE_CODES, DTYPES_BY_CODE
+from fullshard.checkpoint.json_values import without_repetition
 from fullshard.checkpoint.manifest import FileRecord
-from fullshard.checkpoint.trees import without_repetition
 from fullshard.errors import CheckpointError
 
 CHUNK_BYTES = 1 << 20
 """Data under one checksum."""
 ALIGNMENT = 64
-LARGEST_HEADER = 100_000_000
+MAX_HEADER = 100_000_000
 """The limit of the safetensors library, which would refuse to read a longer one."""
-LARGEST_WRITE = 16 << 20
+MAX_WRITE = 16 << 20
 """Bytes of one call, so that progress can be told."""
 SCRATCH_BYTES = 8 << 20
 """Memory for data that are not read straight into their place."""
 SMALLEST_DIRECT_READ = 1 << 20
 """From here on, the time of a call does not matter, and a run is read straight into its place if it can be."""
-LARGEST_GAP = 32 << 10
+MAX_GAP = 32 << 10
 """Unwanted bytes between two wanted runs that are read with them: in the time of another call."""
 
 
@@ -94,22 +94,22 @@ def write_file(
     )
     total = ends[-1] if ends else 0
     head = _head(entries, ends, [0] * _chunks_in(total))
-    if len(head) - 8 > LARGEST_HEADER:
+    if len(head) - 8 > MAX_HEADER:
         raise CheckpointError(
-            f"The header of a tensor file can have {LARGEST_HEADER} bytes at most, but that of {path}, with "
+            f"The header of a tensor file can have {MAX_HEADER} bytes at most, but that of {path}, with "
             f"{len(entries)} tensors and {total} bytes of data, would have {len(head) - 8}. Use more ranks."
         )
-    with _telling(f"Cannot create {path}"):
+    with _os_errors_as(f"Cannot create {path}"):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
             checksums = _write_data(descriptor, path, entries, len(head), total, on_bytes)
             head = _head(entries, ends, checksums)
-            with _telling(f"Cannot write the header of {path}"):
+            with _os_errors_as(f"Cannot write the header of {path}"):
                 _write(descriptor, memoryview(head), 0)
                 os.fsync(descriptor)
         finally:
-            with _telling(f"Cannot close {path}"):
+            with _os_errors_as(f"Cannot close {path}"):
                 os.close(descriptor)
     except BaseException:
         with suppress(OSError):
@@ -164,9 +164,9 @@ def _write_data(
                 done = None
             else:
                 done = beside.submit(checksums.add, data)
-            for first in range(0, len(data), LARGEST_WRITE):
-                piece = data[first : first + LARGEST_WRITE]
-                with _telling(
+            for first in range(0, len(data), MAX_WRITE):
+                piece = data[first : first + MAX_WRITE]
+                with _os_errors_as(
                     f"Cannot write {path}, at tensor {entry.key!r}, after {written} of {total} bytes"
                 ):
                     _write(descriptor, piece, position + written)
@@ -245,10 +245,10 @@ class TensorFile:
             raise self._unusable(f"it has {nbytes} bytes, too few for a header")
         length = self._read_bytes(8, at=0)
         (header_bytes,) = struct.unpack("<Q", length)
-        if header_bytes > min(nbytes - 8, LARGEST_HEADER):
+        if header_bytes > min(nbytes - 8, MAX_HEADER):
             raise self._unusable(
                 f"its header would have {header_bytes} bytes; the file has {nbytes}, and a header "
-                f"{LARGEST_HEADER} at most"
+                f"{MAX_HEADER} at most"
             )
         header = self._read_bytes(header_bytes, at=8)
         if record is not None and zlib.crc32(length + header) != record.header_crc32:
@@ -334,7 +334,7 @@ class TensorFile:
         # Within a row, gaps are no larger than between rows.
         gap = stride - row
         size = out.element_size()
-        if len(out) == 1 or gap * size > LARGEST_GAP or row * size >= SMALLEST_DIRECT_READ:
+        if len(out) == 1 or gap * size > MAX_GAP or row * size >= SMALLEST_DIRECT_READ:
             for index in range(len(out)):
                 self._read_strided(key, first + index * stride, tuple(rest), out[index])
             return
@@ -459,7 +459,7 @@ def _parse_entry(key: str, field: Any) -> FileEntry:
         )
     if not are_sizes(shape):
         raise ValueError(
-            f"tensor {key!r} must have {MOST_DIMS} sizes at most, none of them negative"
+            f"tensor {key!r} must have {MAX_DIMS} sizes at most, none of them negative"
         )
     if not are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"tensor {key!r} must have two data_offsets, none of them negative")
@@ -495,7 +495,7 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 @contextmanager
-def _telling(what: str) -> Iterator[None]:
+def _os_errors_as(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint import trees
+from fullshard.checkpoint import json_values
 from fullshard.checkpoint.blocks import Block, whole
 from fullshard.checkpoint.source import (
     MODEL,
@@ -154,7 +154,7 @@ def _content(path: Path) -> Any:
         with path.open("rb") as file:
             refuse_compressed(file, os.fstat(file.fileno()).st_size)
         content = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-        trees.check_size(content)
+        json_values.check_size(content)
         return content
     except Exception as error:  # a damaged file can raise anything
         # What torch found, without its advice to load the file in a way that runs what is in it.
@@ -299,7 +299,7 @@ def _storable(beside: Mapping[str, Any], path: Path) -> Any:
     lost = []
     for name, value in beside.items():
         faults: list[str] = []
-        trees.encode(value, name, faults)
+        json_values.encode(value, name, faults)
         lost += faults
         if not faults:
             kept[name] = value

@@ -12,7 +12,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-MOST_EXPANDED_BYTES = 1 << 30
+MAX_EXPANDED_BYTES = 1 << 30
 """Of a tensor whose elements share memory: such a tensor can have any size, whatever is stored of it."""
 
 
@@ -43,6 +43,6 @@ def fault_of(value: Any) -> str | None:
         return "is a tensor on the meta device, without data"
     if value.layout != torch.strided or value.is_quantized:
         return f"is a tensor of layout {value.layout} and dtype {value.dtype}"
-    if value.nbytes > max(value.untyped_storage().nbytes(), MOST_EXPANDED_BYTES):
+    if value.nbytes > max(value.untyped_storage().nbytes(), MAX_EXPANDED_BYTES):
         return f"is a tensor of {value.nbytes} bytes, of which few are stored"
     return None

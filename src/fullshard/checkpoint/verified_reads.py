@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fullshard.checkpoint.blocks import Block, whole
+from fullshard.checkpoint.json_values import DeviceScalar
 from fullshard.checkpoint.source import Source, TensorRef
-from fullshard.checkpoint.trees import DeviceScalar
 from fullshard.errors import CheckpointError
 
 

@@ -55,7 +55,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
     """Show what a checkpoint has: tensors, optimizer state, who wrote it."""
-    with ends_well():
+    with errors_as_exit_codes():
         from fullshard.checkpoint.formats import use_source
         from fullshard.programs.checkpoint_tool import contents, output
 
@@ -72,7 +72,7 @@ def verify(path: Checkpoint) -> None:
 
     Exit code 1 if anything is wrong.
     """
-    with ends_well(trouble=1):
+    with errors_as_exit_codes(trouble=1):
         from fullshard.checkpoint.formats import use_source
         from fullshard.programs.checkpoint_tool import output, verification
 
@@ -103,7 +103,7 @@ def convert(
     ] = 1,
 ) -> None:
     """Write a checkpoint in another format."""
-    with ends_well():
+    with errors_as_exit_codes():
         from fullshard.checkpoint import conversion
         from fullshard.checkpoint.formats import use_source
         from fullshard.programs.checkpoint_tool import output, verification
@@ -126,7 +126,7 @@ def diff(first: Checkpoint, second: Checkpoint) -> None:
 
     Exit code 0 if they are equal, 1 if they differ.
     """
-    with ends_well():
+    with errors_as_exit_codes():
         from fullshard.checkpoint.differences import differences
         from fullshard.checkpoint.formats import use_source
         from fullshard.programs.checkpoint_tool import output, verification
@@ -142,7 +142,7 @@ def diff(first: Checkpoint, second: Checkpoint) -> None:
 
 
 @contextmanager
-def ends_well(*, trouble: int = 2) -> Iterator[None]:
+def errors_as_exit_codes(*, trouble: int = 2) -> Iterator[None]:
     """Turn errors into a message and an exit code, and warnings into lines."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: print_error(f"Warning: {message}")

@@ -7,15 +7,15 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from fullshard.checkpoint import trees
+from fullshard.checkpoint import json_values
 from fullshard.checkpoint.source import CLASS, MODEL, OPTIMIZER, Source
-from fullshard.checkpoint.stored import StoredCheckpoint
-from fullshard.programs.checkpoint_tool.tensor_locations import places_in
+from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
+from fullshard.programs.checkpoint_tool.tensor_locations import locate_tensors
 
 
 def describe(source: Source, *, pieces: bool = False) -> dict[str, Any]:
     """All that can be said without reading tensors; with ``pieces``, also where every part of each is."""
-    places = places_in(source)
+    places = locate_tensors(source)
     tensors = {}
     for key, info in source.tensors.items():
         numel = math.prod(info.shape)
@@ -47,7 +47,7 @@ def describe(source: Source, *, pieces: bool = False) -> dict[str, Any]:
             "groups": [
                 {
                     **{
-                        name: trees.encode(value, name, [])
+                        name: json_values.encode(value, name, [])
                         for name, value in group.items()
                         if name != "params"
                     },
@@ -57,7 +57,7 @@ def describe(source: Source, *, pieces: bool = False) -> dict[str, Any]:
             ],
         },
         "tied": dict(source.tied),
-        "extra": trees.encode(source.extra, "extra", []),
+        "extra": json_values.encode(source.extra, "extra", []),
         "tensors": tensors,
     }
 

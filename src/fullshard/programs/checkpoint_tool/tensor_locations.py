@@ -12,7 +12,7 @@ from fullshard.checkpoint.dcp import DcpCheckpoint
 from fullshard.checkpoint.huggingface import HuggingFaceFolder
 from fullshard.checkpoint.manifest import file_name
 from fullshard.checkpoint.source import MODEL, Source
-from fullshard.checkpoint.stored import StoredCheckpoint
+from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import TensorFile
 from fullshard.errors import CheckpointError
 
@@ -44,18 +44,18 @@ class TensorLocations(Protocol):
         """These parts."""
 
 
-def places_in(source: Source) -> TensorLocations:
+def locate_tensors(source: Source) -> TensorLocations:
     """Where the tensors of ``source`` are."""
     if isinstance(source, StoredCheckpoint):
-        return _StoredPlaces(source)
+        return _StoredLocations(source)
     if isinstance(source, DcpCheckpoint):
-        return _DcpPlaces(source)
+        return _DcpLocations(source)
     if isinstance(source, HuggingFaceFolder):
-        return _HuggingFacePlaces(source.path)
+        return _HuggingFaceLocations(source.path)
     return _OneFile(source)
 
 
-class _StoredPlaces:
+class _StoredLocations:
     def __init__(self, source: StoredCheckpoint) -> None:
         self._path = source.path
         self._manifest = source.manifest
@@ -65,15 +65,15 @@ class _StoredPlaces:
         return [self._file(rank) for rank in sorted(self._manifest.files)]
 
     def num_pieces(self, key: str) -> int:
-        spread = self._manifest.tensors[key].spread
-        return sum(spread.extent(cell).numel > 0 for cell in range(spread.cells))
+        sharding = self._manifest.tensors[key].sharding
+        return sum(sharding.extent(cell).numel > 0 for cell in range(sharding.cells))
 
     def pieces(self, key: str) -> Iterator[Piece]:
-        spread = self._manifest.tensors[key].spread
-        for cell in range(spread.cells):
-            extent = spread.extent(cell)
+        sharding = self._manifest.tensors[key].sharding
+        for cell in range(sharding.cells):
+            extent = sharding.extent(cell)
             if extent.numel:
-                rank = spread.holders[0][cell]
+                rank = sharding.holders[0][cell]
                 file = self._open(rank)
                 entry = file.entries.get(key)
                 if entry is None:
@@ -98,7 +98,7 @@ class _StoredPlaces:
         return self._opened[rank]
 
 
-class _DcpPlaces:
+class _DcpLocations:
     def __init__(self, source: DcpCheckpoint) -> None:
         self._source = source
 
@@ -113,7 +113,7 @@ class _DcpPlaces:
             yield Piece(file, offset, nbytes, block.start, block.shape)
 
 
-class _HuggingFacePlaces:
+class _HuggingFaceLocations:
     def __init__(self, path: Path) -> None:
         self._files: dict[str, TensorFile] = {}
         for file in sorted(path.glob("*.safetensors")):

@@ -12,7 +12,7 @@ import torch
 from fullshard.checkpoint.blocks import slabs, whole
 from fullshard.checkpoint.dcp import DcpCheckpoint
 from fullshard.checkpoint.source import Source, TensorInfo
-from fullshard.checkpoint.stored import StoredCheckpoint
+from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.errors import CheckpointError
 
 BATCH_BYTES = 64 << 20

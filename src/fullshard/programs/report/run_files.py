@@ -118,7 +118,7 @@ def read_run(folder: Path) -> Run:
 
 def _read_config(path: Path, notes: list[str]) -> Config:
     try:
-        config = tomllib.loads(content_of(path, most_bytes=MOST_BYTES).decode())
+        config = tomllib.loads(content_of(path, max_bytes=MOST_BYTES).decode())
     except FileNotFoundError:
         return {}
     except NO_JSON as error:
@@ -149,7 +149,7 @@ def _read_traces(folder: Path, notes: list[str]) -> tuple[Trace, ...]:
     traces: dict[int, Trace] = {}
     for path in sorted([*folder.glob("trace/rank_*.json"), *folder.glob("rank_*.json")]):
         try:
-            trace = _safe_trace(parse_trace(json.loads(content_of(path, most_bytes=MOST_BYTES))))
+            trace = _safe_trace(parse_trace(json.loads(content_of(path, max_bytes=MOST_BYTES))))
         except NO_JSON as error:
             notes.append(safe_text(f"{path.name} is left out: {error}."))
             continue
@@ -166,7 +166,7 @@ def _read_traces(folder: Path, notes: list[str]) -> tuple[Trace, ...]:
 
 def _read_metrics(path: Path, notes: list[str]) -> Metrics:
     try:
-        text = content_of(path, most_bytes=MOST_BYTES).decode(errors="replace")
+        text = content_of(path, max_bytes=MOST_BYTES).decode(errors="replace")
     except FileNotFoundError:
         return Metrics()
     except OSError as error:

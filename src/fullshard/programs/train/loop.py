@@ -327,7 +327,7 @@ class Training:
             device=self.job.device.type,
             parameters=self.model.unsharded.num_elements,
             unsharded_bytes=self.model.unsharded.num_bytes,
-            rank_bytes=tuple(RankGroup().of_all(self.model.bytes_at_rest())),
+            rank_bytes=tuple(RankGroup().collect(self.model.bytes_at_rest())),
             tokens_per_step=config.train.batch * config.data.context,
             steps=config.train.steps,
             model=self.job.source.description,

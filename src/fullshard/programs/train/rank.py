@@ -86,7 +86,7 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
             return True
 
         result = TrainResult(was_finished=True)
-        if ranks.first(begin):
+        if ranks.on_first(begin):
             # Files first: what is shown has been written.
             watch = all_of([*watchers, progress] if progress is not None else [])
             result = Training(job, watch).run()

@@ -81,7 +81,7 @@ class Checkpoints:
     def resume(self) -> RunState | None:
         """Load the newest one, and return where it was made; None if there is none."""
         # The first rank's answer for all: a shared file system may show others less.
-        self.newest = RankGroup().first(lambda: checkpoint.latest(self._folder.checkpoints))
+        self.newest = RankGroup().on_first(lambda: checkpoint.latest(self._folder.checkpoints))
         if self.newest is None:
             return None
         loaded = checkpoint.load(self.newest, self._model, self._optimizer)

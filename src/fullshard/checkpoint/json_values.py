@@ -28,17 +28,17 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.blocks import are_sizes
 from fullshard.checkpoint.dtypes import DTYPE_CODES, DTYPES_BY_CODE
-from fullshard.checkpoint.plain_memory import in_plain_memory
 from fullshard.checkpoint.source import TensorRef
+from fullshard.checkpoint.tensor_memory import contiguous_values
 from fullshard.errors import CheckpointError
 
 TAG = "!"
-MOST_ARRAY_BYTES = 1 << 20
+MAX_ARRAY_BYTES = 1 << 20
 """Tensors above this do not belong into a manifest."""
-MOST_DEPTH = 100
-MOST_VALUES = 1 << 22
+MAX_DEPTH = 100
+MAX_VALUES = 1 << 22
 """In a tree; a text counts as one for every 16 characters."""
-MOST_BITS = 14_000
+MAX_BITS = 14_000
 """Of an integer: beyond it, Python does not write them as text."""
 
 
@@ -54,8 +54,8 @@ def encode(value: Any, path: str, faults: list[str]) -> Any:
     if value is None or isinstance(value, bool | str):
         return str(value) if isinstance(value, str) else value
     if isinstance(value, int):
-        if value.bit_length() > MOST_BITS:
-            faults.append(f"{path}: an integer of {value.bit_length()} bits; at most {MOST_BITS}")
+        if value.bit_length() > MAX_BITS:
+            faults.append(f"{path}: an integer of {value.bit_length()} bits; at most {MAX_BITS}")
             return None
         return int(value)
     if isinstance(value, float):
@@ -94,10 +94,10 @@ def _encode_tensor(value: Tensor, path: str, faults: list[str]) -> Any:
         number = encode(value.item(), path, faults)
         found = {TAG: "scalar", "dtype": code, "value": number}
         return found if value.device.type == "cpu" else {**found, "on": "device"}
-    if value.nbytes > MOST_ARRAY_BYTES:
-        faults.append(f"{path}: a tensor of {value.nbytes} bytes; at most {MOST_ARRAY_BYTES}")
+    if value.nbytes > MAX_ARRAY_BYTES:
+        faults.append(f"{path}: a tensor of {value.nbytes} bytes; at most {MAX_ARRAY_BYTES}")
         return None
-    dense = in_plain_memory(value.detach().cpu())
+    dense = contiguous_values(value.detach().cpu())
     data = bytes(dense.reshape(-1).view(torch.uint8).tolist())
     text = base64.b64encode(data).decode()
     return {TAG: "array", "dtype": code, "shape": list(value.shape), "base64": text}
@@ -105,8 +105,8 @@ def _encode_tensor(value: Tensor, path: str, faults: list[str]) -> Any:
 
 def decode(value: Any, depth: int = 0) -> Any:
     """The tree that `encode` was given, up to subclasses; anything else is an error."""
-    if depth > MOST_DEPTH:
-        raise CheckpointError(f"Values in a manifest may be {MOST_DEPTH} levels deep.")
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"Values in a manifest may be {MAX_DEPTH} levels deep.")
     if isinstance(value, list):
         return [decode(each, depth + 1) for each in value]
     if not isinstance(value, dict):
@@ -142,7 +142,7 @@ def _decode_tagged(value: dict[str, Any], depth: int) -> Any:
         if (
             not are_sizes(shape)
             or len(data) != math.prod(shape) * dtype.itemsize
-            or len(data) > MOST_ARRAY_BYTES
+            or len(data) > MAX_ARRAY_BYTES
         ):
             raise ValueError("shape and data disagree")
         flat = torch.tensor(list(data), dtype=torch.uint8).view(dtype)
@@ -156,8 +156,8 @@ def check_size(tree: Any) -> None:
     Raises:
         CheckpointError: it is too deep, or too large if every part is counted wherever it is.
     """
-    if _extent(tree, 0, {})[0] > MOST_VALUES:
-        raise CheckpointError(f"There are more than {MOST_VALUES} values in it.")
+    if _extent(tree, 0, {})[0] > MAX_VALUES:
+        raise CheckpointError(f"There are more than {MAX_VALUES} values in it.")
 
 
 def _extent(value: Any, depth: int, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
@@ -167,8 +167,8 @@ def _extent(value: Any, depth: int, known: dict[int, tuple[int, int]]) -> tuple[
     if not isinstance(value, Mapping | list | tuple):
         return 1, 0
     count, height = known.get(id(value), (0, 0))
-    if depth + height > MOST_DEPTH:
-        raise CheckpointError(f"Its values are more than {MOST_DEPTH} levels deep.")
+    if depth + height > MAX_DEPTH:
+        raise CheckpointError(f"Its values are more than {MAX_DEPTH} levels deep.")
     if not count:
         inner = (*value, *value.values()) if isinstance(value, Mapping) else value
         extents = [_extent(each, depth + 1, known) for each in inner]

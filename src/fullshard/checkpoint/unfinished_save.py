@@ -38,7 +38,7 @@ from fullshard.files import flush, rename_into_place
 PATIENCE_S = 3600.0
 """How long nothing is written to a save of another machine before it counts as dead."""
 
-MOST_TRIES = 100
+MAX_TRIES = 100
 """To make a folder that others remove at the same time."""
 
 _UNFINISHED_MANIFEST = re.compile(re.escape(MANIFEST) + r"\.([0-9a-f]{12})\.tmp")
@@ -74,7 +74,7 @@ class UnfinishedSave:
             # Names are flushed before they are referred to: files, their folder, its name, then the manifest's.
             for folder in (self.folder, self.path):
                 flush(folder)
-            with changing(self.path):
+            with manifest_lock(self.path):
                 self._rename()
             with contextlib.suppress(PermissionError):  # one may write to a folder, and not list it
                 flush(self.path.absolute().parent)
@@ -106,7 +106,7 @@ class UnfinishedSave:
 
 def _claim(path: Path) -> tuple[IO[str], Path]:
     """Make the locked file of a new save, then the folder for its data."""
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_TRIES):
         name = _machine() + secrets.token_hex(3)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def _claim(path: Path) -> tuple[IO[str], Path]:
 
 
 def _refuse_other_folders(path: Path) -> None:
-    strange = [name for name in names_in(path) if not _is_ours(path / name)]
+    strange = [name for name in folder_entries(path) if not _is_ours(path / name)]
     if strange:
         raise CheckpointError(
             f"A checkpoint is written to a folder that is new, empty or a checkpoint; {path} has other things "
@@ -149,11 +149,11 @@ def remove_leftovers(path: Path, now: float) -> None:
         now: By the clock of the file system.
     """
     try:
-        names = names_in(path)
+        names = folder_entries(path)
         if not names or not all(_is_ours(path / name) for name in names):
             return
         for id_ in {found[1] for name in names if (found := _NAMES_WITH_ID.fullmatch(name))}:
-            with _left_by_the_dead(path, id_, now) as is_dead:
+            with _writer_ended(path, id_, now) as is_dead:
                 # Only now: see above.
                 if is_dead and data_in_use(path) != f"data-{id_}":
                     shutil.rmtree(path / f"data-{id_}", ignore_errors=True)
@@ -181,7 +181,7 @@ def data_in_use(path: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def _left_by_the_dead(path: Path, id_: str, now: float) -> Iterator[bool]:
+def _writer_ended(path: Path, id_: str, now: float) -> Iterator[bool]:
     """Whether the writer of a save has ended, or is done with it; within the block nobody else removes it."""
     try:
         file = _unfinished(path, id_).open("r+")
@@ -203,7 +203,7 @@ def _left_by_the_dead(path: Path, id_: str, now: float) -> Iterator[bool]:
 
 def _last_written(path: Path, id_: str) -> float:
     folder = path / f"data-{id_}"
-    files = [_unfinished(path, id_), folder, *(folder / name for name in names_in(folder))]
+    files = [_unfinished(path, id_), folder, *(folder / name for name in folder_entries(folder))]
     times = []
     for file in files:
         with contextlib.suppress(OSError):
@@ -233,7 +233,7 @@ def is_locked(file: Path) -> bool:
 
 
 @contextlib.contextmanager
-def changing(path: Path) -> Iterator[None]:
+def manifest_lock(path: Path) -> Iterator[None]:
     """Within the block, no other process of this machine replaces or removes the manifest in ``path``."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -288,7 +288,7 @@ def _machine() -> str:
 # --- folders -----------------------------------------------------------------------------------------------
 
 
-def names_in(path: Path) -> list[str]:
+def folder_entries(path: Path) -> list[str]:
     """What is in a folder; nothing if it is none, or has just been removed."""
     try:
         return sorted(os.listdir(path))

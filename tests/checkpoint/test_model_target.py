@@ -17,9 +17,9 @@ from fullshard import (
     fully_shard,
 )
 from fullshard.checkpoint.local_state import LocalModelState
+from fullshard.checkpoint.model_target import Faults, ModelTarget
 from fullshard.checkpoint.optimizer_target import OptimizerTarget
 from fullshard.checkpoint.source import TensorRef
-from fullshard.checkpoint.targets import Faults, ModelTarget
 from tests.helpers.checkpoints import MemorySource, load_into, snapshot, source_of
 from tests.helpers.compare import assert_equal
 from tests.helpers.fake import fake_world
@@ -251,7 +251,7 @@ def test_old_state_stays_until_all_was_read() -> None:
     before = {param: dict(state) for param, state in optimizer.state.items()}
     target = target_of(net, optimizer, source)
     assert target._new is None  # nothing is allocated yet
-    assert len(target.wants) == 8
+    assert len(target.requests) == 8
     assert optimizer.param_groups[0]["lr"] == 0.5
     for param, state in before.items():
         assert all(optimizer.state[param][key] is value for key, value in state.items())

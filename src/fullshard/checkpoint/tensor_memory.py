@@ -18,7 +18,7 @@ from torch import Tensor
 from fullshard.checkpoint.blocks import row_major_strides
 
 
-def is_plain_memory(tensor: Tensor) -> bool:
+def stores_each_element(tensor: Tensor) -> bool:
     """Whether every element of a strided tensor has memory of its own, with the element's value in it."""
     if tensor.is_conj() or tensor.is_neg():
         return False
@@ -32,7 +32,7 @@ def is_plain_memory(tensor: Tensor) -> bool:
     return True
 
 
-def in_plain_memory(tensor: Tensor) -> Tensor:
+def contiguous_values(tensor: Tensor) -> Tensor:
     """A contiguous tensor with the same values, in the tensor's memory if that is one."""
     dense = tensor.resolve_conj().resolve_neg().contiguous()
     # One element is contiguous with any strides, and not all of torch's functions know that.
@@ -46,7 +46,7 @@ def fill(tensor: Tensor, value: Tensor) -> None:
     Elements that share memory keep sharing it, if they have the same value; so whoever else has this memory sees the
     new values, too. If they have different values, which their memory cannot hold, the tensor gets new memory.
     """
-    if is_plain_memory(tensor):
+    if stores_each_element(tensor):
         tensor.copy_(value)
         return
     trial = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
@@ -68,5 +68,5 @@ def _copy_once(tensor: Tensor, value: Tensor) -> None:
 
 def _has_bytes_of(tensor: Tensor, value: Tensor) -> bool:
     """Whether both have the same bits: a NaN is the same as itself."""
-    both = [in_plain_memory(each).reshape(-1).view(torch.uint8) for each in (tensor, value)]
+    both = [contiguous_values(each).reshape(-1).view(torch.uint8) for each in (tensor, value)]
     return torch.equal(*both)

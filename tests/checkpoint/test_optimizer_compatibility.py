@@ -18,7 +18,7 @@ from fullshard import CheckpointError, FullyShardedDataParallel, checkpoint, ful
 from fullshard.checkpoint.conversion import convert
 from fullshard.checkpoint.formats import open_source
 from fullshard.checkpoint.load_plan import load_source
-from fullshard.checkpoint.optimizer_kinds import STATES, class_names
+from fullshard.checkpoint.optimizer_compatibility import STATES, class_names
 from fullshard.checkpoint.source import CLASS, without_class
 from fullshard.optim import ShardedOptimizer
 from fullshard.programs.checkpoint_tool.contents import describe

@@ -7,7 +7,7 @@ is cut as one range of elements, and a cell is a part of that range:
     flat, in a segment of pieces       cuts: (range(-4, 12, 8),)         cells: elements 0 to 4, 4 to 12
     of 8 elements, 4 before it
 
-Regular cuts are `range`s: a spread over thousands of ranks takes no more room than one over two, and whoever
+Regular cuts are `range`s: a sharding over thousands of ranks takes no more room than one over two, and whoever
 wants a block finds the cells it needs without looking at the others. That is why a checkpoint needs no
 global plan: what is where follows from shapes and ranks, on every rank alike.
 """
@@ -39,7 +39,7 @@ class CellPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class Sharding:
     """The cells of one tensor and the ranks that hold them."""
 
     shape: tuple[int, ...]
@@ -128,9 +128,9 @@ class Spread:
             yield sum(i * stride for i, stride in zip(index, strides, strict=True))
 
 
-def undivided(shape: Sequence[int], ranks: Sequence[int]) -> Spread:
+def replicated(shape: Sequence[int], ranks: Sequence[int]) -> Sharding:
     """A tensor that each of ``ranks`` holds whole."""
-    return Spread(
+    return Sharding(
         shape=tuple(shape), cuts=((0,),) * len(shape), holders=tuple((rank,) for rank in ranks)
     )
 

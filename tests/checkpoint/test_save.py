@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import CheckpointError, ConfigurationError, checkpoint, fully_shard
 from fullshard.checkpoint import manifest as manifests, publication
-from fullshard.checkpoint.unfinished import UnfinishedSave
+from fullshard.checkpoint.unfinished_save import UnfinishedSave
 from tests.helpers.checkpointed import Setting, train, whole_state
 from tests.helpers.compare import assert_equal
 
@@ -236,7 +236,9 @@ def test_replicas_write_in_turn_and_once(world: Any, tmp_path: Path) -> None:
     world(4).run(replicas_write_once, tmp_path)
     manifest = manifests.read(tmp_path / "a")
     writers = {
-        stored.spread.holders[0] for stored in manifest.tensors.values() if stored.spread.cells > 1
+        stored.sharding.holders[0]
+        for stored in manifest.tensors.values()
+        if stored.sharding.cells > 1
     }
     assert writers == {(0, 1), (2, 3)}
     sizes = [record.nbytes for record in manifest.files.values()]

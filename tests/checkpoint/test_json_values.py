@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from fullshard import CheckpointError
+from fullshard.checkpoint.json_values import DeviceScalar, decode, encode, references
 from fullshard.checkpoint.source import TensorRef
-from fullshard.checkpoint.trees import DeviceScalar, decode, encode, references
 
 
 def round_trip(value: Any) -> Any:

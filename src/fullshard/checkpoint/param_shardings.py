@@ -1,4 +1,4 @@
-"""How sharded tensors are spread, in closed form: DTensors by mesh and placements, flat pieces by their layout."""
+"""The sharding of tensors, in closed form: DTensors by mesh and placements, flat pieces by their layout."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.distributed.tensor import Placement
 
 from fullshard import torch_border
 from fullshard.checkpoint.blocks import Block
-from fullshard.checkpoint.spread import Cuts, Spread
+from fullshard.checkpoint.sharding import Cuts, Sharding
 from fullshard.plan.layout import Layout, chunk_size
 
 
-def dtensor_spread(
+def dtensor_sharding(
     shape: Sequence[int], placements: Sequence[Placement], mesh: DeviceMesh
-) -> Spread:
-    """The spread of a DTensor without partial placements.
+) -> Sharding:
+    """The sharding of a DTensor without partial placements.
 
     Axes that cut the same dimension cut one after the other: in the order of the mesh, but those that torch
     calls strided after the ones that have cut before them (see `placement`).
@@ -42,7 +42,7 @@ def dtensor_spread(
     for dim, each in enumerate(cuts):
         ranks = ranks.narrow(dim + 1, 0, len(each))  # the others hold nothing
     holders = ranks.reshape(len(ranks), math.prod(map(len, cuts))).tolist()
-    return Spread(shape=tuple(shape), cuts=cuts, holders=tuple(map(tuple, holders)))
+    return Sharding(shape=tuple(shape), cuts=cuts, holders=tuple(map(tuple, holders)))
 
 
 def _cuts(size: int, parts: Sequence[int]) -> Cuts:
@@ -64,12 +64,12 @@ def _cuts(size: int, parts: Sequence[int]) -> Cuts:
     return regular if tuple(regular) == starts else starts
 
 
-def flat_spread(layout: Layout, param: int, holders: tuple[tuple[int, ...], ...]) -> Spread:
-    """The spread of a parameter that is divided flat: rank r of ``layout`` holds cell r."""
+def flat_sharding(layout: Layout, param: int, holders: tuple[tuple[int, ...], ...]) -> Sharding:
+    """The sharding of a parameter that is divided flat: rank r of ``layout`` holds cell r."""
     slot = layout.slots[param]
     piece_numel = layout.segments[slot.segment].piece_numel
     order = tuple(sorted(range(len(slot.shape)), key=lambda dim: (-slot.strides[dim], dim)))
-    return Spread(
+    return Sharding(
         shape=tuple(slot.shape[dim] for dim in order),
         order=None if order == tuple(range(len(order))) else order,
         flat=True,
@@ -78,11 +78,11 @@ def flat_spread(layout: Layout, param: int, holders: tuple[tuple[int, ...], ...]
     )
 
 
-def in_model_order(spread: Spread, block: Block) -> Block:
+def in_model_order(sharding: Sharding, block: Block) -> Block:
     """A block of the stored tensor as one of the model's."""
-    if spread.order is None:
+    if sharding.order is None:
         return block
-    places = inverse(spread.order)
+    places = inverse(sharding.order)
     return Block(
         tuple(block.start[place] for place in places), tuple(block.shape[place] for place in places)
     )

@@ -1,7 +1,7 @@
-"""What a model wants of a checkpoint: whether it fits, what to read into which memory, and what is left to do then.
+"""What a model takes from a checkpoint: whether it fits, what to read into which memory, and what is left to do then.
 
 faults     by names, shapes and dtypes alone: the same on every rank, before anything is read
-wants      blocks of stored tensors, and views of the model's own memory to read them into
+requests      blocks of stored tensors, and views of the model's own memory to read them into
 install    after all was read: what is no memory of a parameter
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint import trees
+from fullshard.checkpoint import json_values
 from fullshard.checkpoint.blocks import Block, whole
-from fullshard.checkpoint.local_state import Held, LocalModelState
-from fullshard.checkpoint.plain_memory import fill
+from fullshard.checkpoint.local_state import LocalModelState, LocalTensor
 from fullshard.checkpoint.source import MODEL, Source, TensorInfo
+from fullshard.checkpoint.tensor_memory import fill
 from fullshard.errors import CheckpointError, fault_paragraphs
 
 
@@ -100,7 +100,7 @@ class ModelTarget:
         """Compare it with a source; with ``cast``, dtypes may differ."""
         self.faults = Faults()
         self.notes: list[str] = []
-        self.wants: list[ReadRequest] = []
+        self.requests: list[ReadRequest] = []
         self._model = model
         self._cast = cast
         self._read: dict[str, Tensor] = {}
@@ -115,11 +115,11 @@ class ModelTarget:
                 self._want(name, held, MODEL + stored, source.tensors[MODEL + stored])
         self.faults.unexpected += names.unknown
 
-    def _want(self, name: str, held: Held, stored: str, info: TensorInfo) -> None:
+    def _want(self, name: str, held: LocalTensor, stored: str, info: TensorInfo) -> None:
         if held.key in self._model.extra_states:
             # Whatever it was: its module knows.
             self._read[held.key] = memory = torch.empty(info.shape, dtype=info.dtype)
-            self.wants.append(ReadRequest(stored, [(whole(info.shape), memory)]))
+            self.requests.append(ReadRequest(stored, [(whole(info.shape), memory)]))
             return
         if info.shape != held.shape:
             self.faults.shapes.append(f"{name}: {info.shape}, not {held.shape}")
@@ -128,7 +128,7 @@ class ModelTarget:
         elif held.local is not None:
             if held.key in self._model.copied:
                 self._read[held.key] = held.local
-            self.wants.append(ReadRequest(stored, list(held.parts())))
+            self.requests.append(ReadRequest(stored, list(held.parts())))
 
     @torch.no_grad()
     def install(self) -> None:
@@ -147,7 +147,7 @@ def _extra_state(key: str, value: Tensor) -> Any:
     try:
         if value.dtype != torch.uint8 or value.ndim != 1:
             raise ValueError(f"{value.dtype} of shape {tuple(value.shape)}")
-        return trees.decode(json.loads(bytes(value.tolist())))
+        return json_values.decode(json.loads(bytes(value.tolist())))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"The state of a module is a tensor, or what JSON says of it; {key} is neither: {error}"

@@ -1,4 +1,4 @@
-"""What ranks hold, put together by its spreads, is the model: behind both doors, over any ranks."""
+"""What ranks hold, put together by its shardings, is the model: behind both doors, over any ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fullshard import (
     fully_shard,
 )
 from fullshard.checkpoint.local_state import LocalModelState
-from fullshard.checkpoint.param_spreads import dtensor_spread
+from fullshard.checkpoint.param_shardings import dtensor_sharding
 from fullshard.plan.mesh import ProcessGroupAxes, ranks_by_replica
 from tests.helpers.checkpoints import Snapshot, snapshot, source_of
 from tests.helpers.compare import assert_equal
@@ -84,7 +84,7 @@ def test_parts_are_blocks_of_the_model_s_tensor_and_views() -> None:
             (held,) = (
                 each for each in holdings(model).tensors if each.key == "model/pixels.weight"
             )
-            assert held.spread.order == (0, 2, 3, 1)
+            assert held.sharding.order == (0, 2, 3, 1)
             for block, view in held.parts():
                 place = tuple(slice(a, b) for a, b in zip(block.start, block.stop, strict=True))
                 assert torch.equal(view, weight[place])
@@ -92,7 +92,7 @@ def test_parts_are_blocks_of_the_model_s_tensor_and_views() -> None:
                 assert view.untyped_storage().data_ptr() == held.local.untyped_storage().data_ptr()
 
 
-# --- spreads -----------------------------------------------------------------------------------------
+# --- shardings -----------------------------------------------------------------------------------------
 
 
 def test_thousands_of_ranks_cost_no_more_than_their_number() -> None:
@@ -100,13 +100,13 @@ def test_thousands_of_ranks_cost_no_more_than_their_number() -> None:
         model = nn.Linear(8192, 4, bias=False)
         fully_shard(model)
         (held,) = holdings(model).tensors
-        assert held.spread.cuts == ((0,), (0,)) or isinstance(held.spread.cuts[0], range)
+        assert held.sharding.cuts == ((0,), (0,)) or isinstance(held.sharding.cuts[0], range)
         assert held.local is None  # 4 rows, 4096 ranks
         wrapped = FullyShardedDataParallel(nn.Linear(8192, 4), device_id=torch.device("cpu"))
         weight, bias = holdings(wrapped).tensors
-        assert weight.spread.cuts == (range(0, 32768, 9),)
-        assert bias.spread.cuts == (range(-32768, 4, 9),)
-        assert weight.spread.holders is bias.spread.holders
+        assert weight.sharding.cuts == (range(0, 32768, 9),)
+        assert bias.sharding.cuts == (range(-32768, 4, 9),)
+        assert weight.sharding.holders is bias.sharding.holders
 
 
 def test_axes_that_cut_one_dimension_cut_one_after_the_other() -> None:
@@ -133,9 +133,9 @@ def test_axes_that_cut_one_dimension_cut_one_after_the_other() -> None:
 def test_a_grid_is_numbered_by_its_cells() -> None:
     with fake_world(8):
         mesh = init_device_mesh("cpu", (2, 2, 2))
-        spread = dtensor_spread((5, 3), (Shard(1), Replicate(), Shard(0)), mesh)
-        assert spread.cuts == (range(0, 5, 3), range(0, 3, 2))
-        assert spread.holders == ((0, 4, 1, 5), (2, 6, 3, 7))
+        sharding = dtensor_sharding((5, 3), (Shard(1), Replicate(), Shard(0)), mesh)
+        assert sharding.cuts == (range(0, 5, 3), range(0, 3, 2))
+        assert sharding.holders == ((0, 4, 1, 5), (2, 6, 3, 7))
 
 
 def test_uneven_groups_are_refused(world) -> None:
@@ -187,14 +187,14 @@ def test_one_name_is_of_one_tensor() -> None:
         holdings(model)
 
 
-def test_dtensor_buffers_are_spread() -> None:
+def test_dtensor_buffers_are_sharded() -> None:
     with fake_world(2, 1):
         mesh = init_device_mesh("cpu", (2,))
         model = nn.Module()
         local = torch.ones(2)
         model.register_buffer("shared", DTensor.from_local(local, mesh, [Shard(0)]))
         (held,) = holdings(model).tensors
-        assert held.spread.cuts == (range(0, 4, 2),)
+        assert held.sharding.cuts == (range(0, 4, 2),)
         assert torch.equal(held.local, local)
 
 

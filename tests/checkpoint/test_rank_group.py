@@ -24,16 +24,18 @@ def error_of(function: Callable[[], Any]) -> tuple[str, str]:
 
 
 def outcomes() -> list[Any]:
-    team, rank = RankGroup(), dist.get_rank()
+    rank_group, rank = RankGroup(), dist.get_rank()
     return [
-        team.each(lambda: rank),
-        team.first(lambda: ["first", rank]),
-        team.of_all(rank),
-        error_of(lambda: team.each(lambda: fail(CheckpointError("no")) if rank == 1 else rank)),
-        error_of(lambda: team.each(lambda: fail(LifecycleError("not now")))),
-        error_of(lambda: team.each(lambda: fail(KeyError(f"{rank > 0}")))),
-        error_of(lambda: team.first(lambda: fail(OSError("disk")))),
-        team.each(lambda: rank),  # still in step
+        rank_group.on_each(lambda: rank),
+        rank_group.on_first(lambda: ["first", rank]),
+        rank_group.collect(rank),
+        error_of(
+            lambda: rank_group.on_each(lambda: fail(CheckpointError("no")) if rank == 1 else rank)
+        ),
+        error_of(lambda: rank_group.on_each(lambda: fail(LifecycleError("not now")))),
+        error_of(lambda: rank_group.on_each(lambda: fail(KeyError(f"{rank > 0}")))),
+        error_of(lambda: rank_group.on_first(lambda: fail(OSError("disk")))),
+        rank_group.on_each(lambda: rank),  # still in step
     ]
 
 
@@ -55,8 +57,8 @@ def test_ranks_agree(world: Any) -> None:
 def part_of_the_ranks() -> Any:
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
     mine = groups[0] if dist.get_rank() != 1 else groups[1]
-    team = RankGroup(mine)
-    return team.ranks, team.is_first, team.first(dist.get_rank)
+    rank_group = RankGroup(mine)
+    return rank_group.ranks, rank_group.is_first, rank_group.on_first(dist.get_rank)
 
 
 def test_a_team_of_some_ranks(world: Any) -> None:
@@ -68,9 +70,14 @@ def test_a_team_of_some_ranks(world: Any) -> None:
 
 
 def test_one_process_is_a_team() -> None:
-    team = RankGroup()
-    assert (team.rank, team.ranks, team.each(lambda: 5), team.first(lambda: 6)) == (0, [0], 5, 6)
-    assert error_of(lambda: team.first(lambda: fail(CheckpointError("no")))) == (
+    rank_group = RankGroup()
+    assert (
+        rank_group.rank,
+        rank_group.ranks,
+        rank_group.on_each(lambda: 5),
+        rank_group.on_first(lambda: 6),
+    ) == (0, [0], 5, 6)
+    assert error_of(lambda: rank_group.on_first(lambda: fail(CheckpointError("no")))) == (
         "CheckpointError",
         "no",
     )

@@ -24,8 +24,8 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from fullshard import torch_border
+from fullshard.checkpoint.json_values import DeviceScalar
 from fullshard.checkpoint.source import CLASS
-from fullshard.checkpoint.trees import DeviceScalar
 
 Group = Mapping[str, Any]
 States = frozenset[str]
@@ -110,7 +110,7 @@ def with_counts_it_can_read(optimizer: Optimizer, state: Mapping[str, Any]) -> M
 
 
 @dataclass(slots=True)
-class Fit:
+class Compatibility:
     """Whether an optimizer can take what a checkpoint has."""
 
     faults: list[str] = field(default_factory=list)
@@ -121,12 +121,12 @@ class Fit:
     """Parallel to the optimizer's groups: options that it does not take from the checkpoint."""
 
 
-def fit(
+def check_compatibility(
     optimizer: Optimizer,
     saved: Mapping[str, Any],
     saved_groups: Sequence[Group],
     saved_states: Sequence[Mapping[str, Mapping[str, Any]]],
-) -> Fit:
+) -> Compatibility:
     """Compare an optimizer with a checkpoint's.
 
     Args:
@@ -138,7 +138,7 @@ def fit(
     classes = _classes(optimizer)
     own, names = classes[0], [_name(each) for each in classes]
     found: Sequence[str] = saved.get(CLASS) or ()
-    result = Fit()
+    result = Compatibility()
     is_same, is_related = _relation(names, found)
     if found and not is_related:
         result.faults.append(f"it was saved from {found[0]}, and this is {names[0]}")

@@ -18,39 +18,39 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from fullshard.checkpoint import stored as stored_module, tensor_files
+from fullshard.checkpoint import stored_checkpoint as stored_module, tensor_files
 from fullshard.checkpoint.blocks import Block, whole
 from fullshard.checkpoint.dtypes import DTYPE_CODES
 from fullshard.checkpoint.manifest import Manifest, StoredTensor, file_name
+from fullshard.checkpoint.sharding import Sharding, replicated
 from fullshard.checkpoint.source import Source, TensorInfo
-from fullshard.checkpoint.spread import Spread, undivided
-from fullshard.checkpoint.stored import StoredCheckpoint
+from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import NewEntry, write_file
 from fullshard.errors import CheckpointError
-from tests.helpers.spreads import blocks_in, spreads
+from tests.helpers.shardings import blocks_in, shardings
 
 
-def cell_of(x: Tensor, spread: Spread, cell: int) -> Tensor:
+def cell_of(x: Tensor, sharding: Sharding, cell: int) -> Tensor:
     """What a rank writes, by torch's own indexing."""
-    as_stored = x if spread.order is None else x.permute(spread.order)
-    if spread.flat:
+    as_stored = x if sharding.order is None else x.permute(sharding.order)
+    if sharding.flat:
         as_stored = as_stored.reshape(-1)
-    return as_stored[spread.extent(cell).slices_in(whole(as_stored.shape))].contiguous()
+    return as_stored[sharding.extent(cell).slices_in(whole(as_stored.shape))].contiguous()
 
 
-def store(path: Path, tensors: Mapping[str, tuple[Tensor, Spread]]) -> Manifest:
+def store(path: Path, tensors: Mapping[str, tuple[Tensor, Sharding]]) -> Manifest:
     """Write the files of all ranks."""
     entries: dict[int, list[NewEntry]] = defaultdict(list)
-    for key, (x, spread) in tensors.items():
-        for cell, rank in zip(range(spread.cells), spread.holders[0], strict=False):
-            part = cell_of(x, spread, cell)
+    for key, (x, sharding) in tensors.items():
+        for cell, rank in zip(range(sharding.cells), sharding.holders[0], strict=False):
+            part = cell_of(x, sharding, cell)
             if part.numel():
                 entries[rank].append(NewEntry(key, part.dtype, tuple(part.shape), part.contiguous))
     (path / "data-0").mkdir(parents=True)
     return Manifest(
         data="data-0",
         world=1 + max(entries, default=0),
-        tensors={key: StoredTensor(x.dtype, spread) for key, (x, spread) in tensors.items()},
+        tensors={key: StoredTensor(x.dtype, sharding) for key, (x, sharding) in tensors.items()},
         files={
             rank: write_file(path / "data-0" / file_name(rank), new)
             for rank, new in entries.items()
@@ -59,14 +59,14 @@ def store(path: Path, tensors: Mapping[str, tuple[Tensor, Spread]]) -> Manifest:
 
 
 @st.composite
-def cut_tensors(draw: st.DrawFn) -> tuple[Tensor, Spread]:
+def cut_tensors(draw: st.DrawFn) -> tuple[Tensor, Sharding]:
     """A tensor with no element like another, and how it is cut."""
-    spread = draw(spreads())
-    order = spread.order or tuple(range(len(spread.shape)))
-    sizes = dict(zip(order, spread.shape, strict=True))
+    sharding = draw(shardings())
+    order = sharding.order or tuple(range(len(sharding.shape)))
+    sizes = dict(zip(order, sharding.shape, strict=True))
     shape = [sizes[dim] for dim in range(len(order))]
     dtype = draw(st.sampled_from((torch.int64, torch.int16)))
-    return torch.arange(math.prod(shape), dtype=dtype).reshape(shape), spread
+    return torch.arange(math.prod(shape), dtype=dtype).reshape(shape), sharding
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def small_limits(draw: st.DataObject) -> Iterator[int]:
         mock.patch.multiple(
             tensor_files,
             CHUNK_BYTES=chunk,
-            LARGEST_GAP=gap,
+            MAX_GAP=gap,
             SMALLEST_DIRECT_READ=direct,
             SCRATCH_BYTES=direct + gap + draw.draw(st.integers(8, 60)),
         ),
@@ -100,12 +100,12 @@ def strided_like(draw: st.DataObject, block: Block, dtype: torch.dtype) -> Tenso
 @settings(deadline=None, max_examples=150)
 @given(cut_tensors(), st.data())
 def test_any_block_of_any_spread_can_be_read(
-    cut: tuple[Tensor, Spread], data: st.DataObject
+    cut: tuple[Tensor, Sharding], data: st.DataObject
 ) -> None:
-    x, spread = cut
+    x, sharding = cut
     with TemporaryDirectory() as folder, small_limits(data):
         checkpoint = StoredCheckpoint(
-            Path(folder), store(Path(folder), {"model/x": cut, "model/y": (x + 1, spread)})
+            Path(folder), store(Path(folder), {"model/x": cut, "model/y": (x + 1, sharding)})
         )
         assert checkpoint.tensors["model/x"] == TensorInfo(x.dtype, tuple(x.shape))
         for _ in range(3):
@@ -119,19 +119,19 @@ def test_any_block_of_any_spread_can_be_read(
 @settings(deadline=None, max_examples=100)
 @given(cut_tensors(), st.data())
 def test_damage_is_found_in_the_chunks_of_what_is_wanted_and_only_there(
-    cut: tuple[Tensor, Spread], data: st.DataObject
+    cut: tuple[Tensor, Sharding], data: st.DataObject
 ) -> None:
-    x, spread = cut
+    x, sharding = cut
     with TemporaryDirectory() as name, small_limits(data) as chunk:
         manifest = store(Path(name), {"model/x": cut})
         wanted = data.draw(blocks_in(tuple(x.shape)))
         marked = torch.zeros(x.shape, dtype=torch.bool)
         marked[wanted.slices_in(whole(x.shape))] = True
-        for cell, rank in zip(range(spread.cells), spread.holders[0], strict=False):
+        for cell, rank in zip(range(sharding.cells), sharding.holders[0], strict=False):
             if rank not in manifest.files:
                 continue
             path = Path(name) / manifest.data / file_name(rank)
-            needed = cell_of(marked, spread, cell).flatten().repeat_interleave(x.itemsize)
+            needed = cell_of(marked, sharding, cell).flatten().repeat_interleave(x.itemsize)
             place = data.draw(st.integers(0, len(needed) - 1))
             good = path.read_bytes()
             bad = bytearray(good)
@@ -145,9 +145,9 @@ def test_damage_is_found_in_the_chunks_of_what_is_wanted_and_only_there(
 
 
 def test_all_dtypes_can_be_read_strided(tmp_path: Path) -> None:
-    spread = Spread(shape=(3, 4), cuts=((0, 2), (0, 1)), holders=((0, 1, 2, 3),))
+    sharding = Sharding(shape=(3, 4), cuts=((0, 2), (0, 1)), holders=((0, 1, 2, 3),))
     tensors = {
-        code: (torch.arange(12).reshape(3, 4).to(dtype), spread)
+        code: (torch.arange(12).reshape(3, 4).to(dtype), sharding)
         for dtype, code in DTYPE_CODES.items()
     }
     checkpoint = StoredCheckpoint(tmp_path, store(tmp_path, tensors))
@@ -175,8 +175,8 @@ def test_it_is_a_source(tmp_path: Path) -> None:
     source.close()
 
 
-def rows(size: int, ranks: int) -> Spread:
-    return Spread(
+def rows(size: int, ranks: int) -> Sharding:
+    return Sharding(
         shape=(size,), cuts=(range(0, size, size // ranks),), holders=(tuple(range(ranks)),)
     )
 
@@ -187,7 +187,7 @@ def test_only_files_with_wanted_parts_are_opened_and_few_stay_open(
     x = torch.arange(12)
     manifest = store(tmp_path, {"model/x": (x, rows(12, 6)), "model/y": (-x, rows(12, 6))})
     checkpoint = StoredCheckpoint(tmp_path, manifest)
-    monkeypatch.setattr(stored_module, "MOST_OPEN_FILES", 2)
+    monkeypatch.setattr(stored_module, "MAX_OPEN_FILES", 2)
     out = torch.empty(3, dtype=torch.int64)
     with mock.patch("os.open", wraps=os.open) as opened:
         checkpoint.read("model/x", Block((5,), (3,)), out)
@@ -206,7 +206,7 @@ def test_only_files_with_wanted_parts_are_opened_and_few_stay_open(
 
 
 def test_the_files_used_last_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_module, "MOST_OPEN_FILES", 2)
+    monkeypatch.setattr(stored_module, "MAX_OPEN_FILES", 2)
     x = torch.arange(3)
     checkpoint = StoredCheckpoint(tmp_path, store(tmp_path, {"model/x": (x, rows(3, 3))}))
     with mock.patch("os.open", wraps=os.open) as opened:
@@ -219,7 +219,7 @@ def test_the_files_used_last_stay_open(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_chunk_between_two_wanted_rows_is_not_read(tmp_path: Path) -> None:
     chunk = tensor_files.CHUNK_BYTES
     x = torch.zeros(2, 2 * chunk, dtype=torch.uint8)
-    manifest = store(tmp_path, {"model/x": (x, undivided(x.shape, [0]))})
+    manifest = store(tmp_path, {"model/x": (x, replicated(x.shape, [0]))})
     checkpoint = StoredCheckpoint(tmp_path, manifest)
     with (tmp_path / "data-0" / file_name(0)).open("r+b") as file:
         file.seek(-2 * chunk - 1, os.SEEK_END)
@@ -229,7 +229,7 @@ def test_a_chunk_between_two_wanted_rows_is_not_read(tmp_path: Path) -> None:
 
 
 def test_threads_can_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_module, "MOST_OPEN_FILES", 1)
+    monkeypatch.setattr(stored_module, "MAX_OPEN_FILES", 1)
     x = torch.arange(60)
     checkpoint = StoredCheckpoint(tmp_path, store(tmp_path, {"model/x": (x, rows(60, 6))}))
     wrong: list[object] = []
@@ -276,15 +276,15 @@ def test_files_that_are_not_as_the_manifest_says_are_all_named_once(tmp_path: Pa
 
 
 def test_tensors_that_are_not_as_the_manifest_says_are_all_named_once(tmp_path: Path) -> None:
-    flat = Spread(shape=(4, 5), flat=True, cuts=((0, 18),), holders=((0, 1),))
+    flat = Sharding(shape=(4, 5), flat=True, cuts=((0, 18),), holders=((0, 1),))
     x = torch.arange(20.0).reshape(4, 5)
     manifest = store(tmp_path, {"model/x": (x, flat), "model/y": (x, flat)})
     manifest = dataclasses.replace(
         manifest,
         tensors={
             "model/x": StoredTensor(torch.int32, flat),  # a cell of three blocks
-            "model/y": StoredTensor(torch.float32, undivided((4, 5), [0])),
-            "model/z": StoredTensor(torch.float32, undivided((), [1])),
+            "model/y": StoredTensor(torch.float32, replicated((4, 5), [0])),
+            "model/z": StoredTensor(torch.float32, replicated((), [1])),
         },
     )
     checkpoint = StoredCheckpoint(tmp_path, manifest)

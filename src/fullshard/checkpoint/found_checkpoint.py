@@ -1,6 +1,6 @@
 """Which checkpoint is at a path: it may be replaced or removed while it is read, and then is read again.
 
-`Look` is made before anything is opened. Whoever then cannot read asks whether it is outdated: if so, what went wrong is
+`FoundCheckpoint` is made before anything is opened. Whoever then cannot read asks whether it is outdated: if so, what went wrong is
 no damage, and the new one is read from the beginning.
 """
 
@@ -17,7 +17,7 @@ from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.dcp_metadata import METADATA
 from fullshard.checkpoint.manifest import MANIFEST, Manifest
 from fullshard.checkpoint.rank_group import RankGroup
-from fullshard.checkpoint.unfinished import MOST_TRIES
+from fullshard.checkpoint.unfinished_save import MAX_TRIES
 from fullshard.errors import CheckpointError
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ _WRITTEN_LAST = (MANIFEST, METADATA, "model.safetensors", "model.safetensors.ind
 """Files that are new when a checkpoint is, by format: our own, DCP, Hugging Face."""
 
 
-class Look:
+class FoundCheckpoint:
     """Which checkpoint was at a path when somebody looked."""
 
     def __init__(self, path: Path) -> None:
@@ -61,8 +61,8 @@ class Look:
 
 def read_together(
     path: str | os.PathLike[str],
-    team: RankGroup,
-    read: Callable[[Look], T],
+    rank_group: RankGroup,
+    read: Callable[[FoundCheckpoint], T],
     *,
     own_paths: bool = False,
 ) -> T:
@@ -70,40 +70,40 @@ def read_together(
 
     Args:
         path: The first rank's counts.
-        team: The ranks that read.
+        rank_group: The ranks that read.
         read: Is called again if it raised `CheckpointError`, which must be the same on all ranks.
         own_paths: Every rank looks at its own path instead: copies on the disks of their hosts.
     """
-    one = team.each if own_paths else team.first
-    for _ in range(MOST_TRIES):
-        look = one(lambda: Look(Path(os.path.abspath(path))))
+    one = rank_group.on_each if own_paths else rank_group.on_first
+    for _ in range(MAX_TRIES):
+        found = one(lambda: FoundCheckpoint(Path(os.path.abspath(path))))
 
-        def is_outdated(look: Look = look) -> bool:
-            return any(team.of_all(one(look.is_outdated)))
+        def is_outdated(found: FoundCheckpoint = found) -> bool:
+            return any(rank_group.collect(one(found.is_outdated)))
 
         try:
-            result = read(look)
+            result = read(found)
         except CheckpointError:
             if not is_outdated():
                 raise
         else:
             # Without a manifest of ours, ranks may have opened one before it was replaced, and one after.
-            if (look.is_ours and not own_paths) or not is_outdated():
+            if (found.is_ours and not own_paths) or not is_outdated():
                 return result
-    raise _never_the_same(look.path)
+    raise _never_the_same(found.path)
 
 
 def read_alone(path: Path, read: Callable[[], T], is_good: Callable[[T], bool]) -> T:
     """The same in one process; also, what is not good is read again, if there is a new one."""
-    for _ in range(MOST_TRIES):
-        look = Look(path)
+    for _ in range(MAX_TRIES):
+        found = FoundCheckpoint(path)
         try:
             result = read()
         except (CheckpointError, FileNotFoundError):
-            if not look.is_outdated():
+            if not found.is_outdated():
                 raise
         else:
-            if is_good(result) or not look.is_outdated():
+            if is_good(result) or not found.is_outdated():
                 return result
     raise _never_the_same(path)
 
@@ -129,5 +129,5 @@ def _version(path: Path) -> bytes | tuple[int, ...] | None:
 
 def _never_the_same(path: Path) -> CheckpointError:
     return CheckpointError(
-        f"{path} was replaced {MOST_TRIES} times while it was read. Save there less often, or read a copy."
+        f"{path} was replaced {MAX_TRIES} times while it was read. Save there less often, or read a copy."
     )

@@ -25,13 +25,18 @@ from typing import IO
 from torch import nn
 
 from fullshard import torch_border
-from fullshard.checkpoint.manifest import MANIFEST, Manifest, RunMark
-from fullshard.checkpoint.publication import complete_ones, file_system_time, manifests_in, remove
-from fullshard.checkpoint.unfinished import is_locked, names_in, remove_leftovers, unlock
+from fullshard.checkpoint.manifest import MANIFEST, Manifest, RunRecord
+from fullshard.checkpoint.publication import (
+    complete_checkpoints,
+    file_system_time,
+    manifests_in,
+    remove,
+)
+from fullshard.checkpoint.unfinished_save import folder_entries, is_locked, remove_leftovers, unlock
 from fullshard.names import FSDP_WRAPPED_MODULE
 
 
-class Run:
+class TrainingRun:
     """What a model saves with ``keep_last`` in this process; lives as long as the model."""
 
     def __init__(self) -> None:
@@ -41,17 +46,17 @@ class Run:
         self._newest: IO[str] | None = None
         """The manifest of the newest checkpoint, locked."""
 
-    def go_on_from(self, path: Path, mark: RunMark, serial: int) -> None:
+    def go_on_from(self, path: Path, mark: RunRecord, serial: int) -> None:
         """The model now is as it was in the checkpoint at ``path``, an absolute path."""
         self._loaded[path.parent.resolve()] = {**mark.before, mark.run: serial}
 
-    def mark_for(self, path: Path) -> RunMark:
+    def mark_for(self, path: Path) -> RunRecord:
         """What a checkpoint that this run writes to ``path`` says of it; runs that have nothing left are left out."""
         loaded = self._loaded.get(path.parent.resolve(), {})
         beside = manifests_in(path.parent).values() if loaded else ()
         left = {found.run.run for found in beside if found.run is not None}
         before = {run: serial for run, serial in loaded.items() if run in left and run != self.id}
-        return RunMark(self.id, path.name, before)
+        return RunRecord(self.id, path.name, before)
 
     def note_published(self, manifest: IO[str]) -> None:
         """Show by the lock on its manifest that the run which wrote a checkpoint lives; the one before has shown it."""
@@ -73,16 +78,16 @@ _WRAPPED = (
 )
 """What wrappers call the only child they have: ours, torch's for activation checkpointing, DDP, a compiled module."""
 
-_RUNS: weakref.WeakKeyDictionary[nn.Module, Run] = weakref.WeakKeyDictionary()
+_RUNS: weakref.WeakKeyDictionary[nn.Module, TrainingRun] = weakref.WeakKeyDictionary()
 _OWN_IDS: set[str] = set()
 """Of all runs of this process, also those that have ended."""
 
 
-def run_of(model: nn.Module) -> Run:
+def training_run_of(model: nn.Module) -> TrainingRun:
     """The run that a model is in."""
     model = _unwrapped(model)
     if model not in _RUNS:
-        run = _RUNS[model] = Run()
+        run = _RUNS[model] = TrainingRun()
         _OWN_IDS.add(run.id)
         weakref.finalize(model, run.let_go)
     return _RUNS[model]
@@ -91,7 +96,7 @@ def run_of(model: nn.Module) -> Run:
 def note_loaded(model: nn.Module, path: Path, manifest: Manifest) -> None:
     """A model goes on from a checkpoint."""
     if manifest.run is not None:
-        run_of(model).go_on_from(path, manifest.run, manifest.serial)
+        training_run_of(model).go_on_from(path, manifest.run, manifest.serial)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -106,13 +111,13 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 # --- removing ----------------------------------------------------------------------------------------------
 
 
-def retain(path: Path, mark: RunMark, keep: int) -> None:
+def remove_old_checkpoints(path: Path, mark: RunRecord, keep: int) -> None:
     """Remove the run's checkpoints beside the one just written to ``path``, all but the newest ``keep``.
 
     What dead saves have left there is removed, too. What cannot be removed stays, with a warning.
     """
     folder, now = path.parent, file_system_time(path)
-    found = complete_ones(folder)
+    found = complete_checkpoints(folder)
     living = {run for run in mark.before if _lives(run, found)}
     old = sorted(
         (manifest.serial, each)
@@ -128,7 +133,7 @@ def retain(path: Path, mark: RunMark, keep: int) -> None:
         except OSError as error:
             warnings.warn(f"An old checkpoint cannot be removed: {error}", stacklevel=2)
     with contextlib.suppress(OSError):
-        for name in names_in(folder):
+        for name in folder_entries(folder):
             remove_leftovers(folder / name, now)
 
 

@@ -1,6 +1,6 @@
 """A checkpoint of our own on disk, read in parts.
 
-The manifest's spreads say which ranks' files have parts of a block; only those files are opened, and only the
+The manifest's shardings say which ranks' files have parts of a block; only those files are opened, and only the
 parts are read.
 """
 
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fullshard.checkpoint.blocks import Block
 from fullshard.checkpoint.manifest import Manifest, StoredTensor, file_name
+from fullshard.checkpoint.sharding import CellPart
 from fullshard.checkpoint.source import TensorInfo
-from fullshard.checkpoint.spread import CellPart
 from fullshard.checkpoint.tensor_files import CHUNK_BYTES, FileEntry, TensorFile
 from fullshard.errors import CheckpointError
 
-MOST_OPEN_FILES = 64
+MAX_OPEN_FILES = 64
 """At once; what headers say is kept, so that opening a file again costs little."""
 
 
@@ -53,11 +53,11 @@ class StoredCheckpoint:
     def read(self, key: str, wanted: Block, out: Tensor) -> None:
         """Read a block into ``out``, a CPU tensor of the block's shape and the stored dtype, strided or not."""
         stored = self.manifest.tensors[key]
-        if stored.spread.order is not None:
-            out = out.permute(stored.spread.order)
+        if stored.sharding.order is not None:
+            out = out.permute(stored.sharding.order)
         wanted = _as_stored(stored, wanted)
-        for part in stored.spread.overlapping(wanted):
-            file = self._file(stored.spread.holders[0][part.cell])
+        for part in stored.sharding.overlapping(wanted):
+            file = self._file(stored.sharding.holders[0][part.cell])
             _checked_entry(file, key, stored, part.cell)
             file.read_block(
                 key,
@@ -72,16 +72,16 @@ class StoredCheckpoint:
         parts: dict[int, list[tuple[str, CellPart]]] = defaultdict(list)
         for key, block in wanted:
             stored = self.manifest.tensors[key]
-            for part in stored.spread.overlapping(_as_stored(stored, block)):
-                parts[stored.spread.holders[0][part.cell]].append((key, part))
+            for part in stored.sharding.overlapping(_as_stored(stored, block)):
+                parts[stored.sharding.holders[0][part.cell]].append((key, part))
         return [fault for rank in sorted(parts) for fault in self._faults(rank, parts[rank])]
 
     def verify_file(self, rank: int, *, thorough: bool) -> list[str]:
         """Check that the file of a rank has what the manifest says, and, if ``thorough``, all data: a line for each fault."""
         parts = []
         for key, stored in self.manifest.tensors.items():
-            cell = stored.spread.cell_of(rank)
-            if cell is not None and (extent := stored.spread.extent(cell)).numel:
+            cell = stored.sharding.cell_of(rank)
+            if cell is not None and (extent := stored.sharding.extent(cell)).numel:
                 parts.append((key, CellPart(cell, extent, 0, extent)))
         if not parts and rank not in self.manifest.files:
             return []
@@ -111,7 +111,7 @@ class StoredCheckpoint:
             size = entry.dtype.itemsize
             # A smaller gap than a chunk has no chunk to itself.
             gap = CHUNK_BYTES // size - 1
-            for first, count in part.wanted.runs_in(part.block, largest_gap=gap):
+            for first, count in part.wanted.ranges_in(part.block, largest_gap=gap):
                 begin = entry.begin + (part.offset + first) * size
                 ranges.append((begin, begin + count * size))
         return list(dict.fromkeys(faults)) + (file.verify(ranges) if data else [])
@@ -130,7 +130,7 @@ class StoredCheckpoint:
                 self._files[rank] = file
             self._open[rank] = file
             self._open.move_to_end(rank)
-            if len(self._open) > MOST_OPEN_FILES:
+            if len(self._open) > MAX_OPEN_FILES:
                 _, longest_unused = self._open.popitem(last=False)
                 longest_unused.close()
             return file
@@ -138,7 +138,7 @@ class StoredCheckpoint:
 
 def _as_stored(stored: StoredTensor, block: Block) -> Block:
     """A block of the model's tensor, with dimensions in the order of the file."""
-    order = stored.spread.order
+    order = stored.sharding.order
     if order is None:
         return block
     return Block(tuple(block.start[dim] for dim in order), tuple(block.shape[dim] for dim in order))
@@ -147,7 +147,7 @@ def _as_stored(stored: StoredTensor, block: Block) -> Block:
 def _checked_entry(file: TensorFile, key: str, stored: StoredTensor, cell: int) -> FileEntry:
     """The entry of a cell, which must be what the manifest says."""
     entry = file.entries.get(key)
-    shape = stored.spread.extent(cell).shape
+    shape = stored.sharding.extent(cell).shape
     if entry is None:
         raise CheckpointError(
             f"{file.path} does not have tensor {key!r}, but the manifest says so."

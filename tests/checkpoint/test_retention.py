@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from fullshard import CheckpointError, FullyShardedDataParallel, checkpoint
-from fullshard.checkpoint import manifest as manifests, runs, unfinished
-from tests.checkpoint.test_publishing import kill_a_save
+from fullshard.checkpoint import manifest as manifests, retention, unfinished_save
+from tests.checkpoint.test_publication import kill_a_save
 
 SAVES = 60
 
@@ -31,8 +31,8 @@ def names(folder: Path) -> list[str]:
 
 def restarted(path: Path) -> nn.Linear:
     """A model that goes on from a checkpoint of a process that has ended."""
-    runs._OWN_IDS.clear()
-    for run in list(runs._RUNS.values()):
+    retention._OWN_IDS.clear()
+    for run in list(retention._RUNS.values()):
         run.let_go()
     model = nn.Linear(2, 2)
     checkpoint.load(path, model)
@@ -137,8 +137,8 @@ def test_unfinished_saves_of_the_dead_are_removed_and_those_of_the_living_stay(
     kill_a_save(tmp_path / "step-1")
     (tmp_path / "early").mkdir()  # killed before it had made its folder
     (tmp_path / "early" / "manifest.json.0123456789ab.tmp").touch()
-    living = [unfinished.UnfinishedSave(tmp_path / name) for name in ("living", "step-1")]
-    monkeypatch.setattr(unfinished, "_machine", lambda: "ffffff")
+    living = [unfinished_save.UnfinishedSave(tmp_path / name) for name in ("living", "step-1")]
+    monkeypatch.setattr(unfinished_save, "_machine", lambda: "ffffff")
     elsewhere = kill_a_save(tmp_path / "elsewhere")
     monkeypatch.undo()
     for name in ("notes", "empty"):
@@ -149,7 +149,7 @@ def test_unfinished_saves_of_the_dead_are_removed_and_those_of_the_living_stay(
     # A machine cannot always see the locks of another one, so it waits.
     assert names(tmp_path) == sorted(["early", "elsewhere", *there])
     assert len(names(tmp_path / "step-1")) == 4
-    long_ago = time.time() - 2 * unfinished.PATIENCE_S
+    long_ago = time.time() - 2 * unfinished_save.PATIENCE_S
     files = [elsewhere, *elsewhere.parent.iterdir(), *(tmp_path / "early").iterdir()]
     for file in files:
         os.utime(file, (long_ago, long_ago))

@@ -7,7 +7,7 @@ import math
 from hypothesis import strategies as st
 
 from fullshard.checkpoint.blocks import Block
-from fullshard.checkpoint.spread import Cuts, Spread
+from fullshard.checkpoint.sharding import Cuts, Sharding
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
@@ -21,7 +21,7 @@ def cuts_of(draw: st.DrawFn, size: int, *, before: int = 0) -> Cuts:
 
 
 @st.composite
-def spreads(draw: st.DrawFn) -> Spread:
+def shardings(draw: st.DrawFn) -> Sharding:
     """With one list of holders, of which some may have nothing."""
     shape = draw(shapes)
     flat = draw(st.booleans())
@@ -31,7 +31,7 @@ def spreads(draw: st.DrawFn) -> Spread:
         cuts = tuple(draw(cuts_of(size)) for size in shape)
     ranks = range(math.prod(map(len, cuts)) + draw(st.integers(0, 2)))
     order = draw(st.none() | st.permutations(range(len(shape))).map(tuple))
-    return Spread(
+    return Sharding(
         shape=shape,
         order=order,
         flat=flat,

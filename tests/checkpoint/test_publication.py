@@ -12,7 +12,7 @@ import pytest
 from fullshard import CheckpointError
 from fullshard.checkpoint import manifest as manifests, publication
 from fullshard.checkpoint.manifest import FileRecord, Manifest, file_name
-from fullshard.checkpoint.unfinished import unlock
+from fullshard.checkpoint.unfinished_save import unlock
 
 
 def write(path: Path, content: bytes = b"data") -> Manifest:
