@@ -1,0 +1,439 @@
+"""One group's gradients are taken, reduced over ranks and accumulated; no model, no API, real ranks.
+
+Gradients are small whole numbers unless a test is about rounding, so every sum is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from fullshard import MixedPrecisionPolicy
+from fullshard.comm.gradient_reducer import GradientReducer
+from fullshard.comm.reduce_settings import DivideRule, divide_rule
+from fullshard.comm.streams import FSDPCommContext
+from fullshard.comm.unreduced_gradients import gradients_were_cleared
+from fullshard.plan.mesh import sharding_mesh_info
+from fullshard.plan.placement import ParamPlacement
+from fullshard.storage.param import FSDPParam
+from fullshard.storage.shard_formats import RowFormat
+from fullshard.storage.shard_storage import ShardStorage
+from fullshard.storage.sharded_params import ParamModuleInfo
+from tests.helpers.compare import assert_equal
+from tests.helpers.fake import fake_world
+
+CPU = torch.device("cpu")
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+SHAPES = ((3, 2), (4,), ())
+
+
+class Named:
+    """What a recorder would ask of a group."""
+
+    name, held_bytes = "group", 0
+
+
+@dataclass
+class Group:
+    """Parameters with unsharded and sharded forms, as a group has them in backward, and their reducer."""
+
+    params: Sequence[FSDPParam]
+    reducer: GradientReducer
+    context: FSDPCommContext
+    named: Named
+
+    def backward(self, *gradients: float | None) -> None:
+        """Give each unsharded parameter a gradient that is one number everywhere, or none."""
+        for param, value in zip(self.params, gradients, strict=True):
+            unsharded: Any = param.unsharded_param
+            assert unsharded.grad is None, "taken by the reducer"
+            if value is not None:
+                unsharded.grad = torch.full_like(unsharded, value)
+
+    @property
+    def sharded(self) -> list[Tensor | None]:
+        """This rank's gradients."""
+        found: list[Any] = [param.sharded_param.param.grad for param in self.params]
+        return [None if each is None else each.to_local() for each in found]
+
+    def has(self, *values: float | None) -> None:
+        """Check that each sharded gradient has this rank's rows of one number, or that there is none."""
+        expected = [
+            None if value is None else torch.full_like(param.sharded_param.local, value)
+            for param, value in zip(self.params, values, strict=True)
+        ]
+        assert [each is None for each in self.sharded] == [each is None for each in expected]
+        assert_equal(
+            [e for e in self.sharded if e is not None], [e for e in expected if e is not None]
+        )
+
+    def reduce_now(self, *gradients: float | None) -> None:
+        self.backward(*gradients)
+        self.reducer.reduce()
+        self.context.join()
+
+
+def make_group(
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    policy: MixedPrecisionPolicy | None = None,
+    *,
+    replicas: int = 1,
+) -> Group:
+    policy = policy or MixedPrecisionPolicy()
+    world = dist.get_world_size()
+    sizes = (world,) if replicas == 1 else (replicas, world // replicas)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    info = sharding_mesh_info(mesh)
+    module, params = nn.Module(), []
+    for index, shape in enumerate(shapes):
+        original = nn.Parameter(torch.zeros(shape))
+        module.register_parameter(f"p{index}", original)
+        placements = (Replicate(),) * (mesh.ndim - 1) + ((Shard(0) if shape else Replicate()),)
+        owners = [ParamModuleInfo(module, f"p{index}")]
+        placement = ParamPlacement(shape=shape, mesh=mesh, placements=placements)
+        params.append(FSDPParam(f"p{index}", owners, original, placement))
+    storage = ShardStorage(params, params, RowFormat(), info, CPU, "group", pinned=False)
+    for param, shape in zip(params, shapes, strict=True):
+        param.make_unsharded_param(torch.zeros(shape, dtype=policy.param_dtype or FP32))
+    reducer = GradientReducer(
+        params, storage.layout, info, CPU, by_segment=False, low_precision=False, pinned=False
+    )
+    reducer.derive_dtypes(policy, [policy.param_dtype or FP32] * len(params))
+    context, named = FSDPCommContext(CPU), Named()
+    reducer.connect(context, named)
+    return Group(params, reducer, context, named)
+
+
+# --- one reduction --------------------------------------------------------------------------------
+
+
+def averages_and_stays_in_flight_until_joined() -> None:
+    rank, group = dist.get_rank(), make_group()
+    group.backward(2.0 + 4 * rank, 10.0 * rank, 7.0)
+    group.reducer.reduce()
+    # The gradients are taken. Their buffer is the reduction's until somebody waits for it.
+    assert all(param.unsharded_param.grad is None for param in group.params)  # type: ignore[union-attr]
+    buffer = group.reducer._buffer
+    assert buffer is not None and buffer.allocated
+    assert len(group.context.reduce_inputs) == 1
+    group.has(None, None, None)
+    group.context.join()
+    assert not buffer.allocated and not group.context.reduce_inputs
+    group.has(4.0, 5.0, 7.0)
+    # The next gradients are added, in the same buffer.
+    group.reduce_now(1.0, None, 1.0)
+    assert group.reducer._buffer is buffer
+    group.has(5.0, 5.0, 8.0)
+    # Nothing to reduce is no reduction.
+    group.backward(None, None, None)
+    group.reducer.reduce()
+    assert not group.context.reduce_inputs and not buffer.allocated
+
+
+def rows_go_to_their_ranks() -> None:
+    rank, group = dist.get_rank(), make_group()
+    weight: Any = group.params[0].unsharded_param
+    weight.grad = torch.arange(6.0).view(3, 2) * (rank + 1)
+    group.reducer.reduce()
+    group.context.join()
+    mean = torch.arange(6.0).view(3, 2) * 1.5
+    assert_equal(group.sharded[0], mean[:2] if rank == 0 else mean[2:])
+
+
+def divides_by_what_the_settings_say() -> None:
+    group = make_group()
+    group.reducer.settings = replace(group.reducer.settings, divide_by=0.5, force_sum=True)
+    group.reduce_now(1.0, 3.0, 5.0)
+    group.has(4.0, 12.0, 20.0)
+
+
+def sums_in_the_reduce_dtype() -> None:
+    rank = dist.get_rank()
+    # 257 is not a bf16 number: a sum in bf16 would be 256.
+    values = (256.0, 1.0)[rank]
+    narrow = make_group(policy=MixedPrecisionPolicy(param_dtype=BF16))
+    narrow.reduce_now(values, values, None)
+    narrow.has(128.0, 128.0, None)
+    for wire_dtype in (None, BF16):
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, wire_dtype=wire_dtype)
+        wide = make_group(policy=policy)
+        wide.reduce_now(values, values, None)
+        wide.has(128.5, 128.5, None)
+        assert all(each is None or each.dtype == FP32 for each in wide.sharded)
+
+
+def test_a_reduction_averages_over_ranks_and_each_rank_gets_its_rows(world) -> None:
+    cases = (
+        averages_and_stays_in_flight_until_joined,
+        rows_go_to_their_ranks,
+        divides_by_what_the_settings_say,
+        sums_in_the_reduce_dtype,
+    )
+    world(2).run(each_of, cases)
+
+
+def each_of(cases: Sequence[Any]) -> None:
+    for case in cases:
+        case()
+
+
+def zero_d_gradient() -> Tensor:
+    group = make_group(((), (4,)))
+    group.reduce_now((1e8, 1.0, -1e8)[dist.get_rank()], 3.0)
+    (copy, shard) = group.sharded
+    assert shard is not None and torch.equal(shard, torch.full_like(shard, 3.0))
+    assert copy is not None
+    return copy
+
+
+def test_copies_of_a_0_d_gradient_are_one_sum_on_all_ranks(world) -> None:
+    # In fp32, 1e8 + 1 is 1e8: sums in another order than that of ranks, or in fp32, are others.
+    copies = world(3).run(zero_d_gradient)
+    assert_equal(copies, [torch.tensor(1.0) / 3] * 3)
+
+
+# --- several backwards ----------------------------------------------------------------------------
+
+
+def accumulated_gradients_wait_and_are_reduced_together() -> None:
+    rank, group = dist.get_rank(), make_group()
+    for value in (1.0, 2.0):
+        group.backward(value * (rank + 1), None, value)
+        group.reducer.accumulate()
+    group.has(None, None, None)
+    assert group.reducer.unreduced.held and group.reducer.unreduced.nbytes == 4 * (6 + 1)
+    group.reduce_now(4.0, 8.0, None)
+    group.has(1.5 * 3 + 4, 8.0, 3.0)
+    assert not group.reducer.unreduced.held
+
+
+def sums_over_backwards_are_rounded_once() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, wire_dtype=BF16)
+    group = make_group(policy=policy)
+    for value in (256.0, 1.0):
+        group.backward(value, None, None)
+        group.reducer.accumulate()
+    group.reduce_now(1.0, None, None)
+    group.has(258.0, None, None)  # rounded at every backward, it would be 256
+
+
+def cleared_gradients_are_forgotten() -> None:
+    group = make_group()
+    group.backward(1.0, 2.0, None)
+    group.reducer.accumulate()
+    gradients_were_cleared(lambda: [group.params[0].sharded_param.param])
+    group.reduce_now(4.0, 4.0, None)
+    group.has(4.0, 6.0, None)
+    # zero_grad finds the unsharded parameters while they are on the modules.
+    unsharded = {id(group.params[1].unsharded_param)}
+    group.reducer.clear_sharded_gradients(unsharded, set_to_none=True)
+    group.has(4.0, None, None)
+    unsharded = {id(group.params[0].unsharded_param)}
+    group.reducer.clear_sharded_gradients(unsharded, set_to_none=False)
+    group.has(0.0, None, None)
+
+
+def a_failed_step_leaves_nothing() -> None:
+    group = make_group()
+    group.reduce_now(1.0, 1.0, 1.0)
+    group.backward(5.0, 5.0, 5.0)
+    group.reducer.accumulate()
+    group.backward(6.0, 6.0, 6.0)
+    group.reducer.reduce()
+    group.context.join(accumulate=False)  # the reduction's result is dropped
+    group.backward(7.0, 7.0, 7.0)
+    group.reducer.accumulate()
+    group.backward(8.0, 8.0, 8.0)
+    group.reducer.drop()
+    group.has(1.0, 1.0, 1.0)
+    group.reduce_now(2.0, 2.0, 2.0)
+    group.has(3.0, 3.0, 3.0)
+
+
+def test_gradients_of_several_backwards_wait_for_one_reduction(world) -> None:
+    cases = (
+        accumulated_gradients_wait_and_are_reduced_together,
+        sums_over_backwards_are_rounded_once,
+        cleared_gradients_are_forgotten,
+        a_failed_step_leaves_nothing,
+    )
+    world(2).run(each_of, cases)
+
+
+# --- who takes part -------------------------------------------------------------------------------
+
+
+def unused_parameters_take_part_as_zeros_if_asked() -> None:
+    rank, group = dist.get_rank(), make_group()
+    group.reducer.settings = replace(group.reducer.settings, zero_unused=True)
+    group.backward(2.0, 2.0 if rank == 0 else None, None)
+    group.reducer.reduce(include_unused=True)
+    group.context.join()
+    group.has(2.0, 1.0, 0.0)
+    # Later in the same backward only what has arrived is sent.
+    group.backward(1.0, None, None)
+    group.reducer.reduce(include_unused=False)
+    group.context.join()
+    group.has(3.0, 1.0, 0.0)
+
+
+def parameters_that_were_never_gathered_get_no_gradient() -> None:
+    group = make_group()
+    group.params[1].unsharded_param = None
+    group.reducer.settings = replace(group.reducer.settings, zero_unused=True)
+    group.params[0].unsharded_param.grad = torch.ones(3, 2)  # type: ignore[union-attr]
+    group.reducer.reduce(include_unused=True)
+    group.context.join()
+    group.has(1.0, None, 0.0)
+
+
+def a_group_waits_for_its_own_buffer() -> None:
+    group = make_group()
+    group.context.max_reductions = 3
+    for value in (1.0, 2.0, 4.0):
+        group.backward(value, value, value)
+        group.reducer.reduce()
+        assert len(group.context.reduce_inputs) == 1  # the one before has been waited for
+    group.context.join()
+    group.has(7.0, 7.0, 7.0)
+    other = make_group()
+    other.reducer.connect(group.context, other.named)
+    for each in (group, other):
+        each.backward(1.0, 1.0, 1.0)
+        each.reducer.reduce()
+    assert len(group.context.reduce_inputs) == 2
+    group.context.max_reductions = 1
+    group.context.make_room_for_reduction()
+    assert not group.context.reduce_inputs
+    group.context.join()
+    group.has(8.0, 8.0, 8.0)
+    other.has(1.0, 1.0, 1.0)
+
+
+def test_who_takes_part_and_who_waits(world) -> None:
+    cases = (
+        unused_parameters_take_part_as_zeros_if_asked,
+        parameters_that_were_never_gathered_get_no_gradient,
+        a_group_waits_for_its_own_buffer,
+    )
+    world(2).run(each_of, cases)
+
+
+# --- replicas -------------------------------------------------------------------------------------
+
+
+def replicas_are_averaged_too() -> None:
+    group = make_group(replicas=2)
+    group.reduce_now(float(dist.get_rank()), 1.0, 4.0 * dist.get_rank())
+    group.has(1.5, 1.0, 6.0)
+
+
+def partial_sums_wait_for_their_all_reduce() -> None:
+    rank, group = dist.get_rank(), make_group(replicas=2)
+    settings = group.reducer.settings
+    group.reducer.settings = replace(settings, all_reduce=False)
+    for _ in range(2):
+        group.reduce_now(float(rank), None, 2.0 * rank)
+    group.has(None, None, None)
+    assert sorted(group.reducer.unreduced.partial) == [0, 2]
+    group.reducer.settings = settings
+    # One of them has no gradient now, and takes part as zeros.
+    group.reduce_now(None, 1.0, 4.0)
+    group.has(3.0, 1.0, 10.0)
+    assert not group.reducer.unreduced.partial
+
+
+def cleared_partial_sums_are_forgotten() -> None:
+    group = make_group(replicas=2)
+    settings = group.reducer.settings
+    group.reducer.settings = replace(settings, all_reduce=False)
+    group.reduce_now(1.0, 2.0, None)
+    gradients_were_cleared(lambda: [group.params[0].sharded_param.param])
+    group.reducer.settings = settings
+    group.reduce_now(1.0, 1.0, None)
+    group.has(1.0, 3.0, None)
+
+
+def a_hook_sees_zeros_where_nobody_has_elements() -> None:
+    group = make_group(replicas=2)
+    seen = []
+
+    def hook(reduced: Tensor) -> None:
+        seen.append(float(reduced.sum()))
+        reduced.mul_(2)
+
+    group.reducer.settings = replace(group.reducer.settings, hook=hook)
+    group.reduce_now(1.0, 1.0, 1.0)
+    # Rows of (3, 2) over two ranks have one of padding; then two of four, and one copy.
+    elements = (4, 2)[dist.get_rank() % 2] + 2 + 1
+    assert seen == [elements]
+    group.has(2.0, 2.0, 2.0)
+
+
+def test_replicas(world) -> None:
+    cases = (
+        replicas_are_averaged_too,
+        partial_sums_wait_for_their_all_reduce,
+        cleared_partial_sums_are_forgotten,
+        a_hook_sees_zeros_where_nobody_has_elements,
+    )
+    world(4).run(each_of, cases)
+
+
+# --- rules and numbers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ((FP32, 8), DivideRule(1, 1, ReduceOp.AVG)),
+        ((BF16, 8), DivideRule(1, 1, ReduceOp.AVG)),
+        ((torch.complex64, 8), DivideRule(1, 1, ReduceOp.AVG)),
+        ((FP32, 1), DivideRule(1, 1, ReduceOp.SUM)),
+        ((FP32, 8, None, True), DivideRule(1, 8, ReduceOp.SUM)),
+        ((FP32, 8, 2.0), DivideRule(1, 2, ReduceOp.SUM)),
+        ((FP32, 8, 8.0), DivideRule(1, 1, ReduceOp.AVG)),
+        ((FP16, 8), DivideRule(4, 2, ReduceOp.SUM)),
+        ((FP16, 6), DivideRule(2, 3, ReduceOp.SUM)),
+        ((FP16, 64, 1.0), DivideRule(8, 1 / 8, ReduceOp.SUM)),
+    ],
+)
+def test_the_rule_divides_where_the_dtype_has_room(
+    arguments: tuple[Any, ...], rule: DivideRule
+) -> None:
+    found = divide_rule(*arguments)
+    assert found == rule
+    divisor = arguments[2] if arguments[2:] and arguments[2] is not None else arguments[1]
+    if found.op is ReduceOp.SUM:
+        assert found.before * found.after == divisor
+
+
+def test_traffic_is_known_before_the_first_reduction() -> None:
+    with fake_world(4):
+        group = make_group(((8, 2), (16,)), replicas=2)
+        # Over two shards half of the 32 elements is sent, over two replicas the reduced half.
+        assert group.reducer.traffic() == (64, 64)
+        assert group.reducer._buffer is None
+
+
+def test_a_buffer_is_made_anew_when_dtypes_change_and_not_otherwise() -> None:
+    with fake_world(2):
+        group = make_group()
+        group.reduce_now(1.0, 1.0, 1.0)
+        first = group.reducer._buffer
+        group.reducer.derive_dtypes(MixedPrecisionPolicy(), [FP32] * 3)
+        assert group.reducer._buffer is first
+        group.reducer.derive_dtypes(MixedPrecisionPolicy(reduce_dtype=FP64), [FP32] * 3)
+        assert group.reducer._buffer is None
+        group.reduce_now(1.0, 1.0, 1.0)
+        second = group.reducer._buffer
+        assert second is not None and first is not None and second.nbytes > first.nbytes
