@@ -1,15 +1,15 @@
 """Streams, events and what is in flight on them.
 
-Compute runs on the user's current stream; gathers, reduce-scatters and all-reduces on streams of
+Compute runs on the user's current stream. All-gathers, reduce-scatters and all-reduces have streams of
 their own.
 
     all-gather stream      allocates, fills and frees gather buffers
-    reduce-scatter stream  reads reduce inputs, writes reduced shards; exchanges and their sums, too
-    all-reduce stream      sums reduced shards over replicas (HSDP)
+    reduce-scatter stream  reads reduce inputs, writes reduce outputs; runs exchanges and their sums, too
+    all-reduce stream      sums reduce outputs over replicas (HSDP)
 
 A stream is a context manager: what is issued inside goes to it. On the CPU the same calls do
-nothing: work is ordered by the host, and a collective is finished by waiting for its `Work`.
-`asynchronous` is the one question code may ask: may work be issued now and waited for by an event?
+nothing: the host orders all work, and finishes a collective by waiting for its `Work`.
+Code may ask one question, `asynchronous`: can work be issued now and waited for by an event?
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ class Event(Protocol):
         """Make work issued to the current stream from now on wait for the mark."""
 
     def query(self) -> bool:
-        """Whether the mark has been reached; the host does not wait."""
+        """Return whether the mark has been reached; the host does not wait."""
 
 
 class InFlight(Protocol):
-    """A reduction that has been issued and not been waited for."""
+    """A reduction that has been issued and is not finished: `reduce_scatter.ReduceScatterState`.
+
+    Both methods are called on the compute stream, `finish_input` first.
+    """
 
     def finish_input(self) -> None:
         """Order the current stream after the last read of the reduction's input, and give the input back."""
@@ -61,30 +64,32 @@ class FSDPCommContext:
     1. Gather buffers are allocated and freed on the all-gather stream and read by compute. Giving
        one back records an event on the compute stream (`note_release`); before the next allocation
        the all-gather stream waits for all such events (`wait_for_releases`).
-    2. Reduce inputs, what exchanges receive, and reduced gradients are allocated on the compute
+    2. Reduce inputs, what exchanges receive, and reduce outputs are allocated on the compute
        stream and used by the reduce-scatter and all-reduce streams, which wait for compute first.
-       They stay referenced by their reduction until the compute stream has waited for it
+       Their reduction refers to them until the compute stream has waited for it
        (`make_room_for_reduction`, `join`).
-    3. Every gather is waited for by the compute stream before its group is given back, used or not;
-       so a later write to the shards (the optimizer) comes after the gather's read of them.
+    3. The compute stream waits for every gather before its group is given back, used or not. So a
+       later write to the shards (the optimizer) comes after the gather's read of them.
 
-    What comm objects stage follows rules 1 and 2: gathers on the all-gather stream, from allocation
-    to the copy out; reductions allocated on the compute stream and released when it has waited for
-    the input's last read. So a comm object that keeps its memory may hand it out again to the
-    stream that allocated it, without an event of its own.
+    Staging memory of comm objects follows rules 1 and 2. That of gathers is used on the all-gather
+    stream, from allocation to the copy out. That of reductions is allocated on the compute stream, and
+    released when this stream has waited for the last read of the input. So a comm object that keeps
+    its memory may hand it out again to the stream that allocated it, without an event of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.asynchronous = device.type != "cpu"
         self.max_reductions = 1
-        """Reduce inputs that may be in flight; one more makes compute wait for the oldest."""
+        """How many reduce inputs may be in flight; before one more, compute waits for the oldest."""
 
+        # Compute waits for gathers and for the inputs of reductions, so their kernels go before its own.
+        # It waits for all-reduces at the end of backward only.
         self.all_gather = self._stream(priority=-1)
         self.reduce_scatter = self._stream(priority=-1)
         self.all_reduce = self._stream(priority=0)
         self.recorder: TraceRecorder | None = None
-        """Who is told what happens and when; usually nobody."""
+        """The recorder of a trace; usually none."""
         self.host_reads_results = False
         """Whether sharded gradients are in host memory, so that the host must wait for them."""
         self._releases: list[Event] = []
@@ -93,6 +98,7 @@ class FSDPCommContext:
         self._reductions: deque[InFlight] = deque()
         """Reductions that are not finished, oldest first."""
         self._kept: list[object] = []
+        """Memory that a reduction in flight may use, and nobody else refers to."""
 
     def _stream(self, *, priority: int) -> Any:
         return torch.Stream(self.device, priority=priority) if self.asynchronous else _HOST_STREAM
@@ -114,7 +120,7 @@ class FSDPCommContext:
             self.all_gather.wait_event(event)
 
     def note_release(self, event: Event) -> None:
-        """A gather buffer was given back; ``event`` marks the last read of it on the compute stream."""
+        """Note that a gather buffer was given back; ``event`` marks its last read on the compute stream."""
         if self.asynchronous:
             self._releases.append(event)
 
@@ -125,21 +131,25 @@ class FSDPCommContext:
         self._releases.clear()
 
     def make_room_for_reduction(self) -> None:
-        """Keep the reduce inputs in flight below `max_reductions`; called before one is allocated."""
+        """Keep the reduce inputs in flight below `max_reductions`.
+
+        Called on the compute stream before the next input is allocated. The input that is given back here went to
+        the same stream's pool, so the next one can have its memory: peak memory counts `max_reductions` inputs.
+        """
         while len(self.reduce_inputs) >= self.max_reductions:
             self.reduce_inputs.popleft().finish_input()
-        # What outlives the input (an all-reduce, a cast) is small, and one more group's compute is
-        # ample time for it, so waiting for it here costs nothing.
+        # What outlives the input (an all-reduce, a cast) is small. It had the time of one more group's
+        # compute, so waiting for it here costs nothing.
         while len(self._reductions) > self.max_reductions:
             self._reductions.popleft().finish()
 
     def note_reduction(self, reduction: InFlight) -> None:
-        """A reduction was issued; it is finished by `make_room_for_reduction` or `join`."""
+        """Take over a reduction that was issued: `make_room_for_reduction` or `join` finishes it."""
         self.reduce_inputs.append(reduction)
         self._reductions.append(reduction)
 
     def keep_until_joined(self, memory: object) -> None:
-        """Keep alive what a reduction may still use and nobody else wants: rule 2."""
+        """Keep memory alive that a reduction may still use, and to which nobody else refers: rule 2."""
         if self._reductions:
             self._kept.append(memory)
 
@@ -158,7 +168,7 @@ class FSDPCommContext:
             self.synchronize()
 
     def synchronize(self) -> None:
-        """Make the host wait for all streams of this context: what they read and write in its memory is its own."""
+        """Make the host wait for all streams of this context, so that it may use host memory that they read and write."""
         if self.asynchronous:
             for stream in (self.all_gather, self.reduce_scatter, self.all_reduce):
                 stream.synchronize()
