@@ -22,7 +22,7 @@ from fullshard import (
     share_comm_ctx,
 )
 from fullshard.comm import collectives
-from fullshard.engine.runtime import state_of
+from fullshard.engine.state import state_of
 from tests.helpers.compare import assert_close
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
