@@ -456,7 +456,7 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="limit must be at least 1, got 0"):
             fullshard.trace(model, tmp_path, limit=0)
         recording = fullshard.trace(model, tmp_path)
-        with pytest.raises(LifecycleError, match="within the block only"):
+        with pytest.raises(LifecycleError, match="only be recorded within the block"):
             recording.step()
         with recording, pytest.raises(LifecycleError, match="one recording at a time"):
             fullshard.trace(model, tmp_path).__enter__()

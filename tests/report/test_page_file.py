@@ -136,7 +136,7 @@ def test_waits_are_not_played_again_if_they_are_less_than_what_a_replay_is_off_b
     tmp_path: Path, gather_us: int, is_shown: bool
 ):
     write_traces(tmp_path, Machine(layers=8, gather_us=gather_us))
-    assert ("played again</h3>" in write_report(tmp_path).read_text()) == is_shown
+    assert ("replayed</h3>" in write_report(tmp_path).read_text()) == is_shown
 
 
 def test_ranks_with_a_trace_are_counted_and_named(tmp_path: Path):
@@ -168,7 +168,7 @@ def test_a_page_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_nowhere_to_write_is_an_error(tmp_path: Path):
     write_metrics(tmp_path, metrics_records(3))
-    with pytest.raises(ConfigurationError, match="Name a file in a folder that is there"):
+    with pytest.raises(ConfigurationError, match="Name a file in an existing folder"):
         write_report(tmp_path, tmp_path / "no" / "such.html")
 
 

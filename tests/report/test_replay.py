@@ -1,4 +1,4 @@
-"""A step played again gives the waits that were measured, and those that another depth would have."""
+"""A replayed step gives the waits that were measured, and those that another depth would have."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_a_broken_configuration_is_told(tmp_path: Path):
 def test_nothing_to_read_is_an_error_that_says_what_was_looked_for(tmp_path: Path):
     with pytest.raises(ConfigurationError, match=r"metrics\.jsonl.*trace/rank_.*has neither"):
         read_run(tmp_path)
-    with pytest.raises(ConfigurationError, match="is not there"):
+    with pytest.raises(ConfigurationError, match="does not exist"):
         read_run(tmp_path / "nowhere")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="is a file"):

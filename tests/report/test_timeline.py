@@ -92,7 +92,7 @@ def test_the_rank_that_is_shortest_on_the_wire_came_last():
     late = latest_rank(steps(Machine(world=3, late_rank=1, late_us=500, layers=4), num_steps=2))
     assert late is not None
     assert late.rank == 1
-    assert late.part == 1.0 and late.steps == 1.0
+    assert late.share == 1.0 and late.steps_share == 1.0
     assert late.waited_us == pytest.approx(500 * (9 + 5))  # gathers and reductions of a step
     assert latest_rank(steps(Machine(world=1))) is None
 

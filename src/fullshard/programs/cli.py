@@ -1,8 +1,7 @@
-"""The `fullshard` command: what must be true before torch is imported, and the list of verbs.
+"""The `fullshard` command: the list of its subcommands, and what must be set before torch is imported.
 
-Nothing here imports torch, so `fullshard --help` and a mistyped option answer at once. Each program
-brings its own verbs (`fullshard.programs.train.command`, `fullshard.programs.report.command` ...); this file only
-puts them side by side.
+Nothing here imports torch, so `fullshard --help` and a mistyped option answer at once. Each program has its own
+`command` module (`fullshard.programs.train.command`, ...).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     import typer
 
 CLI_LIBRARIES = ("typer", "rich")
-"""What the extra `cli` brings and the commands cannot do without."""
+"""Packages of the extra `cli`, which every subcommand needs."""
 
 
 def main() -> None:
@@ -42,7 +41,7 @@ def main() -> None:
 
 
 def _run_and_exit(app: typer.Typer) -> None:
-    """Run a verb, and end the process with its exit code; with 2 and a message, if its output was lost."""
+    """Run a subcommand, and exit with its code; or with 2 and a message if its output could not be written."""
     output, errors = WatchedStream(sys.stdout), WatchedStream(sys.stderr)
     sys.stdout = cast("IO[str]", output)
     code: str | int | None = 0
@@ -56,12 +55,12 @@ def _run_and_exit(app: typer.Typer) -> None:
     lost = output.lost()
     if lost is not None:
         code = _report_lost_output(lost)
-    errors.lost()  # nobody can be told
+    errors.lost()  # there is no stream left to report it on
     sys.exit(code)
 
 
 def _report_lost_output(lost: OSError) -> int:
-    """Say that the output could not be written. A reader that has left, as `head` does, wants to hear nothing."""
+    """Say that the output could not be written, and return the exit code. Say nothing if the reader has left, like `head`."""
     if lost.errno == errno.EPIPE:
         return 1
     stream = broken_pipe_safe(sys.stderr)
@@ -70,16 +69,16 @@ def _report_lost_output(lost: OSError) -> int:
 
 
 def cap_cpu_instructions() -> None:
-    """Keep oneDNN off AMX, unless the user has already said what it may use.
+    """Keep oneDNN from using AMX, unless the user has set its limit.
 
-    Some machines advertise AMX and do not let processes use it; a bf16 matmul on the CPU then ends
-    in an illegal instruction. oneDNN reads this once, so it has to be set before torch is imported.
+    Some machines advertise AMX but do not let processes use it. A bf16 matmul on the CPU then ends in an illegal
+    instruction. oneDNN reads the variable once, so it has to be set before torch is imported.
     """
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 def build_app() -> typer.Typer:
-    """Return the command with all its verbs."""
+    """Return the command with all its subcommands."""
     import typer
 
     from fullshard.programs.checkpoint_tool.command import app as checkpoint

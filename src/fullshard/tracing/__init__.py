@@ -1,4 +1,4 @@
-"""Recording steps of training: what users start and stop, the facts about groups, and the file that is written.
+"""Traces of training steps: what users start and stop, facts about groups, and the schema of the file.
 
 It may import the engine and below; it knows neither of the two APIs.
 It owns the format of traces, which the report reads.

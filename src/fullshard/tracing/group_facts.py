@@ -1,7 +1,7 @@
-"""What there is to know about a model's groups: sizes, bytes on the wire, dtypes.
+"""Facts about a model's groups: sizes, bytes on the wire, dtypes.
 
-Nothing is run and nothing is communicated, so it also works on the meta device, for any number of ranks:
-`fullshard inspect`, traces and reports read it.
+Nothing is run and nothing is communicated, so this also works on the meta device and for any number of ranks. Traces and
+`fullshard inspect` use it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fullshard.tracing.schema import GroupFacts
 
 
 def group_facts(model: nn.Module) -> tuple[GroupFacts, ...]:
-    """Facts about all groups of a sharded model, in the order of forward as far as it is known.
+    """Return facts about all groups of a sharded model, in the order of forward as far as it is known.
 
     Raises:
         ConfigurationError: nothing in ``model`` is sharded.
@@ -28,7 +28,7 @@ def group_facts(model: nn.Module) -> tuple[GroupFacts, ...]:
 
 
 def facts_of_groups(model: nn.Module) -> list[tuple[FSDPParamGroup, GroupFacts]]:
-    """The same, beside the groups themselves."""
+    """Return the groups with their facts, in the same order."""
     found = [
         (group, name, modules)
         for state, name, modules in states_in(model)
@@ -45,9 +45,9 @@ def facts_of_groups(model: nn.Module) -> list[tuple[FSDPParamGroup, GroupFacts]]
 
 
 def states_in(model: nn.Module) -> Iterator[tuple[FSDPState, str, tuple[str, ...]]]:
-    """All states of the models in ``model``, with their names and those of their modules, in order of forward.
+    """Yield all states in ``model``, each with its name and the names of its modules, in order of forward.
 
-    Names are as the engine gives them at the first forward; with several models, each after its own path.
+    The names are those that the engine uses. If ``model`` contains several sharded models, the path of each comes first.
     """
     roots = outermost_states(model)
     for path, root in roots.items():
@@ -60,10 +60,10 @@ def states_in(model: nn.Module) -> Iterator[tuple[FSDPState, str, tuple[str, ...
 
 
 def outermost_states(model: nn.Module) -> dict[str, FSDPState]:
-    """The roots of all sharded models in ``model``, by their paths in it.
+    """Return the roots of all sharded models in ``model``, by their paths in it.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: nothing in ``model`` is sharded.
     """
     roots: dict[str, FSDPState] = {}
     for path, state in _uppermost(model, ""):
@@ -72,14 +72,14 @@ def outermost_states(model: nn.Module) -> dict[str, FSDPState]:
             roots[path] = root
     if not roots:
         raise ConfigurationError(
-            f"A model must be sharded for its groups to be known; nothing in this {type(model).__name__} is. "
+            f"Only a sharded model has groups; nothing in this {type(model).__name__} is sharded. "
             "Apply fully_shard or FullyShardedDataParallel first, and pass the result."
         )
     return roots
 
 
 def _uppermost(module: nn.Module, path: str) -> Iterator[tuple[str, FSDPState]]:
-    """States of modules that are in no other sharded module, in order, with their paths."""
+    """Yield the states of modules that are in no other sharded module, in order, with their paths."""
     state = state_of(module)
     if state is not None:
         yield path, state

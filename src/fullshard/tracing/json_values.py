@@ -1,6 +1,6 @@
-"""Values of JSON files that anyone may have written, as the fields of a dataclass.
+"""Dataclasses read from JSON files that anyone may have written.
 
-The dataclass names the fields and their types once; writers store its fields, and `read_fields` reads them back.
+The dataclass states names and types of the fields once. Writers store its fields, and `read_fields` reads them back.
 Nothing here imports torch: the report works without it.
 """
 
@@ -43,13 +43,13 @@ def read_fields(kind: type, values: Mapping[str, Any], *, is_strict: bool) -> di
 
 
 def as_number(value: object, *, largest: float = LARGEST_FLOAT) -> float | None:
-    """Return a number that was read; None for anything else: no number, not finite, or larger than any that is meant.
+    """Return a finite number of a plausible size, or None for any other value.
 
-    What is very small is zero: nothing is measured that finely, and to divide by it would be infinite.
+    A very small number becomes zero: nothing is measured that finely, and dividing by it would overflow.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    # In this order: an integer may be too long to be a float, and a NaN is not below anything.
+    # Compared before it is converted: an integer may be too long for a float. A NaN fails both comparisons.
     if not -largest <= value <= largest:
         return None
     return float(value) if abs(value) >= 1 / largest else 0.0
@@ -100,7 +100,7 @@ _READERS: dict[Any, tuple[Any, Callable[[object], Any]]] = {
     tuple[str, ...]: ((), _list_of(_text)),
     dict[str, str]: ({}, _texts_by_name),
 }
-"""By a field's type: what a missing value reads as, and how a value is read. Other types are kinds of text."""
+"""For each type of a field, what a missing value reads as, and how a value is read. All other types are texts."""
 
 
 @cache

@@ -1,8 +1,8 @@
-"""The trace file: what `fullshard.trace` writes and the report reads, in one place.
+"""The schema of trace files, which `fullshard.trace` writes and the report reads.
 
-A `Trace` is one rank's file. `to_document` turns it into Chrome's trace format, with a section "fullshard" beside
-the events; `parse_trace` turns that back. `docs/tracing.md` describes the file. Times are microseconds from the start
-of the recording. Nothing here imports torch: the report works without it.
+A `Trace` is the content of one rank's file. `to_document` turns it into Chrome's trace format, with a section "fullshard"
+beside the events, and `parse_trace` reads it back. Times are microseconds from the start of the recording. Nothing here
+imports torch: the report works without it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, Literal, cast, get_args
 from fullshard.tracing.json_values import as_number, read_fields
 
 FORMAT = 1
-"""Version of the section "fullshard", and of names, categories and arguments of the events."""
+"""The version: of the section "fullshard", and of names, categories and arguments of events."""
 
 LARGEST = 1e18
-"""Of times and bytes in events: no larger number was measured, and sums of such numbers lose their digits."""
+"""Largest time or number of bytes that is read. Sums of larger numbers would lose digits."""
 
 Kind = Literal["step", "compute", "wait", "gather", "reduce", "all-reduce"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -29,10 +29,10 @@ COLLECTIVES: dict[Kind, str] = {
     "reduce": "reduce-scatter",
     "all-reduce": "all-reduce",
 }
-"""Kinds of spans on the wire, and what their lanes are called in the trace and in the report."""
+"""Kinds of spans on the wire, and the names of their lanes in the trace and in the report."""
 
 LANES = ("step", "compute", *COLLECTIVES.values(), "host")
-"""Rows that a viewer draws, from above; a lane's number counts from 1."""
+"""Rows in a viewer, from the top. The number of a lane counts from 1."""
 _LANE_NUMBERS: dict[Kind, int] = {
     kind: LANES.index(COLLECTIVES.get(kind, "compute" if kind == "wait" else kind)) + 1
     for kind in KINDS
@@ -45,15 +45,15 @@ class GroupFacts:
     """One group of parameters that are gathered and reduced together, as one rank has it."""
 
     name: str
-    """Of its modules, joined by commas; "root" for the outermost. A number follows where several have the same."""
+    """The names of its modules, joined by commas; "root" for the outermost. Equal names get a number."""
     modules: tuple[str, ...]
-    """The modules that `fully_shard` or the wrapper were given; "" is the outermost."""
+    """The modules that were given to `fully_shard` or the wrapper; "" is the outermost."""
     parameters: int
-    """How many tensors."""
+    """Number of tensors."""
     numel: int
     """Elements of the full parameters."""
     padded_numel: int
-    """The same with padding: elements of the shards of all ranks."""
+    """Elements of the shards of all ranks: with padding."""
     shard_bytes: int
     """This rank's shard, between steps."""
     gathered_bytes: int
@@ -63,26 +63,26 @@ class GroupFacts:
     reduce_bytes: int
     """Sent to other ranks by one reduction of all trainable parameters."""
     all_reduce_bytes: int
-    """Sent to other replicas by the same."""
+    """Sent to other replicas by the same reduction."""
     param_dtype: str
     compute_dtype: str
     reduce_dtype: str
     wire_dtype: str
-    """In which gradients travel; "" if nothing is trainable."""
+    """Of gradients on the wire; "" if nothing is trainable."""
     world: int
-    """Ranks that it is sharded over."""
+    """Ranks that share one copy of the group."""
     replicas: int
-    """How often all of it exists."""
+    """Copies of the group."""
 
     @property
     def padding_share(self) -> float:
-        """Padding as a part of what is stored and sent."""
+        """Padding as a share of what is stored and sent."""
         return 1 - self.numel / self.padded_numel if self.padded_numel else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Something that took time."""
+    """A step, a computation, a wait or a collective."""
 
     kind: Kind
     name: str = ""
@@ -99,7 +99,7 @@ class Span:
     awaited: str = ""
     """What compute waited for: gather or reduction."""
     issued_us: float | None = None
-    """When the host asked for it, for collectives."""
+    """When the host issued it, for collectives."""
 
     @property
     def end_us(self) -> float:
@@ -127,12 +127,12 @@ class MemorySample:
     reducing: float
     """Of reduce buffers."""
     allocated: float | None
-    """All that the allocator has given out; None where it was not asked, and on CPU."""
+    """What the allocator has given out; None where it was not asked, and on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """The section "fullshard" of a file, but for the format: each field under its own name."""
+    """The section "fullshard" of a file: the format, and each of these fields under its own name."""
 
     rank: int
     world: int
@@ -144,7 +144,7 @@ class Header:
     groups: tuple[GroupFacts, ...]
     """In order of forward."""
     dropped: int
-    """Events that were not recorded, since there was no room for them."""
+    """Events beyond the limit, which were not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +158,7 @@ class Trace(Header):
     memory: tuple[MemorySample, ...]
     """By time."""
     num_broken: int = 0
-    """Events that were found and could not be read. Not written."""
+    """Events that could not be read; not written."""
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def to_document(trace: Trace) -> dict[str, Any]:
     """Return the content of a trace's file, ready to be written as JSON."""
     events = [*map(_span_event, trace.spans), *map(_release_event, trace.releases)]
     events += map(_memory_event, trace.memory)
-    # Viewers want the outer one first of spans that start together.
+    # Of spans that start together, viewers expect the outer one first.
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
     header = {field.name: getattr(trace, field.name) for field in fields(Header)}
     return {
@@ -233,7 +233,7 @@ def _memory_event(sample: MemorySample) -> dict[str, Any]:
 
 
 def parse_trace(document: object) -> Trace:
-    """Read the content of a trace's file. Texts in it may be anything.
+    """Return the trace in the content of a file. Its texts may be anything.
 
     Raises:
         ValueError: It was not written by `fullshard.trace`, or in another format.
@@ -277,7 +277,7 @@ def parse_trace(document: object) -> Trace:
 
 def _group(facts: Mapping[str, Any]) -> GroupFacts:
     found = read_fields(GroupFacts, facts, is_strict=True)
-    # Shares are of these, so that none of them may be missing.
+    # These are divisors, so a missing value must not be zero.
     found["padded_numel"] = found["padded_numel"] or found["numel"]
     found |= {"world": found["world"] or 1, "replicas": found["replicas"] or 1}
     return GroupFacts(**found)

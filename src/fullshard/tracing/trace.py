@@ -1,13 +1,12 @@
-"""Recording a few steps of training and writing them as a Chrome trace, which Perfetto opens, too.
+"""A recording of a few steps of training, written as a Chrome trace, which Perfetto opens, too.
 
     with fullshard.trace(model, "traces", first_step=20) as recording:
         for _ in range(3):
             train_one_step()
             recording.step()
 
-leaves ``traces/rank_00000.json``, one file for each rank that records. What is recorded and where its times
-come from is in `comm.spans`, and the format of the file in `schema`. This file starts and ends a recording, and turns
-what was recorded into what is written.
+writes ``traces/rank_00000.json``, one file for each rank that records. `comm.spans` records spans and says where their
+times come from; `schema` has the format of the file. This file starts and ends a recording, and exports its spans.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ def trace(
 ) -> Recording:
     """Record what a sharded model does in a few steps: when each group is gathered, computed with, released and reduced.
 
-    Within ``with trace(...) as recording``, call ``recording.step()`` after each step. Leaving the block writes
-    ``folder/rank_00000.json`` (by rank), over an older one, for Perfetto or chrome://tracing; after an exception,
-    too. Ranks do not wait for each other, so some may record and others not. Recording changes no result. On a GPU
-    it waits for the device when it begins and when it ends, not in between.
+    Within ``with trace(...) as recording``, call ``recording.step()`` after each step. Leaving the block, also by an
+    exception, writes ``folder/rank_00000.json`` (by rank) for Perfetto or chrome://tracing, and replaces an older file.
+    Ranks do not wait for each other, so some may record and others not. Recording changes no result. On a GPU it
+    synchronises with the device when it begins and when it ends, not in between.
 
     Args:
-        model: The outermost sharded module, of either door, or a module that contains it.
-        folder: Where to; made if it is not there.
+        model: The outermost sharded module, or a module that contains it.
+        folder: Where to write. It is created if it does not exist.
         first_step: The number of the first recorded step.
-        limit: Events to keep; what comes later is counted as dropped.
+        limit: The most events to keep. Later events are only counted.
 
     Raises:
-        ConfigurationError: nothing in ``model`` is sharded, or parts of it are on different devices.
-        LifecycleError: it is being recorded already.
+        ConfigurationError: nothing in ``model`` is sharded, or it is on several devices.
+        LifecycleError: the model is being recorded already.
     """
     if limit < 1:
         raise ConfigurationError(f"limit must be at least 1, got {limit}.")
@@ -58,7 +57,7 @@ def trace(
 
 
 class Recording:
-    """What `trace` returns: a few steps that are being recorded; lives as long as its block."""
+    """What `trace` returns: steps that are being recorded, for as long as its block."""
 
     def __init__(self, model: nn.Module, folder: Path, *, first_step: int, limit: int) -> None:
         self._model = model
@@ -69,8 +68,8 @@ class Recording:
         devices = {context.device for context in self._contexts}
         if len(devices) > 1:
             raise ConfigurationError(
-                f"A recording is of one device; the model has parts on {sorted(map(str, devices))}. Record them one "
-                "after the other."
+                f"A recording is of one device; the model is on {sorted(map(str, devices))}. Record one device after "
+                "the other."
             )
         self._device = devices.pop()
         self._recorder: TraceRecorder | None = None
@@ -86,7 +85,7 @@ class Recording:
         return self
 
     def _attach(self, recorder: TraceRecorder) -> None:
-        """Let the engine tell it from now on, and tell it what is in memory."""
+        """Let the engine report to the recorder from now on, starting with the memory in use."""
         for state, _, _ in states_in(self._model):
             for group in state.groups:
                 group.note_memory(recorder)
@@ -94,20 +93,20 @@ class Recording:
             context.recorder = recorder
 
     def step(self) -> None:
-        """A step is over, after its optimizer's, and the next begins."""
+        """End a step, after `optimizer.step()`, and begin the next."""
         if self._recorder is None:
             raise LifecycleError(
-                "A step can be recorded within the block only: with trace(...) as recording."
+                "A step can only be recorded within the block: with trace(...) as recording."
             )
         self._recorder.end_step()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Between two steps: what happens within the block, an evaluation say, is not recorded and in no step."""
+        """Pause between two steps: what happens within the block, such as an evaluation, is not recorded."""
         recorder = self._recorder
         if recorder is None:
             raise LifecycleError(
-                "A recording can be paused within its block only: with trace(...) as recording."
+                "A recording can only be paused within its block: with trace(...) as recording."
             )
         for context in self._contexts:
             context.recorder = None
@@ -130,21 +129,21 @@ class Recording:
         try:
             recorder.clock.synchronize()
             document = to_document(_Export(self._model, recorder).trace(self._first_step))
-            # A trace is worth no wait for the disk: the run that wrote it can write another.
+            # Not worth a wait for the disk: a lost trace can be recorded again.
             with atomic_write(self.path, durable=False) as file:
                 file.write(json.dumps(document, separators=(",", ":"), allow_nan=False).encode())
         except Exception:
-            if error is None:  # else it would hide why the block was left
+            if error is None:  # otherwise this error would hide the one that ended the block
                 raise
         if error is None and _contexts_of(self._model) != self._contexts:
             raise LifecycleError(
-                "A recording is of the streams that the model had when it began, and now it has others: what it did on "
-                "these is missing. Pass the outermost module, and call share_comm_ctx before."
+                "The model must keep its streams while it is recorded; it now has others, and what it did on them is missing. "
+                "Pass the outermost module, and call share_comm_ctx before the recording."
             )
 
 
 def _contexts_of(model: nn.Module) -> list[FSDPCommContext]:
-    """Where the models in ``model`` look for a recorder; those that never ran are given a context to start with."""
+    """Return the contexts where the models in ``model`` look for a recorder. A model that never ran is given one."""
     contexts = []
     for root in outermost_states(model).values():
         if root.runtime is not None:
@@ -159,7 +158,7 @@ def _contexts_of(model: nn.Module) -> list[FSDPCommContext]:
 
 
 class _Export:
-    """Gives what was recorded the names and the times of a file."""
+    """The export of what was recorded, with the names and times of the file."""
 
     def __init__(self, model: nn.Module, recorder: TraceRecorder) -> None:
         self._facts = facts_of_groups(model)
@@ -179,7 +178,7 @@ class _Export:
             zero_unix_ns=recorder.started_unix_ns,
             groups=tuple(facts for _, facts in self._facts),
             dropped=recorder.dropped,
-            # Stable: of spans with the same times, the one recorded first is the outer.
+            # A stable sort: of spans with the same times, the one that was recorded first is the outer.
             spans=tuple(sorted(self._spans(), key=lambda span: (span.start_us, -span.duration_us))),
             releases=tuple(
                 Release(
@@ -261,10 +260,10 @@ class _Export:
 
 
 def one_at_a_time(spans: list[Span]) -> list[Span]:
-    """Return the spans of a lane such that none begins within one that ends before it: viewers cannot draw these.
+    """Return the spans of a lane, changed such that each pair nests or is apart: viewers cannot draw other overlaps.
 
-    Streams carry one collective after the other. Of a backend without streams several may be on their way; the
-    later one then begins when the earlier has ended.
+    A stream carries one collective after the other. A backend without streams may have several in flight; a later one
+    is then drawn from the end of the earlier one.
     """
     drawn = []
     ends: list[float] = []

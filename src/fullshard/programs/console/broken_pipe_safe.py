@@ -1,6 +1,7 @@
-"""Output that nobody may read any more: what shows progress must not end what makes it.
+"""Output whose reader may have gone.
 
-Programs whose output is all they do end with an error instead (`WatchedStream`).
+A run must not end because nobody reads its progress any more: `broken_pipe_safe` swallows such errors. A program that
+does nothing but print ends with an error instead (`WatchedStream`).
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from typing import IO, Any, cast
 
 
 def broken_pipe_safe(stream: IO[str]) -> IO[str]:
-    """Return a `BrokenPipeSafeStream` as what it is for whoever only writes to it."""
+    """Return a stream that ignores errors of writing, for callers that only write and flush."""
     if isinstance(stream, WatchedStream):
-        stream = stream.stream  # what is forgiven is not lost
+        stream = stream.stream  # an error that is ignored must not count as lost output
     return cast("IO[str]", BrokenPipeSafeStream(stream))
 
 
 class BrokenPipeSafeStream:
-    """A text stream that says nothing more once it cannot: its reader has left, its terminal is closed, its disk full."""
+    """A text stream that is silent after the first error: its reader has left, its terminal is closed, its disk is full."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -26,11 +27,11 @@ class BrokenPipeSafeStream:
 
     @property
     def encoding(self) -> str | None:
-        """As the stream has it."""
+        """The encoding of the stream."""
         return getattr(self._stream, "encoding", None)
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Say whether it is a terminal."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
@@ -38,7 +39,7 @@ class BrokenPipeSafeStream:
         return self._stream.fileno()
 
     def write(self, text: str) -> int:
-        """Write, or forget it."""
+        """Write the text, or drop it after an error."""
         if not self._is_broken:
             try:
                 self._stream.write(text)
@@ -50,7 +51,7 @@ class BrokenPipeSafeStream:
         return len(text)
 
     def flush(self) -> None:
-        """Let the reader have what was written, if there is one."""
+        """Flush the stream, unless there was an error."""
         if not self._is_broken:
             try:
                 self._stream.flush()
@@ -63,16 +64,16 @@ class BrokenPipeSafeStream:
 
 
 def open_standard_streams() -> None:
-    """Let this process have all three standard streams, and let them take any text.
+    """Make sure that this process has all three standard streams, and that they take any text.
 
-    A stream that was closed (`>&-`) leads nowhere then. Without it, the next file that is opened would get its number,
-    and what libraries and ranks print would go into that file.
+    A stream that was closed (`>&-`) is opened as the null device. Otherwise the next file that is opened would get its
+    number, and what libraries and ranks print would go into that file.
     """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
     sys.stdout = sys.stdout or open(1, "w", closefd=False)
     sys.stderr = sys.stderr or open(2, "w", closefd=False)
     for stream in (sys.stdout, sys.stderr):
@@ -92,7 +93,7 @@ class WatchedStream:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """As the stream does."""
+        """Write to the stream, and remember an error."""
         try:
             return self.stream.write(text)
         except OSError as error:
@@ -100,7 +101,7 @@ class WatchedStream:
             raise
 
     def lost(self) -> OSError | None:
-        """Write what is still to be written; return why something could not be. Then the stream leads nowhere."""
+        """Flush the stream, and return the error if anything could not be written. After an error it leads to the null device."""
         try:
             self.stream.flush()
         except OSError as error:
@@ -111,7 +112,7 @@ class WatchedStream:
 
 
 def _redirect_to_null(stream: IO[str]) -> None:
-    """Let a stream take all it is given: what is in its buffer is written when the process ends, and must not fail."""
+    """Redirect a stream to the null device: Python flushes its buffer when the process ends, and that must not fail."""
     try:
         descriptor = stream.fileno()
     except OSError:

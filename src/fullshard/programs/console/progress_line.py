@@ -1,6 +1,6 @@
-"""How far something is, in one line: it renews itself on a terminal.
+"""Progress in one line, which is redrawn on a terminal.
 
-Elsewhere (a pipe, a log file) a plain line appears about ten times in all.
+In a pipe or a log file a plain line appears about ten times in all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PLAIN_LINES = 10
 
 
 class ProgressLine(Protocol):
-    """Shows how much is done."""
+    """What shows how much is done."""
 
     def begin(self, total: int, description: str, status: str) -> None:
         """Say how much there is to do."""
@@ -25,11 +25,11 @@ class ProgressLine(Protocol):
         """Say how much is done; ``description`` comes before ``status``."""
 
     def close(self) -> None:
-        """Take the line away and give the cursor back; harmless when done already."""
+        """Remove the line and restore the cursor. May be called again."""
 
 
 class LiveLine:
-    """One line on a terminal that renews itself."""
+    """One line on a terminal, redrawn in place."""
 
     def __init__(self, console: Console) -> None:
         self._bar = Progress(
@@ -50,11 +50,11 @@ class LiveLine:
         self._bar.start()
 
     def show(self, done: int, description: str, status: str) -> None:
-        """Renew the line."""
+        """Redraw the line."""
         self._bar.update(self._task, description=description, completed=done, status=status)
 
     def close(self) -> None:
-        """Take the line away and give the cursor back; harmless when done already."""
+        """Remove the line and restore the cursor. May be called again."""
         self._bar.stop()
 
 
@@ -67,24 +67,24 @@ class PlainLine:
         self._parts_shown = -1
 
     def begin(self, total: int, description: str, status: str) -> None:
-        """Nothing is done yet, so nothing is shown."""
+        """Remember the total; show nothing yet."""
         self._total = total
         self._parts_shown = -1
 
     def show(self, done: int, description: str, status: str) -> None:
-        """Write a line, at first and when another tenth is done."""
+        """Write a line at the first call, and whenever another tenth is done."""
         parts = done * PLAIN_LINES // self._total if self._total else PLAIN_LINES
         if parts > self._parts_shown:
             self._parts_shown = parts
             self._console.print(f"{description}  {status}", soft_wrap=True)
 
     def close(self) -> None:
-        """There is nothing to take away."""
+        """Do nothing: there is no line to remove."""
 
 
 @contextmanager
 def showing_line(console: Console) -> Iterator[ProgressLine]:
-    """Give the line that suits where the console writes to, and leave the terminal as it was."""
+    """Yield a progress line for a terminal or for plain output, and restore the terminal afterwards."""
     line = LiveLine(console) if console.is_terminal else PlainLine(console)
     try:
         yield line

@@ -1,24 +1,24 @@
-"""Texts that others wrote, for terminals and pages: names in files, values, messages, what a model writes.
+"""Texts from files, made safe to show on terminals and pages: names, values, messages, samples of a model.
 
-A terminal obeys escape sequences: such a name could clear the screen, set the window's title, or hide other lines. And
-half a character cannot be written at all. So whatever shows a text that may come from a file shows it through here.
+Terminals obey escape sequences, so a name in a file could clear the screen, set the window's title or hide other lines.
+Lone surrogates cannot be encoded at all. So every text that may come from a file is shown through these functions.
 """
 
 from __future__ import annotations
 
 
 def safe_text(text: str) -> str:
-    """A text without what a terminal would obey; it may have several lines."""
+    """Return the text with control characters escaped; newlines and tabs stay."""
     return text if text.isprintable() else "".join(map(_shown, text))
 
 
 def safe_line(text: str) -> str:
-    """The same as one line, as the cell of a table."""
+    """Return the text as one line: newlines and tabs are escaped, too."""
     return text if text.isprintable() else safe_text(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _shown(character: str) -> str:
-    """Escapes, marks of direction and the like as the number that they are."""
+    """Return a character, or its number as an escape: control characters, marks of direction and the like."""
     if character.isprintable() or character in "\n\t":
         return character
     code = ord(character)

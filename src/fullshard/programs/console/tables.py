@@ -1,6 +1,6 @@
-"""Lines and tables of the programs: drawn on a terminal, plain with the same columns in a pipe or a file.
+"""Lines and tables: drawn on a terminal, plain with the same columns in a pipe or a file.
 
-Names and values in them may come from any file, so all of them are made harmless here.
+Names and values may come from any file, so everything that is printed here is made safe first.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ Row = Sequence[str]
 
 
 def print_error(text: str) -> None:
-    """Tell trouble."""
+    """Print an error or a warning to stderr."""
     print_line(Console(file=broken_pipe_safe(sys.stderr)), text)
 
 
 def counted(number: int, noun: str) -> str:
-    """So many of something."""
+    """Return a number with its noun: `1 rank`, `2 ranks`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def size_text(nbytes: int) -> str:
-    """A number of bytes in words."""
+    """Return a number of bytes with its unit."""
     return decimal(nbytes).replace("bytes", "B")
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a text as it is, but for what a terminal would obey."""
+    """Print a text without markup, and with control characters escaped."""
     console.print(safe_text(text), soft_wrap=True, highlight=False, markup=False)
 
 
 def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
-    """Print labelled texts, one below the other; on a terminal long ones stay beside their labels."""
+    """Print labelled texts, one below the other. On a terminal long texts wrap beside their labels."""
     facts = [(label, safe_line(text)) for label, text in facts]
     width = max(len(label) for label, _ in facts) + 2
     if not console.is_terminal:
@@ -69,7 +69,7 @@ def print_table(console: Console, columns: Row, rows: Sequence[Row], *, num_text
         return
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for i, column in enumerate(columns):
-        # The name is folded where there is no room: what is cut off would be missing.
+        # Names wrap where there is no room: a name that is cut off cannot be looked up.
         justify: Literal["left", "right"] = "left" if i < num_texts else "right"
         table.add_column(column, justify=justify, overflow="fold", no_wrap=i > 0)
     for row in rows:

@@ -2,7 +2,7 @@
 
 The files in the order a call passes through them:
 
-    command     the verb: arguments in, exit code out
-    measuring   the model on the meta device, sharded in a group of processes that are not there
-    showing     what the user sees of it
+    command   the subcommand: arguments, exit codes
+    cost      the model on the meta device, sharded in a fake process group
+    output    what is printed
 """

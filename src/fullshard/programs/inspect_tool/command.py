@@ -1,6 +1,6 @@
-"""The verb `fullshard inspect`: arguments in, exit code out.
+"""The subcommand `fullshard inspect`.
 
-Exit codes: 0, or 2 for what cannot be, with one message.
+Exit codes: 0; 2 with one message if the model or its sharding is impossible.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fullshard.programs.train.preflight import model_problems
 DEFAULT_WORLD = 8
 
 MAX_WORLD = 1_000_000
-"""Ranks, more than any machine has; the mesh lists them all, so that beyond it memory and time run out."""
+"""More ranks than any machine has. The mesh lists them all, so more would take too much memory and time."""
 
 
 def inspect(
@@ -54,7 +54,7 @@ def inspect(
 ) -> None:
     """Show how a model would be grouped and sharded, without running it.
 
-    Tells what each rank would hold and send. Nothing is allocated and no
+    Shows what each rank would hold and send. Nothing is allocated and no
     other rank is needed.
     """
     wanted = [*(settings or ())]
@@ -95,7 +95,7 @@ def _configuration(model: str, world: int | None, settings: list[str]) -> tuple[
         return world or config.run.ranks or DEFAULT_WORLD
 
     def problems(config: RunConfig) -> Iterator[Problem]:
-        # Nothing is read or computed here: neither batches nor the length of windows matter.
+        # Nothing is read or computed, so neither the batch nor the length of windows matters.
         for problem in (*config.world_problems(ranks(config)), *model_problems(config)):
             if not {"train.batch", "data.context"}.intersection(problem.about):
                 yield problem

@@ -1,7 +1,7 @@
 """What a model would cost each rank, from the layout of its groups alone.
 
-The model is built on the meta device and sharded as `fullshard train` would do it, by the one rank
-that is there of a `fake` process group. No parameter has memory, and nothing is communicated.
+The model is built on the meta device and sharded as `fullshard train` would shard it, as one rank of a `fake` process
+group. No parameter has memory, and nothing is communicated.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Memory:
     optimizer: int
     """Of Adam."""
     gathered: int
-    """Whole parameters that are there at the same time, at most."""
+    """Most unsharded parameters that have memory at the same time."""
 
     @property
     def total(self) -> int:
-        """All of it, at the worst moment."""
+        """The sum, at the worst moment."""
         return self.parameters + self.gradients + self.optimizer + self.gathered
 
 
@@ -50,11 +50,11 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedPlan:
-    """How a model would be sharded; of rank 0, which has the most."""
+    """How a model would be sharded, for rank 0, which holds the most."""
 
     description: str
     is_wrapped: bool
-    """The run takes the wrapper; groups are the same, but sizes those of `fully_shard`."""
+    """The run uses the wrapper. Its groups are the same; the sizes are those of `fully_shard`."""
     world: int
     replicas: int
     groups: tuple[GroupFacts, ...]
@@ -70,8 +70,8 @@ def measure(config: RunConfig, world: int) -> ShardedPlan:
         ConfigurationError: there is no such model.
     """
     is_wrapped = config.sharding.door == "wrapper"
-    # What is asked for is sizes: those of a rank's part are the same wherever it rests, and the wrapper
-    # has the same groups, but cannot be built without memory.
+    # Only sizes are wanted. They do not depend on where shards are kept, and the wrapper has the same groups but
+    # cannot be built without memory.
     config = replace(config, sharding=replace(config.sharding, offload=False, door="fully_shard"))
     source = open_model(config)
     model = source.build()
@@ -107,7 +107,7 @@ def _is_root(group: GroupFacts) -> bool:
 
 
 def _gathered_at_most(groups: tuple[GroupFacts, ...], config: RunConfig) -> int:
-    """Bytes of the root, which stays, and of the groups that are there while one computes."""
+    """Return the bytes of the root, which stays unsharded, and of the groups that are gathered while one computes."""
     root = sum(group.gathered_bytes for group in groups if _is_root(group))
     others = [group for group in groups if not _is_root(group)]
     sizes = [group.gathered_bytes for group in others]
@@ -121,13 +121,13 @@ def _gathered_at_most(groups: tuple[GroupFacts, ...], config: RunConfig) -> int:
 
 
 def _message_bytes(group: GroupFacts) -> int:
-    """Bytes of a group of small parameters as it arrives, before it is laid out; large ones arrive in place."""
+    """Return the bytes of a group of small parameters as it arrives, before it is distributed; large ones arrive in place."""
     piece = group.gathered_bytes // group.world
     return group.gathered_bytes if piece < IN_PLACE_FROM * group.parameters else 0
 
 
 def _traffic(groups: tuple[GroupFacts, ...], config: RunConfig) -> Traffic:
-    """Count gathers of forward and backward, for each part of the batch, and one reduction for all."""
+    """Return the bytes of the gathers of each microbatch's forward and backward, and of one reduction."""
     again = config.sharding.reshard_after_forward
     gathers = (group.gather_bytes * (2 if again and not _is_root(group) else 1) for group in groups)
     return Traffic(

@@ -1,4 +1,4 @@
-"""What the user sees of a plan: the groups, what a rank holds, and what it sends."""
+"""A plan on the terminal: the groups, what a rank holds, and what it sends."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _group_row(group: GroupFacts) -> tuple[str, ...]:
 
 
 def _whole_bytes(group: GroupFacts) -> int:
-    """What is computed with: a rank that holds all of a group gathers nothing, and computes with its shards."""
+    """Return the bytes that compute uses. A rank that holds all of a group gathers nothing and computes with its shard."""
     return group.gathered_bytes or group.shard_bytes
 
 

@@ -1,15 +1,15 @@
 """`fullshard report`: one HTML page about a run, from the files it left.
 
-command        the verb: arguments in, exit code out
-page           all of it together: page.html, page.css, page.js
-chart          what a chart is; run_charts, timeline_chart, group_charts, memory_chart: all there are
-views          which recorded steps can be chosen
-diagnosis      what the numbers mean, in plain language: run_findings, step_findings; findings: what one is
-analysis       the numbers that findings and charts share
-replay         what waits would remain at another prefetch depth
-timeline       where the time of a step went; intervals: arithmetic of time
-run_files      the folder as plain values
-units          numbers as people read them
+command     the subcommand: arguments, exit codes
+run_files   reads the folder into plain values
+timeline    where the time of a step went; `intervals` is its arithmetic
+replay      which waits would remain at another prefetch depth
+analysis    the numbers that findings and charts share
+diagnosis   all findings: `run_findings` and `step_findings`; `findings` says what a finding is
+chart       what a chart is; `run_charts`, `timeline_chart`, `group_charts` and `memory_chart` make them
+views       which recorded steps can be chosen in a chart
+page        the page, from page.html, page.css and page.js
+units       numbers with three digits and a unit
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from fullshard.files import atomic_write
 
 FILE_NAME = "report.html"
 LIBRARIES = ("plotly", "jinja2")
-"""What the extra `report` brings."""
+"""Packages of the extra `report`."""
 
 
 def write_report(run: Path, output: Path | None = None) -> Path:
-    """Write the page about the run in folder ``run``, whole or not at all.
+    """Write the page about the run in folder ``run``. An older page stays until the new one is complete.
 
     Args:
         run: A folder with `metrics.jsonl` or traces.
-        output: The file to write; `report.html` in the run's folder if not given. One that is there is replaced.
+        output: The file to write; the default is `report.html` in the run's folder. An existing file is replaced.
 
     Returns:
         The file.
 
     Raises:
-        ConfigurationError: There is nothing to report on, nowhere to write, or plotly is not installed.
+        ConfigurationError: There is nothing to report on, the page cannot be written, or plotly is not installed.
     """
     from fullshard.programs.report.run_files import read_run
 
@@ -61,6 +61,6 @@ def _write(target: Path, text: str) -> None:
             file.write(text.encode())
     except OSError as error:
         raise ConfigurationError(
-            f"The report cannot be written to {target}: {error.strerror}. Name a file in a folder that is there "
-            "and can be written to, with --output."
+            f"The report cannot be written to {target}: {error.strerror}. Name a file in an existing folder that can be "
+            "written to, with --output."
         ) from error

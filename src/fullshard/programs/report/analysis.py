@@ -1,4 +1,4 @@
-"""A run with the numbers that several findings and charts are made of, each computed once."""
+"""A run with the numbers that several findings and charts use, each computed once."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from fullshard.programs.report.timeline import (
 )
 from fullshard.tracing.schema import GroupFacts
 
-LATE_PART = 0.7
-"""Of the time that ranks wait for each other, what one of them must be waited for to be a straggler and not noise."""
+LATE_SHARE = 0.7
+"""A rank is a straggler if at least this share of the time that ranks wait for each other is spent on it."""
 
 LATE_STEPS = 0.6
-"""Part of the steps in which it must be the one that is waited for most: once is an accident."""
+"""And if it is the rank that is waited for most in at least this share of the steps: once is an accident."""
 
 LATE_BY = 0.01
-"""Part of the step that others wait for it, from which on it is told."""
+"""And if others wait for it for at least this share of a step."""
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """One run, analysed. Means of nothing are errors: ask only if there are `steps`."""
+    """One run, analysed. Ask for means only if there are `steps`; a mean of nothing is an error."""
 
     run: Run
 
@@ -42,7 +42,7 @@ class Analysis:
 
     @cached_property
     def groups(self) -> dict[str, GroupFacts]:
-        """By name, in order of forward."""
+        """The groups by name, in order of forward."""
         return {group.name: group for group in self.run.traces[0].groups} if self.run.traces else {}
 
     @cached_property
@@ -52,35 +52,32 @@ class Analysis:
 
     @cached_property
     def exposed_share(self) -> float:
-        """Exposed communication as part of the recorded steps."""
+        """Exposed communication as a share of the recorded steps."""
         return mean_exposed_share(self.steps)
 
     @cached_property
     def straggler(self) -> Lateness | None:
-        """A rank that the others wait for, if there is one."""
+        """The rank that the others wait for, if there is one."""
         late = latest_rank(self.steps)
-        if late is None or late.part < LATE_PART or late.steps < LATE_STEPS:
+        if late is None or late.share < LATE_SHARE or late.steps_share < LATE_STEPS:
             return None
         return late if late.waited_us >= LATE_BY * self.step_us else None
 
     @cached_property
     def judged(self) -> list[StepTimes]:
-        """The steps whose times on the wire are the wire's own.
-
-        Where others wait for a straggler, only the straggler's are.
-        """
+        """The steps whose wire times do not include waiting for other ranks: the straggler's, if there is one, or all."""
         if self.straggler is None:
             return self.steps
         return [step for step in self.steps if step.rank == self.straggler.rank]
 
     @cached_property
     def waits(self) -> list[WaitTimes]:
-        """Of all recorded steps, longest first."""
+        """Waits of all recorded steps, longest first."""
         return mean_waits(self.steps)
 
     @cached_property
     def judged_waits(self) -> list[WaitTimes]:
-        """Of the judged steps, longest first."""
+        """Waits of the judged steps, longest first."""
         return mean_waits(self.judged)
 
     @cached_property
@@ -90,11 +87,11 @@ class Analysis:
 
     @cached_property
     def prefetch(self) -> int | None:
-        """The prefetch depth whose replay comes to the measured waits; None where none does."""
+        """The prefetch depth whose replay gives about the measured waits; None if no depth does."""
         return used_depth(self.judged, self.run.setting("sharding", "prefetch"))
 
     def waits_at(self, depth: int) -> dict[tuple[str, str], float]:
-        """Waits for gathers that a replay comes to at a depth, by group and phase, per judged step."""
+        """Return the waits for gathers in a replay at this depth, by group and phase, per judged step."""
         total: dict[tuple[str, str], float] = {}
         for step in self.judged:
             for key, wait in replay(step, depth).items():

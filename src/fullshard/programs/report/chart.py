@@ -1,7 +1,7 @@
 """What a chart is, and what all charts have in common.
 
-Figures are plotly's. Their colours are CSS variables, `var(--wait)`: `page.css` has the values, light and dark, and
-`page.js` puts them in when it draws. Plotly reads a subset of HTML in any text, so names go in through `plain`.
+Figures are plotly's. Their colours are CSS variables such as `var(--wait)`; `page.css` has the values, light and dark, and
+`page.js` inserts them when it draws. Plotly reads a subset of HTML in any text, so names must pass through `plain`.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ class Table:
     rows: Sequence[Sequence[str]]
     num_text: int = 1
     keys: Sequence[Sequence[float | str]] = ()
-    """What to sort rows by, where the text will not do."""
+    """What to sort rows by, where sorting the text would be wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """A figure in words and in one or several views."""
+    """A figure with its texts, in one or several views."""
 
     name: str
     """Its id on the page."""
     title: str
     caption: str
-    """How to read it, and what it shows: for all, and in place of the figure for who cannot see it."""
+    """How to read the figure, and what it shows to readers who cannot see it."""
     views: Mapping[str, go.Figure]
-    """By key; a chart without choices has one."""
+    """By key; a chart without choices has one view."""
     first: str = ""
-    """The view to begin with."""
+    """The key of the view that is shown first."""
     numbers: Table | None = None
-    """The same in numbers."""
+    """The figure as a table."""
     choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """What can be chosen; a view's key joins one of each with a slash."""
+    """What can be chosen. A view's key is one value of each, joined by slashes."""
 
 
 def figure(traces: Sequence[Any], *, height: int, **layout: Any) -> go.Figure:
-    """A figure in the page's style."""
+    """Return a figure in the page's style."""
     axis = {
         "gridcolor": "var(--grid)",
         "linecolor": "var(--line)",
@@ -75,5 +75,5 @@ def figure(traces: Sequence[Any], *, height: int, **layout: Any) -> go.Figure:
 
 
 def plain(text: str) -> str:
-    """Text that plotly shows as it is, whatever is in it."""
+    """Return a text that plotly shows as it is, with HTML escaped."""
     return html.escape(text, quote=False)

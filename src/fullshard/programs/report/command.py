@@ -1,8 +1,8 @@
-"""The verb `fullshard report`: arguments in, exit code out.
+"""The subcommand `fullshard report`.
 
 Exit codes:
-    0     written
-    2     nothing to report on, or nowhere to write, also the output; one message, no traceback
+    0     the page was written
+    2     there is nothing to report on, or the page or the output cannot be written; one message, no traceback
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the numbers mean, in plain language: what is slow, by how much, at which group, and what to do.
+"""All findings about a run: what is slow, by how much, at which group, and what to do.
 
-A finding is made only of what was measured; where the data does not support one, there is none.
+A finding states only what the data supports.
 """
 
 from __future__ import annotations

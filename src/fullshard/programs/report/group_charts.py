@@ -1,4 +1,4 @@
-"""Charts that compare: steps with steps, groups with groups."""
+"""Charts that compare steps with steps, and groups with groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fullshard.programs.report.units import count, duration, share, size
 from fullshard.tracing.schema import COLLECTIVES, GroupFacts
 
 MAX_STEP_ROWS = 48
-"""Steps that are drawn one by one."""
+"""More steps than this are only in the table."""
 
 PARTS = {
     "forward": "forward",
@@ -24,7 +24,7 @@ PARTS = {
 
 
 def comparing_charts(analysis: Analysis) -> Iterator[Chart]:
-    """Where the time of each step went; waits and bytes of each group."""
+    """Yield where the time of each step went, and the waits and bytes of each group."""
     if analysis.steps:
         yield _breakdown(analysis)
         yield _by_group(analysis)
@@ -199,7 +199,7 @@ def _longest_by_group(analysis: Analysis, names: list[str]) -> Table:
 
 
 def group_table(groups: Mapping[str, GroupFacts]) -> Table:
-    """What each group is: sizes, dtypes, padding."""
+    """Return sizes, dtypes and padding of each group."""
     headings = ["Group", "Dtypes", "Tensors", "Elements", "Padding", "Shard", "Gathered"]
     headings += ["Per gather", "Per reduction", "Ranks"]
     rows: list[list[str]] = []
@@ -238,6 +238,6 @@ def group_table(groups: Mapping[str, GroupFacts]) -> Table:
 
 
 def dtypes(group: GroupFacts) -> str:
-    """At rest, in compute, on the wire of gradients; each once."""
+    """Return the dtypes of parameters, compute and gradients on the wire, without repetitions."""
     named = [group.param_dtype, group.compute_dtype, group.wire_dtype or group.reduce_dtype]
     return " / ".join(dict.fromkeys(name for name in named if name))

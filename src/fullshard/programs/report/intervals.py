@@ -1,4 +1,4 @@
-"""Ranges of time: sorted, disjoint, half open. All that the analysis adds up is measured on these."""
+"""Arithmetic on ranges of time. Lists of intervals are sorted, disjoint and half open."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Everything that is in any of them, each moment once."""
+    """Return the union: sorted and disjoint."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -21,7 +21,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
-    """What is in ``intervals`` and in none of ``others``; both sorted and disjoint."""
+    """Return ``intervals`` without ``others``; both are sorted and disjoint."""
     left: list[Interval] = []
     first = 0
     for start, end in intervals:
@@ -39,5 +39,5 @@ def without(intervals: list[Interval], others: list[Interval]) -> list[Interval]
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """All of them together."""
+    """Return the sum of their lengths."""
     return sum(end - start for start, end in intervals)

@@ -1,4 +1,4 @@
-"""Memory over a step: what a rank holds at rest, the buffers on top, and what it would hold unsharded."""
+"""Memory over a step: what a rank holds between steps, the buffers on top, and what it would hold unsharded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COLORS = {
 
 
 def memory_chart(analysis: Analysis) -> Iterator[Chart]:
-    """One, if memory was recorded."""
+    """Yield the chart, if memory was recorded."""
     if not any(step.memory for step in analysis.steps):
         return
     views = Views(analysis.steps)
@@ -49,13 +49,13 @@ class Levels:
     """Bytes that stay the same over a step, of a rank and of a model that is not sharded."""
 
     at_rest: dict[str, float]
-    """By what they are: of one rank."""
+    """Bytes of one rank, by what they are for."""
     unsharded: float
-    """The same kinds, of the whole model."""
+    """Bytes of the same kinds for the whole model."""
 
     @classmethod
     def of(cls, analysis: Analysis) -> Levels:
-        """From the groups' facts and, for the optimizer, the configuration."""
+        """Return the levels from the groups' facts and, for the optimizer, the configuration."""
         groups = list(analysis.groups.values())
         shards = float(sum(group.shard_bytes for group in groups))
         whole = float(sum(_whole_bytes(group) for group in groups))
@@ -66,7 +66,7 @@ class Levels:
         return cls(at_rest=at_rest, unsharded=whole * (2 + (states or 0)))
 
     def caption(self) -> str:
-        """What is drawn."""
+        """Return the chart's caption."""
         kinds = ", ".join(self.at_rest)
         return (
             f"What a rank holds of {kinds} (shards, gradients as if they were there all the time), and on top the "
@@ -77,7 +77,7 @@ class Levels:
 
 
 def _whole_bytes(group: GroupFacts) -> float:
-    """Of the parameters unsharded, without padding."""
+    """Return the bytes of the unsharded parameters, without padding."""
     part = group.numel / group.padded_numel if group.padded_numel else 1.0
     return group.shard_bytes * group.world * part
 
@@ -139,7 +139,7 @@ def _memory(step: StepTimes, levels: Levels) -> go.Figure:
 
 
 def _at_step_edges(step: StepTimes) -> list[MemorySample]:
-    """The samples, with the levels at the step's start and end."""
+    """Return the samples, with the levels at the step's start and end."""
     start_us, end_us = step.host
     nothing = MemorySample(time_us=start_us, gathered=0, reducing=0, allocated=None)
     samples = step.memory or (nothing,)

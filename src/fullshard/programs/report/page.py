@@ -1,7 +1,7 @@
-"""The page: what was found, drawn and listed, in one HTML file that needs nothing else.
+"""The page: findings, charts and tables in one HTML file that needs nothing else.
 
-`page.html` is a template with autoescape on; `page.css` and `page.js` go into it as they are, and plotly.js once. Figures
-travel as JSON in a script element that is not run, with `<` written as an escape, so that no name can end it.
+`page.html` is a template with autoescape on. `page.css`, `page.js` and plotly.js are inserted as they are. Figures are
+JSON in a script element that is not run; `<` is escaped in it, so that no name can end the element.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fullshard.programs.run_events import Start
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """A number to see first."""
+    """A number at the top of the page."""
 
     label: str
     value: str
@@ -43,7 +43,7 @@ class Tile:
 
 
 def render(run: Run) -> str:
-    """The page about ``run``."""
+    """Return the page about ``run``."""
     analysis = Analysis(run)
     of_run = list(run_charts(run.metrics))
     of_steps = [*timeline_chart(analysis), *comparing_charts(analysis)]
@@ -89,7 +89,7 @@ def _asset(name: str) -> str:
 
 
 def with_code(text: str) -> Markup:
-    """Text with what is in `backquotes` as code."""
+    """Return the text with what is in `backquotes` as code."""
     parts = re.split(r"`([^`]*)`", text)
     return Markup("").join(
         Markup("<code>{}</code>").format(part) if i % 2 else escape(part)
@@ -102,7 +102,7 @@ def _setting(value: object) -> str:
 
 
 def embedded(charts: list[Chart]) -> Markup:
-    """All figures as JSON that can stand in a script element."""
+    """Return all figures as JSON that is safe in a script element."""
     figures = {
         chart.name: {
             "first": chart.first,
@@ -111,7 +111,6 @@ def embedded(charts: list[Chart]) -> Markup:
         for chart in charts
     }
     text = json.dumps(figures, separators=(",", ":"), allow_nan=False)
-    # Safe in a script element, and still JSON.
     return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028"))
 
 
@@ -168,7 +167,7 @@ def _run_tiles(metrics: Metrics) -> Iterator[Tile]:
 
 
 def _replay_table(analysis: Analysis) -> Table | None:
-    """Waits for gathers at other prefetch depths; None where the replay cannot be believed or says nothing."""
+    """Return the waits for gathers at other prefetch depths; None if the replay is not faithful or there are no waits."""
     if not analysis.steps or analysis.prefetch is None:
         return None
     measured = analysis.gather_wait_us

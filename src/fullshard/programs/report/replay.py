@@ -1,8 +1,8 @@
-"""What waits would remain if gathers were issued further ahead: the measured step, played again.
+"""Which waits would remain if gathers were issued further ahead: the measured step, replayed.
 
-Compute takes as long as it was measured to, without its waits for gathers. Every gather is on the wire as long as it was
-measured to be, one at a time, in the measured order. At depth d it is issued when compute has what it needs of the
-gather d places before; the first d of a phase are issued when the first one was.
+Compute takes as long as measured, without its waits for gathers. Gathers are on the wire one at a time, in the measured
+order and for the measured time. At depth d a gather is issued when compute starts on what the d-th gather before it
+brought. The first d gathers of a phase are issued when the first one was.
 
     depth 1   compute | 0 |.....| 1 | 2         |      "....." is a wait: gather 1 is longer than compute 0
               wire    | gather 1| 2 |
@@ -10,9 +10,8 @@ gather d places before; the first d of a phase are issued when the first one was
     depth 2   compute   | 0 |   | 1 | 2         |      issued before compute 0 is there to hide it, gather 1
               wire    | gather 1| 2 |                  is waited for less
 
-What this leaves out: that a wire with more on it is slower, that reductions share it, that ranks wait for each other. So
-a replay at the depth that was used must come to about the waits that were measured (`used_depth`); otherwise it
-promises nothing.
+The replay leaves out that a busier wire is slower, that reductions share it, and that ranks wait for each other. So it is
+trusted only if a replay at the depth that was used gives about the waits that were measured (`used_depth`).
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ from fullshard.programs.report.timeline import StepTimes
 from fullshard.tracing.schema import Span
 
 MAX_DEPTH = 3
-"""Each place further ahead costs the memory of a group, so nobody is advised to go beyond this."""
+"""The deepest prefetch that is recommended: each group further ahead costs its memory."""
 
 FAITHFUL_WITHIN = 0.25
-"""Part of the measured waits by which a replay may be off and still be believed: a remedy that takes half of the waits away
-is then told from one that takes none."""
+"""Share of the measured waits by which a faithful replay may be off. It still tells a remedy that halves the waits from
+one that changes nothing."""
 
 FAITHFUL_SHARE = 0.005
-"""Part of the step by which it may always be off: less than what any finding is about."""
+"""Share of the step by which it may always be off: less than any finding is about."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A gather, and the moment compute wants what it brings."""
+    """A gather, and the moment when compute needs its result."""
 
     gather: Span
     clock_us: float
-    """On the clock of compute, which stands still while compute waits for gathers."""
+    """When, on the clock of compute, which stops while compute waits for gathers."""
     first_start_us: float
-    """On the same clock: when the first gather of the phase was on the wire."""
+    """When the first gather of the phase started, on the same clock."""
 
 
 Waits = dict[tuple[str, str], float]
@@ -52,7 +51,7 @@ Waits = dict[tuple[str, str], float]
 
 
 def measured_waits(step: StepTimes) -> Waits:
-    """Waits for gathers, as they were."""
+    """Return the waits for gathers that were recorded."""
     waits: Waits = {}
     for wait in step.of("wait"):
         if wait.awaited == "gather":
@@ -62,7 +61,7 @@ def measured_waits(step: StepTimes) -> Waits:
 
 
 def replay(step: StepTimes, depth: int) -> Waits:
-    """Waits for gathers, as they would be."""
+    """Return the waits for gathers that remain at this prefetch depth."""
     waits: Waits = {}
     waited = 0.0
     wire_free_at = float("-inf")
@@ -83,9 +82,9 @@ def replay(step: StepTimes, depth: int) -> Waits:
 
 
 def used_depth(steps: list[StepTimes], configured: int | None) -> int | None:
-    """The depth at which the replay comes to about the measured waits, or None if it does not.
+    """Return the depth at which the replay gives about the measured waits; None if there is none.
 
-    Where the configuration says the depth, only that one is tried.
+    If the configuration has a depth, only that one is tried.
     """
     depths = range(1, MAX_DEPTH + 1) if configured is None else [configured]
     return next((depth for depth in depths if _is_faithful(steps, depth)), None)
@@ -99,9 +98,9 @@ def _is_faithful(steps: list[StepTimes], depth: int) -> bool:
 
 
 def _phases(step: StepTimes) -> Iterator[list[Need]]:
-    """The needs of each phase, in the order in which they are gathered.
+    """Yield the needs of each phase, in the order of their gathers.
 
-    With gradient accumulation a step has several forwards and backwards; each is a phase.
+    With gradient accumulation a step has several forwards and backwards; each of them is a phase.
     """
     waits = union((w.start_us, w.end_us) for w in step.of("wait") if w.awaited == "gather")
     uses: dict[tuple[str, str], list[Span]] = {}
@@ -112,7 +111,7 @@ def _phases(step: StepTimes) -> Iterator[list[Need]]:
         needs: list[Need] = []
         for gather in gathers:
             used_by = uses.get((gather.group, gather.phase), [])
-            # Where compute waited for it or, if it was there in time, where it computed with it.
+            # Compute needs it where it waited for it or, if it did not wait, where it used it.
             needed = next((use for use in used_by if use.end_us >= gather.start_us), None)
             if needed is not None:
                 start_us = needs[0].first_start_us if needs else _clock(gather.start_us, waits)

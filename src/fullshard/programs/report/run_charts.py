@@ -16,10 +16,10 @@ from fullshard.programs.report.units import count, duration, loss_value
 from fullshard.programs.run_events import Evaluation, Step
 
 MAX_POINTS = 3000
-"""Of a curve; beyond, more would be drawn than a screen has columns."""
+"""Points of a curve: a screen has no more columns."""
 
 SMOOTHED_OVER = 0.02
-"""Part of the run that the smoothed loss is a mean over."""
+"""Share of the run over which the smoothed loss is averaged."""
 
 MARKS = {
     "checkpoint": ("triangle-up", "var(--muted)"),
@@ -32,7 +32,7 @@ Point = tuple[int, float]
 
 
 def run_charts(metrics: Metrics) -> Iterator[Chart]:
-    """Those for which there are numbers."""
+    """Yield the charts for which there are numbers."""
     steps = metrics.steps
     if any(isfinite(step.loss) for step in steps) or metrics.evaluations:
         yield _loss(metrics)
@@ -97,7 +97,7 @@ def _evaluations(evaluations: Sequence[Evaluation]) -> go.Scatter:
 
 
 def _marks(marks: Sequence[Mark], points: Sequence[Point]) -> Iterator[go.Scatter]:
-    """What happened, on the curve where it happened."""
+    """Yield markers on the curve, one trace for each kind of mark."""
     if not points:
         return
     for kind, (symbol, color) in MARKS.items():
@@ -120,7 +120,7 @@ def _marks(marks: Sequence[Mark], points: Sequence[Point]) -> Iterator[go.Scatte
 
 
 def _value_at(points: Sequence[Point], step: int) -> float:
-    """The curve's value at a step or, where it has none, the last one before."""
+    """Return the curve's value at a step, or the last value before it."""
     index = bisect.bisect_right(points, step, key=lambda point: point[0])
     return points[max(index - 1, 0)][1]
 
@@ -204,7 +204,7 @@ def _points(steps: Sequence[Step], value: Callable[[Step], float]) -> list[Point
 
 
 def _throughput(metrics: Metrics) -> list[Point]:
-    """Tokens per second; records may be several steps apart, and their times are of one step."""
+    """Return tokens per second. Records may be several steps apart; each has the time of one step."""
     found: list[Point] = []
     before = (0, 0.0)
     for step in metrics.steps:
@@ -217,7 +217,7 @@ def _throughput(metrics: Metrics) -> list[Point]:
 
 
 def _running_mean(points: Sequence[Point], window: int) -> list[Point]:
-    """Of each point and those before it, ``window`` in all."""
+    """Return the mean of each point and those before it, ``window`` points in all."""
     sums = [0.0, *accumulate(value for _, value in points)]
     return [
         (step, (sums[i] - sums[max(0, i - window)]) / min(i, window))
@@ -226,7 +226,7 @@ def _running_mean(points: Sequence[Point], window: int) -> list[Point]:
 
 
 def _extremes(points: Sequence[Point]) -> Sequence[Point]:
-    """At most about `MAX_POINTS`: of each bucket of neighbours the lowest and the highest, so that spikes stay."""
+    """Return at most about `MAX_POINTS`: the lowest and the highest of each bucket of neighbours, so that spikes stay."""
     bucket = _bucket(points)
     if bucket == 1:
         return points

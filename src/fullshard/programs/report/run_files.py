@@ -1,11 +1,12 @@
-"""A run folder as plain values: configuration, metrics and traces, each of which may be missing.
+"""A run folder as plain values: configuration, metrics and traces. Each of them may be missing.
 
     RUN/config.toml             sections of fields
-    RUN/metrics.jsonl           a record a line; the last one of a (kind, step) counts, unless a resume went back before it
+    RUN/metrics.jsonl           one record a line; the last record of a kind and step counts
     RUN/trace/rank_00000.json   traces; or RUN/rank_00000.json, the folder `fullshard.trace` was given
 
-A run that was killed leaves a cut line, a disk that was full an empty trace. What cannot be read is left out and
-told in `Run.notes`; only a folder with nothing in it is an error. Nothing here imports torch.
+A killed run leaves a line that is cut off; a full disk leaves an empty trace. What cannot be read is left out and named in
+`Run.notes`. Only a folder without metrics and traces is an error. All texts come out safe to show. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ Config = Mapping[str, Mapping[str, Any]]
 T = TypeVar("T")
 
 MOST_BYTES = 16 << 30
-"""Of a file that is read."""
+"""Largest file that is read."""
 MOST_DEPTH = 8
-"""Of a value in a configuration that is shown."""
+"""Deepest nesting of a configuration's value that is shown."""
 NO_JSON = (OSError, ValueError, RecursionError)
-"""What reading and parsing may raise; a text of brackets alone is too deep for Python."""
+"""What reading and parsing JSON or TOML may raise. Deeply nested brackets raise a RecursionError."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """Something that happened beside the steps."""
+    """An event that is marked on the loss curve."""
 
     kind: str
     """resumed, checkpoint, trouble or stopped."""
@@ -59,23 +60,23 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metrics:
-    """What `metrics.jsonl` says."""
+    """The content of `metrics.jsonl`."""
 
     start: Start | None = None
-    """The newest one: what is trained, on what, with which versions."""
+    """The newest start: what is trained, on what, with which versions."""
     steps: tuple[Step, ...] = ()
-    """Numbers that were not finite, or not written, are NaN."""
+    """By step. Numbers that were not finite, or not written, are NaN."""
     evaluations: tuple[Evaluation, ...] = ()
     marks: tuple[Mark, ...] = ()
     samples: tuple[str, ...] = ()
     is_finished: bool = False
     num_broken: int = 0
-    """Lines that are no record."""
+    """Lines that could not be read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """All that is known of a run."""
+    """Everything that was read of a run."""
 
     name: str
     config: Config = field(default_factory=dict)
@@ -83,20 +84,24 @@ class Run:
     traces: tuple[Trace, ...] = ()
     """By rank."""
     notes: tuple[str, ...] = ()
-    """What could not be read, in sentences."""
+    """Sentences about what could not be read."""
 
     def setting(self, section: str, name: str) -> Any:
-        """A field of the configuration; None where there is none."""
+        """Return a field of the configuration; None if it is missing."""
         fields = self.config.get(section)
         return fields.get(name) if isinstance(fields, Mapping) else None
 
 
 def read_run(folder: Path) -> Run:
-    """Read what ``folder`` has."""
+    """Read the run in ``folder``.
+
+    Raises:
+        ConfigurationError: it is not a folder, or has neither metrics nor traces.
+    """
     if not folder.is_dir():
         raise ConfigurationError(
-            f"A report is made of a run's folder; {folder} is "
-            f"{'a file' if folder.exists() else 'not there'}. Name the folder that has `metrics.jsonl` or `trace`."
+            f"A report needs the folder of a run; {folder} "
+            f"{'is a file' if folder.exists() else 'does not exist'}. Name the folder that has `metrics.jsonl` or `trace`."
         )
     notes: list[str] = []
     traces = _read_traces(folder, notes)
@@ -129,7 +134,7 @@ def _read_config(path: Path, notes: list[str]) -> Config:
 
 
 def _shown(value: Any, depth: int = 0) -> Any:
-    """A value of a configuration as far as it can be shown and written as JSON."""
+    """Return a value of a configuration in a form that can be shown and written as JSON."""
     if isinstance(value, str):
         return safe_text(value)
     if isinstance(value, bool | float):
@@ -157,7 +162,7 @@ def _read_traces(folder: Path, notes: list[str]) -> tuple[Trace, ...]:
             notes.append(f"{path.name}: {trace.num_broken} events are broken and left out.")
         if trace.dropped:
             notes.append(
-                f"{path.name}: {trace.dropped} events were not recorded, since the limit was reached; "
+                f"{path.name}: {trace.dropped} events were not recorded, because the limit was reached; "
                 "times of the last step may be too small."
             )
         traces[trace.rank] = trace
@@ -198,12 +203,12 @@ def _read_metrics(path: Path, notes: list[str]) -> Metrics:
 def _metrics(events: list[Event], num_broken: int) -> Metrics:
     by_step: dict[int, dict[type, Event]] = {}
     steps: list[int] = []
-    """Its keys, in order: what is beyond a step is at the end."""
+    """The keys of `by_step`, sorted: steps after a checkpoint are at the end."""
     starts: list[Start] = []
     is_finished = False
     for event in events:
         if isinstance(event, Start):
-            # What was done beyond the checkpoint is not part of the run that goes on from it; nor is its end.
+            # A resumed run discards what was done after its checkpoint, also the end of the run.
             first = event.resumed_from or 0
             while steps and steps[-1] > first:
                 del by_step[steps.pop()]
@@ -248,7 +253,7 @@ def _marks(starts: list[Start], events: list[Event]) -> Iterator[Mark]:
 
 
 def safe(value: T) -> T:
-    """Return a value that was read with all texts in it such that they can be shown; lines stay only in samples."""
+    """Return a value that was read, with all texts in it safe to show. Only samples keep their lines."""
     return cast(T, _safe(value))
 
 
@@ -272,7 +277,7 @@ def _safe(value: object) -> object:
 
 
 def _safe_trace(trace: Trace) -> Trace:
-    """Return the trace with texts that can be shown; most have none that cannot, and many spans."""
+    """Return the trace with safe texts. Spans are many and almost always safe, so they are copied only if needed."""
     texts = {text for span in trace.spans for text in (span.group, span.phase, span.awaited)}
     spans = trace.spans if all(map(str.isprintable, texts)) else safe(trace.spans)
     return replace(trace, device=safe_line(trace.device), groups=safe(trace.groups), spans=spans)

@@ -1,4 +1,4 @@
-"""Findings of the whole run: from the metrics of its steps."""
+"""Findings about the whole run, from the metrics of its steps."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fullshard.programs.report.units import duration
 from fullshard.programs.run_events import Step
 
 WARM_UP_STEPS = 5
-"""First steps allocate, compile and fill caches; they say nothing of the run's speed."""
+"""The first steps allocate, compile and fill caches, so they are no measure of the run's speed."""
 
 SLOWER_BY = 0.1
-"""Of the median step of the run's last quarter against that of its first, from which on it has become slower."""
+"""A run has become slower if the median step of its last quarter is longer than that of its first by this share."""
 
 SPIKE_WINDOW = 25
-"""Steps before one that say what loss was to be expected."""
+"""Steps before a step whose losses say what loss to expect."""
 
 SPIKE = 8.0
-"""So many times the typical distance from the median of that window is no noise of batches; such a loss is a spike."""
+"""A loss is a spike if it exceeds the median of that window by this many typical distances."""
 
 
 def find_in_training(run: Run) -> Iterator[Finding]:
-    """Bad steps, spikes of the loss, steps that take longer and longer."""
+    """Yield findings about bad steps, spikes of the loss, and steps that become slower."""
     yield from _troubles(run)
     yield from _spikes(run.metrics.steps)
     yield from _slowing_down(run.metrics.steps)
@@ -59,7 +59,7 @@ def _spikes(steps: tuple[Step, ...]) -> Iterator[Finding]:
         return
     worst, expected = max(found, key=lambda each: each[0].loss - each[1])
     yield Finding(
-        title=f"The loss jumps to {worst.loss:.3g} at step {worst.step}, where {expected:.3g} was to be expected",
+        title=f"The loss jumps to {worst.loss:.3g} at step {worst.step}, where {expected:.3g} was expected",
         text=f"{len(found)} of {len(steps)} steps are far above the {SPIKE_WINDOW} steps before them.",
         remedies=(
             Remedy(
@@ -78,7 +78,7 @@ def _unexpected_losses(steps: tuple[Step, ...]) -> Iterator[tuple[Step, float]]:
             continue
         if len(window) == SPIKE_WINDOW:
             expected = median(window)
-            # The typical distance of noise, but never so small that a flat curve has spikes.
+            # The typical distance, but never so small that a flat curve has spikes.
             distance = max(median(abs(loss - expected) for loss in window), 0.01 * abs(expected))
             if step.loss - expected > SPIKE * distance:
                 yield step, expected

@@ -1,4 +1,4 @@
-"""Findings of the recorded steps: waits, wires, groups, memory."""
+"""Findings about the recorded steps: waits, the wire, groups, memory. All thresholds are constants here."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from fullshard.programs.report.units import count, duration, share, size
 from fullshard.tracing.schema import COLLECTIVES, Span
 
 HIDDEN_BELOW = 0.01
-"""Less than this part of a step spent on waiting is nothing to act on: steps vary by more."""
+"""Exposed communication below this share of a step needs no action: steps vary by more."""
 
-WORTH_TELLING = 0.01
-"""A single cause is told from this part of the step on."""
+WORTH_REPORTING = 0.01
+"""A single cause is reported from this share of the step on."""
 
 HELPS_FROM = 0.3
-"""A deeper prefetch is recommended if it takes away at least this part of the waits it is for; it costs memory."""
+"""A deeper prefetch, which costs memory, is recommended if it removes at least this share of the waits for gathers."""
 
 NEARLY_ALL = 0.8
-"""A smaller depth that takes away this part of what the best one does is as good: the rest is not worth its memory."""
+"""A smaller depth is preferred if it removes this share of what the best depth removes: it costs less memory."""
 
 WIRE_BOUND = 0.8
-"""Time on the wire, as part of that of compute, from which on there is too little compute to hide gathers behind."""
+"""The wire is the bottleneck if gathers take at least this share of the time of compute."""
 
 SLOW_GATHER = 4.0
-"""A gather is slow by itself if it takes this many times as long as those of groups of its size."""
+"""A gather is slow if it takes this many times as long as gathers of groups of its size."""
 
 SMALL_GROUP_BYTES = 1_000_000
-"""Gathered bytes below which a collective's time is mostly latency, on wires of 10 GB/s and more."""
+"""A group with fewer gathered bytes is small: on wires of 10 GB/s and more its time is mostly latency."""
 
 MANY_SMALL = 0.5
-"""Part of the groups that are small, from which on merging them is worth a try."""
+"""Merging groups is recommended if at least this share of them is small."""
 
 PADDING = 0.05
-"""Part of all stored and sent elements that is padding, from which on it is told."""
+"""Padding is reported from this share of all stored and sent elements on."""
 
 HELD_AT_ONCE = 0.75
-"""Part of all parameters that lie gathered at the same time, from which on sharding saves little of their memory."""
+"""If this share of all parameters is gathered at the same time, sharding saves little of their memory."""
 
 OUTSIDE = 0.35
-"""Part of the step outside of forward and backward, from which on it is told."""
+"""Time outside of forward and backward is reported from this share of the step on."""
 
 
 PLANNED_GROUPS = Setting("sharding", "groups", "plan")
 
 
 def find_in_steps(analysis: Analysis) -> Iterator[Finding]:
-    """All that the recorded steps say; nothing if there are none."""
+    """Yield all findings about the recorded steps; none if nothing was recorded."""
     if not analysis.steps:
         return
     yield from _first_gather(analysis)
@@ -66,7 +66,7 @@ def find_in_steps(analysis: Analysis) -> Iterator[Finding]:
 
 def _first_gather(analysis: Analysis) -> Iterator[Finding]:
     wait = _first_wait(analysis)
-    if wait is None or wait.mean_us < WORTH_TELLING * analysis.step_us:
+    if wait is None or wait.mean_us < WORTH_REPORTING * analysis.step_us:
         return
     yield Finding(
         title=f"The step begins with {duration(wait.mean_us)} of waiting for the gather of `{wait.group}`",
@@ -88,7 +88,7 @@ def _first_gather(analysis: Analysis) -> Iterator[Finding]:
 
 
 def _first_wait(analysis: Analysis) -> WaitTimes | None:
-    """The wait for the gather that steps begin with."""
+    """Return the wait for the first gather of a step."""
     first = next((gather for step in analysis.judged for gather in step.of("gather")), None)
     if first is None:
         return None
@@ -104,7 +104,7 @@ def _gather_waits(analysis: Analysis) -> Iterator[Finding]:
     waits = [wait for wait in analysis.judged_waits if wait.awaited == "gather" and wait != first]
     total = sum(wait.mean_us for wait in waits)
     cost = total / analysis.step_us
-    if cost < WORTH_TELLING:
+    if cost < WORTH_REPORTING:
         return
     longest = waits[0]
     where = f"`{longest.group}` waits {duration(longest.mean_us)} for its gather in {longest.phase}"
@@ -124,7 +124,7 @@ def _gather_waits(analysis: Analysis) -> Iterator[Finding]:
         title=f"{where}: prefetch depth {depth} would "
         + ("hide it" if left_here < 0.1 * longest.mean_us else f"leave {duration(left_here)}"),
         text=text
-        + f"Played again with gathers issued {depth} groups ahead instead of {analysis.prefetch}, "
+        + f"Replayed with gathers issued {depth} groups ahead instead of {analysis.prefetch}, "
         f"{duration(left_in_all)} a step remain, for up to {size(more)} more memory.",
         remedies=(
             Remedy(text="Trainer", settings=tuple(_prefetch_settings(analysis, depth))),
@@ -153,7 +153,7 @@ def _and_others(waits: list[WaitTimes]) -> str:
 
 
 def _slowness(analysis: Analysis, name: str) -> str:
-    """Whether the group's gather is slow by itself, in a sentence: against groups of about its size."""
+    """Return a sentence if the group's gather is slow, compared with groups of about its size."""
     gathers = _gathers_by_group(analysis)
     if name not in gathers:
         return ""
@@ -178,7 +178,7 @@ def _gathers_by_group(analysis: Analysis) -> dict[str, list[Span]]:
 
 
 def _helpful_depth(analysis: Analysis) -> int | None:
-    """The smallest depth that takes away nearly all that any depth can; None if that is not worth it."""
+    """Return the smallest depth that removes nearly all that any depth can; None if that is too little."""
     used = analysis.prefetch
     if used is None or not analysis.groups:
         return None
@@ -196,11 +196,11 @@ def _no_depth_helps(analysis: Analysis, where: str, text: str, cost: float) -> F
     title = where
     if analysis.prefetch is None:
         text += (
-            "Playing the step again does not come to the measured waits, so nothing is promised of another prefetch "
+            "A replay of the step does not give the measured waits, so nothing is promised about another prefetch "
             "depth. "
         )
     else:
-        text += f"No prefetch depth up to {MAX_DEPTH} would take away much of it. "
+        text += f"No prefetch depth up to {MAX_DEPTH} would remove much of it. "
         if wire_us >= WIRE_BOUND * compute_us:
             title = f"The wire is the bottleneck: {where}"
     text += f"Gathers are on the wire for {duration(wire_us)} a step; forward and backward compute for {duration(compute_us)}."
@@ -244,7 +244,7 @@ def _reduction_waits(analysis: Analysis) -> Iterator[Finding]:
     ]
     total = sum(wait.mean_us for wait in waits)
     cost = total / analysis.step_us
-    if cost < WORTH_TELLING:
+    if cost < WORTH_REPORTING:
         return
     remedies = [
         Remedy(
@@ -277,11 +277,11 @@ def _straggler(analysis: Analysis) -> Iterator[Finding]:
     if late is None:
         return
     exposed = fmean(step.exposed_us for step in analysis.steps if step.rank != late.rank)
-    # Waiting on the wire costs only what compute did not hide.
+    # Time on the wire that compute hides costs nothing.
     lost_us = min(late.waited_us, exposed)
     yield Finding(
         title=f"Rank {late.rank} comes later than the others, which wait up to {duration(lost_us)} a step for it",
-        text=f"{share(late.part)} of the time that ranks waited for each other was for this one. Their waits look like a "
+        text=f"{share(late.share)} of the time that ranks waited for each other was for this one. Their waits look like a "
         f"slow wire; the other findings are of rank {late.rank} alone.",
         remedies=(
             Remedy(
@@ -308,12 +308,12 @@ def _small_groups(analysis: Analysis) -> Iterator[Finding]:
     ]
     if not spans:
         return
-    # What a wait has beyond the time of a usual collective of theirs, has another cause.
+    # The part of a wait beyond the time of a usual collective of these groups has another cause.
     usual_us = median(span.duration_us for span in spans)
     waited = sum(
         min(wait.mean_us, usual_us) for wait in analysis.judged_waits if wait.group in names
     )
-    if waited < WORTH_TELLING * analysis.step_us:
+    if waited < WORTH_REPORTING * analysis.step_us:
         return
     yield Finding(
         title=f"{len(small)} of {len(groups)} groups are smaller than {size(SMALL_GROUP_BYTES)}: their time is mostly latency",

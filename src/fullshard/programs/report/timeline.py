@@ -1,12 +1,12 @@
-"""Where the time of recorded steps went: arithmetic on spans, nothing else.
+"""Where the time of recorded steps went: arithmetic on spans.
 
     compute    | forward 0 |  wait  | forward 1 |          loss, optimizer: "outside"
     all-gather | gather 1 ..........|
                 hidden      exposed
 
-**Exposed communication** is the time in which compute stood still for a gather or a reduction: the union of the
-waits. Time on the wire that falls into no wait was hidden. Compute spans of enclosing states contain those within; each
-moment counts for the innermost, and never for compute while it waits.
+**Exposed communication** is the time in which compute waited for a gather or a reduction: the union of the waits. Time on
+the wire outside of all waits was hidden. Compute spans nest as modules do. Each moment counts for the innermost span, and
+while compute waits for none.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fullshard.tracing.schema import COLLECTIVES, Kind, MemorySample, Span, Trac
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Time in which compute was at one thing."""
+    """A time in which compute did one thing."""
 
     group: str
     phase: str
-    """forward, backward, or outside: what is in no group, such as loss and optimizer."""
+    """forward, backward, or outside of all groups: loss, optimizer and the like."""
     start_us: float
     end_us: float
 
@@ -50,11 +50,11 @@ class StepTimes:
     start_us: float
     end_us: float
     spans: tuple[Span, ...]
-    """By start, without the step's own."""
+    """By start; the span of the step itself is not among them."""
     host: Interval
-    """When the host was at the step, whose clock memory is on."""
+    """When the host was at the step. Memory is sampled on the host's clock."""
     memory: tuple[MemorySample, ...]
-    """The samples of that time, the first one carried over from before."""
+    """The samples of that time, and the last one before it."""
 
     @property
     def duration_us(self) -> float:
@@ -62,12 +62,12 @@ class StepTimes:
         return self.end_us - self.start_us
 
     def of(self, *kinds: Kind) -> list[Span]:
-        """Its spans of these kinds."""
+        """Return the spans of these kinds."""
         return [span for span in self.spans if span.kind in kinds]
 
     @cached_property
     def waits(self) -> list[Interval]:
-        """When compute stood still."""
+        """When compute waited."""
         return union(map(_interval, self.of("wait")))
 
     @cached_property
@@ -77,29 +77,29 @@ class StepTimes:
 
     @property
     def exposed_share(self) -> float:
-        """Exposed communication as part of the step."""
+        """Exposed communication as a share of the step."""
         return self.exposed_us / self.duration_us
 
     @cached_property
     def compute(self) -> list[Stretch]:
-        """What compute did, in order; waits are left out."""
-        pieces = list(_innermost(self.of("compute")))
-        busy = union([*((start, end) for _, start, end in pieces), *self.waits])
+        """What compute did, in order, without waits."""
+        innermost = list(_innermost(self.of("compute")))
+        busy = union([*((start, end) for _, start, end in innermost), *self.waits])
         outside = without([(self.start_us, self.end_us)], busy)
         stretches = [Stretch("", "outside", start, end) for start, end in outside]
-        for span, *piece in pieces:
-            for start, end in without([(piece[0], piece[1])], self.waits):
+        for span, entered, left in innermost:
+            for start, end in without([(entered, left)], self.waits):
                 stretches.append(Stretch(span.group, span.phase, start, end))
         return sorted(stretches, key=lambda stretch: stretch.start_us)
 
     def compute_us(self, *phases: str) -> float:
-        """Time of compute in these phases."""
+        """Return the time of compute in these phases."""
         return sum(
             stretch.end_us - stretch.start_us for stretch in self.compute if stretch.phase in phases
         )
 
     def lane(self, kind: Kind) -> LaneTimes:
-        """All collectives of a kind together."""
+        """Return the times of all collectives of a kind together."""
         spans = self.of(kind)
         wire = union(map(_interval, spans))
         return LaneTimes(
@@ -118,7 +118,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class WaitTimes:
-    """How long compute stood still for one group, in one phase, in the mean over steps and ranks."""
+    """How long compute waited for one group in one phase: the mean over steps and ranks."""
 
     group: str
     phase: str
@@ -128,27 +128,27 @@ class WaitTimes:
 
 
 def steps_of(trace: Trace) -> list[StepTimes]:
-    """The steps that a trace has whole, in order."""
-    wholes = [span for span in trace.spans if span.kind == "step" and span.duration_us > 0]
+    """Return the steps that are complete in a trace, in order."""
+    steps = [span for span in trace.spans if span.kind == "step" and span.duration_us > 0]
     return [
         StepTimes(
             rank=trace.rank,
-            step=whole.step,
-            start_us=whole.start_us,
-            end_us=whole.end_us,
-            spans=tuple(s for s in trace.spans if s.step == whole.step and s.kind != "step"),
+            step=step.step,
+            start_us=step.start_us,
+            end_us=step.end_us,
+            spans=tuple(s for s in trace.spans if s.step == step.step and s.kind != "step"),
             host=host,
             memory=tuple(_samples_within(trace.memory, host)),
         )
-        for whole, host in zip(wholes, _host_times(trace, wholes), strict=True)
+        for step, host in zip(steps, _host_times(trace, steps), strict=True)
     ]
 
 
-def _host_times(trace: Trace, wholes: list[Span]) -> list[Interval]:
-    """When the host was at each step: from the first collective it asked for, to that of the next step.
+def _host_times(trace: Trace, steps: list[Span]) -> list[Interval]:
+    """Return when the host was at each step: from the first collective it issued to that of the next step.
 
-    On the CPU that is the step itself. A GPU comes behind, by as much as is queued for it: up to a step, and more. The last
-    step is taken to be as long for the host as for the GPU, or to the last that was recorded.
+    On the CPU that is the step itself. A GPU runs behind the host by what is queued for it, a step or more. The host's last
+    step is taken to be as long as the GPU's, or to end with the last sample.
     """
     first: dict[int, float] = {}
     for span in trace.spans:
@@ -156,17 +156,17 @@ def _host_times(trace: Trace, wholes: list[Span]) -> list[Interval]:
             first[span.step] = min(span.issued_us, first.get(span.step, span.issued_us))
     if (
         trace.device == "cpu"
-        or not (wholes and trace.memory)
-        or any(w.step not in first for w in wholes)
+        or not (steps and trace.memory)
+        or any(w.step not in first for w in steps)
     ):
-        return [_interval(whole) for whole in wholes]
-    starts = [first[whole.step] for whole in wholes]
-    end = max(starts[-1] + wholes[-1].duration_us, trace.memory[-1].time_us)
+        return [_interval(step) for step in steps]
+    starts = [first[step.step] for step in steps]
+    end = max(starts[-1] + steps[-1].duration_us, trace.memory[-1].time_us)
     return list(zip(starts, [*starts[1:], end], strict=True))
 
 
 def mean_waits(steps: list[StepTimes]) -> list[WaitTimes]:
-    """The waits of all groups, longest first."""
+    """Return the waits of all groups, longest first."""
     totals: dict[tuple[str, str, str], float] = {}
     for step in steps:
         for wait in step.of("wait"):
@@ -177,34 +177,34 @@ def mean_waits(steps: list[StepTimes]) -> list[WaitTimes]:
 
 
 def mean_exposed_share(steps: list[StepTimes]) -> float:
-    """Exposed communication as part of all these steps together."""
+    """Return exposed communication as a share of all these steps together."""
     return sum(step.exposed_us for step in steps) / sum(step.duration_us for step in steps)
 
 
 def typical(steps: list[StepTimes]) -> StepTimes:
-    """The step to look at first: of the lowest rank, with the median duration."""
+    """Return the step to show first: of the lowest rank, with the median duration."""
     of_rank = [step for step in steps if step.rank == min(each.rank for each in steps)]
     return sorted(of_rank, key=lambda step: step.duration_us)[(len(of_rank) - 1) // 2]
 
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """One rank comes to collectives after the others, which stand on the wire until it is there."""
+    """A rank that comes to collectives after the others, which wait on the wire for it."""
 
     rank: int
     waited_us: float
-    """How long another rank waited for it in a step, in the mean."""
-    part: float
+    """How long another rank waited for it in a step, on average."""
+    share: float
     """Of all the time that ranks waited for each other."""
-    steps: float
-    """Part of the steps in which it was waited for most."""
+    steps_share: float
+    """Share of the steps in which it was waited for most."""
 
 
 def latest_rank(steps: list[StepTimes]) -> Lateness | None:
-    """The rank that others wait for most; None with one rank.
+    """Return the rank that others wait for most; None with one rank.
 
-    A collective ends on all ranks at about the same time, so who was on the wire shortest came last.
-    This compares durations, not clocks.
+    A collective ends on all ranks at about the same time, so the rank that was on the wire for the shortest time came last.
+    This compares durations, not clocks, which differ between machines.
     """
     by_step: list[dict[int, float]] = []
     for collectives in _shared_collectives(steps):
@@ -222,13 +222,13 @@ def latest_rank(steps: list[StepTimes]) -> Lateness | None:
     return Lateness(
         rank=rank,
         waited_us=total[rank] / len(by_step),
-        part=total[rank] / (sum(total.values()) or 1.0),
-        steps=most / len(by_step),
+        share=total[rank] / (sum(total.values()) or 1.0),
+        steps_share=most / len(by_step),
     )
 
 
 def _shared_collectives(steps: list[StepTimes]) -> Iterator[list[dict[int, float]]]:
-    """For each step, its collectives that all recorded ranks took part in: how long each was on the wire."""
+    """Yield for each step the time on the wire, by rank, of each collective that all recorded ranks took part in."""
     ranks = {step.rank for step in steps}
     if len(ranks) < 2:
         return
@@ -246,7 +246,7 @@ def _shared_collectives(steps: list[StepTimes]) -> Iterator[list[dict[int, float
 
 
 def group_bytes(steps: list[StepTimes], kind: Kind) -> dict[str, float]:
-    """Bytes on the wire per group and step, in the mean."""
+    """Return the mean bytes on the wire per group and step."""
     totals: dict[str, float] = {}
     for step in steps:
         for span in step.of(kind):
@@ -255,7 +255,7 @@ def group_bytes(steps: list[StepTimes], kind: Kind) -> dict[str, float]:
 
 
 def mean_duration_us(spans: Iterable[Span]) -> float:
-    """Of spans of which there is at least one."""
+    """Return the mean duration of at least one span."""
     return fmean(span.duration_us for span in spans)
 
 
@@ -264,7 +264,7 @@ def _interval(span: Span) -> Interval:
 
 
 def _innermost(spans: list[Span]) -> Iterator[tuple[Span, float, float]]:
-    """Cut nested spans, which come by start, into pieces that do not overlap, each of the span entered last."""
+    """Yield intervals that do not overlap, each with the innermost of the nested spans at that time. Spans come by start."""
     entered: list[Span] = []
     at = 0.0
 

@@ -15,7 +15,7 @@ from fullshard.programs.report.views import MAX_BARS, Views
 from fullshard.tracing.schema import COLLECTIVES
 
 MAX_LABELS = 300
-"""Bars of a view up to which names are written into them."""
+"""A view with more bars has no names in them."""
 
 LEGEND = {
     "forward": "forward",
@@ -30,7 +30,7 @@ LEGEND = {
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A piece of a row of the timeline."""
+    """A bar in a row of the timeline."""
 
     row: str
     kind: str
@@ -43,7 +43,7 @@ class Bar:
 
 
 def timeline_chart(analysis: Analysis) -> Iterator[Chart]:
-    """One, if steps were recorded."""
+    """Yield the chart, if steps were recorded."""
     if not analysis.steps:
         return
     views = Views(analysis.steps)
@@ -61,7 +61,7 @@ def timeline_chart(analysis: Analysis) -> Iterator[Chart]:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Names without the part that all names with a dot begin with: `model.layers.3` is `3` among its like."""
+    """Return names without their common prefix: `model.layers.3` is `3` if all names with a dot start with `model.layers`."""
     parts = [name.split(".") for name in names if "." in name]
     common = 0
     while parts and all(

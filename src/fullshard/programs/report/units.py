@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits and a unit."""
+"""Numbers for people: three digits and a unit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ COUNTS = ("", " K", " M", " B", " T")
 
 
 def duration(us: float) -> str:
-    """Microseconds, in the unit that fits."""
+    """Return microseconds in the unit that fits."""
     for unit_us, unit, limit_us in ((1, "\u00b5s", 999.5), (1e3, "ms", 999.5e3), (1e6, "s", 120e6)):
         if abs(us) < limit_us:
             return f"{_digits(us / unit_us)} {unit}"
@@ -18,17 +18,17 @@ def duration(us: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Bytes, in powers of 1000."""
+    """Return bytes in powers of 1000."""
     return _scaled(nbytes, BYTES, " ")
 
 
 def count(number: float) -> str:
-    """How many, rounded to three digits from a thousand on."""
+    """Return a count, rounded to three digits from a thousand on."""
     return f"{number:.0f}" if abs(number) < 1000 else _scaled(number, COUNTS, "")
 
 
 def exact(number: float) -> str:
-    """How many, to the last one."""
+    """Return a count with all its digits."""
     return f"{number:,.0f}"
 
 
@@ -38,7 +38,7 @@ def loss_value(loss: float, *, digits: int) -> str:
 
 
 def share(part: float) -> str:
-    """A part of one, as a percentage."""
+    """Return a share as a percentage."""
     percent = 100 * part
     if 0 < percent < 0.05:
         return "< 0.1 %"

@@ -1,4 +1,4 @@
-"""Which recorded steps the page has: one view of each rank and step, as many as fit."""
+"""Which recorded steps the page shows: a view for each rank and step, as many as fit."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import plotly.graph_objects as go
 from fullshard.programs.report.timeline import StepTimes, typical
 
 MAX_BARS = 3000
-"""Of one view. Plotly draws a shape for each, and stays quick up to here."""
+"""Bars of one view. Plotly draws a shape for each, and stays quick up to this number."""
 
 MAX_TOTAL_BARS = 60_000
-"""Of all views together, about 8 MB of the page."""
+"""Bars of all views together: about 8 MB of the page."""
 
 
 @dataclass(frozen=True)
 class Views:
-    """A choice of rank and step; at least one step was recorded."""
+    """The choice of rank and step. At least one step was recorded."""
 
     steps: Sequence[StepTimes]
 
     @cached_property
     def shown(self) -> list[StepTimes]:
-        """The steps that fit the page: of the lowest ranks, all steps of a rank or none."""
+        """The steps that fit the page: all steps of the lowest ranks."""
         shown: list[StepTimes] = []
         for rank in sorted({step.rank for step in self.steps}):
             of_rank = [step for step in self.steps if step.rank == rank]
@@ -37,7 +37,7 @@ class Views:
 
     @property
     def first(self) -> str:
-        """The key of the one to look at first."""
+        """The key of the view that is shown first."""
         return _key(typical(self.shown))
 
     @property
@@ -50,7 +50,7 @@ class Views:
 
     @property
     def left_out(self) -> str:
-        """What does not fit, in a sentence that begins with a space."""
+        """A sentence about what does not fit; it begins with a space."""
         missing = len(self.steps) - len(self.shown)
         if not missing:
             return ""
@@ -58,7 +58,7 @@ class Views:
         return f" The steps of the first {ranks} recorded ranks are shown, to keep the page small."
 
     def drawn(self, draw: Callable[[StepTimes], go.Figure]) -> Mapping[str, go.Figure]:
-        """A figure of each."""
+        """Return a figure for each step."""
         return {_key(step): draw(step) for step in self.shown}
 
 
