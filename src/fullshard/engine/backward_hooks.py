@@ -94,18 +94,6 @@ def _needed_too_late(version: int | None) -> LifecycleError | None:
 # --- calls ----------------------------------------------------------------------------------------
 
 
-def watch_outputs(call: Call[FSDPState], outputs: Sequence[Tensor]) -> None:
-    """Have `pre_backward` run when the gradient of any output is there, before backward goes on from it."""
-    hook = functools.partial(pre_backward, call)
-    call.has_backward = True
-    for tensor in outputs:
-        tensor.register_hook(hook)
-        # If the caller changes a view in place, backward comes through its base instead.
-        base = torch_border.base_of(tensor)
-        if base is not None and base.grad_fn is not None:
-            base.register_hook(hook)
-
-
 def pre_backward(call: Call[FSDPState], gradient: Tensor) -> None:
     """Tell the runtime that backward has reached an output of ``call``."""
     state = call.living_unit()

@@ -1,25 +1,37 @@
 """Hooks around the forward of a sharded module: what happens to its inputs and outputs.
 
-pre_forward    inputs to the device and into the compute dtype, `Runtime.enter`, hooks on inputs
-post_forward   outputs into their dtype, copies of parameters among them, hooks on outputs, `Runtime.leave`
+    pre_forward    inputs to the device and into the compute dtype, `Runtime.enter`, hooks on inputs
+    post_forward   outputs into their dtype, copies in the place of parameters, hooks on outputs, `Runtime.leave`
+
+[Note: returned parameters]
+The memory of unsharded parameters is given back after forward. A module may return one all the same
+(tables of positions, tied weights), or a view of one. The caller gets a copy instead.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fullshard import torch_border
 from fullshard.engine import backward_hooks
 from fullshard.engine.lazy_init import lazy_init
-from fullshard.engine.module_outputs import without_parameters
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.state import FSDPState
-from fullshard.engine.tensor_trees import cast_floating, tensors_in, to_device
+from fullshard.engine.tensor_trees import (
+    cast_floating,
+    map_tensors,
+    tensors_in,
+    tensors_within,
+    to_device,
+)
+from fullshard.errors import LifecycleError
+from fullshard.plan.schedule import Call
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -27,7 +39,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 def pre_forward(
     state: FSDPState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Inputs:
-    """Before a module's forward: unsharded parameters on the modules, inputs in the compute dtype.
+    """Put unsharded parameters on the modules, and return the inputs in the compute dtype.
 
     The outermost module's inputs are moved to its device, too.
     """
@@ -38,13 +50,16 @@ def pre_forward(
 
 
 def post_forward(state: FSDPState, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """After a module's forward: outputs watched for backward, sharded parameters on the modules.
+    """Put sharded parameters on the modules, and return the output, watched for backward.
 
     After an exception, too; the output is None then.
     """
     if torch.compiler.is_compiling():
         return _uncompiled_post_forward(state, module, output)
     return _post_forward(state, module, output)
+
+
+# --- inputs ---------------------------------------------------------------------------------------
 
 
 def _pre_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
@@ -87,16 +102,18 @@ def _cast_inputs(
 def _watch_inputs(state: FSDPState, inputs: Inputs) -> None:
     """Have `leave_call` run when the gradient of an input is there: [Note: gradients of gradients]."""
     hook = None
-    for tensor in tensors_in(inputs):
-        for part in torch_border.graph_tensors(tensor):
-            if not part.requires_grad:
+    for part in _graph_tensors(tensors_in(inputs)):
+        if not part.requires_grad:
+            continue
+        if part.is_leaf:
+            if state.watched_leaves.get(id(part)) is part:
                 continue
-            if part.is_leaf:
-                if state.watched_leaves.get(id(part)) is part:
-                    continue
-                state.watched_leaves[id(part)] = part
-            hook = hook or functools.partial(backward_hooks.leave_call, weakref.ref(state))
-            part.register_hook(hook)
+            state.watched_leaves[id(part)] = part
+        hook = hook or functools.partial(backward_hooks.leave_call, weakref.ref(state))
+        part.register_hook(hook)
+
+
+# --- outputs --------------------------------------------------------------------------------------
 
 
 def _post_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
@@ -113,22 +130,84 @@ def _post_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
         if state.options.mp_policy.output_dtype is not None:
             output = cast_floating(output, state.options.mp_policy.output_dtype)
         state.modules_run.add(module)
-        returned = without_parameters(output, state.groups, state.name)
-        outputs = []
+        tensors, refusal = tensors_within(output), None
+        if _any_lent(state, tensors):
+            output = map_tensors(functools.partial(_copied_if_lent, state), output)
+            tensors = tensors_within(output)
+            if _any_lent(state, tensors):
+                refusal = _refusal(state, output)
+        parts: list[Tensor] = []
         if torch.is_grad_enabled():
-            outputs = [
-                part
-                for tensor in returned.tensors
-                for part in torch_border.graph_tensors(tensor)
-                if part.grad_fn is not None
-            ]
-        with torch_border.outside_transforms():
-            if outputs and state.call is not None:
-                backward_hooks.watch_outputs(state.call, outputs)
-            runtime.leave(state)
-        if returned.refusal is not None:
-            raise returned.refusal
-        return returned.output
+            parts = [part for part in _graph_tensors(tensors) if part.grad_fn is not None]
+        if torch_border.innermost_transform() is None:
+            _leave(state, runtime, parts)
+        else:
+            with torch_border.outside_transforms():
+                _leave(state, runtime, parts)
+        if refusal is not None:
+            raise refusal
+        return output
+
+
+def _leave(state: FSDPState, runtime: Runtime, parts: Sequence[Tensor]) -> None:
+    if parts and state.call is not None:
+        _watch_outputs(state.call, parts)
+    runtime.leave(state)
+
+
+def _watch_outputs(call: Call[FSDPState], parts: Sequence[Tensor]) -> None:
+    """Have `pre_backward` run when the gradient of any output is there, before backward goes on from it."""
+    hook = functools.partial(backward_hooks.pre_backward, call)
+    call.has_backward = True
+    for tensor in parts:
+        tensor.register_hook(hook)
+        # If the caller changes a view in place, backward comes through its base instead.
+        base = torch_border.base_of(tensor)
+        if base is not None and base.grad_fn is not None:
+            base.register_hook(hook)
+
+
+def _any_lent(state: FSDPState, tensors: Sequence[Tensor]) -> bool:
+    """Whether one of the tensors is an unsharded parameter or a view of one: [Note: returned parameters]."""
+    gathered = [addresses for group in state.groups if (addresses := group.gathered_addresses)]
+    if not gathered:
+        return False
+    parts = tensors
+    if not _are_ordinary(tensors) or any(type(each) is not Tensor for each in tensors):
+        parts = [part for tensor in tensors for part in torch_border.plain_parts(tensor)]
+    return any(part.data_ptr() in memory for part in parts for memory in gathered)
+
+
+def _copied_if_lent(state: FSDPState, tensor: Tensor) -> Tensor:
+    return tensor.clone() if _any_lent(state, (tensor,)) else tensor
+
+
+def _refusal(state: FSDPState, output: Any) -> LifecycleError:
+    return LifecycleError(
+        "Parameters must not be returned inside of objects in which they cannot be replaced: "
+        f"{state.name} returns one, or a view of one, in a {type(output).__name__}, and its memory is given back "
+        "after forward. Return a clone, or return it in a tuple, list, dict or dataclass: then a copy is made."
+    )
+
+
+# --- transforms -----------------------------------------------------------------------------------
+
+
+def _graph_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return all tensors that make up these: each may have a backward graph of its own."""
+    if _are_ordinary(tensors):
+        return tensors
+    return [part for tensor in tensors for part in torch_border.graph_tensors(tensor)]
+
+
+def _are_ordinary(tensors: Sequence[Tensor]) -> bool:
+    """Whether no transform wraps the tensors, and each consists of itself alone."""
+    return (
+        torch_border.innermost_transform() is None
+        and torch_border.forward_ad_level() < 0
+        and not any(map(torch_border.is_batched, tensors))
+        and not any(map(torch_border.is_wrapped, tensors))
+    )
 
 
 _uncompiled_pre_forward = torch_border.hidden_from_compiler(_pre_forward)

@@ -360,6 +360,18 @@ class FSDPParamGroup:
         state = self.sharded_state
         return state is not _SHARDED and state is not _SHARDED_POST_FORWARD
 
+    def begin_forward(self, *, left_unsharded: bool) -> None:
+        """Let the forward that begins now gather from what the shards are now.
+
+        With ``left_unsharded``, what is in memory was meant for a backward that did not come.
+
+        Before: any state. After: SHARDED, or gathered from these shards.
+        """
+        self.drop_post_forward_shard()
+        self.notice_replacements()
+        if left_unsharded or self.outdated:
+            self.reshard()
+
     def ensure_unsharded(self, *, may_stay: bool = False) -> int:
         """Put the unsharded parameters on their modules, whatever is missing for it; return their weight version.
 

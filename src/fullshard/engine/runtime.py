@@ -30,10 +30,13 @@ from fullshard import torch_border
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import process_hooks
 from fullshard.engine.backward_passes import BackwardPasses
+from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import FSDPState, unmanaged_params
 from fullshard.engine.training_state import TrainingState
 from fullshard.errors import ConfigurationError
 from fullshard.plan.schedule import Call, Schedule
+
+_NOT_GATHERED = (ShardedState.SHARDED, ShardedState.SHARDED_POST_FORWARD)
 
 
 class Runtime:
@@ -176,10 +179,7 @@ class Runtime:
             self.context.gathers_wait_for(event)
         for state in states:
             for group in state.groups:
-                group.drop_post_forward_shard()
-                group.notice_replacements()
-                if state.left_unsharded or group.outdated:
-                    group.reshard()
+                group.begin_forward(left_unsharded=state.left_unsharded)
             state.left_unsharded = False
 
     def _check_tree(self) -> None:
@@ -285,8 +285,10 @@ class Runtime:
     def prefetch(self, states: Sequence[FSDPState]) -> None:
         """Issue the gathers of states that are needed soon."""
         for state in states:
-            if state.runtime is not self or any(group.gathered for group in state.groups):
-                continue  # it has gone to another root, or is gathered
+            if state.runtime is not self:
+                continue  # it has gone to another root
+            if any(group.sharded_state not in _NOT_GATHERED for group in state.groups):
+                continue
             with (
                 torch_border.profiler_range(
                     state.labels.backward_prefetch
@@ -326,7 +328,9 @@ class Runtime:
             if self.root.options.is_last_backward:
                 for state in self.states:
                     for group in state.groups:
-                        group.drop_post_forward_shard()  # backward did not reach the group, or did not need it
+                        # One that backward did not reach, or whose parameters it did not need.
+                        if group.sharded_state is ShardedState.SHARDED_POST_FORWARD:
+                            group.drop_post_forward_shard()
             # Always: nobody can be told to wait who reads `.grad` after a backward, the last one or not.
             self.context.join()
 

@@ -16,19 +16,25 @@ import torch
 from torch import Tensor, nn
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in a nested value."""
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return all tensors in a nested value."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors_in(item)
+            _collect(item, found)
     elif isinstance(value, MutableMapping):
         for item in value.values():
-            yield from tensors_in(item)
+            _collect(item, found)
     elif _is_dataclass(value):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+            _collect(getattr(value, field.name, None), found)
 
 
 _LEVELS = 8
@@ -40,9 +46,9 @@ _CODE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, nn.Module)
 
 
 def tensors_within(value: Any) -> list[Tensor]:
-    """All tensors in a nested value, once each, with those in attributes of objects: distributions, caches.
+    """Return all tensors in a nested value, once each, with those in attributes of objects: distributions, caches.
 
-    Not in modules, whose parameters are theirs, and not in what would have to be run: functions, iterators.
+    Modules are left out, since their parameters are theirs, and so is what would have to be run: functions, iterators.
     """
     if isinstance(value, Tensor):
         return [value]
@@ -70,7 +76,7 @@ def _search(value: Any, found: list[Tensor], seen: set[int], levels: int) -> Non
 
 
 def _attributes(value: Any) -> Iterator[Any]:
-    """What an object keeps; properties and the like are not run."""
+    """Yield what an object keeps; properties and the like are not run."""
     yield from getattr(value, "__dict__", {}).values()
     for cls in type(value).__mro__:
         slots = cls.__dict__.get("__slots__", ())
@@ -80,7 +86,7 @@ def _attributes(value: Any) -> Iterator[Any]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same nested value with ``function`` applied to its tensors; parts without change are not copied."""
+    """Return the same nested value with ``function`` applied to its tensors; what does not change is not copied."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (tuple, list)):
@@ -103,7 +109,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """The same nested value with its floating-point tensors in ``dtype``."""
+    """Return the same nested value with its floating-point tensors in ``dtype``."""
 
     def cast(tensor: Tensor) -> Tensor:
         # `to` returns the tensor itself where there is nothing to do.
@@ -113,7 +119,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The same nested value with its tensors on ``device``."""
+    """Return the same nested value with its tensors on ``device``."""
     return map_tensors(lambda tensor: tensor.to(device), value)
 
 

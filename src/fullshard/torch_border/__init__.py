@@ -101,8 +101,11 @@ from fullshard.torch_border.tensors import (
     unpin as unpin,
 )
 from fullshard.torch_border.transforms import (
+    forward_ad_level as forward_ad_level,
     graph_tensors as graph_tensors,
     innermost_transform as innermost_transform,
+    is_batched as is_batched,
+    is_wrapped as is_wrapped,
     outside_transforms as outside_transforms,
     plain_parts as plain_parts,
     with_tangent as with_tangent,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +15,17 @@ from torch.autograd import forward_ad
 
 innermost_transform: Callable[[], Any] = _functorch.peek_interpreter_stack
 """The transform of `torch.func` that operations go through first, or None outside of all."""
+
+forward_ad_level: Callable[[], int] = functools.partial(
+    operator.attrgetter("_current_level"), forward_ad
+)
+"""How deep forward-mode differentiation is nested; negative outside of it."""
+
+is_batched: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
+"""Whether the older vmap made a tensor: `is_grads_batched` and `vectorize` of torch.autograd use it."""
+
+is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+"""Whether a transform of `torch.func` made a tensor, even one that has ended."""
 
 
 class _OutsideTransforms:
@@ -46,7 +59,7 @@ def outside_transforms() -> contextlib.AbstractContextManager[None]:
 
 def with_tangent(tensor: Tensor) -> Sequence[Tensor]:
     """The tensor, and its tangent if it is a dual number of forward-mode differentiation."""
-    if forward_ad._current_level < 0:
+    if forward_ad_level() < 0:
         return (tensor,)
     tangent = forward_ad.unpack_dual(tensor).tangent
     return (tensor,) if tangent is None else (tensor, tangent)
@@ -61,7 +74,7 @@ def graph_tensors(tensor: Tensor) -> Sequence[Tensor]:
     """
     if innermost_transform() is None:
         parts = with_tangent(tensor)
-        if any(map(_functorch.is_legacy_batchedtensor, parts)):
+        if any(map(is_batched, parts)):
             parts = [*parts, *map(_without_batch_dimension, parts)]
         return parts
     found: dict[int, Tensor] = {}
@@ -89,11 +102,11 @@ def graph_tensors(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _without_batch_dimension(tensor: Tensor) -> Tensor:
-    """What a tensor of the older vmap wraps: `is_grads_batched` and `vectorize` of torch.autograd use it.
+    """What a tensor of the older vmap wraps.
 
     The very tensor if its batch dimension is the first one, as it is unless an operator has moved it.
     """
-    if not _functorch.is_legacy_batchedtensor(tensor):
+    if not is_batched(tensor):
         return tensor
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
@@ -105,7 +118,5 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
     return [
         part
         for part in graph_tensors(tensor)
-        if type(part) in (Tensor, nn.Parameter)
-        and not _functorch.is_functorch_wrapped_tensor(part)
-        and not _functorch.is_legacy_batchedtensor(part)
+        if type(part) in (Tensor, nn.Parameter) and not is_wrapped(part) and not is_batched(part)
     ]
