@@ -78,24 +78,36 @@ def world_name(size: int) -> str:
     return f"{size} in one process" if size == ECHO else f"{size} rank" + "s" * (size > 1)
 
 
-def train_checkout(checkout: Path, device: str, only: Sequence[str]) -> Numbers:
-    """Train every configuration in every world of a device, and return what the ranks found."""
+def row_name(name: str, size: int) -> str:
+    """Name a configuration in a world."""
+    return f"{name}, {world_name(size)}"
+
+
+def choose(device: str, only: Sequence[str], ranks: Sequence[int]) -> list[str]:
+    """Return the names of the rows that were asked for; an empty list of parts or ranks means all."""
+    chosen = [
+        row_name(name, size)
+        for size in WORLDS[device]
+        for name, configuration in CONFIGURATIONS.items()
+        if size in configuration.worlds
+        and (not only or any(part in name for part in only))
+        and (not ranks or size in ranks)
+    ]
+    if not chosen:
+        raise CannotCompareError("No configuration has such a name and so many ranks; see --list.")
+    return chosen
+
+
+def train_checkout(checkout: Path, device: str, chosen: Sequence[str]) -> Numbers:
+    """Train the rows of these names, one world after the other, and return what the ranks found."""
     source = checkout.resolve() / "src"
     if not (source / "fullshard" / "__init__.py").is_file():
         raise CannotCompareError(f"{checkout} is no checkout of fullshard: it has no src/fullshard")
     numbers: Numbers = {}
     for size in WORLDS[device]:
-        names = [
-            name
-            for name, configuration in CONFIGURATIONS.items()
-            if size in configuration.worlds and any(part in name for part in only or [""])
-        ]
+        names = [name for name in CONFIGURATIONS if row_name(name, size) in chosen]
         for name, outcome in train_world(source, device, size, names).items():
-            numbers[f"{name}, {world_name(size)}"] = outcome
-    if not numbers:
-        raise CannotCompareError(
-            f"No configuration has any of {', '.join(only)} in its name; see --list."
-        )
+            numbers[row_name(name, size)] = outcome
     return numbers
 
 
@@ -269,7 +281,7 @@ def save(
     print(f"{len(numbers)} rows of {checkout} at {head['commit']} are in {file}")
 
 
-def read(file: Path, here: Mapping[str, str], only: Sequence[str]) -> Numbers:
+def read(file: Path, here: Mapping[str, str], chosen: Sequence[str]) -> Numbers:
     """Read numbers, if they can be compared with those that are made under the conditions here."""
     try:
         content = json.loads(file.read_text())
@@ -284,8 +296,7 @@ def read(file: Path, here: Mapping[str, str], only: Sequence[str]) -> Numbers:
             f"differing bits would mean nothing. {facts}. Save them again here (program: the files "
             f"{', '.join(PROGRAM)} of this checkout)."
         )
-    kept = {n: o for n, o in numbers.items() if any(part in n for part in only or [""])}
-    return {name: Outcome(**outcome) for name, outcome in kept.items()}
+    return {name: Outcome(**numbers[name]) for name in chosen if name in numbers}
 
 
 # --- command line --------------------------------------------------------------------------------------
@@ -304,7 +315,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--only", nargs="+", default=[], metavar="PART", help="configurations with this in the name"
     )
-    add("--list", action="store_true", help="print the names of all configurations and end")
+    add(
+        "--ranks",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="N",
+        help=f"worlds; {ECHO}: in one process",
+    )
+    add("--list", action="store_true", help="print the chosen configurations and worlds, and end")
     options = parser.parse_args(arguments)
     expected = 0 if options.list else 1 if options.save or options.against else 2
     if len(options.checkouts) != expected or (options.save and options.against):
@@ -317,14 +336,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, compare and print; return the exit status."""
     options = parse_arguments(arguments)
-    device, only = options.device, options.only
-    if options.list:
-        print("\n".join(CONFIGURATIONS))
-        return 0
+    device = options.device
     here = conditions(device)  # before the files it reads can change
     try:
-        old = read(options.against, here, only) if options.against else None
-        numbers = [train_checkout(checkout, device, only) for checkout in options.checkouts]
+        chosen = choose(device, options.only, options.ranks)
+        if options.list:
+            print("\n".join(chosen))
+            return 0
+        old = read(options.against, here, chosen) if options.against else None
+        numbers = [train_checkout(checkout, device, chosen) for checkout in options.checkouts]
     except CannotCompareError as error:
         print(f"same_numbers.py: {error}", file=sys.stderr)
         return 2
