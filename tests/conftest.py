@@ -1,4 +1,5 @@
-"""Fixtures for all tests: a fixed seed, no ignored signals, and `world(n)`, a bench of n real ranks."""
+"""Fixtures for all tests: a fixed seed, no ignored signals, `world(n)`, a bench of n real ranks, and a Python that
+has imported torch already."""
 
 import gc
 import os
@@ -15,6 +16,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.helpers import preloaded
 from tests.helpers.life_cycle import check_every_change_of_state
 from tests.helpers.ranks import RankPool, World
 
@@ -24,6 +26,12 @@ def world() -> Iterator[Callable[[int], World]]:
     pool = RankPool()
     yield partial(World, pool)
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def preloaded_python() -> Iterator[str]:
+    with preloaded.preloaded_python() as executable:
+        yield executable
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -40,8 +40,8 @@ STACKS_TIMEOUT_S = 2.0
 
 # Ranks are forked from a process that has only imported: starting one, or all of them again after a
 # crash, takes no time, and what DTensor and FSDP2 import when first used is imported once.
-_START = multiprocessing.get_context("forkserver")
-_START.set_forkserver_preload(
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(
     ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "pytest"]
 )
 
@@ -158,7 +158,7 @@ class _Rank:
         self.stacks = stacks_file(folder, number)
         self.stacks.touch()
         self.connection, theirs = Pipe()
-        self.process = _START.Process(target=serve, args=(theirs, folder, number), daemon=True)
+        self.process = FORK_SERVER.Process(target=serve, args=(theirs, folder, number), daemon=True)
         self.process.start()
         theirs.close()
 

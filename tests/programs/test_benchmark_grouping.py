@@ -1,15 +1,14 @@
 """The benchmark of planned groups runs, and counts what it should."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_planned_groups_need_fewer_collectives() -> None:
+def test_planned_groups_need_fewer_collectives(preloaded_python: str) -> None:
     arguments = "--device cpu --layers 16 --width 32 --world 4 --rounds 1".split()
-    command = [sys.executable, str(ROOT / "benchmarks" / "grouping.py"), *arguments]
+    command = [preloaded_python, str(ROOT / "benchmarks" / "grouping.py"), *arguments]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert finished.returncode == 0, finished.stderr
     rows = [line.split("|") for line in finished.stdout.splitlines() if line.startswith("| ")]

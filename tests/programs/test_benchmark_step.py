@@ -1,7 +1,6 @@
 import dataclasses
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,20 @@ TINY = "--layers 2 --width 32 --batch 1 --context 8 --vocab 64".split()
 SHORT = "--device cpu --world 4 --rounds 1 --steps 2 --warmup 1".split()
 
 
-def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), *SHORT, *arguments]
+def run_benchmark(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [python, str(ROOT / "benchmarks" / "step.py"), *SHORT, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
 
 
-def test_every_contestant_is_in_the_table_and_in_the_samples(tmp_path: Path) -> None:
+def test_every_contestant_is_in_the_table_and_in_the_samples(
+    tmp_path: Path, preloaded_python: str
+) -> None:
     expected = ["unsharded", "fsdp2"]
     if hasattr(fullshard, "fully_shard"):
         expected.append("fullshard")
     file = tmp_path / "step.json"
     names = ["unsharded", "fsdp2", "fullshard"]
-    finished = run_benchmark(*TINY, "--contestants", *names, "--json", str(file))
+    finished = run_benchmark(preloaded_python, *TINY, "--contestants", *names, "--json", str(file))
     assert finished.returncode == 0, finished.stderr
     written = json.loads(file.read_text())
     (result,) = written["results"]
@@ -41,11 +42,15 @@ def test_every_contestant_is_in_the_table_and_in_the_samples(tmp_path: Path) -> 
     assert "\n| plain shards " in finished.stdout
 
 
-def test_blocks_are_compiled_once_per_contestant_and_not_in_timed_steps(tmp_path: Path) -> None:
+def test_blocks_are_compiled_once_per_contestant_and_not_in_timed_steps(
+    tmp_path: Path, preloaded_python: str
+) -> None:
     file = tmp_path / "step.json"
     names = ["unsharded", "fsdp2", "fullshard"]
     compiled = ["--compile", "aot_eager", "--no-optimizer"]
-    finished = run_benchmark(*TINY, *compiled, "--contestants", *names, "--json", str(file))
+    finished = run_benchmark(
+        preloaded_python, *TINY, *compiled, "--contestants", *names, "--json", str(file)
+    )
     assert finished.returncode == 0, finished.stderr
     assert "; blocks compiled by aot_eager. " in finished.stdout
     (result,) = json.loads(file.read_text())["results"]

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -33,7 +34,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * START_S + START_S * NUM_
 class Launch:
     """A run under torchrun."""
 
-    def __init__(self, config: RunConfig, output: Path, *, max_restarts: int) -> None:
+    def __init__(
+        self, config: RunConfig, output: Path, *, python_of_ranks: str, max_restarts: int
+    ) -> None:
         file = output.with_suffix(".toml")
         file.write_text(to_toml(config))
         self.config = config
@@ -44,7 +47,11 @@ class Launch:
                 *("--nproc-per-node", "2", "--max-restarts", str(max_restarts)),
                 *("--monitor-interval", "0.05", "-m", "fullshard", "train", str(file)),
             ],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "PYTHON_EXEC": python_of_ranks,  # by which torchrun starts them
+            },
             stdout=self._output,
             stderr=subprocess.STDOUT,
         )
@@ -100,8 +107,10 @@ class Launch:
 
 
 @contextmanager
-def launched(config: RunConfig, output: Path, *, max_restarts: int = 0) -> Iterator[Launch]:
-    launch = Launch(config, output, max_restarts=max_restarts)
+def launched(
+    config: RunConfig, output: Path, *, python_of_ranks: str, max_restarts: int = 0
+) -> Iterator[Launch]:
+    launch = Launch(config, output, python_of_ranks=python_of_ranks, max_restarts=max_restarts)
     try:
         yield launch
     except BaseException:
@@ -113,7 +122,7 @@ def launched(config: RunConfig, output: Path, *, max_restarts: int = 0) -> Itera
 
 
 def test_a_run_whose_ranks_are_killed_and_stopped_is_the_run_that_was_left_alone(
-    world: Callable[[int], World], tmp_path: Path
+    world: Callable[[int], World], tmp_path: Path, preloaded_python: str
 ) -> None:
     config = tiny(tmp_path, f"train.steps={NUM_STEPS}", "checkpoint.every=2", "run.ranks=2")
     undisturbed = in_folder(config, tmp_path / "undisturbed")
@@ -123,7 +132,8 @@ def test_a_run_whose_ranks_are_killed_and_stopped_is_the_run_that_was_left_alone
     print(f"seed {seed}")  # shown if the test fails
     draw = random.Random(seed)
     *kills, stop, last_stop = sorted(draw.sample(range(4, NUM_STEPS - 3), NUM_KILLS + 2))
-    with launched(config, tmp_path / "first.log", max_restarts=NUM_KILLS + 1) as launch:
+    start = partial(launched, config, python_of_ranks=preloaded_python)
+    with start(tmp_path / "first.log", max_restarts=NUM_KILLS + 1) as launch:
         for number, step in enumerate(kills, 1):
             launch.wait_for_step(step)
             launch.signal_rank(draw.randrange(2), signal.SIGKILL)
@@ -139,7 +149,7 @@ def test_a_run_whose_ranks_are_killed_and_stopped_is_the_run_that_was_left_alone
     assert len(stopped) == 2, "all ranks agreed to stop, and saved"
     assert resumed[-1] == stopped[0]
     assert not records(config, "end")
-    with launched(config, tmp_path / "second.log") as launch:
+    with start(tmp_path / "second.log") as launch:
         assert launch.end() == 0
     assert records(config, "start")[-1]["resumed_from"] == stopped[1]
     assert len(records(config, "end")) == 1

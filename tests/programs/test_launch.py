@@ -126,11 +126,12 @@ exit $status
 """What `srun` does, for so many tasks on this machine."""
 
 PROGRAMS = {
-    "fullshard": f'exec {shlex.quote(sys.executable)} -m fullshard "$@"',
-    "torchrun": f'exec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"',
+    "fullshard": 'exec "$PYTHON_EXEC" -m fullshard "$@"',
+    "torchrun": 'exec "$PYTHON_EXEC" -m torch.distributed.run "$@"',
     "srun": SRUN,
     "scontrol": "printf 'host7\\nhost8\\n'",
 }
+"""Those of Python's run in PYTHON_EXEC, which torchrun also starts ranks with."""
 
 
 def run_here(folder: Path, *command: str, programs: dict[str, str], **variables: str) -> str:
@@ -156,11 +157,12 @@ def run_here(folder: Path, *command: str, programs: dict[str, str], **variables:
 
 
 @pytest.mark.slow
-def test_the_example_for_srun_trains(tmp_path: Path) -> None:
+def test_the_example_for_srun_trains(tmp_path: Path, preloaded_python: str) -> None:
     output = run_here(
         tmp_path,
         *("bash", str(EXAMPLES / "slurm_srun.sbatch")),
         programs={},
+        PYTHON_EXEC=preloaded_python,
         SLURM_JOB_ID=str(os.getpid()),
         TASKS="2",
     )
@@ -180,9 +182,10 @@ def kubernetes_command(**values: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_example_for_kubernetes_trains(tmp_path: Path) -> None:
+def test_the_example_for_kubernetes_trains(tmp_path: Path, preloaded_python: str) -> None:
     command = kubernetes_command(HOSTS="1", RANKS_PER_HOST="2", FIRST_HOST="localhost")
-    output = run_here(tmp_path, "bash", "-c", shlex.join(command), programs={})
+    command = ["bash", "-c", shlex.join(command)]
+    output = run_here(tmp_path, *command, programs={}, PYTHON_EXEC=preloaded_python)
     assert output.count("Starting") == 1, "one rank speaks for all"
     losses = last_losses(tiny(tmp_path))
     assert sorted(losses) == [1, 2, 3, 4, 5, 6] and losses[6] < losses[1]
