@@ -611,7 +611,9 @@ def test_methods_of_the_outermost_wrapper_are_refused_below_it() -> None:
         with pytest.warns(UserWarning, match="no gradients"):
             model.clip_grad_norm_(1.0)
         model.register_comm_hook(None, hook)
-        with pytest.raises(LifecycleError, match=r"registered once.*'first', 'second'"):
+        with pytest.raises(
+            LifecycleError, match=r"takes one communication hook.*'first', 'second'"
+        ):
             model.register_comm_hook(None, hook)
 
         class Registers(nn.Linear):

@@ -311,22 +311,22 @@ def refusals(orig: bool) -> dict[str, str]:
     return found
 
 
-LACKING = r"must have the same parameters.*\n  layers.1.*: not on rank 1, but on \[0\]"
+LACKING = r"must have the same parameters.*\n  layers.1.*: on ranks \[0\], but not on rank 1\n"
 REFUSED = {
     "lacking": LACKING,
     **{
         f"lacking, {way}": LACKING
         for way in ("full", "sharded", "first", "shard", "flatten", "scatter", "local")
     },
-    "no state": r"must have the state that others have.*\n  layers.0.*exp_avg on rank 1\n",
+    "no state": r"must have the states that other ranks have.*\n  layers.0.*exp_avg on rank 1\n",
     "steps": r"must be the same on all ranks.*\n  layers.0.*: step is .*2.* on rank 0, .*3.* on rank 1\n",
     "options": r"options.*must be the same on all ranks.*\n  group 0: lr is 0.1 on rank 0, 0.5 on rank 1\n",
     "groups": r"same groups of parameters.*number of groups, by rank: \{0: 1, 1: 2\}",
     "divided": r"same groups.*\n  layers.1.*: in group 0 of ranks \[1\], in group 1 of ranks \[0\]\n",
-    "no groups": r"must have 'param_groups', or none; those of ranks \[1\]",
+    "no groups": r"must have 'param_groups' or none; those of ranks \[1\]",
     "less": r"must load the same tensors.*\n  layers.0.bias: exp_avg, not on ranks \[1\]\n",
     "mixed": r"must load the same tensors.*\n  layers.0.*exp_avg, only ranks \[0\] have sharded tensors\n",
-    "unreadable": r"On ranks \[1\]: An optimizer's state dict has the key 'state'",
+    "unreadable": r"On ranks \[1\]: An optimizer's state dict must have the key 'state'",
     "plain": r"that no wrapper manages.*\n  plain.bias on rank 1\n  plain.weight on rank 1\n",
 }
 

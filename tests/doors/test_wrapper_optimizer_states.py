@@ -594,9 +594,9 @@ class Factored(torch.optim.SGD):
 
 def refusals_of_saving(orig: bool) -> dict[str, str]:
     model = wrapped("fullshard", orig)
-    strangers = [nn.Parameter(torch.ones(2, 3))] if dist.get_rank() == 1 else []
-    optimizer = torch.optim.Adam([*model.parameters(), *strangers])
-    found = {"stranger": said(lambda: DOOR.optim_state_dict(model, optimizer))}
+    unknown = [nn.Parameter(torch.ones(2, 3))] if dist.get_rank() == 1 else []
+    optimizer = torch.optim.Adam([*model.parameters(), *unknown])
+    found = {"unknown parameter": said(lambda: DOOR.optim_state_dict(model, optimizer))}
     known = torch.optim.Adam(model.parameters())
     found["given"] = said(lambda: DOOR.optim_state_dict(model, known, {"param_groups": []}))
     other = {"state": {99: {}}, "param_groups": [{"params": [0, "z.nothing"]}]}
@@ -676,25 +676,25 @@ def refusals(orig: bool) -> dict[str, str]:
 
 
 EXPECTED = {
-    "stranger": r"must be parameters of the model.*shape \(2, 3\).*Pass the model",
+    "unknown parameter": r"must be parameters of the model.*shape \(2, 3\).*Pass the model",
     "shapes": r"one value per element.*b.*both is a list.*b.*rows of shape \(3,\).*ignored_states",
-    "given": r"has the key 'state', .* got a dict with keys \['param_groups'\]",
+    "given": r"have the key 'state', .* got a dict with keys \['param_groups'\]",
     "given others": r"numbers of the optimizer's parameters.*\n  'z.nothing'\n  99\n",
     "dtypes": "one dtype on all ranks.*exp_avg.*torch.float",
     "summoned": "LifecycleError: optim_state_dict was called within summon_full_params",
-    "no model": "model must be an nn.Module, got Adam",
-    "no optimizer": "optim must be an Optimizer, got FullyShardedDataParallel",
+    "no model": "model must be an instance of torch.nn.Module, got torch.optim.adam.Adam",
+    "no optimizer": "optim must be an instance of torch.optim.Optimizer, got fullshard.*FullyShardedDataParallel",
     "local": "device_mesh have no LOCAL_STATE_DICT.*SHARDED_STATE_DICT",
     "unknown": r"must be names of the model's parameters.*\n  nobody.weight\n",
     "unknown in group": r"must be names of the model's parameters.*\n  who\n",
     "shape": r"z.weight: exp_avg has shape \(3, 5\), the parameter has \(5, 3\)",
-    "split": "of the same parameters.*group 0 of the optimizer is in groups.*Make the optimizer",
-    "no dict": r"has the key 'state', .* got a dict with keys \[\]",
-    "other optimizer": r"in the model only.*\n  a.bias \(not of this optimizer\)\n  a.weight",
-    "sent": r"has the key 'state', .* got a dict with keys \['param_groups'\]",
+    "split": "have the same parameters.*group 0 of the optimizer is in groups.*Build the optimizer",
+    "no dict": r"have the key 'state', .* got a dict with keys \[\]",
+    "other optimizer": r"only in the model.*\n  a.bias \(not of this optimizer\)\n  a.weight",
+    "sent": r"have the key 'state', .* got a dict with keys \['param_groups'\]",
     "other parts": r"must load the same tensors.*\n  a.bias: exp_avg, not on ranks \[1\]\n  a.weight: exp_avg",
-    "sent parts": r"must have whole tensors.*\n  a.bias: exp_avg\n.*SHARDED_STATE_DICT",
-    "both": "by optim or by optim_input, got both",
+    "sent parts": r"must have full tensors.*\n  a.bias: exp_avg\n.*SHARDED_STATE_DICT",
+    "both": "optim or optim_input.*, got both",
     "rekey": r"must be a parameter of the optimizer.*\['who'\]",
 }
 EXPECTED_FLAT = {
@@ -745,7 +745,7 @@ def test_old_methods_say_what_replaces_them(world) -> None:
     for found in world(2).run(old_methods_and_warnings):
         for name, messages in found.items():
             assert f"FullyShardedDataParallel.{name} is deprecated" in messages[0]
-            assert "optim_state_dict" in messages[0].partition("use ")[2]
+            assert "optim_state_dict" in messages[0].partition("Use ")[2]
             takes_input = name.startswith(("full", "shard_", "scatter"))
             assert len(messages) == 2 if takes_input else 1
             assert not takes_input or "optim_input is deprecated" in messages[1]

@@ -135,7 +135,9 @@ def hook_of_a_flat_parameter() -> list[tuple[int, ...]]:
 def refused_hooks() -> None:
     net = make_net()
     net[2].weight.register_hook(lambda gradient: gradient)
-    with pytest.raises(ConfigurationError, match=r"hooks wait for .*2\.weight.*use_orig_params"):
+    with pytest.raises(
+        ConfigurationError, match=r"hooks on their gradients.*2\.weight.*use_orig_params"
+    ):
         FullyShardedDataParallel(net, device_id=CPU, use_orig_params=False)
     model = functional()
     model[2].weight.register_hook(lambda gradient: torch.zeros(2, 2))

@@ -1,4 +1,4 @@
-"""Reductions of the user's own: `register_comm_hook`."""
+"""`register_comm_hook`: a user's function reduces the gradients of all wrappers."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ def register(wrapper: WrapperBase, state: object, hook: Callable[..., Any]) -> N
     twice = [each._fsdp_state.name for each in wrappers if each._comm_hook is not None]
     if twice:
         raise LifecycleError(
-            f"A communication hook is registered once, but these have one: {twice}. Let one hook do both."
+            f"A wrapper takes one communication hook, but these have one already: {twice}. Register one hook that does "
+            "the work of both."
         )
     hybrid = [each._fsdp_state.name for each in wrappers if each.sharding_strategy in HYBRID]
     if hybrid:
         raise ConfigurationError(
             "A communication hook replaces one reduction, but hybrid strategies have two, over shards and over "
-            f"replicas: {hybrid}. Use another strategy, or fully_shard with set_all_reduce_hook."
+            f"replicas. These wrappers have one: {hybrid}. Use another strategy, or fully_shard with set_all_reduce_hook."
         )
     states = [each._fsdp_state for each in wrappers]
     narrow = [s.name for s in states if any(group.mp_policy.wire_dtype for group in s.groups)]
     if narrow:
         raise ConfigurationError(
-            "A communication hook decides itself in which dtype gradients travel, but these have a wire_dtype: "
-            f"{narrow}. Leave wire_dtype out of their MixedPrecision, or the hook."
+            "A communication hook chooses the dtype in which gradients travel, so it excludes wire_dtype. These wrappers "
+            f"have a wire_dtype: {narrow}. Leave wire_dtype out of their MixedPrecision, or leave the hook out."
         )
     for each in wrappers:
         each._comm_hook = hook

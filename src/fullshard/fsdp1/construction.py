@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fullshard.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.comm import collectives
 from fullshard.engine.options import StateOptions
 from fullshard.engine.ownership import (
@@ -31,7 +30,7 @@ from fullshard.engine.ownership import (
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, attach_state
 from fullshard.errors import ConfigurationError, UnsupportedError
-from fullshard.fsdp1.wrapper_options import Ignored
+from fullshard.fsdp1.wrapper_options import WrapperOptions
 from fullshard.names import FLAT_PARAM, clean_name
 from fullshard.plan.mesh import DataParallelAxes, DataParallelMeshInfo
 from fullshard.plan.placement import DTensorPlacer, ParamPlacement, local_tensor
@@ -46,7 +45,7 @@ _KEPT_AFTER_FORWARD = (
     ShardingStrategy._HYBRID_SHARD_ZERO2,
 )
 _ALIGNMENT = 16
-"""Bytes at whose multiples parameters begin in a flat array, as torch's do: enough for any vector load."""
+"""Parameters start at multiples of so many bytes in a flat array, as torch's do: enough for any vector load."""
 
 
 # --- meta modules ------------------------------------------------------------------------------
@@ -57,9 +56,9 @@ def materialise(
     param_init_fn: Callable[[nn.Module], None] | None,
     device: torch.device,
 ) -> None:
-    """Give meta parameters and buffers memory and values: by ``param_init_fn``, else by `reset_parameters`.
+    """Give meta parameters and buffers memory and values, by ``param_init_fn`` or `reset_parameters`.
 
-    Parameters that were tied before are tied afterwards.
+    Parameters that were tied before stay tied.
     """
     on_meta = [(name, module) for name, module in modules if _tensors_on_meta(module)]
     if not on_meta:
@@ -69,15 +68,15 @@ def materialise(
         for _, module in modules:
             param_init_fn(module)
     else:
-        helpless = [
+        without_reset = [
             name or type(module).__name__
             for name, module in on_meta
             if not callable(getattr(module, "reset_parameters", None))
         ]
-        if helpless:
+        if without_reset:
             raise ConfigurationError(
-                "Modules on the meta device are initialised by their reset_parameters(), but these have none: "
-                f"{helpless}. Pass param_init_fn, or give them one."
+                "Modules on the meta device need a reset_parameters() that initialises them, but these have none: "
+                f"{without_reset}. Pass param_init_fn, or give them a reset_parameters()."
             )
         for _, module in on_meta:
             module.to_empty(device=device, recurse=False)
@@ -94,8 +93,8 @@ def materialise(
     ]
     if left:
         raise ConfigurationError(
-            f"param_init_fn left parameters or buffers on the meta device: {left}. It is called with every module of "
-            "the wrapper and must materialise its own: module.to_empty(device=..., recurse=False)."
+            "param_init_fn must materialise the tensors of the module that it is called with, but these are still on the "
+            f"meta device: {left}. Call module.to_empty(device=..., recurse=False) in it."
         )
 
 
@@ -110,7 +109,7 @@ def _check_all_ranks_can_receive(
     axes: DataParallelAxes,
     failure: Exception | None,
 ) -> None:
-    """Raise on all ranks if one has failed, or has other parameters or buffers than rank 0. Collective."""
+    """Raise on all ranks if one rank has failed, or has other parameters or buffers than rank 0. Collective."""
     own = [f"{each.name}: {each.param.dtype} of shape {tuple(each.param.shape)}" for each in params]
     own += [
         f"{prefix}.{name}: {buffer.dtype} of shape {tuple(buffer.shape)}".removeprefix(".")
@@ -128,8 +127,8 @@ def _check_all_ranks_can_receive(
         others = sorted({text for theirs, _ in reports for text in set(expected) ^ set(theirs)})
         if others or any(theirs != expected for theirs, _ in reports):
             raise ConfigurationError(
-                "With sync_module_states, all ranks must have the same parameters and buffers as rank 0, in the same "
-                f"order; not on all are: {others or 'those of other orders'}. Build the same module on all ranks."
+                "With sync_module_states, all ranks must have the parameters and buffers of rank 0, in the same order. "
+                f"These are not on all ranks: {others or 'none, but orders differ'}. Build the same module on all ranks."
             )
 
 
@@ -154,81 +153,65 @@ def send_from_rank_0(
 # --- sharding -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """What one wrapper was told, checked and completed."""
-
-    axes: DataParallelAxes
-    strategy: ShardingStrategy
-    device: torch.device
-    ignored: Ignored
-    precision: MixedPrecision
-    offload: CPUOffload
-    backward_prefetch: BackwardPrefetch | None
-    use_orig_params: bool
-    param_init_fn: Callable[[nn.Module], None] | None
-    sync_module_states: bool
-
-
-def shard(wrapper: nn.Module, wrapped: nn.Module, choices: Choices) -> FSDPState:
+def shard(wrapper: nn.Module, wrapped: nn.Module, options: WrapperOptions) -> FSDPState:
     """Shard what is below ``wrapped`` and in no other wrapper, and attach the state to ``wrapper``."""
-    policy = policy_of(choices.precision)  # refuses dtypes that were changed one by one
+    policy = policy_of(options.precision)  # refuses dtypes that were changed one by one
     modules = [
         (clean_name(name), module)
-        for name, module in managed_modules([wrapper], choices.ignored.modules)
+        for name, module in managed_modules([wrapper], options.ignored.modules)
         if module is not wrapper
     ]
     failure: ConfigurationError | UnsupportedError | None = None
     try:
-        _check(owned_params(modules, choices.ignored.params), choices)
-        materialise(modules, choices.param_init_fn, choices.device)
+        _check(owned_params(modules, options.ignored.params), options)
+        materialise(modules, options.param_init_fn, options.device)
     except (ConfigurationError, UnsupportedError) as error:
-        if not choices.sync_module_states:
+        if not options.sync_module_states:
             raise
-        failure = error  # maybe of this rank only: others are not on meta
-    params = owned_params(modules, choices.ignored.params)  # others, if they were on meta
-    move_buffers(modules, choices.device)
-    if choices.sync_module_states:
-        _check_all_ranks_can_receive(modules, params, choices.axes, failure)
-        send_from_rank_0(modules, params, choices.axes, choices.device)
+        failure = error  # maybe of this rank only: the modules of other ranks may not be on meta
+    params = owned_params(modules, options.ignored.params)  # materialising may have replaced them
+    move_buffers(modules, options.device)
+    if options.sync_module_states:
+        _check_all_ranks_can_receive(modules, params, options.axes, failure)
+        send_from_rank_0(modules, params, options.axes, options.device)
     groups = []
     if params:
-        offload = CPUOffloadPolicy() if choices.offload.offload_params else OffloadPolicy()
+        offload = CPUOffloadPolicy() if options.offload.offload_params else OffloadPolicy()
         group = FSDPParamGroup(
             [
                 FSDPParam(each.name, each.owners, each.param, placement)
-                for each, placement in zip(params, _placements(params, choices.axes), strict=True)
+                for each, placement in zip(params, _placements(params, options.axes), strict=True)
             ],
-            choices.axes,
-            choices.device,
+            options.axes,
+            options.device,
             policy,
             offload,
             type(wrapped).__name__,
-            shard_format=_form(wrapped, params, choices),
-            low_precision_gradients=choices.precision.keep_low_precision_grads,
+            shard_format=_shard_format(wrapped, params, options),
+            low_precision_gradients=options.precision.keep_low_precision_grads,
         )
         groups.append(group)
     state = FSDPState(
         [wrapper],
         groups,
-        choices.device,
+        options.device,
         StateOptions(
             policy,
-            reshard_after_forward=choices.strategy not in _KEPT_AFTER_FORWARD,
-            auto_reshard=choices.strategy not in _KEPT_AFTER_FORWARD,
-            kept_for_backward_only=True,  # a strategy is no promise that nobody writes to parameters
-            cast_root_inputs=choices.precision.cast_root_forward_inputs,
-            backward_prefetch=() if choices.backward_prefetch is None else None,
-            prefetches_late=choices.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
+            reshard_after_forward=options.strategy not in _KEPT_AFTER_FORWARD,
+            auto_reshard=options.strategy not in _KEPT_AFTER_FORWARD,
+            kept_for_backward_only=True,  # users may write to parameters between forwards
+            cast_root_inputs=options.precision.cast_root_forward_inputs,
+            backward_prefetch=() if options.backward_prefetch is None else None,
+            prefetches_late=options.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
         ),
-        ignored=ignored_below([wrapper], choices.ignored.params, choices.ignored.modules),
+        ignored=ignored_below([wrapper], options.ignored.params, options.ignored.modules),
     )
     attach_state(wrapper, state)
     return state
 
 
 def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
-    """The engine's options for these dtypes."""
+    """Return the engine's policy for these dtypes."""
     return MixedPrecisionPolicy(
         param_dtype=precision.param_dtype,
         reduce_dtype=precision.reduce_dtype,
@@ -237,60 +220,62 @@ def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
     )
 
 
-def _form(wrapped: nn.Module, params: Sequence[OwnedParam], choices: Choices) -> ShardFormat:
-    if not choices.use_orig_params:
-        # On the module itself, so that its name does not depend on what was wrapped first.
+def _shard_format(
+    wrapped: nn.Module, params: Sequence[OwnedParam], options: WrapperOptions
+) -> ShardFormat:
+    if not options.use_orig_params:
+        # On the module itself: below an activation wrapper its name would depend on which was wrapped first.
         return FlatParameterFormat(
             ParamModuleInfo(torch_border.without_activation_wrapper(wrapped), FLAT_PARAM)
         )
-    dtype = choices.precision.param_dtype or params[0].param.dtype
+    dtype = options.precision.param_dtype or params[0].param.dtype
     return FlatFormat(alignment=max(_ALIGNMENT // dtype.itemsize, 1))
 
 
-def _check(params: Sequence[OwnedParam], choices: Choices) -> None:
-    """Refuse what cannot be sharded in this form, before anything is changed."""
-    if choices.precision.wire_dtype is not None:
+def _check(params: Sequence[OwnedParam], options: WrapperOptions) -> None:
+    """Refuse parameters that cannot be sharded in this format, before the first one is changed."""
+    if options.precision.wire_dtype is not None:
         check_real_for_wire((each.name, each.param) for each in params)
-        collectives.check_exchanges(choices.precision.wire_dtype, choices.axes, choices.device)
+        collectives.check_exchanges(options.precision.wire_dtype, options.axes, options.device)
     check_can_be_owned(
         params,
-        "Wrap modules that share a parameter together, by wrapping a module that contains both.",
+        "Wrap modules that share a parameter together: wrap a module that contains both.",
     )
     subclasses = [each.name for each in params if not fits_in_buffers(local_tensor(each.param))]
     if subclasses:
         raise ConfigurationError(
-            f"Flattened parameters must be plain tensors, but these are tensor subclasses: {subclasses}. Shard "
+            f"Parameters of a wrapper must be plain tensors, but these are tensor subclasses: {subclasses}. Shard "
             "their modules with fully_shard, or leave them out with ignored_states."
         )
-    _placements(params, choices.axes)
-    if choices.use_orig_params:
+    _placements(params, options.axes)
+    if options.use_orig_params:
         return
     hooked = [each.name for each in params if reads_gradients(each.param)]
     if hooked:
         raise ConfigurationError(
-            "With use_orig_params=False the parameters of a wrapper become one, and none of them has a gradient of its "
-            f"own; but hooks wait for the gradients of {hooked}. Pass use_orig_params=True, or register the hooks on "
+            "With use_orig_params=False the parameters of a wrapper become one FlatParameter and have no gradients of their "
+            f"own, but these have hooks on their gradients: {hooked}. Pass use_orig_params=True, or register the hooks on "
             "the flat parameter."
         )
     frozen = [each.name for each in params if not each.param.requires_grad]
     if frozen and len(frozen) < len(params):
         raise ConfigurationError(
-            "With use_orig_params=False the parameters of a wrapper become one, which is trainable or frozen as a "
-            f"whole; of {len(params)} these are frozen and the others not: {frozen}. Pass use_orig_params=True, "
-            "or wrap frozen modules by themselves."
+            "With use_orig_params=False the parameters of a wrapper become one FlatParameter, so all or none must be "
+            f"trainable. Of {len(params)} parameters these are frozen: {frozen}. Pass use_orig_params=True, or wrap frozen "
+            "modules by themselves."
         )
     dtypes = {each.param.dtype for each in params}
     if len(dtypes) > 1:
         listed = [f"{each.name}: {each.param.dtype}" for each in params]
         raise ConfigurationError(
-            "With use_orig_params=False the parameters of a wrapper become one, of one dtype, but there are:\n  "
+            "With use_orig_params=False the parameters of a wrapper become one FlatParameter of one dtype, but there are:\n  "
             + "\n  ".join(listed)
             + "\nCast them, pass use_orig_params=True, or wrap modules of different dtypes by themselves."
         )
 
 
 def _placements(params: Sequence[OwnedParam], axes: DataParallelAxes) -> list[ParamPlacement]:
-    """How parameters lie on meshes: of plain ones only the shape is known, DTensors are on axes beside ours."""
+    """Return the placements of parameters: plain ones have a shape only, DTensors lie on other axes of the mesh."""
     placer, found, faults = DTensorPlacer(), list[ParamPlacement](), list[str]()
     for each in params:
         if not isinstance(each.param, DTensor):
@@ -313,5 +298,5 @@ def _placements(params: Sequence[OwnedParam], axes: DataParallelAxes) -> list[Pa
 
 
 def full_precision_in_eval() -> bool:
-    """Whether modules in eval mode ignore mixed precision: torch's environment variable for it is set."""
+    """Return whether torch's environment variable lets modules in eval mode compute in full precision."""
     return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"

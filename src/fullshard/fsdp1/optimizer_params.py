@@ -1,8 +1,8 @@
-"""Which parameters of the unwrapped model each parameter of an optimizer stands for, and what ranks agree on.
+"""Which parameters of the unwrapped model each parameter of an optimizer stands for.
 
 entry   one parameter as the optimizer has it, with the names it stands for: several for a
         `FlatParameter`, one for any other
-plain   a parameter that no wrapper manages: every rank has it whole
+plain   a parameter that no wrapper manages: every rank has all of it
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 from fullshard.api import OptimStateKeyType
 from fullshard.engine import full_params
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.errors import ConfigurationError, LifecycleError, OptionTypeError, fault_paragraphs
+from fullshard.errors import ConfigurationError, LifecycleError, fault_paragraphs
 from fullshard.fsdp1.wrapper_base import WrapperBase, wrappers_in
 from fullshard.names import clean_name
 from fullshard.plan.placement import ParamPlacement
+from fullshard.plan.policies import check_type
 from fullshard.storage.flat_parameter import FlatShardedParam
 
 
@@ -32,57 +33,59 @@ class Entry:
 
     param: nn.Parameter
     key: str
-    """Its name in the model, wrappers included."""
+    """The name in the model, wrappers included."""
     names: tuple[str, ...]
-    """What it stands for, by names without wrappers."""
+    """The parameters that it stands for, by their names without wrappers."""
     wrapper: WrapperBase | None = None
-    """Who manages it; nobody manages a plain parameter."""
+    """The wrapper that manages the parameter; None for a plain one."""
     group: FSDPParamGroup | None = None
     indices: tuple[int, ...] = ()
-    """Parallel to `names`: which parameters of the group these are."""
+    """Parallel to `names`: the indices of these parameters in the group."""
 
     @property
     def flat(self) -> bool:
-        """Whether it is a `FlatParameter`."""
+        """Whether the parameter is a `FlatParameter`."""
         return self.group is not None and isinstance(
             self.group.params[0].sharded_param, FlatShardedParam
         )
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
+        """The name in messages."""
         return f"{clean_name(self.key)} ({', '.join(self.names)})" if self.flat else self.names[0]
 
     @property
     def holds_elements(self) -> bool:
-        """Whether this rank has a part of what it stands for: pieces may be empty."""
+        """Whether this rank holds an element of the parameter: its piece may be empty."""
         if self.group is None:
             return True
         rank = self.group.mesh_info.shard_mesh_rank
         return any(self.group.layout.piece(index, rank).numel for index in self.indices)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Of the whole parameter of this name."""
+        """Return the shape of the full parameter of this name."""
         if self.group is None:
             return tuple(self.param.shape)
         return self.placement_of(name).shape
 
     def placement_of(self, name: str) -> ParamPlacement:
-        """How the parameter of this name lies on meshes; of managed ones only."""
-        assert self.group is not None, "a wrapper places it"
+        """Return the placement of the parameter of this name, which a wrapper must manage."""
+        assert self.group is not None, "a plain parameter has no placement"
         return self.group.params[self.indices[self.names.index(name)]].placement
 
 
 class ModelParams:
-    """All parameters of a model, by themselves and by their names."""
+    """All parameters of a model, with the wrappers that manage them."""
 
     def __init__(self, model: nn.Module, method: str, *, alone: bool = False) -> None:
-        """Read them off the model, which rests afterwards; ``method`` is for messages.
+        """Shard the model's parameters, adopt what users assigned, and read all parameters.
 
-        Collective, unless this rank is ``alone``.
+        Args:
+            model: A model with or without wrappers.
+            method: The public method that needs them, for messages.
+            alone: Whether only this rank calls; otherwise the call is collective.
         """
-        if not isinstance(model, nn.Module):
-            raise OptionTypeError(f"model must be an nn.Module, got {type(model).__name__}.")
+        check_type("model", model, nn.Module, home="torch.nn")
         self.wrappers = wrappers_in(model)
         wrappers = set[nn.Module](self.wrappers)
         for wrapper in self.wrappers:
@@ -108,17 +111,17 @@ class ModelParams:
             param: managed.get(param) or Entry(param, key, (clean_name(key),))
             for param, key in keys.items()
         }
-        """In the order of the model."""
+        """By parameter, in the order of the model."""
         self.by_name = {name: entry for entry in self.entries.values() for name in entry.names}
         self._by_key = {clean_name(entry.key): entry for entry in self.entries.values()}
 
     def of_key(self, key: str) -> Entry | None:
-        """The entry of this name in the model, with or without wrappers in it, or None."""
+        """Return the entry of this name, with or without wrappers in it, or None."""
         return self._by_key.get(clean_name(key))
 
     @property
     def process_groups(self) -> list[ProcessGroup]:
-        """All groups that the wrappers communicate over, each once."""
+        """The process groups that the wrappers communicate over, each once."""
         found = [
             process_group
             for wrapper in self.wrappers
@@ -134,6 +137,7 @@ class ModelParams:
 def _managed_entries(
     prefix: str, wrapper: Any, keys: Mapping[nn.Parameter, str]
 ) -> Iterator[Entry]:
+    """Yield the entries of one wrapper, whose name without wrappers is ``prefix``."""
     for group in wrapper._fsdp_state.groups:
         names = [f"{prefix}.{param.name}" if prefix else param.name for param in group.params]
         for sharded_param in group.sharded_params:
@@ -154,7 +158,7 @@ class Listing:
     ) -> None:
         self.groups = groups
         self.options = options
-        """Parallel to `groups`: what else the optimizer says of each, or nothing."""
+        """Parallel to `groups`: the options of each group."""
         self.entries = [entry for group in groups for entry in group]
         self._entries = set(self.entries)
 
@@ -163,29 +167,30 @@ class Listing:
 
     @property
     def names(self) -> list[str]:
-        """Of all parameters that it stands for."""
+        """The names of all parameters that the entries stand for."""
         return [name for entry in self.entries for name in entry.names]
 
 
 def listing_of(
-    known: ModelParams, optim: Optimizer | None, optim_input: Any = None
+    model_params: ModelParams, optim: Optimizer | None, optim_input: Any = None
 ) -> tuple[Listing, list[str]]:
-    """The parameters of an optimizer, or of what it would be made of; and those the model does not have.
+    """Return the parameters of an optimizer, and lines about parameters that the model does not have.
 
-    Without either, those of the model.
+    Without an optimizer, the parameters are those of ``optim_input``, which it would be made of; without either,
+    those of the model.
     """
-    if optim is not None and not isinstance(optim, Optimizer):
-        raise OptionTypeError(f"optim must be an Optimizer, got {type(optim).__name__}.")
+    if optim is not None:
+        check_type("optim", optim, Optimizer, home="torch.optim")
     if optim is not None and optim_input is not None:
         raise ConfigurationError(
-            "The order of parameters is given by optim or by optim_input, got both. Leave optim_input out."
+            "Pass optim or optim_input for the order of parameters, got both. Leave optim_input out."
         )
     if optim is not None:
         given: list[Any] = optim.param_groups
     elif optim_input is not None:
         given = list(optim_input)
     else:
-        given = list(known.entries)
+        given = list(model_params.entries)
     if given and isinstance(given[0], Tensor):
         given = [{"params": given}]
     groups, options, faults = [], [], []
@@ -193,38 +198,40 @@ def listing_of(
         params: list[Any] = (
             [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         )
-        groups.append([known.entries[param] for param in params if param in known.entries])
+        groups.append(
+            [model_params.entries[param] for param in params if param in model_params.entries]
+        )
         options.append({name: value for name, value in group.items() if name != "params"})
         faults += [
             f"group {number}, parameter {index}: shape {tuple(param.shape)}, {param.dtype}"
             for index, param in enumerate(params)
-            if param not in known.entries
+            if param not in model_params.entries
         ]
     return Listing(groups, options), faults
 
 
-def strangers_paragraph(faults: Iterable[str]) -> list[str]:
-    """Of an error: an optimizer has parameters that the model does not have; or nothing."""
+def unknown_param_paragraphs(faults: Iterable[str]) -> list[str]:
+    """Return what to say of an optimizer's parameters that the model does not have; nothing without faults."""
     return fault_paragraphs(
         faults,
         "All parameters of the optimizer must be parameters of the model, but these are not:",
-        "Pass the model that contains them all, and make the optimizer after wrapping it.",
+        "Pass the model that contains them all, and build the optimizer after wrapping it.",
     )
 
 
-def raise_strangers(faults: Iterable[str]) -> None:
+def refuse_unknown_params(faults: Iterable[str]) -> None:
     """Refuse an optimizer with parameters that the model does not have."""
-    for paragraph in strangers_paragraph(faults):
+    for paragraph in unknown_param_paragraphs(faults):
         raise ConfigurationError(paragraph)
 
 
 def is_first(groups: Iterable[ProcessGroup]) -> bool:
-    """Whether this rank is the first along all axes."""
+    """Return whether this rank is the first one in all process groups."""
     return all(group.rank() == 0 for group in groups)
 
 
-def missing_parts(state_dict: object) -> list[str]:
-    """Why something is no optimizer's state dict, or nothing."""
+def state_dict_faults(state_dict: object) -> list[str]:
+    """Return why an object is no optimizer's state dict, or nothing."""
     if isinstance(state_dict, Mapping) and "state" in state_dict:
         return []
     found = (
@@ -233,23 +240,22 @@ def missing_parts(state_dict: object) -> list[str]:
         else type(state_dict).__name__
     )
     return [
-        f"An optimizer's state dict has the key 'state', and mostly 'param_groups', got {found}. Pass what "
-        "optim_state_dict returned; for one that only rank 0 has, set "
-        "FullOptimStateDictConfig(rank0_only=True)."
+        f"An optimizer's state dict must have the key 'state', and usually has 'param_groups', got {found}. Pass what "
+        "optim_state_dict returned. If only rank 0 has it, set FullOptimStateDictConfig(rank0_only=True)."
     ]
 
 
-def warn_of_age(method: str, replacement: str, optim_input: Any = None) -> None:
-    """Say that a method of the wrapper is there for older programs only."""
+def warn_deprecated(method: str, replacement: str, optim_input: Any = None) -> None:
+    """Warn that a method of the wrapper is deprecated, and that ``optim_input`` is if it is given."""
     warnings.warn(
-        f"FullyShardedDataParallel.{method} is deprecated, as torch's is; use {replacement}, which makes and takes what "
-        "set_state_dict_type says.",
+        f"FullyShardedDataParallel.{method} is deprecated, as in torch. Use {replacement} and choose the kind of state "
+        "dict with set_state_dict_type.",
         FutureWarning,
         stacklevel=3,
     )
     if optim_input is not None:
         warnings.warn(
-            "optim_input is deprecated, as torch's is: the optimizer knows its parameters. Pass optim instead.",
+            "optim_input is deprecated, as in torch: the optimizer knows its parameters. Pass optim instead.",
             FutureWarning,
             stacklevel=3,
         )
@@ -263,20 +269,17 @@ def rekeyed(
     optim: Optimizer | None,
 ) -> dict[str, Any]:
     """See `FullyShardedDataParallel.rekey_optim_state_dict`."""
-    if not isinstance(key_type, OptimStateKeyType):
-        raise OptionTypeError(
-            f"optim_state_key_type must be an OptimStateKeyType of fullshard, got {key_type!r}."
-        )
-    faults = missing_parts(state_dict)
+    check_type("optim_state_key_type", key_type, OptimStateKeyType)
+    faults = state_dict_faults(state_dict)
     if faults:
         raise ConfigurationError(*faults)
-    known = ModelParams(model, "rekey_optim_state_dict", alone=True)
-    listing, faults = listing_of(known, optim, optim_input)
-    raise_strangers(faults)
+    model_params = ModelParams(model, "rekey_optim_state_dict", alone=True)
+    listing, faults = listing_of(model_params, optim, optim_input)
+    refuse_unknown_params(faults)
     flat = [entry.key for entry in listing.entries if entry.flat]
     if flat:
         raise ConfigurationError(
-            "Ids and names must mean the same parameters, but the FlatParameters of wrappers stand for several: "
+            "Every id must mean one named parameter, but these FlatParameters of wrappers stand for several: "
             f"{flat}. Pass the model without wrappers, or wrapped with use_orig_params=True."
         )
     ids = {entry.names[0]: number for number, entry in enumerate(listing.entries)}
@@ -307,4 +310,5 @@ def rekeyed(
 
 
 def _params_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return the keys of all parameters in the groups of a state dict."""
     return [key for group in groups for key in group["params"]]

@@ -1,4 +1,8 @@
-"""Dtypes of one wrapper that the engine does not know of: buffers, and full precision in eval mode."""
+"""The part of a wrapper's mixed precision that the engine does not have.
+
+Buffers are cast at the first forward. With ``FSDP_USE_FULL_PREC_IN_EVAL=1``, modules in eval mode compute
+in full precision, and every forward after a change of mode casts buffers and parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,11 @@ from fullshard.plan.policies import MixedPrecisionPolicy
 
 
 class Precision:
-    """Casts a wrapper's buffers at its first forward, and follows its mode from then on if told to."""
+    """The dtypes of one wrapper: of its buffers, and of its groups in training and in eval mode."""
 
     def __init__(self, modules: Iterable[nn.Module], options: MixedPrecision) -> None:
         self._low = policy_of(options)
-        # Reduction stays as it is: gradients may be accumulating.
+        # The reduce dtype stays the same in eval mode: gradients may be accumulating in it.
         self._full = MixedPrecisionPolicy(
             reduce_dtype=options.reduce_dtype or options.param_dtype,
             cast_forward_inputs=False,
@@ -39,15 +43,15 @@ class Precision:
                 if buffer.is_floating_point()
             ]
         )
-        """Owner, name, and dtype before."""
+        """Owner, name, and original dtype of every buffer that is cast."""
 
     def prepare_forward(self, state: FSDPState, *, training: bool) -> None:
-        """Bring groups and buffers into the dtypes of the forward that is about to begin."""
+        """Give groups and buffers the dtypes of the forward that is about to begin."""
         low = training or not self._follows_mode
         if low is self._is_low:
             return
         self._is_low = low
-        with torch_border.outside_transforms():  # the buffers stay
+        with torch_border.outside_transforms():  # the cast buffers outlive a torch.func transform
             for module, name, dtype in self._buffers:
                 buffer = getattr(module, name)
                 setattr(module, name, buffer.to(self._buffer_dtype if low else dtype))
@@ -58,9 +62,9 @@ class Precision:
                 group.set_mp_policy(policy)
 
     def forget_mode(self) -> None:
-        """Look at the buffers again at the next forward: there may be others."""
+        """Cast again at the next forward: the modules may have other buffers."""
         self._is_low = None
 
     def original_buffer_dtypes(self) -> dict[tuple[nn.Module, str], torch.dtype]:
-        """Of the buffers that may be in another dtype now."""
+        """Return the original dtypes of the buffers that may have another one now, by owner and name."""
         return {(module, name): dtype for module, name, dtype in self._buffers}

@@ -1,4 +1,10 @@
-"""Whole parameters for a while, outside of forward and backward: `summon_full_params`."""
+"""`summon_full_params`: full parameters on the modules for a while, outside of forward and backward.
+
+    enter   adopt what users assigned, gather every group, install the full parameters
+    leave   uninstall them, and write this rank's part of the changes into the shards
+
+Every rank gathers, also one that installs nothing (``rank0_only``): gathers are collective.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +24,9 @@ from fullshard.names import clean_name
 
 
 def notice_assigned(module: nn.Module) -> None:
-    """Take over parameters that were assigned on modules, before anybody is told which ones there are.
+    """Adopt parameters that a user assigned on modules, so that they are listed as parameters of the model.
 
-    What cannot be taken over is listed as it is; whoever uses it is told.
+    Parameters that cannot be adopted are listed as they are. The next use of them raises the error.
     """
     own = state_of(module)
     if own is not None and own.runtime is not None and own.runtime.root is own:
@@ -46,21 +52,21 @@ def summon_full_params(
     """See `FullyShardedDataParallel.summon_full_params`."""
     if rank0_only and writeback:
         raise UnsupportedError(
-            "rank0_only=True shows whole parameters on rank 0 alone, so the other ranks have nothing to write back. "
-            "Pass writeback=False, too."
+            "With rank0_only=True only rank 0 has full parameters, so other ranks have nothing to write back. Pass "
+            "writeback=False, too."
         )
     wrappers = wrappers_in(module, root_only=not recurse)
     if with_grads:
-        _check_gradients_can_be_shown(wrappers, offload_to_cpu)
+        _check_full_gradients(wrappers, offload_to_cpu)
     for wrapper in wrappers:
         wrapper._require_idle("summon_full_params")
         if wrapper._fsdp_state.summoned:
             raise LifecycleError(
-                "summon_full_params was called within itself, on a module that is whole already. Leave the inner "
+                "summon_full_params cannot be nested, but the module has its full parameters already. Leave the inner "
                 "call out."
             )
     paths = {each: clean_name(name) for name, each in module.named_modules()}
-    shown: list[_Shown] = []
+    summoned: list[_SummonedGroup] = []
     faults: list[str] = []
     try:
         full_params.refresh_shards_together(
@@ -69,98 +75,97 @@ def summon_full_params(
         for wrapper in wrappers:
             wrapper._fsdp_state.summoned = True
         for wrapper in wrappers:
-            state = state_of(wrapper)
-            assert state is not None, "attached when the wrapper was made"
-            for group in state.groups:
-                shows = not rank0_only or wrapper.rank == 0
-                each = _Shown(
-                    group, paths[wrapper], shows, with_grads=with_grads, offload=offload_to_cpu
+            installs = not rank0_only or wrapper.rank == 0
+            for group in wrapper._fsdp_state.groups:
+                each = _SummonedGroup(
+                    group, paths[wrapper], installs, with_grads=with_grads, offload=offload_to_cpu
                 )
-                shown.append(each)
+                summoned.append(each)
         yield
     finally:
         for wrapper in wrappers:
             wrapper._fsdp_state.summoned = False
-        faults = [fault for each in shown for fault in each.end(writeback=writeback)]
+        faults = [fault for each in summoned for fault in each.end(writeback=writeback)]
     if faults:
         raise ConfigurationError(
-            "Parameters must keep their shapes within summon_full_params; these have not, and nothing of their "
-            "wrappers was written back:\n  " + "\n  ".join(faults)
+            "Parameters must keep their shapes within summon_full_params, but these have other shapes now:\n  "
+            + "\n  ".join(faults)
+            + "\nNothing was written back to the wrappers of these parameters. Assign tensors of the same shapes."
         )
 
 
 def forward(wrapper: WrapperBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The forward of a wrapper whose whole parameters are on its modules."""
-    check_whole(wrapper)
+    """Run the forward of a wrapper whose full parameters are on its modules."""
+    check_full_params(wrapper)
     return wrapper._fsdp_wrapped_module(*args, **kwargs)
 
 
-def check_whole(wrapper: WrapperBase) -> None:
-    """Refuse a forward within `summon_full_params` on ranks that have no whole parameters."""
+def check_full_params(wrapper: WrapperBase) -> None:
+    """Refuse a forward within `summon_full_params` on ranks without full parameters."""
     state = wrapper._fsdp_state
     if any(not group.full_params_installed for group in state.groups):
         raise LifecycleError(
-            "Within summon_full_params(rank0_only=True) only rank 0 has whole parameters to compute with. Run forward "
-            "there, or on all ranks without rank0_only."
+            "Within summon_full_params(rank0_only=True) only rank 0 has full parameters to compute with. Run forward "
+            "on rank 0 only, or leave rank0_only out."
         )
     if state.runtime is None:
-        lazy_init(state)  # wrappers below that are not summoned must know whom they belong to
+        lazy_init(state)  # wrappers below that are not summoned must know their root
 
 
-class _Shown:
-    """One group whose whole parameters are on its modules."""
+class _SummonedGroup:
+    """One group within `summon_full_params`; its full parameters are on the modules if ``installs``."""
 
     def __init__(
-        self, group: FSDPParamGroup, path: str, shows: bool, *, with_grads: bool, offload: bool
+        self, group: FSDPParamGroup, path: str, installs: bool, *, with_grads: bool, offload: bool
     ) -> None:
         self._group = group
         self._path = path
-        self._shows = shows
+        self._installs = installs
         self._with_grads = with_grads
-        wholes = full_params.gather_params(group)
+        full = full_params.gather_params(group)
         gradients = full_params.gather_gradients(group) if with_grads else []
-        if not shows:
+        if not installs:
             return
         if offload:
-            wholes = [whole.to("cpu") for whole in wholes]
-        full_params.install_full_params(group, wholes)
+            full = [tensor.to("cpu") for tensor in full]
+        full_params.install_full_params(group, full)
         if with_grads:
             full_params.install_full_gradients(group, gradients)
 
     def end(self, *, writeback: bool) -> list[str]:
-        """Put the sharded parameters back, and return why nothing can be written back, if so."""
-        if not self._shows:
+        """Put the sharded parameters back, and return what keeps this group from being written back."""
+        if not self._installs:
             return []
         gradients = full_params.uninstall_full_gradients(self._group) if self._with_grads else None
-        wholes = full_params.uninstall_full_params(self._group)
-        faults = self._faults(wholes) if writeback else []
+        full = full_params.uninstall_full_params(self._group)
+        faults = self._faults(full) if writeback else []
         writeback = writeback and not faults
         if gradients is not None:
             full_params.restore_sharded_gradients(self._group, gradients if writeback else None)
         if writeback:
-            full_params.write(self._group, wholes)
+            full_params.write(self._group, full)
         return faults
 
-    def _faults(self, wholes: Sequence[Tensor]) -> list[str]:
+    def _faults(self, full: Sequence[Tensor]) -> list[str]:
         prefix = f"{self._path}." if self._path else ""
         return [
-            f"{prefix}{param.name}: {tuple(whole.shape)} instead of {param.shape}"
-            for param, whole in zip(self._group.params, wholes, strict=True)
-            if tuple(whole.shape) != param.shape
+            f"{prefix}{param.name}: {tuple(tensor.shape)} instead of {param.shape}"
+            for param, tensor in zip(self._group.params, full, strict=True)
+            if tuple(tensor.shape) != param.shape
         ]
 
 
-def _check_gradients_can_be_shown(wrappers: Sequence[WrapperBase], offload_to_cpu: bool) -> None:
+def _check_full_gradients(wrappers: Sequence[WrapperBase], offload_to_cpu: bool) -> None:
     if offload_to_cpu:
         raise UnsupportedError(
-            "Gradients are on the device of their parameters, so with_grads=True excludes offload_to_cpu=True. "
-            "Leave one out."
+            "with_grads=True and offload_to_cpu=True exclude each other: gradients stay on the device of their sharded "
+            "parameters. Leave one out."
         )
     flat = [wrapper._label for wrapper in wrappers if not wrapper._use_orig_params]
     if flat:
         raise UnsupportedError(
-            f"Only parameters that kept their identity can show gradients, but these wrappers have a FlatParameter: "
-            f"{flat}. Pass use_orig_params=True to them."
+            "with_grads=True needs wrappers with use_orig_params=True, but these have a FlatParameter: "
+            f"{flat}. Pass use_orig_params=True to them, or leave with_grads out."
         )
     unreduced = [
         name
@@ -170,7 +175,7 @@ def _check_gradients_can_be_shown(wrappers: Sequence[WrapperBase], offload_to_cp
     ]
     if unreduced:
         raise LifecycleError(
-            "with_grads=True shows gradients that ranks have reduced, but those of these were only added up, in "
-            f"no_sync(): {unreduced}. Run a backward outside of no_sync() first, or zero_grad(); or read .grad, which is "
-            "whole now."
+            "with_grads=True needs reduced gradients, but those of these parameters were only accumulated within no_sync(): "
+            f"{unreduced}. Run a backward outside of no_sync() first, call zero_grad(), or read .grad, which is the full "
+            "gradient of this rank now."
         )

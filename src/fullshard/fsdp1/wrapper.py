@@ -1,4 +1,8 @@
-"""The wrapper door: `FullyShardedDataParallel`, torch's FSDP1 API on this engine."""
+"""`FullyShardedDataParallel`: torch's FSDP1 API on this engine.
+
+The class lists the API and checks the constructor's arguments. Other files of this folder do the work, and take
+it as a `WrapperBase`.
+"""
 
 from __future__ import annotations
 
@@ -31,69 +35,62 @@ from fullshard.engine.clip_grad import Clipping
 from fullshard.engine.ownership import has_forward, managed_modules
 from fullshard.engine.state import state_of
 from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
-from fullshard.errors import LifecycleError, OptionTypeError, UnsupportedError
+from fullshard.errors import LifecycleError, UnsupportedError
 from fullshard.fsdp1 import (
     comm_hooks,
+    loadable_optimizer_state,
     optimizer_params,
-    optimizer_state_dicts,
-    optimizer_state_load,
     precision,
+    saved_optimizer_state,
+    state_dict_settings,
     state_dicts,
     summon_full_params,
 )
-from fullshard.fsdp1.construction import Choices, shard
+from fullshard.fsdp1.construction import shard
 from fullshard.fsdp1.direct_calls import DirectCalls
 from fullshard.fsdp1.wrapper_base import WrapperBase, wrappers_in
-from fullshard.fsdp1.wrapper_options import (
-    ProcessGroups,
-    choose_axes,
-    choose_device,
-    choose_ignored,
-    process_groups_below,
-    wrap_below,
-)
+from fullshard.fsdp1.wrapper_options import ProcessGroups, read_options, wrap_below
 from fullshard.names import FSDP_WRAPPED_MODULE
-from fullshard.plan.policies import check_type, switch
 from fullshard.wrap import reiterable
 
 
 class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
-    """A module whose parameters are split over ranks and gathered only while it computes.
+    """A module whose parameters are sharded over ranks and gathered only while it computes.
 
         model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
         optimizer = torch.optim.AdamW(model.parameters())
 
-    The parameters below the module that are in no other wrapper are flattened into one array,
-    which is gathered and reduced as one; so wrap each layer, by a policy or by hand, and then the
-    whole model. Between steps parameters are one `FlatParameter` per wrapper, or with
-    ``use_orig_params=True`` the parameters the module was built with, each over a flat piece.
+    A wrapper flattens the parameters below its module that are in no other wrapper into one array, and gathers
+    and reduces this array as one. So wrap each layer, by a policy or by hand, and then the whole model. Between
+    steps the parameters are one `FlatParameter` per wrapper. With ``use_orig_params=True`` they are the parameters
+    that the module was built with, each over a flat piece.
 
     Args:
         module: The module to wrap.
-        process_group: The ranks to shard over, by default all; for hybrid strategies a pair, to
-            shard over and to replicate over, by default within and across nodes.
-        sharding_strategy: What ranks share out; by default FULL_SHARD.
-        cpu_offload: Whether shards, gradients and optimizer state rest in host memory.
-        auto_wrap_policy: Which modules below get a wrapper of their own: a policy of `fullshard.wrap`,
-            or a function of ``module``, ``recurse`` and ``nonwrapped_numel``. They get the same options.
-        backward_prefetch: When backward gathers the next wrapper: before this one's compute, after
+        process_group: The ranks to shard over, by default all. For hybrid strategies a pair: the ranks to shard
+            over and those to replicate over, by default within and across nodes.
+        sharding_strategy: What is sharded, and when it is gathered; by default FULL_SHARD.
+        cpu_offload: Whether shards, gradients and optimizer state are in host memory.
+        auto_wrap_policy: Which modules below get wrappers of their own, with the same options: a policy of
+            `fullshard.wrap`, or a function of ``module``, ``recurse`` and ``nonwrapped_numel``.
+        backward_prefetch: When backward gathers the next wrapper: before the compute of the current one, after
             it, or only when it is needed (None).
         mixed_precision: Dtypes of compute, reduction, buffers and inputs.
         ignored_modules: Modules to leave alone, with all below them.
-        param_init_fn: Called with every module of a wrapper that has tensors on the meta device, to
-            materialise them; by default they are made empty and then `reset_parameters` is called.
-        device_id: Where to compute. By default where the module is or, if it is on the CPU, on the
-            current accelerator; on machines without one, on the CPU.
+        param_init_fn: Called with every module of a wrapper that has tensors on the meta device, to materialise
+            them. By default they get empty memory, and then `reset_parameters` is called.
+        device_id: Where to compute. By default on the module's device or, if that is the CPU, on the current
+            accelerator; on machines without one, on the CPU.
         sync_module_states: Give all ranks the parameters and buffers of rank 0.
-        forward_prefetch: Accepted for torch's sake: the gather of the next wrapper always runs beside
-            this one's compute.
-        limit_all_gathers: Accepted for torch's sake: never more than two wrappers are gathered ahead
-            of compute, and the host does not wait for it.
-        use_orig_params: Whether parameters keep their identity (see above), so that they can be frozen
-            one by one and be in parameter groups of an optimizer.
+        forward_prefetch: Accepted for compatibility and without effect: the next wrapper is always gathered during
+            the compute of the current one.
+        limit_all_gathers: Accepted for compatibility and without effect: at most two wrappers are gathered at a
+            time, and the host does not wait for it.
+        use_orig_params: Whether the module keeps its own parameters (see above), so that they can be frozen one by
+            one and be in different parameter groups of an optimizer.
         ignored_states: Parameters, or modules, to leave alone.
-        device_mesh: The ranks as a mesh, instead of ``process_group``: (shard,), or (replicate, shard)
-            for hybrid strategies.
+        device_mesh: The ranks as a mesh, instead of ``process_group``: (shard,), or (replicate, shard) for hybrid
+            strategies.
     """
 
     def __init__(
@@ -116,104 +113,51 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
-        offload = CPUOffload() if cpu_offload is None else cpu_offload
-        precision_ = MixedPrecision() if mixed_precision is None else mixed_precision
-        check_type("module", module, nn.Module, home="torch.nn")
-        check_type("sharding_strategy", strategy, ShardingStrategy)
-        check_type("cpu_offload", offload, CPUOffload)
-        check_type("mixed_precision", precision_, MixedPrecision)
-        if backward_prefetch is not None:
-            check_type("backward_prefetch", backward_prefetch, BackwardPrefetch)
-        sync_module_states = switch("sync_module_states", sync_module_states)
-        forward_prefetch = switch("forward_prefetch", forward_prefetch)
-        limit_all_gathers = switch("limit_all_gathers", limit_all_gathers)
-        use_orig_params = switch("use_orig_params", use_orig_params)
-        if param_init_fn is not None and not callable(param_init_fn):
-            raise OptionTypeError(
-                f"param_init_fn must be a function of a module, got {param_init_fn!r}."
-            )
-        ignored_modules, ignored_states = reiterable(ignored_modules), reiterable(ignored_states)
-        ignored = choose_ignored(type(self), ignored_modules, ignored_states)
-        if module in ignored.modules:
-            warnings.warn(
-                f"The wrapped module itself, {type(module).__name__}, is to be ignored, so nothing in it is sharded and no "
-                "gradient is averaged. Name the modules below it that are to be left alone.",
-                stacklevel=2,
-            )
-        chosen = strategy
-        axes, strategy = choose_axes(strategy, process_group, device_mesh)
-        if strategy is not chosen:
-            warnings.warn(
-                f"There is one rank to shard over, so {type(module).__name__} is kept whole: NO_SHARD instead of "
-                f"{chosen.name}.",
-                stacklevel=2,
-            )
-        device = choose_device(
-            device_id, (p for p in module.parameters() if p not in ignored.params), axes
-        )
+        arguments = {
+            "process_group": process_group,
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "ignored_modules": reiterable(ignored_modules),
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "ignored_states": reiterable(ignored_states),
+            "device_mesh": device_mesh,
+        }
+        options = read_options(type(self), module, arguments)
         if auto_wrap_policy is not None:
-            same_options = {
-                "process_group": process_groups_below(axes, process_group, device_mesh),
-                "sharding_strategy": sharding_strategy,
-                "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
-                "mixed_precision": mixed_precision,
-                "ignored_modules": ignored_modules,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
-                "ignored_states": ignored_states,
-                "device_mesh": device_mesh,
-            }
-            wrap_below(type(self), module, auto_wrap_policy, same_options, ignored)
+            wrap_below(type(self), module, auto_wrap_policy, arguments, options)
         if not has_forward(module):
             warnings.warn(
-                f"{type(module).__name__} has no forward, during which its wrapper would gather its parameters. Wrap "
-                "the modules in it one by one, or the module around it.",
+                f"{type(module).__name__} has no forward, but wrappers gather parameters in forward. Wrap the modules in it "
+                "one by one, or the module around it.",
                 stacklevel=2,
             )
         self._fsdp_wrapped_module = module
-        self.sharding_strategy = strategy
-        self.cpu_offload = offload
-        self.mixed_precision = precision_
-        self.backward_prefetch = backward_prefetch
-        self.forward_prefetch = forward_prefetch
-        self.limit_all_gathers = limit_all_gathers
-        self.compute_device = device
-        group = axes.shard_process_group or axes.replicate_process_group
-        assert group is not None, "choose_axes finds at least one"
-        self.process_group = group
-        self.rank = group.rank()
-        self.world_size = group.size()
-        self._use_orig_params = use_orig_params
+        self.sharding_strategy = options.strategy
+        self.cpu_offload = options.offload
+        self.mixed_precision = options.precision
+        self.backward_prefetch = options.backward_prefetch
+        self.forward_prefetch = options.forward_prefetch
+        self.limit_all_gathers = options.limit_all_gathers
+        self.compute_device = options.device
+        self.process_group = options.process_group
+        self.rank = self.process_group.rank()
+        self.world_size = self.process_group.size()
+        self._use_orig_params = options.use_orig_params
         self._device_mesh = device_mesh
-        self._load_errors: list[str] = []
-        """What has gone wrong in the load now running."""
-        self._comm_hook: Any = None
-        self._state_dict_settings = state_dicts.default_settings()
-        shard(
-            self,
-            module,
-            Choices(
-                axes=axes,
-                strategy=strategy,
-                device=device,
-                ignored=ignored,
-                precision=precision_,
-                offload=offload,
-                backward_prefetch=backward_prefetch,
-                use_orig_params=use_orig_params,
-                param_init_fn=param_init_fn,
-                sync_module_states=sync_module_states,
-            ),
-        )
+        self._load_errors = []
+        self._comm_hook = None
+        self._state_dict_settings = state_dict_settings.default_settings()
+        shard(self, module, options)
         self._direct_calls = DirectCalls(self, module)
-        managed = (below for _, below in managed_modules([self], ignored.modules))
-        self._precision = precision.Precision(managed, precision_)
+        managed = (below for _, below in managed_modules([self], options.ignored.modules))
+        self._precision = precision.Precision(managed, options.precision)
         self._fsdp_state.original_buffer_dtypes = self._precision.original_buffer_dtypes()
         state_dicts.register_hooks(self)
 
@@ -221,11 +165,11 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module; of a checkpointed one, the module that is checkpointed."""
+        """The wrapped module, without a wrapper for activation checkpointing."""
         return torch_border.without_activation_wrapper(self._fsdp_wrapped_module)
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that the wrapper does not have are the wrapped module's."""
+        """Return an attribute of the wrapped module if the wrapper does not have it."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -234,12 +178,12 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
             return getattr(self._fsdp_wrapped_module, name)
 
     def __getitem__(self, key: Any) -> Any:
-        """As of the wrapped module: an `nn.Sequential`, say."""
+        """Return an item of the wrapped module, for example of an `nn.Sequential`."""
         return cast(Any, self.module)[key]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise LifecycleError(
-            "A wrapped module cannot be copied: its parameters share one buffer. Copy the module before wrapping "
+            "A wrapped module cannot be copied, because its parameters share one buffer. Copy the module before wrapping "
             "it, or wrap a second one and load the state dict."
         )
 
@@ -253,7 +197,7 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         self._direct_calls.through_wrapper += 1
         try:
             output = self._fsdp_wrapped_module(*args, **kwargs)
-        finally:  # nobody stays unsharded when it raises
+        finally:  # an exception must not leave the parameters unsharded
             self._direct_calls.through_wrapper -= 1
             output = module_hooks.post_forward(state, self, args, output)
         return output
@@ -273,22 +217,22 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         self._precision.forget_mode()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Apply ``fn`` to every module below, while its parameters are whole; what it changes is kept."""
+        """Apply ``fn`` to every module below while full parameters are installed, and keep its changes."""
         with summon_full_params.summon_full_params(self, recurse=False, writeback=True):
             return super().apply(fn)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; within `summon_full_params`, under names without wrappers."""
+        """Yield parameters as any module does; within `summon_full_params` names have no wrappers in them."""
         summon_full_params.notice_assigned(self)
         for name, param in super().named_parameters(*args, **kwargs):
-            yield self._shown_name(name), param
+            yield self._current_name(name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As of any module; within `summon_full_params`, under names without wrappers."""
+        """Yield buffers as any module does; within `summon_full_params` names have no wrappers in them."""
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield self._shown_name(name), buffer
+            yield self._current_name(name), buffer
 
-    def _shown_name(self, name: str) -> str:
+    def _current_name(self, name: str) -> str:
         """Return a name as it is now: within `summon_full_params`, without the wrappers."""
         state = state_of(self)  # None while the wrapper is made
         return (
@@ -300,15 +244,15 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
     # --- training ---------------------------------------------------------------------------------
 
     def check_is_root(self) -> bool:
-        """Whether this is the outermost wrapper; not to be asked of inner ones before the first forward."""
+        """Return whether this is the outermost wrapper; do not ask inner wrappers before the first forward."""
         return self._runtime().root is self._fsdp_state
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward only adds up gradients on this rank; the first one after it reduces them.
+        """Return a context in which backward only accumulates gradients on this rank.
 
-        Until then `.grad` is the whole gradient of this rank, and ``zero_grad()`` drops it. On the outermost
-        wrapper, around forward and backward.
+        The first backward after it reduces them. Until then `.grad` is the full gradient of this rank, and
+        ``zero_grad()`` drops it. Call it on the outermost wrapper, around forward and backward.
         """
         self._require_root("no_sync")
         self._require_idle("no_sync")
@@ -326,11 +270,11 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:
         """Scale all gradients such that their norm, over all ranks, is at most ``max_norm``.
 
-        `torch.nn.utils.clip_grad_norm_` would take each rank's norm for the whole. On the outermost
-        wrapper, on all ranks. `fullshard.clip_grad_norm_` computes the same and has more options.
+        Call it on the outermost wrapper, on all ranks: `torch.nn.utils.clip_grad_norm_` would use the norm of each
+        rank's shards. `fullshard.clip_grad_norm_` computes the same and has more options.
 
         Returns:
-            The norm before, in the widest dtype of the gradients.
+            The norm before scaling, in the widest dtype of the gradients.
         """
         self._require_root("clip_grad_norm_")
         self._require_idle("clip_grad_norm_")
@@ -340,7 +284,7 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         clipping.clip(norm, max_norm)
         if not gradients:
             warnings.warn(
-                "clip_grad_norm_ found no gradients on this rank: before backward, or after zero_grad?",
+                "clip_grad_norm_ found no gradients on this rank. Call it after backward and before zero_grad.",
                 stacklevel=3,
             )
             return norm
@@ -348,13 +292,14 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         return norm.to(functools.reduce(torch.promote_types, dtypes))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` reduce gradients instead of the wrapper, averaging included.
+        """Let ``hook`` reduce and average gradients instead of the wrapper.
 
-        It is called with ``state`` and a wrapper's gradients, flat: with ``hook(state, gradient)``,
-        which it averages over ranks in place, if nothing is sharded; otherwise with
-        ``hook(state, gradient, output)``, the latter to become this rank's part of the average. Once,
-        on the outermost wrapper, before the first forward; not for hybrid strategies, nor with a
-        ``wire_dtype``.
+        The hook gets ``state`` and the flat gradients of one wrapper. With NO_SHARD the call is
+        ``hook(state, gradient)``, and the hook averages ``gradient`` over ranks in place. Otherwise it is
+        ``hook(state, gradient, output)``, and the hook writes this rank's shard of the average to ``output``.
+
+        Call it once, on the outermost wrapper, before the first forward. Hybrid strategies and ``wire_dtype`` exclude
+        it.
         """
         comm_hooks.register(self, state, hook)
 
@@ -362,7 +307,7 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         """Gather this wrapper's parameters, not those of wrappers below.
 
         Args:
-            async_op: Return at once with a handle to wait for; forward waits by itself otherwise.
+            async_op: Return at once with a handle; forward waits by itself if nobody uses the handle.
         """
         return unshard_state(self._fsdp_state, async_op)
 
@@ -370,9 +315,9 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """All wrappers in ``module``, itself included; with ``root_only``, those that are in no other."""
+        """Return all wrappers in ``module``, itself included; with ``root_only``, those inside no other."""
         found = cast("list[FullyShardedDataParallel]", wrappers_in(module, root_only=root_only))
-        if root_only:  # one outside of the module may be known
+        if root_only:  # after the first forward a wrapper around the module is known, too
             found = [
                 each for each in found if each._fsdp_state.runtime is None or each.check_is_root()
             ]
@@ -387,19 +332,20 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """Within it, modules have their whole parameters, in their own dtypes and under their own names.
+        """Return a context in which modules have their full parameters, in their own dtypes and under their own names.
 
-        Not within forward or backward; forward within it computes with the whole parameters, in their own
-        dtypes. Collective, on entry.
+        Entering it is collective, and not possible within forward or backward. A forward inside the context computes
+        with the full parameters.
 
         Args:
-            module: A wrapper, or a module that contains some.
-            recurse: Also for wrappers below the outermost ones.
-            writeback: Keep what was changed. Every rank keeps its part of its own changes, so all
-                ranks must make the same.
-            rank0_only: Only rank 0 gets whole parameters; not together with ``writeback``.
-            offload_to_cpu: Put them in host memory.
-            with_grads: Gradients, too; with ``use_orig_params=True`` only, and not offloaded.
+            module: A wrapper, or a module that contains wrappers.
+            recurse: Whether wrappers below the outermost ones are included.
+            writeback: Whether changes are kept. Each rank keeps its part of its own changes, so all ranks must make
+                the same changes.
+            rank0_only: Whether only rank 0 gets full parameters; excludes ``writeback``.
+            offload_to_cpu: Whether full parameters are put in host memory.
+            with_grads: Whether gradients are full, too; needs ``use_orig_params=True`` and excludes
+                ``offload_to_cpu``.
         """
         return summon_full_params.summon_full_params(
             module,
@@ -415,32 +361,32 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """As of any module, under names without wrappers, of the kind that was chosen. Collective."""
+        """Return the state dict of the chosen kind, under names without wrappers. Collective."""
         try:
             return super().state_dict(
                 *args, destination=destination, prefix=prefix, keep_vars=keep_vars
             )
         finally:
-            self._fsdp_state.installed_full_params.uninstall()  # a module below has raised
+            self._fsdp_state.installed_full_params.uninstall()  # if a module below has raised
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As of any module, from what `state_dict` made or an unwrapped model's state dict. Collective."""
+        """Load what `state_dict` returned, or an unwrapped model's state dict. Collective."""
         try:
             return super().load_state_dict(
                 state_dicts.with_versions(self, state_dict), strict, assign
             )
         finally:
             for wrapper in wrappers_in(self):
-                wrapper._fsdp_state.installed_full_params.uninstall()  # a module has raised
+                wrapper._fsdp_state.installed_full_params.uninstall()  # if a module has raised
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Which child is not part of names, for `torch.distributed.checkpoint.state_dict`."""
+        """Tell `torch.distributed.checkpoint.state_dict` which child is not part of names."""
         if torch_border.in_optimizer_state_dict():
             raise UnsupportedError(
-                "torch.distributed.checkpoint.state_dict does not know the wrapper, and takes each rank's piece of an "
-                "optimizer's state for the whole. Use FullyShardedDataParallel.optim_state_dict and "
+                "torch.distributed.checkpoint.state_dict does not know this wrapper: it would save each rank's shard of an "
+                "optimizer's state as if it were the full state. Use FullyShardedDataParallel.optim_state_dict and "
                 "optim_state_dict_to_load, or fullshard.checkpoint.save and load."
             )
         return {"": FSDP_WRAPPED_MODULE}
@@ -452,15 +398,15 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Choose what state dicts of all wrappers in ``module`` hold, and return what was chosen before."""
-        return state_dicts.set_settings(
+        """Choose the kind of state dict of all wrappers in ``module``, and return the previous settings."""
+        return state_dict_settings.set_settings(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """What state dicts of the wrappers in ``module`` hold."""
-        return state_dicts.settings_of(module)
+        """Return which kind of state dict the wrappers in ``module`` make."""
+        return state_dict_settings.settings_of(module)
 
     @staticmethod
     @contextlib.contextmanager
@@ -470,9 +416,9 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """Within it, state dicts of all wrappers in ``module`` hold what is chosen here."""
-        with state_dicts.kept_settings(module):
-            state_dicts.set_settings(
+        """Return a context in which all wrappers in ``module`` make this kind of state dict."""
+        with state_dict_settings.restored_settings(module):
+            state_dict_settings.set_settings(
                 module, state_dict_type, state_dict_config, optim_state_dict_config
             )
             yield
@@ -486,23 +432,23 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         optim_state_dict: dict[str, Any] | None = None,
         group: ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The state dict of an optimizer of ``model``, by the names of the unwrapped model's parameters.
+        """Return the state dict of an optimizer by the names of the unwrapped model's parameters. Collective.
 
-        It holds what `set_state_dict_type` says: whole tensors by default, in host memory. Collective.
-        All ranks' optimizers must have the same parameters, groups, options and kinds of state, in any order.
+        `set_state_dict_type` chooses its kind: by default full tensors in host memory. The optimizers of all ranks must
+        have the same parameters, groups, options and kinds of state, in any order.
 
         Args:
             model: A model that has all parameters of the optimizer.
             optim: The optimizer.
-            optim_state_dict: Convert this one, which the optimizer made, instead of its present state.
-            group: All ranks that share the model, if the wrappers' own groups do not say so; its first
-                is the one that ``rank0_only`` means.
+            optim_state_dict: A state dict that the optimizer made; it is converted instead of the present state.
+            group: All ranks that share the model, if the wrappers' own groups do not say so. ``rank0_only`` means
+                its first rank.
 
         Returns:
-            A dict with ``state``, by names of parameters, and ``param_groups``, with names as ``params``.
-            With ``rank0_only`` an empty one on other ranks.
+            A dict with ``state``, by names of parameters, and ``param_groups``, with names as ``params``. With
+            ``rank0_only`` it is empty on other ranks.
         """
-        return optimizer_state_dicts.optim_state_dict(model, optim, optim_state_dict, group)
+        return saved_optimizer_state.optim_state_dict(model, optim, optim_state_dict, group)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -513,22 +459,22 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         load_directly: bool = False,
         group: ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The reverse of `optim_state_dict`: what ``optim.load_state_dict`` takes on this rank.
+        """Convert what `optim_state_dict` returned to what ``optim.load_state_dict`` takes on this rank. Collective.
 
-        It may have been made over other ranks, with other wrappers or by an unwrapped model's names.
-        Parameters that it does not have get no state; without ``param_groups``, options stay as they are.
-        Whole tensors are cut where they are; with ``rank0_only``, rank 0's are sent to all. Collective.
+        The state dict may come from other ranks, other wrappers or an unwrapped model. Parameters that it lacks get no
+        state. Without ``param_groups``, options stay as they are. Every rank cuts its own full tensors; with
+        ``rank0_only``, rank 0 sends its tensors to all ranks.
 
         Args:
             model: A model that has all parameters of the optimizer.
             optim: The optimizer.
             optim_state_dict: What `optim_state_dict` returned.
-            is_named_optimizer: Whether the optimizer knows parameters by names, those of
-                ``named_parameters``, and not by numbers.
-            load_directly: Also load it.
-            group: As of `optim_state_dict`.
+            is_named_optimizer: Whether the optimizer knows parameters by the names of ``named_parameters``, and not
+                by numbers.
+            load_directly: Whether the result is also loaded.
+            group: See `optim_state_dict`.
         """
-        result = optimizer_state_load.optim_state_dict_to_load(
+        result = loadable_optimizer_state.optim_state_dict_to_load(
             model, optim, optim_state_dict, group, by_name=is_named_optimizer
         )
         if load_directly:
@@ -543,28 +489,28 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         rank0_only: bool = True,
         group: ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Deprecated: `optim_state_dict` of whole tensors, whatever `set_state_dict_type` says."""
-        optimizer_params.warn_of_age("full_optim_state_dict", "optim_state_dict", optim_input)
-        return optimizer_state_dicts.saved(
+        """Return `optim_state_dict` of full tensors, whatever `set_state_dict_type` says. Deprecated."""
+        optimizer_params.warn_deprecated("full_optim_state_dict", "optim_state_dict", optim_input)
+        return saved_optimizer_state.build_state_dict(
             optimizer_params.ModelParams(model, "full_optim_state_dict"),
             optim,
             None,
             group,
-            optimizer_state_dicts.Style(first_only=rank0_only),
+            saved_optimizer_state.SaveOptions(first_only=rank0_only),
         )
 
     @staticmethod
     def sharded_optim_state_dict(
         model: nn.Module, optim: Optimizer, group: ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """Deprecated: `optim_state_dict` of sharded tensors, whatever `set_state_dict_type` says."""
-        optimizer_params.warn_of_age("sharded_optim_state_dict", "optim_state_dict")
-        return optimizer_state_dicts.saved(
+        """Return `optim_state_dict` of sharded tensors, whatever `set_state_dict_type` says. Deprecated."""
+        optimizer_params.warn_deprecated("sharded_optim_state_dict", "optim_state_dict")
+        return saved_optimizer_state.build_state_dict(
             optimizer_params.ModelParams(model, "sharded_optim_state_dict"),
             optim,
             None,
             group,
-            optimizer_state_dicts.Style(sharded=True, on_cpu=False),
+            saved_optimizer_state.SaveOptions(sharded=True, on_cpu=False),
         )
 
     @staticmethod
@@ -574,22 +520,24 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         optim_input: Any = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Deprecated: `optim_state_dict_to_load` from whole tensors that every rank has."""
+        """Return `optim_state_dict_to_load` of full tensors that every rank has. Deprecated."""
         method = "shard_full_optim_state_dict"
-        optimizer_params.warn_of_age(method, "optim_state_dict_to_load", optim_input)
-        known = optimizer_params.ModelParams(model, method)
-        return optimizer_state_load.loadable(known, optim, optim_input, full_optim_state_dict, None)
+        optimizer_params.warn_deprecated(method, "optim_state_dict_to_load", optim_input)
+        model_params = optimizer_params.ModelParams(model, method)
+        return loadable_optimizer_state.build_loadable(
+            model_params, optim, optim_input, full_optim_state_dict, None
+        )
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
     ) -> dict[str, Any]:
-        """Deprecated: `optim_state_dict_to_load` from sharded tensors."""
+        """Return `optim_state_dict_to_load` of sharded tensors. Deprecated."""
         method = "flatten_sharded_optim_state_dict"
-        optimizer_params.warn_of_age(method, "optim_state_dict_to_load")
-        known = optimizer_params.ModelParams(model, method)
-        return optimizer_state_load.loadable(
-            known, optim, None, sharded_optim_state_dict, None, over_ranks=True
+        optimizer_params.warn_deprecated(method, "optim_state_dict_to_load")
+        model_params = optimizer_params.ModelParams(model, method)
+        return loadable_optimizer_state.build_loadable(
+            model_params, optim, None, sharded_optim_state_dict, None, sharded=True
         )
 
     @staticmethod
@@ -600,12 +548,12 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         optim: Optimizer | None = None,
         group: ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Deprecated: `optim_state_dict_to_load` from whole tensors that rank 0 has; others pass None."""
+        """Return `optim_state_dict_to_load` of full tensors that rank 0 has; other ranks pass None. Deprecated."""
         method = "scatter_full_optim_state_dict"
-        optimizer_params.warn_of_age(method, "optim_state_dict_to_load", optim_input)
-        known = optimizer_params.ModelParams(model, method)
-        return optimizer_state_load.loadable(
-            known, optim, optim_input, full_optim_state_dict, group, from_first=True
+        optimizer_params.warn_deprecated(method, "optim_state_dict_to_load", optim_input)
+        model_params = optimizer_params.ModelParams(model, method)
+        return loadable_optimizer_state.build_loadable(
+            model_params, optim, optim_input, full_optim_state_dict, group, from_rank0=True
         )
 
     @staticmethod
@@ -616,18 +564,17 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         optim_input: Any = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
-        """The same state dict by names or by numbers of parameters.
+        """Return the same state dict by names or by numbers of parameters.
 
-        To load a state dict of `optim_state_dict` into an optimizer without wrappers, and the other
-        way round.
+        Use it to load what `optim_state_dict` returned into an optimizer without wrappers, and the other way round.
 
         Args:
-            optim_state_dict: The state dict of whole tensors.
-            optim_state_key_type: What its keys become.
+            optim_state_dict: The state dict of full tensors.
+            optim_state_key_type: The kind of the new keys.
             model: The model without wrappers, or with ``use_orig_params=True``.
-            optim_input: What the optimizer was made of, if ``optim`` is not given; by default
-                ``model.parameters()``.
-            optim: The optimizer. Its parameters have numbers in its own order, which is this rank's.
+            optim_input: The parameters or groups that the optimizer was built with, if ``optim`` is not given; by
+                default ``model.parameters()``.
+            optim: The optimizer. Numbers follow the order of its parameters on this rank.
         """
         return optimizer_params.rekeyed(
             optim_state_dict, optim_state_key_type, model, optim_input, optim

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.api import MixedPrecision, ShardingStrategy
+from fullshard.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.comm import collectives
 from fullshard.errors import ConfigurationError, OptionTypeError, UsageError
 from fullshard.plan.mesh import (
@@ -34,6 +34,7 @@ from fullshard.plan.mesh import (
     default_group,
     node_groups,
 )
+from fullshard.plan.policies import check_type, switch
 from fullshard.wrap import Wrapping, auto_wrap
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -43,16 +44,107 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 """Strategies that shard within a node and replicate across nodes."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrapperOptions:
+    """The arguments of one wrapper, checked and completed."""
+
+    axes: DataParallelAxes
+    strategy: ShardingStrategy
+    device: torch.device
+    ignored: Ignored
+    precision: MixedPrecision
+    offload: CPUOffload
+    backward_prefetch: BackwardPrefetch | None
+    use_orig_params: bool
+    param_init_fn: Callable[[nn.Module], None] | None
+    sync_module_states: bool
+    forward_prefetch: bool
+    limit_all_gathers: bool
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks to shard over; with NO_SHARD, those to replicate over."""
+        group = self.axes.shard_process_group or self.axes.replicate_process_group
+        assert group is not None, "choose_axes sets at least one"
+        return group
+
+
+def read_options(
+    wrapper_cls: type[nn.Module], module: nn.Module, arguments: Mapping[str, Any]
+) -> WrapperOptions:
+    """Check the arguments of a wrapper's constructor and complete them; warn of those that have no effect."""
+    check_type("module", module, nn.Module, home="torch.nn")
+    ignored = choose_ignored(wrapper_cls, arguments["ignored_modules"], arguments["ignored_states"])
+    if module in ignored.modules:
+        warnings.warn(
+            f"The wrapped module itself, {type(module).__name__}, is ignored, so nothing in it is sharded and no gradient "
+            "is averaged. Pass the modules below it that are to be left alone.",
+            stacklevel=3,
+        )
+    chosen = _checked(arguments, "sharding_strategy", ShardingStrategy, ShardingStrategy.FULL_SHARD)
+    offload = _checked(arguments, "cpu_offload", CPUOffload, CPUOffload())
+    precision = _checked(arguments, "mixed_precision", MixedPrecision, MixedPrecision())
+    backward_prefetch = _checked(arguments, "backward_prefetch", BackwardPrefetch, None)
+    switches = {
+        name: switch(name, arguments[name])
+        for name in (
+            "sync_module_states",
+            "forward_prefetch",
+            "limit_all_gathers",
+            "use_orig_params",
+        )
+    }
+    param_init_fn = arguments["param_init_fn"]
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise OptionTypeError(
+            f"param_init_fn must be a function of a module, got {param_init_fn!r}."
+        )
+    axes, strategy = choose_axes(chosen, arguments["process_group"], arguments["device_mesh"])
+    if strategy is not chosen:
+        warnings.warn(
+            f"There is one rank to shard over, so {type(module).__name__} is not sharded: NO_SHARD instead of "
+            f"{chosen.name}.",
+            stacklevel=3,
+        )
+    params = (param for param in module.parameters() if param not in ignored.params)
+    return WrapperOptions(
+        axes=axes,
+        strategy=strategy,
+        device=choose_device(arguments["device_id"], params, axes),
+        ignored=ignored,
+        precision=precision,
+        offload=offload,
+        backward_prefetch=backward_prefetch,
+        param_init_fn=param_init_fn,
+        **switches,
+    )
+
+
+_Value = TypeVar("_Value")
+_Default = TypeVar("_Default")
+
+
+def _checked(
+    arguments: Mapping[str, Any], name: str, expected: type[_Value], default: _Default
+) -> _Value | _Default:
+    """Return an argument of this type, or the default for None."""
+    value = arguments[name]
+    if value is None:
+        return default
+    check_type(name, value, expected)
+    return cast(_Value, value)
+
+
 # --- axes -----------------------------------------------------------------------------------------
 
 
 def choose_axes(
     strategy: ShardingStrategy, process_group: ProcessGroups | None, mesh: DeviceMesh | None
 ) -> tuple[DataParallelAxes, ShardingStrategy]:
-    """Over which ranks to shard and to replicate; with one rank, there is nothing to shard."""
+    """Return the axes to shard and to replicate over, and the strategy: NO_SHARD if there is one rank to shard over."""
     if process_group is not None and mesh is not None:
         raise ConfigurationError(
-            "Ranks are given by process_group or by device_mesh, got both. Leave one out."
+            "Pass process_group or device_mesh for the ranks, got both. Leave one out."
         )
     axes = (
         _axes_of_mesh(strategy, mesh)
@@ -75,13 +167,13 @@ def process_groups_below(
 
 
 def _axes_of_mesh(strategy: ShardingStrategy, mesh: DeviceMesh) -> DataParallelAxes:
+    """Return the axes of a mesh: (shard,), or (replicate, shard) for hybrid strategies."""
     wanted = 2 if strategy in HYBRID else 1
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != wanted:
         found = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
         raise ConfigurationError(
             f"device_mesh must be a DeviceMesh with {wanted} ax{'e' if wanted == 2 else 'i'}s for {strategy}, "
-            f"got {found}. Replicas need an axis of their own: (replicate, shard) for hybrid strategies, "
-            "(shard,) for the others."
+            f"got {found}. Pass (replicate, shard) for hybrid strategies, (shard,) for the others."
         )
     check_mesh(mesh)
     if strategy is ShardingStrategy.NO_SHARD:
@@ -108,7 +200,7 @@ def _axes_of_groups(
     group = default_group() if process_group is None else process_group
     if isinstance(group, tuple):
         raise ConfigurationError(
-            f"{strategy} takes one process group, got {len(group)}. Two are for HYBRID_SHARD."
+            f"{strategy} takes one process group, got {len(group)}. Pass one, or use HYBRID_SHARD."
         )
     _check_groups((group,))
     if strategy is ShardingStrategy.NO_SHARD or group.size() == 1:
@@ -130,7 +222,7 @@ def _check_groups(groups: Sequence[object]) -> None:
 def choose_device(
     device_id: int | torch.device | None, params: Iterable[nn.Parameter], axes: DataParallelAxes
 ) -> torch.device:
-    """Where to compute: as asked, or where the parameters are, or on the accelerator if there is one."""
+    """Return the device to compute on: the given one, the parameters', or the accelerator if there is one."""
     present = {param.device for param in params if param.device.type not in ("cpu", "meta")}
     if len(present) > 1:
         raise ConfigurationError(
@@ -148,11 +240,9 @@ def choose_device(
         return present.pop()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     group = axes.shard_process_group or axes.replicate_process_group
-    assert group is not None, "choose_axes finds at least one"
-    if (
-        accelerator is None or collectives.backend_of(group, accelerator) == "nothing"
-    ):  # for host memory
-        return torch.device("cpu")
+    assert group is not None, "choose_axes sets at least one"
+    if accelerator is None or collectives.backend_of(group, accelerator) == "nothing":
+        return torch.device("cpu")  # the group communicates host memory only
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
@@ -165,7 +255,7 @@ def _device_of(device_id: Any) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     try:
         device = torch.device(device_id)
-    except RuntimeError:  # no such kind; or an int, and there is no accelerator
+    except RuntimeError:  # an unknown kind of device; or an int without an accelerator
         device = None
     known = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
     if device is None or device.type not in known:
@@ -174,7 +264,7 @@ def _device_of(device_id: Any) -> torch.device:
             "out to compute where the module is, or on the accelerator if there is one."
         )
     if device.type == "cpu":
-        return torch.device("cpu")  # what tensors say, whatever index they were made with
+        return torch.device("cpu")  # tensors on the CPU have no index, whatever index was asked for
     if cast("int | None", device.index) is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return device
@@ -185,12 +275,12 @@ def _device_of(device_id: Any) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """What a wrapper leaves alone."""
+    """The modules and parameters that a wrapper leaves alone."""
 
     modules: frozenset[nn.Module]
-    """With all modules below them."""
+    """The ignored modules, with all modules below them."""
     params: frozenset[nn.Parameter]
-    """Those of the modules, too."""
+    """The ignored parameters, and those of ignored modules."""
 
 
 def choose_ignored(
@@ -199,8 +289,7 @@ def choose_ignored(
     """Read ``ignored_modules`` and ``ignored_states``; the latter are parameters or modules."""
     if ignored_modules is not None and ignored_states is not None:
         raise ConfigurationError(
-            "What to ignore is given by ignored_modules or by ignored_states, got both. Use ignored_states, "
-            "which takes modules, too."
+            "Pass ignored_modules or ignored_states, got both. Use ignored_states, which takes modules, too."
         )
     modules = _checked_items("ignored_modules", ignored_modules, nn.Module)
     states = _checked_items("ignored_states", ignored_states, (nn.Module, nn.Parameter))
@@ -208,12 +297,12 @@ def choose_ignored(
     modules += [state for state in states if isinstance(state, nn.Module)]
     if params and modules:
         raise ConfigurationError(
-            "ignored_states must be parameters only or modules only, got both. Pass the parameters of the modules."
+            "ignored_states must be parameters only or modules only, got both. Pass the parameters of the modules instead."
         )
     wrapped = [type(each.module).__name__ for each in modules if isinstance(each, wrapper_cls)]
     if wrapped:
         raise ConfigurationError(
-            f"Wrapped modules manage themselves and cannot be ignored, got wrappers of {wrapped}. Leave them out."
+            f"Wrappers cannot be ignored, got wrappers of {wrapped}. Leave them out: they shard their own parameters."
         )
     below = {
         each
@@ -226,6 +315,7 @@ def choose_ignored(
 
 
 def _checked_items(name: str, given: object, kinds: type | tuple[type, ...]) -> list[Any]:
+    """Return the items of an argument, or refuse items of other kinds."""
     if given is None:
         return []
     items = list(given) if isinstance(given, Iterable) else [given]
@@ -245,18 +335,21 @@ def wrap_below(
     wrapper_cls: type[nn.Module],
     module: nn.Module,
     policy: Any,
-    options: Mapping[str, Any],
-    ignored: Ignored,
+    arguments: Mapping[str, Any],
+    options: WrapperOptions,
 ) -> None:
-    """Give the modules that a policy chooses wrappers of their own, with these options."""
-    precision: MixedPrecision | None = options["mixed_precision"]
+    """Give the modules that a policy chooses wrappers of their own, with the arguments of the root."""
+    ignored = options.ignored
+    given, mesh = arguments["process_group"], arguments["device_mesh"]
+    process_groups = process_groups_below(options.axes, given, mesh)
     # Batch norm, by default, does not work in low precision: it gets a wrapper that computes in full.
+    precision: MixedPrecision | None = arguments["mixed_precision"]
     exempt = () if precision is None else tuple(precision._module_classes_to_ignore)
     wrapped = auto_wrap(
         module,
         policy,
         wrapper_cls,
-        root_kwargs=options,
+        root_kwargs={**arguments, "process_group": process_groups},
         ignored_modules=ignored.modules,
         ignored_params=ignored.params,
         class_kwargs={cls: {"mixed_precision": None} for cls in exempt},
@@ -274,10 +367,10 @@ def wrap_below(
 def _check_one_wrapper_per_param(
     root: nn.Module, wrappings: Sequence[Wrapping], ignored: Ignored
 ) -> None:
-    """Refuse parameters that modules of several wrappers share, before the first of them is made."""
+    """Refuse parameters that modules of several wrappers share, before the first module is wrapped."""
     names = {wrapping.module: wrapping.name for wrapping in wrappings}
     shared: dict[nn.Parameter, dict[str, str]] = {}
-    """Per parameter, its name in every wrapper."""
+    """By parameter and name of wrapper: the parameter's name in this wrapper."""
     seen: set[tuple[nn.Module, str]] = set()
 
     def visit(module: nn.Module, path: str, wrapper: str) -> None:
@@ -299,7 +392,7 @@ def _check_one_wrapper_per_param(
     ]
     if faults:
         raise ConfigurationError(
-            "A parameter belongs to one wrapper, but the policy gives these to several:\n  "
+            "A parameter must be in one wrapper, but the policy gives these to several:\n  "
             + "\n  ".join(faults)
-            + "\nLet the policy leave these modules to a wrapper around all of them, for example to the root."
+            + "\nLet the policy wrap a module around all of them instead, or leave them to the root."
         )

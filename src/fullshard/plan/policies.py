@@ -130,10 +130,12 @@ def check_type(name: str, value: object, expected: type, *, home: str = "fullsha
     if isinstance(value, expected):
         return
     found = type(value)
+    kind, text = f"{found.__module__}.{found.__qualname__}", repr(value)
+    is_short = len(text) <= 100 and "\n" not in text  # a model's is not
     is_namesake = found.__name__ == expected.__name__  # torch's class of the same name
     raise OptionTypeError(
-        f"{name} must be an instance of {home}.{expected.__name__}, got {value!r} "
-        f"({found.__module__}.{found.__qualname__}).{f' Import it from {home}.' if is_namesake else ''}"
+        f"{name} must be an instance of {home}.{expected.__name__}, got "
+        f"{f'{text} ({kind})' if is_short else kind}.{f' Import it from {home}.' if is_namesake else ''}"
     )
 
 
