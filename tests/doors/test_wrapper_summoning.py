@@ -52,7 +52,7 @@ def at_rest(model: nn.Module, before: dict[str, Any]) -> None:
         state = state_of(module)
         for group in state.groups if state else ():
             assert not group.full_params_installed
-            assert not group.shards.disturbed(on_modules=True)
+            assert not group.shards.are_replaced(on_modules=True)
 
 
 # --- showing --------------------------------------------------------------------------------------

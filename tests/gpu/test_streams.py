@@ -290,7 +290,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 def forget_releases(context: FSDPCommContext) -> None:
-    context._releases.clear()
+    context.releases.clear()
 
 
 def finish_input_at_once(reduction: ReduceScatterState) -> None:

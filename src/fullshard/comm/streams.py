@@ -62,7 +62,7 @@ class FSDPCommContext:
     record_stream and without stopping the host:
 
     1. Gather buffers are allocated and freed on the all-gather stream and read by compute. Giving
-       one back records an event on the compute stream (`note_release`); before the next allocation
+       one back records an event on the compute stream (`releases`); before the next allocation
        the all-gather stream waits for all such events (`wait_for_releases`).
     2. Reduce inputs, what exchanges receive, and reduce outputs are allocated on the compute
        stream and used by the reduce-scatter and all-reduce streams, which wait for compute first.
@@ -92,7 +92,8 @@ class FSDPCommContext:
         """The recorder of a trace; usually none."""
         self.host_reads_results = False
         """Whether sharded gradients are in host memory, so that the host must wait for them."""
-        self._releases: list[Event] = []
+        self.releases: list[Event] = []
+        """Of gather buffers that were given back: events that mark the last read of each on the compute stream."""
         self.reduce_inputs: deque[InFlight] = deque()
         """Reductions whose input may still be read, oldest first."""
         self._reductions: deque[InFlight] = deque()
@@ -119,16 +120,11 @@ class FSDPCommContext:
         else:
             self.all_gather.wait_event(event)
 
-    def note_release(self, event: Event) -> None:
-        """Note that a gather buffer was given back; ``event`` marks its last read on the compute stream."""
-        if self.asynchronous:
-            self._releases.append(event)
-
     def wait_for_releases(self) -> None:
         """Order the current stream, the all-gather stream, after all reads of buffers given back so far."""
-        for event in self._releases:
+        for event in self.releases:
             event.wait()
-        self._releases.clear()
+        self.releases.clear()
 
     def make_room_for_reduction(self) -> None:
         """Keep the reduce inputs in flight below `max_reductions`.

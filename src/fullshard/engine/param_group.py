@@ -280,7 +280,7 @@ class FSDPParamGroup:
         """Read the shards anew if a parameter, or its data, was replaced by a user: ``param.data = ...``."""
         self._notice_sharded_put_back()
         on_modules = self.sharded_state is not _UNSHARDED
-        if not self.full_params_installed and self.shards.disturbed(on_modules=on_modules):
+        if not self.full_params_installed and self.shards.are_replaced(on_modules=on_modules):
             self.repack()
 
     def _notice_sharded_put_back(self) -> None:
@@ -394,8 +394,14 @@ class FSDPParamGroup:
         context = self.context
         recorder = context.recorder
         span = None if recorder is None else recorder.transfer("gather", self)
-        with torch_border.profiler_range(self._labels.gather), context.all_gather:
-            context.wait_for_releases()  # before the allocation: [Note: memory and streams], rule 1
+        profiled = (
+            torch_border.profiler_range(self._labels.gather)
+            if torch_border.profiler_enabled()
+            else torch_border.NO_RANGE
+        )
+        with profiled, context.all_gather:
+            if context.releases:
+                context.wait_for_releases()  # before the allocation: [Note: memory and streams], rule 1
             extra = None
             all_gather: GroupAllGather | UnshardedInPlace | None
             if state is _SHARDED_POST_FORWARD:
@@ -467,8 +473,14 @@ class FSDPParamGroup:
         assert all_gather is not None, "a gather is in flight"
         recorder = context.recorder
         if in_flight is not None:
-            with torch_border.profiler_range(self._labels.copy_out), context.all_gather:
-                context.wait_for_releases()  # memory is taken here, too: rule 1
+            profiled = (
+                torch_border.profiler_range(self._labels.copy_out)
+                if torch_border.profiler_enabled()
+                else torch_border.NO_RANGE
+            )
+            with profiled, context.all_gather:
+                if context.releases:
+                    context.wait_for_releases()  # memory is taken here, too: rule 1
                 all_gather.finish(in_flight)
                 if self._unbuffered is not None:
                     self._unbuffered.finish()
@@ -603,7 +615,8 @@ class FSDPParamGroup:
             self._guard.memory_is_absent()
         if self._unbuffered is not None:
             self._unbuffered.release()
-        context.note_release(self._released_event)
+        if context.asynchronous:  # the host has nothing to wait for
+            context.releases.append(self._released_event)
         self.sharded_state = following
         if context.recorder is not None and isinstance(all_gather, GroupAllGather):
             context.recorder.released(self)

@@ -10,8 +10,9 @@ in between.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -156,17 +157,17 @@ class VersionGuard:
         """Guard the unsharded parameters, whose memory is there now."""
         self.absent_version = next(_ABSENT_VERSIONS)
         """What autograd's error says such a parameter is at."""
-        self._tensors = tuple(p.unsharded_param for p in params if p.unsharded_param is not None)
-        self._present = torch_border.versions_of(self._tensors)
-        self._absent = (self.absent_version,) * len(self._tensors)
-
-    def memory_is_there(self) -> None:
+        tensors = tuple(p.unsharded_param for p in params if p.unsharded_param is not None)
+        absent = (self.absent_version,) * len(tensors)
+        # Called for every gather and release, so these are calls without a Python frame.
+        self.memory_is_there: Callable[[], None] = functools.partial(
+            torch_border.set_versions, tensors, torch_border.versions_of(tensors)
+        )
         """From now on work issued to the compute stream may use the parameters."""
-        torch_border.set_versions(self._tensors, self._present)
-
-    def memory_is_absent(self) -> None:
+        self.memory_is_absent: Callable[[], None] = functools.partial(
+            torch_border.set_versions, tensors, absent
+        )
         """From now on nobody may use them."""
-        torch_border.set_versions(self._tensors, self._absent)
 
 
 PRE_ALL_GATHER, POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"

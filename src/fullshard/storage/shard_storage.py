@@ -104,41 +104,52 @@ class ShardStorage:
 
     def _find_shard_views(self) -> None:
         self.shard_views = self._format.shard_views(self._packed, self.buffer)
-        """The memory in the buffer that each face stands for, of those that have one there."""
+        """The memory in the buffer that each sharded parameter is over, of those that have some there."""
 
     def _find_module_entries(self) -> None:
-        """Note what the modules show at rest, and the tensors that count writes to it."""
+        """Note what the modules have while the group is sharded, where it lies, and who counts writes to it.
+
+        Before: the sharded parameters are on their modules and lie in the buffer.
+        """
         tensors = [
             tensor for sharded_param in self.sharded_params for tensor in sharded_param.versioned
         ]
         self.versioned = [tensor for tensor in tensors if not tensor.is_inference()]
         """Tensors whose version counters tell of writes to the shards."""
-        places = [
-            place
+        entries = [
+            entry
             for sharded_param in self.sharded_params
-            for place in sharded_param.values_on_modules()
+            for entry in sharded_param.values_on_modules()
         ]
-        self._tables = [torch_border.table_for(owner.module, value) for owner, value in places]
-        self._names = [owner.name for owner, _ in places]
-        self._resting = [value for _, value in places]
+        self._tables = [torch_border.table_for(owner.module, value) for owner, value in entries]
+        self._names = [owner.name for owner, _ in entries]
+        self._values = [value for _, value in entries]
+        kind = type(self.sharded_params[0])  # those of a group are of one kind
+        self._memory_of, self._is_same_memory = kind.memory_of, kind.is_same_memory
+        self._in_buffer = [sharded_param.param for sharded_param in self.shard_views]
+        self._memory = [*map(kind.memory_of, self._in_buffer)]
+        self._dtypes = [*map(_dtype_of, self._in_buffer)]
 
     @property
     def on_modules(self) -> bool:
-        """Whether the modules show what they should at rest. Asked in every forward, so no loop in Python."""
+        """Whether the modules have the sharded parameters. Asked in every forward, so no loop in Python."""
         found = map(dict.get, self._tables, self._names)
-        return all(map(operator.is_, found, self._resting))
+        return all(map(operator.is_, found, self._values))
 
     # --- replaced by users ------------------------------------------------------------------------
 
-    def disturbed(self, *, on_modules: bool) -> bool:
-        """Whether a parameter, or its data, was replaced behind our back: ``param.data = ...``.
+    def are_replaced(self, *, on_modules: bool) -> bool:
+        """Return whether a user replaced a sharded parameter, or its data: ``param.data = ...``.
 
-        Parameters on the modules can be compared only if the sharded ones should be ``on_modules``.
+        Parameters on the modules can be compared only if the sharded ones should be ``on_modules``. Asked in
+        every forward, so no loop in Python.
         """
         if on_modules and not self.on_modules:
             return True
-        return any(
-            not sharded_param.lies_in(view) for sharded_param, view in self.shard_views.items()
+        found = map(self._memory_of, self._in_buffer)
+        return not (
+            all(map(self._is_same_memory, found, self._memory))
+            and all(map(operator.is_, map(_dtype_of, self._in_buffer), self._dtypes))
         )
 
     def replacements(self, group: str) -> dict[ShardedParam, Tensor]:
@@ -149,7 +160,7 @@ class ShardStorage:
         Raises:
             ConfigurationError: some of it can not replace what it stands for.
         """
-        if not self.disturbed(on_modules=True):
+        if not self.are_replaced(on_modules=True):
             return {}
         found = {sharded_param: sharded_param.found() for sharded_param in self.sharded_params}
         faults = [
@@ -270,6 +281,9 @@ class ShardStorage:
             if sharded_param not in self.shard_views
         )
         return self.buffer.nbytes + sum(apart)
+
+
+_dtype_of = operator.attrgetter("dtype")
 
 
 def _copy_of(shard: Tensor) -> Tensor:

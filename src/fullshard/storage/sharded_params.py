@@ -12,10 +12,11 @@ This file, `flat_parameter` and `param` are the only ones that put parameters on
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,13 @@ class ShardedParam(ABC):
 
     param: nn.Parameter
 
+    # How to tell that a parameter is over the memory it should be over. Asked for every parameter in every forward,
+    # so these are functions without a Python frame.
+    memory_of: ClassVar[Callable[[Tensor], object]]
+    """What identifies the memory of a parameter, or of a view."""
+    is_same_memory: ClassVar[Callable[[object, object], bool]]
+    """Whether two results of it are the same."""
+
     def __init__(self, name: str, owners: Sequence[ParamModuleInfo], *, trainable: bool) -> None:
         self.name = name
         """Full name, for messages."""
@@ -85,10 +93,6 @@ class ShardedParam(ABC):
     @abstractmethod
     def replace_local(self, local: Tensor) -> None:
         """Let the face, and all who know it, stand for other memory of the same shape and dtype."""
-
-    @abstractmethod
-    def lies_in(self, local: Tensor) -> bool:
-        """Whether the face stands for this very memory."""
 
     @abstractmethod
     def fault(self, candidate: Tensor | None) -> str | None:
@@ -173,7 +177,10 @@ class ShardedParam(ABC):
 
 
 class DTensorShardedParam(ShardedParam):
-    """A DTensor over this rank's part of one parameter."""
+    """A DTensor over this rank's shard of one parameter."""
+
+    memory_of = staticmethod(torch_border.local_of)
+    is_same_memory = staticmethod(operator.is_)  # the very tensor: its data are never replaced
 
     def __init__(
         self,
@@ -210,10 +217,6 @@ class DTensorShardedParam(ShardedParam):
     def replace_local(self, local: Tensor) -> None:
         """See `ShardedParam`."""
         torch_border.replace_local(self.param, local)
-
-    def lies_in(self, local: Tensor) -> bool:
-        """See `ShardedParam`."""
-        return self.local is local
 
     def fault(self, candidate: Tensor | None) -> str | None:
         """See `ShardedParam`."""
@@ -258,6 +261,9 @@ class PlainShardedParam(ShardedParam):
     For a while, other tensors can be shown in the place of what it stands for: whole parameters, say.
     """
 
+    memory_of = staticmethod(Tensor.data_ptr)
+    is_same_memory = staticmethod(operator.eq)
+
     stands_for_several = False
     """Whether it is one parameter for all of a segment."""
     _unreduced_shape: torch.Size | None = None
@@ -288,11 +294,6 @@ class PlainShardedParam(ShardedParam):
     def replace_local(self, local: Tensor) -> None:
         """See `ShardedParam`."""
         self.param.data = self._shaped(local)
-
-    def lies_in(self, local: Tensor) -> bool:
-        """See `ShardedParam`."""
-        param = self.param
-        return param.data_ptr() == local.data_ptr() and param.dtype == local.dtype
 
     def fault(self, candidate: Tensor | None) -> str | None:
         """See `ShardedParam`."""
