@@ -141,7 +141,7 @@ def test_what_nobody_tells_of_is_named() -> None:
 def test_a_part_that_another_rank_counts_on_is_named() -> None:
     """Rank 1 has another model than rank 0, which divides a parameter over both."""
     errors = refusals([Outline(tensors={"model/first": of(FLAT)}), Outline(tensors={})])
-    assert errors.keys() == {1} and "  model/first: on rank 0, divided over ranks" in errors[1]
+    assert errors.keys() == {1} and "  model/first: on rank 0, sharded over ranks" in errors[1]
     # Ranks 2 and 3 are among those of its mesh, and have no elements of it.
     errors = refusals([Outline(tensors={"model/first": of(FLAT)})] * 2 + [Outline(tensors={})] * 2)
     assert not errors

@@ -278,7 +278,7 @@ def test_unusual_tensors_survive_both_ways(tmp_path: Path) -> None:
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     source = plain_source(nn.Linear(2, 2))
     del source.whole["model/bias"]
-    with pytest.raises(CheckpointError, match=r"is damaged:\nmodel/bias: is not there"):
+    with pytest.raises(CheckpointError, match=r"is damaged:\n  model/bias: is not there"):
         write_dcp(source, tmp_path / "new")
     assert list((tmp_path / "new").iterdir()) == []
     (tmp_path / "new" / "notes").touch()

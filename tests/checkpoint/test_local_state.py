@@ -183,7 +183,7 @@ def test_one_name_is_of_one_tensor() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(1))
     model.add_module("_orig_mod", nn.Linear(1, 1))
-    with pytest.raises(CheckpointError, match=r"each of these:\n  weight\n"):
+    with pytest.raises(CheckpointError, match=r"each of these names:\n  weight\n"):
         holdings(model)
 
 

@@ -33,7 +33,7 @@ def restarted(path: Path) -> nn.Linear:
     """A model that goes on from a checkpoint of a process that has ended."""
     retention._OWN_IDS.clear()
     for run in list(retention._RUNS.values()):
-        run.let_go()
+        run.release()
     model = nn.Linear(2, 2)
     checkpoint.load(path, model)
     return model

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import CheckpointError, ConfigurationError, checkpoint, fully_shard
 from fullshard.checkpoint import manifest as manifests, publication
+from fullshard.checkpoint.host_copies import Snapshot
 from fullshard.checkpoint.unfinished_save import UnfinishedSave
 from tests.helpers.checkpointed import Setting, train, whole_state
 from tests.helpers.compare import assert_equal
@@ -118,6 +119,31 @@ class Gate:
         return self._begin(path)
 
 
+def test_the_copies_can_be_waited_for_while_the_thread_still_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = Setting(door="plain").build()
+    waiting: list[threading.Thread] = []
+    wait = Snapshot.wait
+
+    def noted_wait(self: Snapshot) -> None:
+        waiting.append(threading.current_thread())
+        wait(self)
+
+    monkeypatch.setattr(Snapshot, "wait", noted_wait)
+    expected = whole_state(model, optimizer)
+    with Gate():
+        pending = checkpoint.async_save(tmp_path / "a", model)
+        pending.wait_for_copies()
+        assert threading.current_thread() in waiting and not pending.done()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+    pending.wait()
+    checkpoint.load(tmp_path / "a", model)
+    assert_equal(whole_state(model, optimizer), expected)
+
+
 def train_while_saving(folder: Path, door: str) -> None:
     setting = Setting(door=door)
     model, optimizer = setting.build()
@@ -133,7 +159,7 @@ def train_while_saving(folder: Path, door: str) -> None:
         assert not pending.done() and checkpoint.latest(folder) is None
         with pytest.raises(TimeoutError):
             pending.wait(timeout=0.01)
-        with pytest.raises(CheckpointError, match="Another save is on its way"):
+        with pytest.raises(CheckpointError, match="only one save may be in flight"):
             checkpoint.async_save(folder / "b", model, optimizer, when_busy="refuse")
         gate.open.set()
         second = checkpoint.async_save(folder / "b", model, optimizer, extra=2)
@@ -215,7 +241,7 @@ def save_on_some(folder: Path) -> None:
     half = dist.new_group([0])
     model, _ = Setting().build()
     if dist.get_rank() == 0:
-        with pytest.raises(CheckpointError, match=r"process_group has not: \[1\]"):
+        with pytest.raises(CheckpointError, match=r"process_group lacks ranks \[1\]"):
             checkpoint.save(folder / "a", model, process_group=half)
     else:
         with pytest.raises(ConfigurationError, match="rank 1 is not"):

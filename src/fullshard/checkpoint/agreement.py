@@ -1,17 +1,17 @@
-"""What ranks that save together agree on, when each has read its own part off the model.
+"""What ranks that save together agree on, after each has read its own state off the model.
 
-Mostly all have read the same, and a digest shows it. They may also know different things, where
+Mostly all ranks have the same outline, and a digest shows it. Ranks may also know different things:
 
     use_orig_params            a rank's optimizer has no state of parameters that the rank has no elements of
     other parallelism          parameters lie on meshes of their own: the ranks of each hold a replica
     pipeline stages            ranks have different modules
 
-Then each rank tells of what it is the first to hold elements of, and all of it together is what is saved. So
-everything is reported about once, or once per mesh: however many ranks there are, no more travels than the manifest has.
+Then each rank reports the tensors whose first elements it holds, and the merged reports are what is saved. Everything is
+reported once, or once per mesh. So however many ranks there are, no more is sent than the manifest has.
 
-Every rank then compares all that it has with what was reported, and all that was reported with what it has. What a rank
-holds elements of must be there on both sides, and be the same: so one rank without an optimizer, without the state of
-a parameter, or with other options or step counts is found before anything is written.
+Every rank then compares what it has with what was reported, in both directions. What a rank holds elements of must be on
+both sides, and be the same. So an error is raised before anything is written if one rank has no optimizer, lacks the
+state of a parameter, or has other options or step counts.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """What is to be saved, without data."""
+    """What will be saved, without data."""
 
     tensors: Mapping[str, StoredTensor]
     """By key; their shardings name all holders."""
     tied: Mapping[str, str] = field(default_factory=dict)
     optimizer: Tree | None = None
     held: frozenset[str] = frozenset()
-    """Names in the model of what this rank has elements of, also in one `FlatParameter` with others. Known to this
-    rank only: others are not reported."""
+    """Names of the model's tensors that this rank has elements of, and of all members of a `FlatParameter` that it has elements
+    of. Not reported to other ranks."""
 
     def digest(self) -> str:
-        """Equal on ranks that know the same."""
+        """Return a text that is equal on ranks with equal outlines."""
         lists: dict[Any, int] = {}
         tensors = {
             key: (
@@ -64,7 +64,7 @@ class Outline:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def part_reported_by(self, rank: int) -> Outline:
-        """The part that ``rank`` tells of, which has this outline."""
+        """Return the part of this outline that ``rank`` reports if the outline is its own."""
         first = {key: _first_holder(stored.sharding) for key, stored in self.tensors.items()}
 
         def reports(name: str) -> bool:
@@ -94,14 +94,14 @@ def outline_of(
     optimizer: Tree | None = None,
     updated_together: Iterable[Sequence[str]] = (),
 ) -> Outline:
-    """The outline of what this rank holds.
+    """Return the outline of what this rank holds.
 
     Args:
-        tensors: Of model and optimizer.
+        tensors: Tensors of model and optimizer.
         tied: See `LocalModelState.tied`.
         optimizer: See `source.Source.optimizer`.
-        updated_together: Names of parameters that are one to the optimizer: a rank that holds elements of one of them
-            has state of all.
+        updated_together: Names of parameters that the optimizer has as one `FlatParameter`: a rank that holds elements of
+            one of them has state of all.
     """
     tensors = list(tensors)
     held = {
@@ -120,20 +120,20 @@ def outline_of(
     )
 
 
-# --- what all have -------------------------------------------------------------------------------------
+# --- what all ranks have together ------------------------------------------------------------------------
 
 
 def agreed(own: Outline, reported: Mapping[int, Outline], rank: int) -> Outline:
-    """The outline of all, from what every rank tells of its own; the same on each of them.
+    """Return the outline of all ranks, from the reports of all ranks. It is the same on each of them.
 
     Args:
         own: What this rank has.
-        reported: By rank, what each of them tells.
-        rank: This one.
+        reported: What each rank reports.
+        rank: This rank.
 
     Raises:
-        CheckpointError: this rank has something else than was reported, more, or less; or ranks differ in whether they
-            have an optimizer, and which. An error here must be one on all ranks.
+        CheckpointError: this rank has something else than was reported, more, or less; or ranks have optimizers of different
+            classes. The caller must raise it on all ranks.
     """
     check_optimizer_classes(
         {rank: _kind(outline.optimizer) for rank, outline in reported.items()}, "save"
@@ -145,21 +145,20 @@ def agreed(own: Outline, reported: Mapping[int, Outline], rank: int) -> Outline:
     for paragraph in fault_paragraphs(
         faults,
         "Ranks that save together must have the same model and optimizer, as far as they share parameters. Nothing was "
-        "saved, because on this rank these are not as on others:",
-        "Build the same model and optimizer on all ranks, step the optimizer on all of them alike, and let a parameter have a "
-        "gradient on all ranks or on none. Ranks that share nothing save by themselves (process_group), or shard what "
-        "they have.",
+        "saved, because these differ on this rank:",
+        "Build the same model and optimizer on all ranks. Step the optimizer on all ranks alike. Give a parameter a gradient "
+        "on all ranks or on none. Ranks that share nothing must save by themselves (process_group), or shard what they have.",
     ):
         raise CheckpointError(paragraph)
     return merged.outline
 
 
 def check_optimizer_classes(kinds: Mapping[int, str | None], task: Literal["save", "load"]) -> None:
-    """Raise unless all ranks have passed an optimizer of one class, or none has passed any.
+    """Raise unless all ranks have passed an optimizer of one class, or none has passed one.
 
     Args:
         kinds: By rank, the name of the class, or None.
-        task: What ranks do together.
+        task: What the ranks do together.
     """
     ranks_by_kind: dict[str, list[int]] = {}
     for rank, kind in kinds.items():
@@ -172,7 +171,7 @@ def check_optimizer_classes(kinds: Mapping[int, str | None], task: Literal["save
             "they passed\n  "
             + "\n  ".join(lines)
             + "\nPass the optimizer on all ranks. A rank without parameters to "
-            "optimize passes one with an empty group."
+            "optimize passes an optimizer with an empty group."
         )
 
 
@@ -181,7 +180,7 @@ def _kind(optimizer: Tree | None) -> str | None:
 
 
 class _Merged:
-    """All that ranks have reported, as one outline, and who has reported of each part first."""
+    """The reports of all ranks as one outline, and the first rank that reported each part."""
 
     def __init__(self, reported: Mapping[int, Outline]) -> None:
         self.tensors: dict[str, StoredTensor] = {}
@@ -190,7 +189,7 @@ class _Merged:
         self.groups: list[dict[str, Any]] = []
         self._optimizer: Tree | None = None
         self.reporter: dict[Any, int] = {}
-        """By keys of tensors, and by numbers of groups."""
+        """The first rank that reported a tensor, by its key, or a group, by its number."""
         for rank, outline in reported.items():
             for key, stored in outline.tensors.items():
                 self.reporter.setdefault(key, rank)
@@ -207,7 +206,7 @@ class _Merged:
             if number == len(self.groups):
                 self.groups.append({"params": []})
             if not group["params"]:
-                continue  # nothing is reported of this one
+                continue  # nothing was reported of this group
             merged = self.groups[number]
             if number not in self.reporter:
                 self.reporter[number] = rank
@@ -226,13 +225,13 @@ class _Merged:
         return Outline(tensors=self.tensors, tied=self.tied, optimizer=optimizer)
 
     def rank_of(self, name: str) -> str:
-        """For messages: who has reported of a tensor of the model."""
+        """Return, for messages, the rank that reported a tensor of the model."""
         reporter = self.reporter.get(MODEL + name)
         return "others" if reporter is None else f"rank {reporter}"
 
 
 def _with_holders_of(known: StoredTensor, other: StoredTensor) -> StoredTensor:
-    """A tensor with the holders of both; or as it is, if the other is something else."""
+    """Return a tensor with the holders of both; unchanged if the other differs in more than its holders."""
     if _without_holders(known) != _without_holders(other):
         return known
     holders = dict.fromkeys((*known.sharding.holders, *other.sharding.holders))
@@ -243,7 +242,7 @@ def _without_holders(stored: StoredTensor) -> StoredTensor:
     return replace(stored, sharding=replace(stored.sharding, holders=()))
 
 
-# --- what this rank has otherwise --------------------------------------------------------------------------
+# --- how this rank differs -------------------------------------------------------------------------------
 
 
 def _tensor_differences(own: Outline, merged: _Merged, rank: int) -> Iterator[str]:
@@ -255,14 +254,14 @@ def _tensor_differences(own: Outline, merged: _Merged, rank: int) -> Iterator[st
                     f"{key}: {stored.dtype} {stored.shape} here, {known.dtype} {known.shape} on {where}"
                 )
             elif _without_holders(stored) != _without_holders(known):
-                yield f"{key}: divided over ranks otherwise than on {where}"
+                yield f"{key}: sharded in another way than on {where}"
         elif key.startswith(MODEL):
             first = _first_holder(stored.sharding)
-            yield f"{key}: here, not on rank {first}, which would have to save its first elements"
+            yield f"{key}: here, not on rank {first}, which must save its first elements"
     for key, known in merged.tensors.items():
         cell = known.sharding.cell_of(rank) if key not in own.tensors else None
         if cell is not None and key.startswith(MODEL) and known.sharding.extent(cell).numel:
-            yield f"{key}: on rank {merged.reporter[key]}, divided over ranks with this one among them; not here"
+            yield f"{key}: on rank {merged.reporter[key]}, sharded over ranks with this one among them; not here"
 
 
 def _tied_differences(own: Outline, merged: _Merged) -> Iterator[str]:
@@ -275,7 +274,7 @@ def _optimizer_differences(own: Outline, optimizer: Tree, merged: _Merged) -> It
     groups = optimizer["param_groups"]
     own_numbers, numbers = _numbers(groups), _numbers(merged.groups)
     for name in own_numbers | numbers:
-        # What this rank has no elements of, its optimizer need not have.
+        # A rank's optimizer need not have parameters that the rank has no elements of.
         if own_numbers.get(name) != numbers.get(name) and (name in own_numbers or name in own.held):
             here, there = (_group_text(each.get(name)) for each in (own_numbers, numbers))
             yield f"{name}: {here} here, {there} on {merged.rank_of(name)}"
@@ -300,20 +299,14 @@ def _group_text(number: int | None) -> str:
 
 
 def _differences(ours: Tree, theirs: Tree, what: str, where: str) -> Iterator[str]:
-    """What one part of an optimizer has otherwise, more or less than another rank's."""
+    """Yield a line for each entry in which this rank and another one differ."""
     if more := sorted(map(str, ours.keys() - theirs.keys())):
         yield f"{what}: {', '.join(more)} here, not on {where}"
     if less := sorted(map(str, theirs.keys() - ours.keys())):
         yield f"{what}: {', '.join(less)} on {where}, not here"
     for key in ours:
-        if key in theirs and not _same(ours[key], theirs[key]):
+        if key in theirs and not json_values.are_same(ours[key], theirs[key]):
             yield f"{what}: {key} is {_text(ours[key])} here, {_text(theirs[key])} on {where}"
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other or bool(
-        json_values.encode(one, "", []) == json_values.encode(other, "", [])
-    )
 
 
 def _text(value: Any) -> str:
@@ -324,12 +317,12 @@ def _text(value: Any) -> str:
 
 
 def _plain(encoded: Any) -> Any:
-    """A number as it reads, without its dtype."""
+    """Return a number without its dtype."""
     return encoded.get("value", encoded) if isinstance(encoded, dict) else encoded
 
 
 def _first_holder(sharding: Sharding) -> int | None:
-    """The rank that has the first elements; of a tensor without any, that has its first cell."""
+    """Return the rank that has the first elements; of an empty tensor, the rank that has the first cell."""
     parts = sharding.overlapping(whole(sharding.shape))
     cell = next((part.cell for part in parts), 0)
     ranks = sharding.holders[0] if sharding.holders else ()
@@ -342,10 +335,10 @@ def _first_holder(sharding: Sharding) -> int | None:
 def parts_to_write(
     tensors: Mapping[str, StoredTensor], own: Iterable[LocalTensor], rank: int
 ) -> list[tuple[str, Tensor]]:
-    """The cells that this rank was chosen to write, by key: all of them, as the manifest will say they are.
+    """Return the cells that this rank must write, by key, after checking that it has them as the manifest will say.
 
-    Cells cover a tensor, and each has one writer. So if every rank has what it is to write, no element is missing
-    from the checkpoint, whatever ranks have agreed on.
+    Cells cover a tensor, and each has one writer. So if every rank has what it must write, no element is missing from the
+    checkpoint, whatever the ranks have agreed on.
 
     Raises:
         CheckpointError: this rank does not have a cell, or has it in another shape or dtype.
@@ -368,8 +361,8 @@ def parts_to_write(
             parts.append((key, local))
     for paragraph in fault_paragraphs(
         faults,
-        "A rank must have the parts of tensors that it is to write. Nothing was saved, because of these this rank has "
-        "something else:",
+        "A rank must have the parts of tensors that it writes. Nothing was saved, because this rank has something else in "
+        "place of these:",
         "Build the same model and optimizer on all ranks.",
     ):
         raise CheckpointError(paragraph)

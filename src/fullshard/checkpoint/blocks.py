@@ -1,15 +1,14 @@
-"""Parts of tensors: rectangular blocks, ranges of elements, and how one is found within another.
+"""Parts of tensors: rectangular blocks and ranges of elements, and their intersections.
 
-A **block** is a rectangle of a tensor: where it starts and its shape, for each dimension. Everything a rank
-holds, everything a file has and everything a reader wants is a block, or a range of the elements in
-row-major order, which is at most ``2 * ndim - 1`` blocks:
+A **block** is a rectangle of a tensor: its start and its shape. Whatever a rank holds, a file stores or a reader
+wants is a block, or a range of elements in row-major order. Such a range is at most ``2 * ndim - 1`` blocks:
 
     shape (4, 3), elements 1 to 11        . x x      1 block: row 0, from column 1
                                           x x x      1 block: rows 1 and 2
                                           x x x
                                           x x .      1 block: row 3, to column 2
 
-So one operation, the intersection of two blocks, is enough to read any division of a tensor into any other.
+So the intersection of two blocks is enough to read a tensor that was cut in one way into one that is cut in another.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 MAX_DIMS = 64
-"""Of a tensor that torch can copy."""
+"""Dimensions of a tensor that torch can copy."""
 
 
 def are_sizes(values: Any) -> TypeGuard[list[int] | tuple[int, ...]]:
-    """Whether a value from a file is a list of sizes that a tensor can have; to be asked before computing with them."""
-    # JSON's true is an int in Python.
+    """Return whether a value from a file is a list of sizes that a tensor can have. Ask before computing with them."""
+    # The exact type: JSON's true is an int in Python.
     return (
         type(values) in (list, tuple)
         and len(values) <= MAX_DIMS
@@ -43,40 +42,42 @@ class Block:
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """One past the last index, for each dimension."""
+        """The first index after the block, for each dimension."""
         return tuple(s + n for s, n in zip(self.start, self.shape, strict=True))
 
     def intersection(self, other: Block) -> Block | None:
-        """What both have, or None if that is nothing."""
+        """Return the block that both have in common, or None."""
         start = tuple(map(max, self.start, other.start))
         shape = tuple(min(a, b) - s for a, b, s in zip(self.stop, other.stop, start, strict=True))
         return Block(start, shape) if all(n > 0 for n in shape) else None
 
     def slices_in(self, outer: Block) -> tuple[slice, ...]:
-        """Where this block is in a tensor that has the block ``outer``."""
+        """Return the slices that pick this block out of a tensor that holds the block ``outer``."""
         return tuple(
             slice(s - o, s - o + n)
             for s, o, n in zip(self.start, outer.start, self.shape, strict=True)
         )
 
     def ranges_in(self, outer: Block, *, largest_gap: int = 0) -> Iterator[tuple[int, int]]:
-        """Where its elements are in ``outer``'s, in row-major order: (first, how many), as long as they can be.
+        """Yield the ranges of ``outer``'s elements, in row-major order, that have this block: (first, count).
+
+        Ranges are as long as they can be.
 
         Args:
             outer: A block around this one.
-            largest_gap: So many elements that are not this block's may be between two that are in one run.
+            largest_gap: Two ranges with no more elements than that between them are yielded as one.
         """
         if not self.numel:
             return
         strides = row_major_strides(outer.shape)
         inner = [s - o for s, o in zip(self.start, outer.start, strict=True)]
         first = sum(i * stride for i, stride in zip(inner, strides, strict=True))
-        # From the last dimension to the first, runs get longer and the gaps between them larger.
+        # From the last dimension to the first, ranges get longer and the gaps between them larger.
         length = 1
         split = len(self.shape)
         while split and strides[split - 1] - length <= largest_gap:
@@ -87,17 +88,17 @@ class Block:
 
 
 def whole(shape: Sequence[int]) -> Block:
-    """All of a tensor."""
+    """Return the block that is all of a tensor."""
     return Block((0,) * len(shape), tuple(shape))
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements between neighbours along each dimension."""
+    """Return how many elements lie between neighbours along each dimension."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def blocks_of_range(shape: Sequence[int], begin: int, end: int) -> list[Block]:
-    """Elements ``begin`` to ``end`` of a tensor, in row-major order, as blocks in that order.
+    """Return the elements from ``begin`` to ``end`` of a tensor, in row-major order, as blocks in that order.
 
     >>> [(block.start, block.shape) for block in blocks_of_range((4, 3), 1, 11)]
     [((0, 1), (1, 2)), ((1, 0), (2, 3)), ((3, 0), (1, 2))]
@@ -127,7 +128,10 @@ def blocks_of_range(shape: Sequence[int], begin: int, end: int) -> list[Block]:
 
 
 def slabs(shape: Sequence[int], limit: int) -> Iterator[Block]:
-    """All of a tensor as blocks of at most ``limit`` elements, in row-major order: whole rows, where one is not too large."""
+    """Yield blocks of at most ``limit`` elements that together are the tensor, in row-major order.
+
+    They are whole rows unless a single row is too large.
+    """
     numel = math.prod(shape)
     if not numel:
         return

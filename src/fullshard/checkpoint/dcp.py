@@ -47,7 +47,7 @@ from fullshard.checkpoint.source import (
     without_class,
 )
 from fullshard.checkpoint.torch_items import fault_of, refuse_compressed
-from fullshard.checkpoint.verified_reads import read_verified, with_tensors
+from fullshard.checkpoint.verified_reads import raise_if_damaged, read_verified, with_tensors
 from fullshard.errors import CheckpointError
 from fullshard.files import atomic_write
 from fullshard.torch_border import EXTRA_STATE, dcp_item_place
@@ -221,21 +221,17 @@ class DcpCheckpoint:
             ]
         if tree in self._metadata.values:
             item = self._metadata.values[tree]
-            self._refuse(self._faults(item, tree))
+            raise_if_damaged(self.path, self._faults(item, tree))
             return self._load(item, tree)
         self._stored[key] = tensor = self._metadata.tensors[tree]
         block = whole(tensor.shape)
         if tensor.shape and block.numel * tensor.dtype.itemsize > max_bytes:
             return TensorRef(key)
-        self._refuse(self.verify([(key, block)]))
+        raise_if_damaged(self.path, self.verify([(key, block)]))
         value = torch.empty(tensor.shape, dtype=tensor.dtype)
         self.read(key, block, value)
         del self._stored[key]
         return value
-
-    def _refuse(self, faults: list[str]) -> None:
-        if faults:
-            raise CheckpointError("\n".join([f"The checkpoint {self.path} is damaged:", *faults]))
 
     def _chunk(self, key: str, chunk: Chunk) -> Tensor:
         if self._last is not None and self._last[0] == chunk.item:

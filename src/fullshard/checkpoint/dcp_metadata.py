@@ -21,6 +21,7 @@ import torch
 
 from fullshard.checkpoint.blocks import MAX_DIMS, Block, are_sizes, whole
 from fullshard.checkpoint.metadata_pickle import Record, unpickle
+from fullshard.checkpoint.verified_reads import raise_if_damaged
 from fullshard.errors import CheckpointError
 from fullshard.files import content_of
 
@@ -87,9 +88,7 @@ def read_metadata(folder: Path) -> DcpMetadata:
             f"{file} is not the metadata of a torch distributed checkpoint that can be used: "
             f"{type(error).__name__}: {error}."
         ) from error
-    faults = _faults(folder, metadata)
-    if faults:
-        raise CheckpointError("\n".join([f"The checkpoint {folder} is damaged:", *faults]))
+    raise_if_damaged(folder, _faults(folder, metadata))
     return metadata
 
 

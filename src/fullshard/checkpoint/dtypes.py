@@ -1,4 +1,4 @@
-"""How safetensors files, and our manifests, call the dtypes."""
+"""The codes of dtypes in safetensors files and in our manifests."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ DTYPE_CODES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Others cannot be stored."""
+"""Other dtypes cannot be stored."""
 
 DTYPES_BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}

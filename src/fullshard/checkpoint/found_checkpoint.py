@@ -1,7 +1,7 @@
-"""Which checkpoint is at a path: it may be replaced or removed while it is read, and then is read again.
+"""The checkpoint that was found at a path. It may be replaced or removed while it is read; then the new one is read.
 
-`FoundCheckpoint` is made before anything is opened. Whoever then cannot read asks whether it is outdated: if so, what went wrong is
-no damage, and the new one is read from the beginning.
+A `FoundCheckpoint` is made before any file is opened. A reader that fails asks whether it is outdated. If so, the failure is
+not damage, and the reader starts again with the new checkpoint.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fullshard.errors import CheckpointError
 T = TypeVar("T")
 
 _WRITTEN_LAST = (MANIFEST, METADATA, "model.safetensors", "model.safetensors.index.json")
-"""Files that are new when a checkpoint is, by format: our own, DCP, Hugging Face."""
+"""The files that are replaced whenever a checkpoint is, by format: our own, DCP, Hugging Face."""
 
 
 class FoundCheckpoint:
-    """Which checkpoint was at a path when somebody looked."""
+    """The checkpoint that was at a path at one moment."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,26 +35,26 @@ class FoundCheckpoint:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it was one of our own."""
+        """Whether it has our own format."""
         return isinstance(self._version, bytes)
 
     def manifest(self) -> Manifest | None:
-        """Of one of our own, as it was then, whatever is there by now: so all ranks read one checkpoint."""
+        """Return its manifest as it was found, or None for other formats. So all ranks read the same checkpoint."""
         if not isinstance(self._version, bytes):
             return None
         return manifests.parse(self._version, self.path)
 
     def is_outdated(self) -> bool:
-        """Whether there is another one by now.
+        """Return whether another checkpoint is there now.
 
         Raises:
-            CheckpointError: there is none any more.
+            CheckpointError: it was removed.
         """
         now = _version(self.path)
         if self._version is not None and (now is None or type(now) is not type(self._version)):
             raise CheckpointError(
                 f"The checkpoint {self.path} was removed while it was read: a run that saves with keep_last removes its "
-                "old ones. fullshard.checkpoint.latest(folder) finds the newest complete one in a folder."
+                "old checkpoints. fullshard.checkpoint.latest(folder) finds the newest complete one in a folder."
             )
         return bool(now != self._version)
 
@@ -66,13 +66,13 @@ def read_together(
     *,
     own_paths: bool = False,
 ) -> T:
-    """Read the checkpoint that the first rank finds at its path; if it is replaced meanwhile, read the new one.
+    """Read the checkpoint that the first rank finds at its path, on all ranks; if it is replaced meanwhile, read the new one.
 
     Args:
-        path: The first rank's counts.
+        path: The path; the first rank's is used.
         rank_group: The ranks that read.
-        read: Is called again if it raised `CheckpointError`, which must be the same on all ranks.
-        own_paths: Every rank looks at its own path instead: copies on the disks of their hosts.
+        read: Reads it. It is called again if it raised `CheckpointError`, which must be the same on all ranks.
+        own_paths: Whether every rank uses its own path instead: each host may have a copy.
     """
     one = rank_group.on_each if own_paths else rank_group.on_first
     for _ in range(MAX_TRIES):
@@ -87,14 +87,20 @@ def read_together(
             if not is_outdated():
                 raise
         else:
-            # Without a manifest of ours, ranks may have opened one before it was replaced, and one after.
+            # Without our manifest, one rank may have opened the old checkpoint and another rank the new one.
             if (found.is_ours and not own_paths) or not is_outdated():
                 return result
     raise _never_the_same(found.path)
 
 
 def read_alone(path: Path, read: Callable[[], T], is_good: Callable[[T], bool]) -> T:
-    """The same in one process; also, what is not good is read again, if there is a new one."""
+    """Read the checkpoint at ``path`` in one process; if it is replaced meanwhile, read the new one.
+
+    Args:
+        path: Where it is.
+        read: Reads it. It is called again if it failed, or if its result is not good, and there is a new checkpoint.
+        is_good: Whether a result can be trusted without asking for a new checkpoint.
+    """
     for _ in range(MAX_TRIES):
         found = FoundCheckpoint(path)
         try:
@@ -109,9 +115,9 @@ def read_alone(path: Path, read: Callable[[], T], is_good: Callable[[T], bool]) 
 
 
 def _version(path: Path) -> bytes | tuple[int, ...] | None:
-    """What is another one once the checkpoint at ``path`` is another one; None if there is none.
+    """Return a value that changes when the checkpoint at ``path`` is replaced; None if there is no checkpoint.
 
-    Our own manifest is read, and not only asked for its times: a network file system may know these late.
+    For our own format it is the manifest's text: a network file system may show the time of a file late.
     """
     try:
         for file in (*(path / name for name in _WRITTEN_LAST), path):
@@ -119,7 +125,7 @@ def _version(path: Path) -> bytes | tuple[int, ...] | None:
                 status = file.stat()
                 if file.name == MANIFEST:
                     return manifests.read_bytes(path)
-                # Other things may come into a folder, and leave it, without its being another one.
+                # The time of a folder also changes when other files come and go.
                 when = 0 if stat.S_ISDIR(status.st_mode) else status.st_mtime_ns
                 return status.st_dev, status.st_ino, when
     except OSError as error:

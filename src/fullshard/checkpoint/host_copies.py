@@ -1,7 +1,7 @@
 """Copies of tensors in host memory, made while training goes on.
 
-On an accelerator they are made by a stream of their own, into memory that it can write to by itself. The
-tensors must not change before that is done: optimizers wait for it (`Snapshot.hold_back`).
+An accelerator makes them on a stream of their own, into pinned memory. The tensors must not change before the copies are
+done: optimizers wait for them (`Snapshot.hold_back`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ ALIGNMENT = 64
 
 
 class HostMemory:
-    """Memory that copies are put into, kept from one snapshot to the next if it is pinned: pinning is slow."""
+    """Memory for copies. Pinned memory is kept from one snapshot to the next, because pinning is slow."""
 
     def __init__(self) -> None:
         self._pinned = torch.empty(0, dtype=torch.uint8)
         self._writes: list[torch.Event] = []
-        """Ends of the copies into pinned memory, whoever waits for them or does not."""
+        """The ends of copies into pinned memory."""
 
     def views(self, tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
-        """A place for each tensor; those handed out before are taken back."""
+        """Return memory for a copy of each tensor. Memory of earlier calls may be reused."""
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
@@ -39,32 +39,35 @@ class HostMemory:
         ]
 
     def _at_least(self, nbytes: int) -> Tensor:
-        """Pinned memory of just this size, or what there is; torch's own would be of the next power of two.
+        """Return pinned memory of at least this size. torch's own allocator would round up to a power of two.
 
-        A snapshot that was dropped (another rank could not take its own) may still be copied into it: that ends first.
+        A snapshot may have been dropped, because another rank failed, and still be copied into this memory. So wait for
+        all earlier copies first.
         """
         while self._writes:
             self._writes.pop().synchronize()
         if self._pinned.numel() < nbytes:
             torch_border.unpin(self._pinned)
-            self._pinned = torch.empty(0, dtype=torch.uint8)  # give back before taking more
+            self._pinned = torch.empty(
+                0, dtype=torch.uint8
+            )  # free the old memory before allocating the new
             self._pinned = torch.empty(nbytes, dtype=torch.uint8)
             torch_border.pin(self._pinned)
         return self._pinned
 
     def note_write(self, event: torch.Event) -> None:
-        """Copies are on their way into pinned memory until ``event``."""
+        """Remember that copies into pinned memory go on until ``event``."""
         self._writes.append(event)
 
 
 class Snapshot:
-    """Copies of tensors as they are now."""
+    """Copies of tensors as they were at one moment."""
 
     def __init__(self, tensors: Sequence[Tensor], memory: HostMemory) -> None:
-        """Copy tensors of the CPU now, and let those of an accelerator be copied beside what it computes."""
+        """Copy tensors on the CPU now; start copies of tensors on an accelerator, beside what it computes."""
         devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
         self.copies = memory.views(tensors, pinned=bool(devices))
-        # The tensors are held until they have been copied: their owner may let go of them.
+        # Keep the tensors until they are copied: their owner may drop them before.
         self._sources = list(tensors)
         self._events: dict[torch.device, torch.Event] = {}
         for device in devices:
@@ -76,7 +79,7 @@ class Snapshot:
 
     def _copy_from(self, device: torch.device, memory: HostMemory) -> None:
         stream = torch.Stream(device=device)
-        # What was computed so far is what is copied.
+        # The copies are of what was computed so far.
         stream.wait_stream(torch.accelerator.current_stream(device))
         with stream, torch.no_grad():
             for tensor, copy in zip(self._sources, self.copies, strict=True):
@@ -86,10 +89,10 @@ class Snapshot:
         memory.note_write(self._events[device])
 
     def hold_back(self, optimizer: Optimizer | None) -> None:
-        """Let nothing change the tensors before they are copied.
+        """Keep the tensors from changing before they are copied.
 
-        Forward and backward do not, so until the optimizer's next step the device goes on; without an optimizer it
-        waits at once. The host never waits.
+        Forward and backward do not change them, so the device waits for the copies at the optimizer's next step. Without
+        an optimizer it waits at once. The host never waits.
         """
         if not self._events:
             return
@@ -108,7 +111,7 @@ class Snapshot:
             torch.accelerator.current_stream(device).wait_event(event)
 
     def wait(self) -> None:
-        """Let the host wait until the copies are made."""
+        """Let the host wait until the copies are done."""
         for event in self._events.values():
             event.synchronize()
         self._sources.clear()

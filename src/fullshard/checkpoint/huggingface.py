@@ -40,6 +40,7 @@ from fullshard.checkpoint.save_plan import OnProgress
 from fullshard.checkpoint.source import MODEL, Source, TensorInfo
 from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import NewEntry, TensorFile, write_file
+from fullshard.checkpoint.verified_reads import raise_if_damaged
 from fullshard.errors import CheckpointError, ConfigurationError
 from fullshard.files import content_of
 
@@ -241,8 +242,8 @@ def write_huggingface(
     """
     rank_group = RankGroup(process_group)
     options = _Options(_companions(config_from, folder, rank_group), max_file_bytes, dtype, rename)
-    with replacing(Path(folder), rank_group, keep=_is_kept if overwrite else None) as workshop:
-        _write(source, workshop / NEW, options, rank_group)
+    with replacing(Path(folder), rank_group, keep=_is_kept if overwrite else None) as workspace:
+        _write(source, workspace / NEW, options, rank_group)
 
 
 def save_huggingface(
@@ -278,12 +279,12 @@ def save_huggingface(
     """
     rank_group = RankGroup(process_group)
     options = _Options(_companions(config_from, folder, rank_group), max_file_bytes, dtype, rename)
-    with replacing(Path(folder), rank_group, keep=_is_kept if overwrite else None) as workshop:
-        shards = workshop / "shards"
+    with replacing(Path(folder), rank_group, keep=_is_kept if overwrite else None) as workspace:
+        shards = workspace / "shards"
         save(shards, model, process_group=process_group)
         source = rank_group.on_each(lambda: StoredCheckpoint(shards, manifests.read(shards)))
         try:
-            _write(source, workshop / NEW, options, rank_group)
+            _write(source, workspace / NEW, options, rank_group)
         finally:
             source.close()
 
@@ -396,8 +397,7 @@ def _renamed(names: Mapping[T, str], rename: Rename | None, path: Path) -> dict[
 
 def _write_weights(source: Source, path: Path, weights: Sequence[_Weight]) -> None:
     faults = source.verify((weight.key, whole(weight.shape)) for weight in weights)
-    if faults:
-        raise CheckpointError("\n  ".join([f"{source.path} is damaged:", *faults]))
+    raise_if_damaged(source.path, faults)
 
     # Used for all, and large enough from the start: what was written last is still referred to when the next is fetched.
     memory, staging = Staging(), Staging()

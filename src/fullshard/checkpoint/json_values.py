@@ -1,7 +1,7 @@
-"""Nested values as JSON and back, exactly: what pickle is used for elsewhere, without running anything.
+"""Nested values as JSON and back, exactly. Pickle would do that, but loading a pickle runs code.
 
-JSON says None, bools, numbers, strings, lists and dicts with strings as keys. All else is an object tagged by
-the key "!":
+JSON has None, bools, numbers, strings, lists and dicts with strings as keys. Everything else is an object with the
+tag "!":
 
     tuple           {"!": "tuple", "items": [...]}
     other dicts     {"!": "dict", "items": [[key, value], ...]}
@@ -34,23 +34,23 @@ from fullshard.errors import CheckpointError
 
 TAG = "!"
 MAX_ARRAY_BYTES = 1 << 20
-"""Tensors above this do not belong into a manifest."""
+"""Largest tensor in a manifest."""
 MAX_DEPTH = 100
 MAX_VALUES = 1 << 22
-"""In a tree; a text counts as one for every 16 characters."""
+"""Values in a tree; a text counts as one for every 16 characters."""
 MAX_BITS = 14_000
-"""Of an integer: beyond it, Python does not write them as text."""
+"""Bits of an integer: Python does not write longer ones as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceScalar:
-    """A 0-d tensor that was on an accelerator, and is on the CPU now."""
+    """A 0-d tensor that was on an accelerator when it was saved, as a CPU tensor."""
 
     value: Tensor
 
 
 def encode(value: Any, path: str, faults: list[str]) -> Any:
-    """A tree as JSON can say it; what cannot be said is added to ``faults``, with its path."""
+    """Return a tree as JSON; what JSON cannot hold is added to ``faults``, with its path."""
     if value is None or isinstance(value, bool | str):
         return str(value) if isinstance(value, str) else value
     if isinstance(value, int):
@@ -104,9 +104,13 @@ def _encode_tensor(value: Tensor, path: str, faults: list[str]) -> Any:
 
 
 def decode(value: Any, depth: int = 0) -> Any:
-    """The tree that `encode` was given, up to subclasses; anything else is an error."""
+    """Return the tree that `encode` was given, with base types for subclasses.
+
+    Raises:
+        CheckpointError: it is not what `encode` returns.
+    """
     if depth > MAX_DEPTH:
-        raise CheckpointError(f"Values in a manifest may be {MAX_DEPTH} levels deep.")
+        raise CheckpointError(f"Values in a manifest may be at most {MAX_DEPTH} levels deep.")
     if isinstance(value, list):
         return [decode(each, depth + 1) for each in value]
     if not isinstance(value, dict):
@@ -151,17 +155,17 @@ def _decode_tagged(value: dict[str, Any], depth: int) -> Any:
 
 
 def check_size(tree: Any) -> None:
-    """Raise unless a tree that others wrote can be walked: it may have parts that are within it again and again.
+    """Raise unless a tree that others wrote can be walked. A small file can describe one that contains itself many times.
 
     Raises:
-        CheckpointError: it is too deep, or too large if every part is counted wherever it is.
+        CheckpointError: it is too deep, or too large if a value counts as often as it occurs.
     """
     if _extent(tree, 0, {})[0] > MAX_VALUES:
-        raise CheckpointError(f"There are more than {MAX_VALUES} values in it.")
+        raise CheckpointError(f"It has more than {MAX_VALUES} values.")
 
 
 def _extent(value: Any, depth: int, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """How many values there are in a value, and how deep they are; each container is looked into once."""
+    """Return how many values are in a value, and how deep they are; each container is entered once."""
     if isinstance(value, str | bytes):
         return 1 + len(value) // 16, 0
     if not isinstance(value, Mapping | list | tuple):
@@ -178,8 +182,13 @@ def _extent(value: Any, depth: int, known: dict[int, tuple[int, int]]) -> tuple[
     return count, height
 
 
+def are_same(one: Any, other: Any) -> bool:
+    """Return whether two trees are equal to the last bit of each value."""
+    return one is other or bool(encode(one, "", []) == encode(other, "", []))
+
+
 def references(tree: Any) -> Iterator[TensorRef]:
-    """All tensors that a tree refers to."""
+    """Yield all references to tensors in a tree."""
     if isinstance(tree, TensorRef):
         yield tree
     elif isinstance(tree, Mapping):
@@ -195,7 +204,7 @@ def _dtype(value: dict[str, Any]) -> torch.dtype:
 
 
 def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads`: an object that has no name twice."""
+    """Return a JSON object as a dict; an `object_pairs_hook` of `json.loads` that refuses repeated names."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         twice = sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)

@@ -1,10 +1,10 @@
-"""What this rank holds of a model, for both doors, and how it is sharded: read off the model, nobody is asked.
+"""What this rank holds of a model, and how that is sharded, for both doors. It is read off the model without communication.
 
-    fully_shard, replicate              DTensors            the sharding of their placements
-    wrapper, any strategy               flat pieces         the sharding of the group's layout
-    ignored, buffers, no door at all    plain tensors       whole on every rank: one of them counts
+    fully_shard, replicate              DTensors                 the sharding of their placements
+    wrapper, any strategy               flat-sharded params      the sharding of the group's layout
+    ignored, buffers, no door at all    plain tensors            whole on every rank; one rank's copy is saved
 
-Names are those of the bare model. What several names mean is held once, under the first.
+Names are those of the model without wrappers. A tensor with several names is listed once, under the first.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from fullshard.storage.sharded_params import PlainShardedParam
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """One tensor, and what this rank has of it."""
+    """One tensor of the model or the optimizer, and what this rank has of it."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Whole, as the model has it."""
+    """Shape of the whole tensor, as the model has it."""
     sharding: Sharding
     local: Tensor | None
-    """This rank's cell, in its shape: the memory itself, unless `LocalModelState` says otherwise. None if it has none.
+    """This rank's cell, in its shape; None if it has none. It is the model's memory, except for `LocalModelState.copied`.
 
-    Of what is whole on every rank, also where it is not the one that counts.
+    A rank also has a tensor that is whole on every rank if another rank's copy is saved.
     """
 
     def parts(self) -> Iterator[tuple[Block, Tensor]]:
-        """This rank's cell as blocks of the tensor as the model has it, and views of `local` for each."""
+        """Yield the blocks of the model's tensor that make up this rank's cell, each with its view of `local`."""
         if self.local is None or not self.local.numel():
             return
         for block, offset in self.sharding.blocks(self.sharding.cell_of(global_rank()) or 0):
@@ -70,21 +70,21 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalParam:
-    """How a parameter is sharded, and with it whatever an optimizer keeps for each of its elements."""
+    """How a parameter is sharded, and with it optimizer state that has an element for each of its elements."""
 
     name: str
     shape: tuple[int, ...]
     sharding: Sharding
     window: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
-    """Of a member of a `FlatParameter`: where this rank's cell is in that one's memory: first element, shape, strides."""
+    """For a member of a `FlatParameter`, this rank's cell in the flat memory: first element, shape, strides."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether each holder has all of it, and in its own shape."""
+        """Whether each holder has all of it, in its own shape."""
         return self.window is None and not self.sharding.flat and self.sharding.cells == 1
 
     def part_of(self, local: Tensor) -> Tensor:
-        """This rank's cell, in what the rank has of the optimizer's parameter, or of a state like it."""
+        """Return this rank's cell of the optimizer's parameter, or of a state of the same shape, from its local tensor."""
         if self.window is None:
             return local
         first, shape, strides = self.window
@@ -92,16 +92,16 @@ class LocalParam:
 
 
 class LocalModelState:
-    """All tensors of a model, as they are between steps; until it is trained, moved, sharded or loaded into."""
+    """All tensors of a model between steps. Valid until the model is trained, moved, sharded or loaded into."""
 
     def __init__(self, model: nn.Module, method: str, *, first: int = 0) -> None:
-        """Read them off the model, which rests afterwards.
+        """Reshard the model, and read its tensors.
 
         Args:
-            model: Of either door, of both, or of none.
-            method: Who asks, for messages.
-            first: The rank whose copy counts of what every rank has whole, if nothing in the model is sharded.
-                Otherwise it is the first of those that share it.
+            model: Sharded by either door, by both, or by none.
+            method: The caller's name, for messages.
+            first: If nothing in the model is sharded, the rank whose copy is saved of tensors that every rank has whole.
+                Otherwise it is the first of the ranks that share the model.
 
         Raises:
             LifecycleError: within forward, backward or `summon_full_params`.
@@ -110,14 +110,14 @@ class LocalModelState:
         self.rank = global_rank()
         self.tensors: list[LocalTensor] = []
         self.tied: dict[str, str] = {}
-        """Further names, with the one under which the tensor is held; neither has the prefix of keys."""
+        """Further names of tensors, with the first name. Neither has the prefix of keys."""
         self.params: dict[nn.Parameter, list[LocalParam]] = {}
-        """What each parameter that an optimizer may have stands for: several for a `FlatParameter`."""
+        """For each parameter that an optimizer may have, its members: several for a `FlatParameter`, else one."""
         self.copied: dict[str, Tensor] = {}
-        """By key, whole tensors that files are not read into, and `LocalTensor.local` is a copy of: buffers that have another
-        dtype while the model computes, and tensors that are not plain memory (expanded ones, for instance)."""
+        """By key, whole tensors of which `LocalTensor.local` is a copy: buffers that have another dtype while the model
+        computes, and tensors whose elements share memory (expanded ones, for instance). See `tensor_memory`."""
         self.extra_states: dict[str, nn.Module] = {}
-        """By key, modules with a state of their own kind: `LocalTensor.local` is a copy, or what JSON says of it."""
+        """By key, modules with `get_extra_state`: `LocalTensor.local` is a copy of the state, or its JSON text."""
         self._shardings: dict[Hashable, Sharding] = {}
         self._holders: dict[Hashable, tuple[tuple[int, ...], ...]] = {}
         self._names: dict[Hashable, str] = {}
@@ -145,7 +145,7 @@ class LocalModelState:
 
     @property
     def updated_together(self) -> list[list[str]]:
-        """Names of parameters that are one to an optimizer: the members of each `FlatParameter`."""
+        """Names of the members of each parameter that an optimizer may have."""
         return [[held.name for held in members] for members in self.params.values()]
 
     # --- parameters -------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class LocalModelState:
     def _add_sharded_params(
         self, prefix: str, module: nn.Module
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Add a module's own parameters, but for plain ones, which are returned."""
+        """Add a module's own sharded parameters; yield its plain ones."""
         table, members = torch_border.parameter_table(module), self._members.get(module, {})
         for attribute in dict.fromkeys((*table, *members)):
             name = f"{prefix}{attribute}"
@@ -172,7 +172,7 @@ class LocalModelState:
                 yield name, param
 
     def _is_new(self, name: str, tensor: Hashable) -> bool:
-        """Whether a tensor is met for the first time; otherwise remember its other name."""
+        """Return whether a tensor is met for the first time; otherwise remember its other name."""
         if tensor not in self._names:
             self._names[tensor] = name
             return True
@@ -181,7 +181,7 @@ class LocalModelState:
         return False
 
     def _add_member(self, name: str, group: FSDPParamGroup, index: int) -> None:
-        """A parameter of a wrapper."""
+        """Add a parameter of a wrapper."""
         layout, slot, sharded_param = (
             group.layout,
             group.layout.slots[index],
@@ -211,7 +211,7 @@ class LocalModelState:
     # --- other tensors ----------------------------------------------------------------------------
 
     def sharding_of(self, tensor: DTensor) -> Sharding:
-        """How a DTensor is sharded; computed once for all of a kind."""
+        """Return the sharding of a DTensor, which is computed once for all of one kind."""
         shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tensor.placements
         kind: tuple[tuple[int, ...], DeviceMesh, tuple[Placement, ...]] = (shape, mesh, placements)
         if kind not in self._shardings:
@@ -267,7 +267,7 @@ class LocalModelState:
         local: Tensor,
         cell: int | None = None,
     ) -> None:
-        """Add a tensor of which ``local`` is this rank's cell, or ``cell``."""
+        """Add a tensor of which ``local`` is the cell ``cell``, or this rank's cell."""
         cell = sharding.cell_of(self.rank) if cell is None else cell
         expected = None if cell is None else sharding.extent(cell).shape
         local = local.detach()
@@ -278,14 +278,14 @@ class LocalModelState:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor: its part of a DTensor, or all of it."""
+    """Return what this rank has of a tensor: the local part of a DTensor, or all of it."""
     if isinstance(tensor, DTensor):
         tensor = torch_border.arrived(torch_border.local_of(tensor))
     return tensor.detach()
 
 
 def _rest(model: nn.Module, method: str) -> list[FSDPState]:
-    """Let the modules have their sharded parameters, and return the states that both doors put on them."""
+    """Put the sharded parameters on the modules, and return the states that both doors keep for them."""
     found = (state_of(module) for module in model.modules())
     states = list(dict.fromkeys(state for state in found if state is not None))
     if any(state.runtime is not None and state.runtime.busy for state in states):
@@ -306,7 +306,7 @@ def _rest(model: nn.Module, method: str) -> list[FSDPState]:
 def _members(
     states: list[FSDPState],
 ) -> dict[nn.Module, dict[str, tuple[FSDPParamGroup, int]]]:
-    """Return the parameters that are divided flat, by owner; a `FlatParameter` may be in their place now."""
+    """Return the flat-sharded parameters by owner; a `FlatParameter` may be in their place now."""
     groups = [
         group
         for state in states
@@ -318,7 +318,7 @@ def _members(
     ]
     if parallel:
         raise UnsupportedError(
-            "fullshard.checkpoint does not know flat pieces of tensor-parallel parameters, which these of wrappers are: "
+            "fullshard.checkpoint cannot save flat-sharded parameters that are also tensor-parallel; these of wrappers are: "
             f"{parallel}. Save and load the wrapper's SHARDED_STATE_DICT with torch.distributed.checkpoint, or use "
             "fully_shard."
         )
@@ -326,7 +326,7 @@ def _members(
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules under all their names, which are without wrappers and end with a dot."""
+    """Yield all modules under all their names, without wrappers and with a dot at the end."""
     for name, module in model.named_modules(remove_duplicate=False):
         parts = [
             part for part in clean_name(name).split(".") if part not in ("", torch_border.COMPILED)
@@ -377,7 +377,7 @@ class _Faults:
         paragraphs = [
             *fault_paragraphs(
                 self._taken,
-                f"{method} knows tensors by their names without wrappers; several tensors have each of these:",
+                f"{method} knows tensors by their names without wrappers; several tensors share each of these names:",
                 "Rename one of the modules.",
             ),
             *fault_paragraphs(
@@ -387,22 +387,22 @@ class _Faults:
             ),
             *fault_paragraphs(
                 self._partial,
-                f"{method} needs tensors whose values are known; of these, ranks have summands:",
+                f"{method} needs tensors whose values are known; these have Partial placements:",
                 "Redistribute them to Replicate() or Shard(dim).",
             ),
             *fault_paragraphs(
                 self._subclasses,
-                f"{method} takes tensors that are plain memory on each rank; these are of another class or layout:",
+                f"{method} takes ordinary strided tensors on each rank; these have another class or layout:",
                 "Convert them to plain tensors, or register them as buffers with persistent=False.",
             ),
             *fault_paragraphs(
                 self._misshapen,
-                f"{method} finds what a rank holds by a tensor's placements; these hold something else:",
+                f"{method} computes what a rank holds from a DTensor's placements; these have another local shape:",
                 "Make them with torch.distributed.tensor.distribute_tensor.",
             ),
             *fault_paragraphs(
                 self.foreign,
-                f"{method} takes tensors, and values that JSON can say, from get_extra_state; these are others:",
+                f"{method} takes tensors and values that JSON can hold from get_extra_state; these are something else:",
                 "Return dicts, lists, numbers, strings or a tensor.",
             ),
         ]

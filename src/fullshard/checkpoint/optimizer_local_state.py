@@ -1,7 +1,7 @@
-"""What this rank holds of an optimizer: its options and numbers as a tree, its tensors sharding as the parameters are.
+"""What this rank holds of an optimizer: its options and numbers as a tree, and its tensors with their shardings.
 
-Nothing goes through the optimizer's own state dict, whose loader casts and moves. Parameters are known by their
-names in the bare model, so that it does not matter in which order, over how many ranks, by which door, or in how many
+The optimizer's own state dict is not used, because loading it casts and moves tensors. Parameters have their names in
+the model without wrappers. So it does not matter in which order, over how many ranks, by which door, or in how many
 `FlatParameter`s they were optimized:
 
     {"class": ["torch.optim.AdamW", "torch.optim.Adam"],
@@ -30,19 +30,19 @@ from fullshard.errors import CheckpointError, fault_paragraphs
 Tree = dict[str, Any]
 
 NOT_OPTIONS = ("params", "param_names")
-"""Entries of a parameter group that say which parameters it has."""
+"""Entries of a parameter group that are not options."""
 
 
 def optimizer_tree(optimizer: Optimizer, model: LocalModelState) -> tuple[Tree, list[LocalTensor]]:
-    """The optimizer as a tree (see `source.Source.optimizer`), and the tensors that the tree refers to.
+    """Return the optimizer as a tree (see `source.Source.optimizer`), and the tensors that the tree refers to.
 
-    In a wrapper with ``use_orig_params``, ranks know nothing of parameters they have no elements of: their trees
-    lack these (see `agreement`).
+    In a wrapper with ``use_orig_params``, a rank's tree lacks parameters that the rank has no elements of (see
+    `agreement`).
     """
     collected = _Collected(model)
     groups = named_groups(optimizer, model)
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    known = optimizer.state  # asked once: some optimizers make it when asked
+    known = optimizer.state  # read once: some optimizers build it at each access
     state = {
         held.name: {
             key: collected.value(param, held, f"{OPTIMIZER}{held.name}/{key}", value)
@@ -64,16 +64,16 @@ def _described(key: Any) -> str:
 
 
 def named_groups(optimizer: Optimizer, model: LocalModelState) -> list[Tree]:
-    """An optimizer's parameter groups, with names of parameters."""
-    strangers = [
+    """Return an optimizer's parameter groups, with names in place of parameters."""
+    unknown = [
         f"group {number}, parameter {index}: shape {tuple(param.shape)}, {param.dtype}"
         for number, group in enumerate(optimizer.param_groups)
         for index, param in enumerate(group["params"])
         if param not in model.params
     ]
     for paragraph in fault_paragraphs(
-        strangers,
-        "All parameters of the optimizer must be parameters of the model, but these are not:",
+        unknown,
+        "All parameters of the optimizer must be parameters of the model; these are not:",
         "Pass the model that contains them all, and make the optimizer after sharding it.",
     ):
         raise CheckpointError(paragraph)
@@ -87,7 +87,7 @@ def named_groups(optimizer: Optimizer, model: LocalModelState) -> list[Tree]:
 
 
 class _Collected:
-    """Tensors of an optimizer's state, and what of it cannot be saved."""
+    """The tensors of an optimizer's state, and the states that cannot be saved."""
 
     def __init__(self, model: LocalModelState) -> None:
         self._model = model
@@ -97,7 +97,7 @@ class _Collected:
         self._keys: set[str] = set()
 
     def value(self, param: Tensor, held: LocalParam, key: str, value: Any) -> Any:
-        """A value of a parameter's state for the tree; tensors in it are added to `tensors`."""
+        """Return a value of a parameter's state for the tree; add its tensors to `tensors`."""
         if isinstance(value, Tensor):
             return self._tensor(param, held, key, value)
         if isinstance(value, Mapping):
@@ -106,7 +106,7 @@ class _Collected:
             }
         if isinstance(value, list | tuple):
             items = [
-                self.value(param, held, f"{key}/{place}", each) for place, each in enumerate(value)
+                self.value(param, held, f"{key}/{index}", each) for index, each in enumerate(value)
             ]
             return items if isinstance(value, list) else tuple(items)
         return value
@@ -148,22 +148,22 @@ class _Collected:
         return TensorRef(key)
 
     def raise_faults(self, foreign: list[str]) -> None:
-        """Refuse what cannot be saved, and state that is of no parameter."""
+        """Refuse states that cannot be saved, and entries of the state that belong to no parameter."""
         paragraphs = [
             *fault_paragraphs(
                 foreign,
-                "An optimizer's state is saved by parameters; it has entries of something else:",
-                "Keep these yourself: save's argument extra takes them.",
+                "An optimizer's state is saved by parameter; these entries belong to none:",
+                "Pass them as extra.",
             ),
             *fault_paragraphs(
                 self._partial,
-                "Optimizer state must have values that are known; of these, ranks have summands:",
+                "Optimizer state must have values that are known; these have Partial placements:",
                 "Redistribute them to Replicate() or Shard(dim).",
             ),
             *fault_paragraphs(
                 self._unknown,
-                "Optimizer state of a sharded parameter must be a tensor like the parameter's part on this rank, a "
-                "DTensor, or a single number; how these are divided over ranks is not known:",
+                "Optimizer state of a sharded parameter must be a tensor of the shape of the parameter on this rank, a "
+                "DTensor, or a single number; the sharding of these is not known:",
                 "Use another optimizer, or leave these parameters unsharded (ignored_params, or ignored_states of the "
                 "wrapper).",
             ),
@@ -173,12 +173,12 @@ class _Collected:
 
 
 def is_number_of_state(key: str) -> bool:
-    """Whether a state is a number even if the parameter has no dimensions either; of torch's optimizers."""
+    """Return whether one of torch's optimizers keeps a number under this key, also for a parameter without dimensions."""
     return key in ("step", "eta", "mu", "mu_product")
 
 
 def _with_scalars_on_cpu(tree: Any) -> Any:
-    """The same tree with copies of its 0-d tensors in host memory: fetched at once, and marked if they were elsewhere."""
+    """Return the tree with copies of its tensors in host memory; 0-d tensors of a device are fetched in one copy, and marked."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for value in tensors_in(tree):
         if not value.ndim:

@@ -1,4 +1,4 @@
-"""The sharding of tensors, in closed form: DTensors by mesh and placements, flat pieces by their layout."""
+"""The shardings of DTensors, from mesh and placements, and of flat-sharded parameters, from a group's layout."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fullshard.plan.layout import Layout, chunk_size
 def dtensor_sharding(
     shape: Sequence[int], placements: Sequence[Placement], mesh: DeviceMesh
 ) -> Sharding:
-    """The sharding of a DTensor without partial placements.
+    """Return the sharding of a DTensor without partial placements.
 
-    Axes that cut the same dimension cut one after the other: in the order of the mesh, but those that torch
-    calls strided after the ones that have cut before them (see `placement`).
+    Axes that cut the same dimension cut one after the other, in the order of the mesh. An axis that torch calls strided
+    comes after the axes that have cut before it (see `placement`).
     """
     replicating = [
         axis
@@ -46,7 +46,7 @@ def dtensor_sharding(
 
 
 def _cuts(size: int, parts: Sequence[int]) -> Cuts:
-    """Where a dimension is cut that is divided into ``parts[0]``, each of them into ``parts[1]``, and so on."""
+    """Return the cuts of a dimension that is divided into ``parts[0]``, each of these into ``parts[1]``, and so on."""
     if not parts or not size:
         return (0,)
     if len(parts) == 1:
@@ -54,10 +54,10 @@ def _cuts(size: int, parts: Sequence[int]) -> Cuts:
     spans = [(0, size)]
     for count in parts:
         spans = [
-            (min(begin + place * chunk, end), min(begin + (place + 1) * chunk, end))
+            (min(begin + index * chunk, end), min(begin + (index + 1) * chunk, end))
             for begin, end in spans
             for chunk in [chunk_size(end - begin, count)]
-            for place in range(count)
+            for index in range(count)
         ]
     starts = tuple(begin for begin, _ in spans)
     regular = range(0, size, max(spans[0][1], 1))
@@ -65,7 +65,7 @@ def _cuts(size: int, parts: Sequence[int]) -> Cuts:
 
 
 def flat_sharding(layout: Layout, param: int, holders: tuple[tuple[int, ...], ...]) -> Sharding:
-    """The sharding of a parameter that is divided flat: rank r of ``layout`` holds cell r."""
+    """Return the sharding of a flat-sharded parameter: rank r of ``layout`` holds cell r."""
     slot = layout.slots[param]
     piece_numel = layout.segments[slot.segment].piece_numel
     order = tuple(sorted(range(len(slot.shape)), key=lambda dim: (-slot.strides[dim], dim)))
@@ -79,7 +79,7 @@ def flat_sharding(layout: Layout, param: int, holders: tuple[tuple[int, ...], ..
 
 
 def in_model_order(sharding: Sharding, block: Block) -> Block:
-    """A block of the stored tensor as one of the model's."""
+    """Return the block of the model's tensor that a block of the stored tensor is."""
     if sharding.order is None:
         return block
     places = inverse(sharding.order)

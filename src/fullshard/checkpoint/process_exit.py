@@ -1,9 +1,9 @@
-"""What a process that ends does about a checkpoint that a thread of it still writes.
+"""The end of a process while one of its threads still writes a checkpoint.
 
-    the main thread has ended well    it waits for the checkpoint
-    it has failed                     it ends: other ranks, and who started them, must see that
+    the main thread has ended well    the process waits for the checkpoint
+    the main thread has failed        the process ends: other ranks, and the launcher, must see that
 
-A thread of Python's own kinds cannot do that: a process always waits for an ordinary one, and never for a daemon.
+Python has no such threads: a process always waits for an ordinary thread, and never for a daemon.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import ClassVar
 
 
 class _ExitState:
-    """What is known about the end of this process."""
+    """What this process knows about its own end."""
 
     threads: ClassVar[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
-    """That it waits for."""
-    prepared_for = 0
-    """The process that the functions below are called by at its end: a forked one has to be prepared again."""
+    """Threads to wait for."""
+    registered_pid = 0
+    """The process that has registered the functions below: a forked process must register them again."""
     child_failed = False
+    """Whether this is a process of `multiprocessing` that has failed."""
 
 
 def join_at_exit(thread: threading.Thread) -> None:
     """Let the process wait for a daemon thread before it ends, unless its main thread has failed."""
-    assert thread.daemon, "the process would wait for any other in any case"
-    if _ExitState.prepared_for != os.getpid():
-        _ExitState.prepared_for = os.getpid()
-        # Before executors refuse work and threads cannot be started any more: `atexit` would be too late for a thread
-        # that still has to write.
+    assert thread.daemon, "the process waits for other threads in any case"
+    if _ExitState.registered_pid != os.getpid():
+        _ExitState.registered_pid = os.getpid()
+        # `atexit` would be too late: executors refuse work by then, and the thread could not go on writing.
         threading._register_atexit(_wait)  # type: ignore[attr-defined]
         Finalize(None, _note_failure_of_child, exitpriority=0)
     _ExitState.threads.add(thread)
@@ -47,31 +47,32 @@ def _wait() -> None:
         for thread in left:
             thread.join()
     elif left:
-        atexit.register(_leave)  # what is registered last is called first
+        atexit.register(_exit_now)  # the function that is registered last is called first
 
 
-def _leave() -> None:
-    """End the process as Python does, but for taking down the interpreter: that aborts while a thread is in torch."""
-    atexit.unregister(_leave)
+def _exit_now() -> None:
+    """End the process without tearing down the interpreter: the teardown aborts while a thread is in torch."""
+    atexit.unregister(_exit_now)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or nobody reads it
+        with contextlib.suppress(Exception):  # it may be closed, or a pipe without a reader
             stream.flush()
     interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
     os._exit(128 + signal.SIGINT if interrupted else 1)
 
 
 def _main_thread_failed() -> bool:
-    """Whether an error has ended the main thread.
+    """Return whether an error has ended the main thread.
 
-    Python notes it before it is shown. An interactive session notes every error, and goes on.
+    Python stores the error in ``sys.last_value`` before it prints it. An interactive session does so after every error,
+    and goes on.
     """
     was_shown = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
     return was_shown or _ExitState.child_failed
 
 
 def _note_failure_of_child() -> None:
-    """In a process of `multiprocessing`, which shows its errors in a way of its own: called while one is on its way."""
+    """Note an error that ends a process of `multiprocessing`: these do not store it in ``sys.last_value``."""
     error = sys.exc_info()[1]
     went_well = isinstance(error, SystemExit) and error.code in (None, 0)
     _ExitState.child_failed = error is not None and not went_well

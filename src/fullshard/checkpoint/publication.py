@@ -1,14 +1,14 @@
-"""Folders of checkpoints: what is written becomes one at once, or not at all.
+"""Folders of checkpoints: a checkpoint appears at once and complete, or not at all.
 
     path/manifest.json                 names the folder of its data; without it there is no checkpoint
     path/data-<id>/rank-*.safetensors  written before the manifest that names them
 
-A save writes a data folder of its own, flushes it, and replaces the manifest by a rename, which is the one moment
-in which the checkpoint changes (`unfinished`). Only then is the old data removed. Removing a checkpoint begins with
-its manifest. So whenever a process dies, what is found is complete, old or new, and all else is a folder that
-no manifest names.
+A save writes a data folder of its own, flushes it, and replaces the manifest by a rename (`unfinished_save`). That rename
+is the moment in which the checkpoint changes. Only then is the old data removed. Removing a checkpoint begins with its
+manifest. So whenever a process dies, readers find a complete checkpoint, the old one or the new one. Everything else is
+data that no manifest names.
 
-What is beside a checkpoint may be anybody's: it may be unreadable, and come and go while it is looked at.
+Other things beside a checkpoint may be unreadable, and may come and go at any time.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def begin(path: Path) -> UnfinishedSave:
 
 
 def publish(save: UnfinishedSave, manifest: Manifest, *, keep_lock: bool = False) -> IO[str]:
-    """Let ``manifest`` be the checkpoint from now on, and remove what it replaces.
+    """Make ``manifest`` the checkpoint's manifest, and remove the data it replaces.
 
-    Returns the manifest's file, closed, or locked with ``keep_lock``.
+    Returns:
+        The manifest's file: closed, or locked with ``keep_lock``.
     """
     file = save.publish(manifest)
     if not keep_lock:
@@ -56,7 +57,7 @@ def publish(save: UnfinishedSave, manifest: Manifest, *, keep_lock: bool = False
 
 
 def file_system_time(path: Path) -> float:
-    """When the checkpoint at ``path``, just written, was written: by the clock that all times of files go by."""
+    """Return when the checkpoint at ``path`` was written, by the file system's clock."""
     try:
         return (path / MANIFEST).stat().st_mtime
     except OSError:  # replaced or removed already
@@ -64,7 +65,7 @@ def file_system_time(path: Path) -> float:
 
 
 def stamped(path: Path, manifest: Manifest) -> Manifest:
-    """A manifest that says when and by what it was written, and comes after all that are beside ``path`` now."""
+    """Return a manifest with the time, the versions, and a serial number above those of all checkpoints beside ``path``."""
     return replace(
         manifest,
         serial=next_serial(path),
@@ -75,15 +76,15 @@ def stamped(path: Path, manifest: Manifest) -> Manifest:
 
 
 def next_serial(path: Path) -> int:
-    """The number of a checkpoint that is written now: above those of all beside it, and of the one it replaces."""
+    """Return a serial number above those of all checkpoints beside ``path``, and of the one at ``path``."""
     serials = [manifest.serial for manifest in manifests_in(path.absolute().parent).values()]
     return max(serials, default=0) + 1
 
 
 def manifests_in(folder: Path) -> dict[Path, Manifest]:
-    """Those that can be read, by the path of their checkpoint."""
+    """Return the manifests of all checkpoints in a folder that can be read, by the path of the checkpoint."""
     found = {}
-    with contextlib.suppress(OSError):  # one may write to a folder, and not list it
+    with contextlib.suppress(OSError):  # a folder may be writable and not readable
         for name in folder_entries(folder):
             with contextlib.suppress(CheckpointError):
                 found[folder / name] = manifests.read(folder / name)
@@ -91,7 +92,12 @@ def manifests_in(folder: Path) -> dict[Path, Manifest]:
 
 
 def remove(path: Path, manifest: Manifest, now: float) -> None:
-    """Remove the checkpoint that ``manifest`` is of, unless another one is there by now.
+    """Remove the checkpoint with this manifest, unless it has been replaced.
+
+    Args:
+        path: Its folder.
+        manifest: What its manifest says.
+        now: The time by the file system's clock.
 
     Raises:
         OSError: it cannot be removed.
@@ -101,24 +107,22 @@ def remove(path: Path, manifest: Manifest, now: float) -> None:
             if manifests.read(path).data != manifest.data:
                 return
         except CheckpointError:
-            return  # somebody else was faster
+            return  # another process has removed it
         (path / MANIFEST).unlink()
-    with contextlib.suppress(
-        FileNotFoundError
-    ):  # another one's retention has cleared it away already
+    with contextlib.suppress(FileNotFoundError):  # another process has removed the rest
         flush(path)
     remove_leftovers(path, now)
 
 
-# --- finding them ------------------------------------------------------------------------------------------
+# --- finding checkpoints -----------------------------------------------------------------------------------
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in a folder, or None.
+    """Return the newest complete checkpoint in a folder, or None.
 
-    Newest is the one that was written last, whatever clocks said. Folders without a manifest are no
-    checkpoints; one that cannot be read, whose manifest is damaged, or whose files are not all there in full length, is
-    passed over with a warning. Others may save in the folder meanwhile.
+    The newest is the one that was written last, by serial numbers and not by clocks. Folders without a manifest are not
+    checkpoints. A checkpoint is passed over, with a warning, if it cannot be read, if its manifest is damaged, or if a
+    file is missing or cut short. Other processes may save in the folder meanwhile.
 
     Raises:
         CheckpointError: the folder itself cannot be listed.
@@ -130,7 +134,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _settled_scan(folder: Path) -> _Scan:
-    """What is in a folder at some moment, although writers may publish and remove while it is looked at."""
+    """Scan a folder again and again until nothing changed during a scan."""
     before = None
     for _ in range(MAX_TRIES):
         try:
@@ -139,8 +143,8 @@ def _settled_scan(folder: Path) -> _Scan:
             raise CheckpointError(
                 f"{folder} cannot be searched for checkpoints: {error}"
             ) from error
-        # A writer may publish one where we have looked already, then remove the one we come to next. So that there is
-        # none is believed when it is seen twice.
+        # A writer may publish a checkpoint where this scan has been, then remove the one it comes to next. So an empty
+        # result counts only if two scans saw the same.
         if scan.is_settled and (scan.complete or scan.seen == before):
             break
         before = scan.seen
@@ -148,7 +152,7 @@ def _settled_scan(folder: Path) -> _Scan:
 
 
 class _Scan:
-    """What is found in a folder, looked at once while others may change it."""
+    """What one pass over a folder found, while other processes may change it."""
 
     def __init__(self, folder: Path) -> None:
         self.complete: dict[Path, Manifest] = {}
@@ -156,16 +160,16 @@ class _Scan:
         self.seen: dict[str, bytes | None] = {}
         """The text of each manifest by the name of its folder; None where there is none."""
         self.is_settled = True
-        """Whether nothing was replaced or removed while it was looked at."""
+        """Whether nothing was replaced or removed during the pass."""
         for name in folder_entries(folder):
-            self._look_at(folder / name)
+            self._add(folder / name)
 
     @property
     def serials(self) -> list[tuple[int, Path]]:
-        """Of the complete ones."""
+        """Serial numbers of the complete checkpoints, with their paths."""
         return [(manifest.serial, path) for path, manifest in self.complete.items()]
 
-    def _look_at(self, path: Path) -> None:
+    def _add(self, path: Path) -> None:
         text = None
         try:
             text = _text_of_manifest(path)
@@ -191,7 +195,7 @@ class _Scan:
 
 
 def _text_of_manifest(path: Path) -> bytes | None:
-    """None if there is no manifest; an error if there is one that cannot be read, or if that cannot be known."""
+    """Return the manifest's text, or None if there is none. Raise if it cannot be read, or if that cannot be known."""
     try:
         (path / MANIFEST).stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -200,7 +204,7 @@ def _text_of_manifest(path: Path) -> bytes | None:
 
 
 def complete_checkpoints(folder: Path) -> dict[Path, Manifest]:
-    """The complete checkpoints in a folder, as far as they can be read; nothing if it cannot be listed."""
+    """Return the complete checkpoints in a folder that can be read; none if the folder cannot be listed."""
     try:
         return _Scan(folder).complete
     except OSError:

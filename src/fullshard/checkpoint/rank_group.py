@@ -1,7 +1,7 @@
-"""Ranks that save or load together: what one of them cannot do, none of them does.
+"""Ranks that save or load together: if one of them fails, all of them fail.
 
-Everything that can fail is done within `each` or `first`. These exchange how it went, and all ranks go on, or all
-raise the same error: none waits in a collective for one that has given up.
+Everything that can fail is done within `on_each` or `on_first`. These exchange the outcome, and all ranks go on, or all
+raise the same error. So no rank waits in a collective for one that has given up.
 """
 
 from __future__ import annotations
@@ -24,32 +24,35 @@ class RankGroup:
     """The ranks of a process group, or one process by itself."""
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
-        """Of ``group``; without it, of all ranks there are."""
+        """Take the ranks of ``group``, or all ranks."""
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        if not isinstance(
-            group, ProcessGroup | None
-        ):  # what new_group returns to others is a number
+        # torch's new_group returns a number to ranks that are not in the group.
+        if not isinstance(group, ProcessGroup | None):
             raise ConfigurationError(
-                f"Ranks that save or load are in process_group; rank {dist.get_rank()} is not."
+                f"Ranks that save or load must be in process_group; rank {dist.get_rank()} is not. Call it on the ranks of "
+                "the group only."
             )
         if group is not None and collectives.backend_of(group, torch.device("cpu")) == "nothing":
-            # Through an accelerator, every exchange would wait for all that it computes.
+            # On an accelerator, every exchange would wait for all that is computed there.
             group = mesh.host_group(group, "checkpoints")
         self._group = group
         self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
-        """Of the whole world."""
+        """Ranks in the default process group."""
         self.rank = 0 if group is None else dist.get_rank()
         self.is_first = self.rank == self.ranks[0]
 
     def collect(self, value: T) -> list[T]:
-        """A small value of every rank, in the order of `ranks`."""
+        """Return a small value of every rank, in the order of `ranks`."""
         return (
             [value] if self._group is None else collectives.values_of_all_ranks(value, self._group)
         )
 
     def on_each(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank, which must not communicate; an error anywhere is one everywhere."""
+        """Call a function on every rank, and return its result; an error on one rank is an error on all.
+
+        The function must not communicate.
+        """
         result, error = _outcome(function)
         outcomes = self.collect(None if error is None else (type(error), str(error)))
         if not any(outcomes):
@@ -61,7 +64,10 @@ class RankGroup:
         raise _joined(ranks_by_outcome, len(self.ranks)) from error
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """Call a function on the first rank only, and return its result, which is small, or raise its error, on all."""
+        """Call a function on the first rank only, and return its result, or raise its error, on all ranks.
+
+        The result must be small.
+        """
         result, error = _outcome(function) if self.is_first else (None, None)
         outcome = (result, None if error is None else (type(error), str(error)))
         if self._group is not None:
@@ -79,7 +85,7 @@ def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _joined(found: dict[tuple[type[Exception], str], list[int]], ranks: int) -> Exception:
-    """One error for all ranks: what each of them said, equal texts together."""
+    """Return one error for all ranks, with the ranks of each message."""
     ((kind, text), where), *more = found.items()
     if not more and len(where) == ranks:
         return (
@@ -94,7 +100,7 @@ def _joined(found: dict[tuple[type[Exception], str], list[int]], ranks: int) -> 
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """For messages."""
+    """Return a list of ranks as a message says it."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 

@@ -1,12 +1,13 @@
-"""A folder that several ranks fill, and that appears, or takes another one's place, when it is complete.
+"""A folder that several ranks fill, and that appears, or replaces an old folder, when it is complete.
 
-    parent/folder              new or empty, or what is to be replaced
-    parent/.folder.<id>.tmp    the workshop: what is needed meanwhile, and
-             ... /new          the folder to be; then, what was in its place
-             ... /old          where names cannot be exchanged: the one that was, for the moment between two renames
+    parent/folder              new or empty, or the folder to replace
+    parent/.folder.<id>.tmp    the workspace: temporary files, and
+             ... /new          the new folder; after the exchange, the old one
+             ... /old          where names cannot be exchanged: the old folder, between two renames
 
-A process that dies leaves a workshop behind, and the folder as it was or as it is to be. Linux exchanges the two names at
-once, on most file systems. On others (NFS), a process may die in that moment: then the old folder is in there.
+A process that dies leaves a workspace behind. The folder is then the old one or the new one: Linux exchanges two names in
+one step on most file systems. On others (NFS) a process may die between the two renames; then the old folder is in the
+workspace.
 """
 
 from __future__ import annotations
@@ -32,46 +33,46 @@ _HERE = -100
 _RENAME_EXCHANGE = 2
 
 Keep = Callable[[Path], bool]
-"""Whether something that is in a folder stays there when the rest is replaced."""
+"""Whether a file stays in a folder when the rest is replaced."""
 
 
 @contextmanager
 def replacing(folder: Path, rank_group: RankGroup, *, keep: Keep | None) -> Iterator[Path]:
-    """A workshop beside ``folder``, on all ranks the same; its `NEW` becomes the folder at the end.
+    """Yield a workspace beside ``folder``, the same on all ranks; its subfolder `NEW` becomes ``folder`` after the block.
 
-    Errors within must be the same on all ranks. After one, the folder is as it was.
+    Errors in the block must be the same on all ranks. After an error, ``folder`` is unchanged.
 
     Args:
-        folder: Where the new one will be.
+        folder: The folder to make or replace.
         rank_group: The ranks that fill it.
-        keep: What stays of a folder that is there already, unless there is a new one of the name; None if it must be
-            empty.
+        keep: Which files of the old folder stay, unless the new one has a file of that name. None if the old folder must
+            be empty.
     """
     folder = folder.resolve()
-    workshop = Path(rank_group.on_first(lambda: str(_begin(folder, keep))))
+    workspace = Path(rank_group.on_first(lambda: str(_begin(folder, keep))))
     try:
-        yield workshop
-        rank_group.on_first(lambda: _put_in_place(workshop, folder, keep))
+        yield workspace
+        rank_group.on_first(lambda: _install(workspace, folder, keep))
     finally:
-        # If the old one could not be put back, it is in there.
-        if rank_group.is_first and (folder.exists() or not (workshop / _OLD).exists()):
-            shutil.rmtree(workshop, ignore_errors=True)
+        # If the old folder could not be renamed back, the workspace has it.
+        if rank_group.is_first and (folder.exists() or not (workspace / _OLD).exists()):
+            shutil.rmtree(workspace, ignore_errors=True)
 
 
 def _begin(folder: Path, keep: Keep | None) -> Path:
     if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} must be a folder, and is a file. Choose another name.")
+        raise CheckpointError(f"{folder} must be a folder; it is a file. Choose another name.")
     if folder.exists() and any(folder.iterdir()) and keep is None:
         raise CheckpointError(
-            f"{folder} must be new or empty, and has something in it. Choose another folder, or overwrite this one."
+            f"{folder} must be new or empty; it is not. Choose another folder, or overwrite this one."
         )
-    workshop = folder.parent / f".{folder.name}.{secrets.token_hex(6)}.tmp"
-    (workshop / NEW).mkdir(parents=True)
-    return workshop
+    workspace = folder.parent / f".{folder.name}.{secrets.token_hex(6)}.tmp"
+    (workspace / NEW).mkdir(parents=True)
+    return workspace
 
 
-def _put_in_place(workshop: Path, folder: Path, keep: Keep | None) -> None:
-    new, old = workshop / NEW, workshop / _OLD
+def _install(workspace: Path, folder: Path, keep: Keep | None) -> None:
+    new, old = workspace / NEW, workspace / _OLD
     if keep is not None and folder.exists():
         for each in folder.iterdir():
             if keep(each) and not (new / each.name).exists():
@@ -80,7 +81,7 @@ def _put_in_place(workshop: Path, folder: Path, keep: Keep | None) -> None:
         if not path.is_symlink():
             flush(path)
     if keep is None or not folder.exists():
-        new.rename(folder)  # replaces an empty folder, and no other
+        new.rename(folder)  # fails unless the old folder is empty
     elif not _exchange(new, folder):
         folder.rename(old)
         try:
@@ -92,7 +93,7 @@ def _put_in_place(workshop: Path, folder: Path, keep: Keep | None) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders have each other's name, at once; False where the system cannot do that."""
+    """Exchange the names of two folders in one step. Return False where the system cannot do that."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -104,7 +105,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _link(kept: Path, new: Path) -> None:
-    """Give a file a second name, or all files of a folder; copy where a file cannot have two."""
+    """Hard-link a file, or all files of a folder; copy where the file system has no hard links."""
 
     def link(source: str, target: str) -> None:
         try:

@@ -1,10 +1,10 @@
-"""`save`, and `async_save`, which is the same in two halves: a snapshot now, all else by another thread.
+"""`save`, and `async_save`, which takes a snapshot and lets another thread do the rest.
 
-    caller's thread   wait for the save before; plan; copy what this rank writes to host memory
+    caller's thread   wait for the previous save; plan; copy what this rank writes to host memory
     writing thread    write, exchange, publish, over a process group of its own
-    any later call    gets the error, if the thread had one
+    any later call    raises the thread's error, if there was one
 
-One save is on its way at a time, in a process and so on all ranks.
+A process has one save in flight at a time, and so have all ranks.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ def save(
 ) -> Saved:
     """Write a checkpoint that any number of ranks can load, through either door. All ranks call it.
 
-    The checkpoint at ``path`` is the old one, if there was one, until it is the new one.
+    Until it is complete, the old checkpoint at ``path``, if there was one, stays.
 
     Args:
         path: A folder: new, empty, or a checkpoint, which is replaced.
         model: Sharded by `fully_shard` or `FullyShardedDataParallel`, or not at all.
-        optimizer: Its state is saved, too. On all ranks or on none, with the same options and step counts.
-        extra: Anything JSON can say, tuples, and small tensors: the step, a scheduler's state, a generator's. The
+        optimizer: Its state is saved, too. Pass it on all ranks or on none, with the same options and step counts.
+        extra: Values that JSON can hold, tuples, and small tensors: the step, a scheduler's state, a generator's. The
             first rank's is saved.
-        keep_last: Afterwards remove all but so many of the newest checkpoints beside this one that the same run has saved with
-            ``keep_last``: this model, in this process and in those it goes on from by `load`. All others stay.
+        keep_last: Keep so many of the newest checkpoints of this training run beside ``path``, and remove its older ones. A
+            run is what this model saved with ``keep_last`` in this process, and in the processes it was resumed from by
+            `load`. All other checkpoints stay.
         process_group: The ranks that save together; all by default.
-        on_progress: Is called with the bytes this rank has written, and will write.
+        on_progress: Called with the bytes that this rank has written, and will write in total.
     """
     rank_group = RankGroup(process_group)
     _finish_previous(rank_group, "wait")
@@ -71,23 +72,23 @@ def async_save(
 ) -> PendingSave:
     """Like `save`, but return as soon as training may go on. All ranks call it.
 
-    What this rank writes is copied to host memory: pinned, and beside what the accelerator computes. The next step
-    of ``optimizer`` waits for these copies on the device; whoever changes parameters in another way calls
-    `PendingSave.wait_for_copies` before. All else is done by a thread.
+    What this rank writes is copied to pinned host memory while the accelerator computes. The next step of ``optimizer``
+    waits for these copies on the device. Call `PendingSave.wait_for_copies` before you change parameters in another way. A
+    thread does the rest.
 
     An error of the thread is raised by the returned object's `wait`, or else by the next `save` or `async_save`.
-    Wait before the process group is destroyed. A process that ends waits for the thread, unless an error has ended its main
-    thread: then it ends at once, and what was there before stays.
+    Wait before you destroy the process group. A process that ends waits for the thread, unless an error has ended its main
+    thread: then it ends at once, and the old checkpoint stays.
 
     Args:
-        path: As for `save`, and so are the others that are not here.
+        path: See `save`.
         model: See `save`.
         optimizer: See `save`.
         extra: See `save`.
         keep_last: See `save`.
-        when_busy: Whether to wait if the last save is still on its way, or to refuse this one with an error.
+        when_busy: Whether to wait for a save that is still in flight, or to refuse this one with an error.
         process_group: See `save`.
-        on_progress: Called by the thread.
+        on_progress: Called by the thread; see `save`.
     """
     if when_busy not in ("wait", "refuse"):
         raise ConfigurationError(f"when_busy must be 'wait' or 'refuse', got {when_busy!r}.")
@@ -95,7 +96,7 @@ def async_save(
     _finish_previous(rank_group, when_busy)
     plan = make_plan(rank_group, path, model, optimizer, extra, keep_last)
     thread_ranks = _rank_group_of_threads(process_group)
-    # Last of what can fail: from here on copies are on their way, and the thread is to hold them.
+    # This must be the last step that can fail: after it the copies are under way, and the thread must keep them.
     snapshot = rank_group.on_each(lambda: Snapshot([local for _, local in plan.own], _host_memory))
     snapshot.hold_back(optimizer)
     plan.own = [(key, copy) for (key, _), copy in zip(plan.own, snapshot.copies, strict=True)]
@@ -108,7 +109,7 @@ def async_save(
 
 
 class PendingSave:
-    """A save that a thread is about to finish."""
+    """A save that a thread finishes."""
 
     def __init__(self, finish: Callable[[], Saved], snapshot: Snapshot) -> None:
         """Start the thread."""
@@ -125,22 +126,22 @@ class PendingSave:
     def _run(self) -> None:
         try:
             self._saved = self._finish()
-        except Exception as error:  # raised where somebody waits, if anybody does
+        except Exception as error:  # `wait`, or the next save, raises it
             self._error = error
             log.error("A checkpoint was not saved: %s", error)
         finally:
-            del self._finish  # and with it the copies
+            del self._finish  # it holds the copies
 
     def done(self) -> bool:
-        """Whether the thread has ended, well or not."""
+        """Return whether the thread has ended, well or not."""
         return not self._thread.is_alive()
 
     def wait_for_copies(self) -> None:
-        """Wait until parameters and optimizer state may be changed."""
+        """Let the host wait until parameters and optimizer state may be changed."""
         self._snapshot.wait()
 
     def wait(self, timeout: float | None = None) -> Saved:
-        """Wait until the checkpoint is complete, for so many seconds at most; raise the thread's error if it had one."""
+        """Wait until the checkpoint is complete, for at most ``timeout`` seconds; raise the thread's error if it had one."""
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"The checkpoint was not complete after {timeout} s.")
@@ -151,14 +152,14 @@ class PendingSave:
         return self._saved
 
     def _finish_before_next(self) -> None:
-        """Wait; raise an error only if nobody has seen it."""
+        """Wait; raise the thread's error unless `wait` has raised it."""
         self._thread.join()
         if not self._error_was_raised:
             self.wait()
 
 
 class _InFlight:
-    """The last save of this process that a thread was started for."""
+    """The last save of this process that has a thread."""
 
     save: PendingSave | None = None
 
@@ -177,12 +178,13 @@ def _finish_previous(rank_group: RankGroup, when_busy: str) -> None:
 def _refuse_if_busy(pending: PendingSave | None) -> None:
     if pending is not None and not pending.done():
         raise CheckpointError(
-            "Another save is on its way, and this one was to be refused then. Save less often, or pass when_busy='wait'."
+            "With when_busy='refuse', only one save may be in flight; another one is. Save less often, or pass "
+            "when_busy='wait'."
         )
 
 
 def _rank_group_of_threads(process_group: ProcessGroup | None) -> RankGroup:
-    """The same ranks, over a process group that nobody else uses."""
+    """Return the same ranks, over a process group that only the writing threads use."""
     if process_group is None and not dist.is_initialized():
         return RankGroup()
     group = dist.group.WORLD if process_group is None else process_group

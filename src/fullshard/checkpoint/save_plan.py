@@ -1,11 +1,11 @@
-"""Writing a checkpoint: every rank writes the cells it was chosen for, and the first rank publishes.
+"""Writing a checkpoint: every rank writes its cells, and the first rank publishes.
 
-    plan      what is where: arithmetic on every rank alike; ranks compare digests, and tell each other more only
-              if these differ (`agreement`)
-    write     one file a rank, flushed; then each rank reads another one's
-    publish   the manifest, by a rename; only then is anything old removed
+    plan      every rank computes who writes what; ranks compare digests, and send more only if these differ
+              (`agreement`)
+    write     one file for each rank, flushed; then each rank reads the file of another rank
+    publish   the manifest, by a rename; only then are old data removed
 
-Each of these ends with all ranks knowing how it went. A save that fails anywhere leaves no trace.
+After each of these, all ranks know whether it worked on all. A save that fails anywhere leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fullshard.errors import CheckpointError, ConfigurationError, FullshardError
 log = logging.getLogger("fullshard.checkpoint")
 
 OnProgress = Callable[[int, int], None]
-"""Is told how many bytes this rank has written or read, of how many."""
+"""Called with the number of bytes that this rank has written or read so far, and with their total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Saved:
 
     path: Path
     nbytes: int
-    """Of all ranks."""
+    """Bytes that all ranks wrote."""
     seconds: float
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Saved:
 
 
 def speed(nbytes: int, seconds: float) -> str:
-    """For people: an amount of data, the time it took, and both together."""
+    """Return an amount of data, the time it took and the rate, for people."""
     return (
         f"{nbytes / 1e9:.3g} GB in {seconds:.3g} s ({nbytes / 1e9 / max(seconds, 1e-9):.3g} GB/s)"
     )
@@ -63,16 +63,16 @@ def speed(nbytes: int, seconds: float) -> str:
 
 @dataclass(slots=True)
 class Plan:
-    """A checkpoint that is about to be written, as one rank sees it."""
+    """A checkpoint to be written, as one rank sees it."""
 
     path: Path
     keep_last: int | None
     run: TrainingRun | None
-    """That the model is in, if older checkpoints of it are to be removed."""
+    """The model's training run, if older checkpoints of it will be removed."""
     tensors: dict[str, StoredTensor]
-    """All of them, with the ranks that write them."""
+    """All tensors, with the ranks that write them."""
     own: list[tuple[str, Tensor]]
-    """What this rank writes."""
+    """The cells that this rank writes, by key."""
     tied: Mapping[str, str]
     optimizer: Mapping[str, Any] | None
     extra: Any
@@ -80,16 +80,16 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """That this rank writes."""
+        """Bytes that this rank writes."""
         return sum(local.nbytes for _, local in self.own)
 
 
-# --- planning --------------------------------------------------------------------------------------
+# --- the plan --------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _LocalContent:
-    """What one rank has and knows, before ranks have compared."""
+    """What one rank has to save, before it has compared that with other ranks."""
 
     tensors: list[LocalTensor]
     outline: Outline
@@ -104,7 +104,7 @@ def make_plan(
     extra: Any,
     keep_last: int | None,
 ) -> Plan:
-    """Find out what there is to write, and who writes it; the same on all ranks, or an error on all."""
+    """Return what will be written, and by which ranks. It is the same on all ranks, or an error on all."""
     own = rank_group.on_each(lambda: _hold(rank_group, model, optimizer, extra, keep_last))
     outline = _agreed(rank_group, own)
     turns = {key: turn for turn, key in enumerate(sorted(outline.tensors))}
@@ -143,34 +143,34 @@ def _hold(
     encoded = json_values.encode(extra, "extra", faults)
     if faults:
         raise CheckpointError(
-            "A checkpoint runs no code when it is loaded, so beside tensors it has what JSON can say: numbers, strings, "
-            "lists, tuples, dicts, small tensors. These are something else:\n  "
+            "Beside tensors, a checkpoint can have what JSON can hold (numbers, strings, lists, tuples, dicts) and small "
+            "tensors, because loading runs no code. These are something else:\n  "
             + "\n  ".join(faults)
-            + "\nSave what they are made of."
+            + "\nSave the values they are made of."
         )
     lists = {each.sharding.holders for each in tensors}
-    strangers = {rank for holders in lists for ranks in holders for rank in ranks}
-    strangers -= set(rank_group.ranks)
-    if strangers:
+    absent = {rank for holders in lists for ranks in holders for rank in ranks}
+    absent -= set(rank_group.ranks)
+    if absent:
         raise CheckpointError(
-            f"All ranks that hold parts of the model must save it; process_group has not: {sorted(strangers)[:20]}. "
+            f"All ranks that hold parts of the model must save it; process_group lacks ranks {sorted(absent)[:20]}. "
             "Leave process_group out, or pass one that has them all."
         )
     outline = outline_of(tensors, held.tied, tree, held.updated_together)
-    # A copy: it may be changed before it is written.
+    # Decoding makes a copy: the caller may change the original before it is written.
     return _LocalContent(tensors, outline, json_values.decode(encoded))
 
 
 def _agreed(rank_group: RankGroup, own: _LocalContent) -> Outline:
-    """What all ranks together have; mostly all have the same, and only a digest is sent."""
+    """Return what all ranks have together. If all have the same, only a digest is sent."""
     facts = rank_group.collect((own.outline.digest(), own.extra is not None))
     with_extra = [
         rank for rank, (_, has_extra) in zip(rank_group.ranks, facts, strict=True) if has_extra
     ]
     if with_extra and rank_group.ranks[0] not in with_extra:
         raise CheckpointError(
-            f"Nothing was saved. The first rank's extra is saved; {ranks_text(with_extra)} passed one, and rank "
-            f"{rank_group.ranks[0]}, which is the first, did not. Pass it there."
+            f"The first rank's extra is saved, so that rank must pass one if any does; {ranks_text(with_extra)} passed one, and "
+            f"rank {rank_group.ranks[0]}, the first, did not. Nothing was saved. Pass it there."
         )
     if len({digest for digest, _ in facts}) == 1:
         return own.outline
@@ -185,10 +185,10 @@ def _agreed(rank_group: RankGroup, own: _LocalContent) -> Outline:
 
 
 def _with_one_writer(sharding: Sharding, turn: int) -> Sharding:
-    """Replicas of what is divided write in turn; what every rank has whole is the first one's.
+    """Return a sharding with one writer for each cell: replicas of sharded tensors take turns, the first rank writes the rest.
 
-    Replicas are equal, but for 0-d parameters that are divided by nobody: each rank sums their gradients in an order
-    of its own, and forward goes by the first rank's.
+    Replicas are equal, except for 0-d parameters, which are not sharded: ranks may sum their gradients in different
+    orders. Forward uses the first rank's, so that one is saved.
     """
     lists = sharding.holders
     return replace(sharding, holders=(lists[turn % len(lists) if sharding.cells > 1 else 0],))
@@ -203,7 +203,7 @@ def write(rank_group: RankGroup, plan: Plan, on_progress: OnProgress | None = No
 
     def begin() -> tuple[str, bool]:
         nonlocal save
-        # The first rank's path for all: others may have been given another, or be in another folder.
+        # All ranks use the first rank's path: others may have another argument or another working folder.
         save = publication.begin(Path(os.path.abspath(plan.path)))
         return str(save.folder), (save.path / MANIFEST).exists()
 
@@ -214,14 +214,14 @@ def write(rank_group: RankGroup, plan: Plan, on_progress: OnProgress | None = No
             lambda: _write_own_file(folder, rank_group.rank, plan, on_progress)
         )
         manifest = _manifest(rank_group, plan, folder, rank_group.collect(record))
-        # Data is read back where older data is to be removed afterwards.
+        # All data are read back if older data will be removed afterwards.
         thorough = replaces or plan.run is not None
         rank_group.on_each(lambda: _read_back(rank_group, folder.parent, manifest, thorough))
         rank_group.on_first(lambda: None if save is None else _publish(save, plan, manifest))
     except FullshardError:  # the same on all ranks
         rank_group.on_first(lambda: None if save is None else save.abandon())
         raise
-    except BaseException:  # the other ranks may not answer any more
+    except BaseException:  # other ranks may not answer any more, so do not communicate
         if save is not None:
             save.abandon()
         raise
@@ -274,9 +274,9 @@ def _manifest(
 
 
 def _read_back(rank_group: RankGroup, path: Path, manifest: Manifest, thorough: bool) -> None:
-    """Read the file that the next rank wrote, as `load` will: all ranks together read all files, none its own.
+    """Check the file that the next rank wrote, as `load` does. So each file is read by another rank than its writer.
 
-    Lengths and headers are checked, and, if ``thorough``, every byte.
+    Length and header are checked and, if ``thorough``, every byte.
     """
     place = rank_group.ranks.index(rank_group.rank)
     source = StoredCheckpoint(path, manifest)
@@ -288,19 +288,19 @@ def _read_back(rank_group: RankGroup, path: Path, manifest: Manifest, thorough: 
         source.close()
     if faults:
         raise CheckpointError(
-            "A checkpoint is published once every rank has read what another one wrote; here that failed, and what was "
-            f"at {path} before is still there:\n  "
+            "A rank must be able to read what another rank wrote before a checkpoint is published. Here that failed; the "
+            f"checkpoint that was at {path} before is still there:\n  "
             + "\n  ".join(faults)
-            + "\nAll ranks must see the same folder, on a file system that keeps what is written."
+            + "\nSave to a folder that all ranks share, on a file system that keeps what is written."
         )
 
 
 def _publish(save: UnfinishedSave, plan: Plan, manifest: Manifest) -> None:
     run = plan.run
-    mark = None if run is None else run.mark_for(save.path)
-    manifest = publication.stamped(save.path, replace(manifest, run=mark))
-    if run is None or mark is None or plan.keep_last is None:
+    record = None if run is None else run.record_for(save.path)
+    manifest = publication.stamped(save.path, replace(manifest, run=record))
+    if run is None or record is None or plan.keep_last is None:
         publication.publish(save, manifest)
         return
-    run.note_published(publication.publish(save, manifest, keep_lock=True))
-    remove_old_checkpoints(save.path, mark, plan.keep_last)
+    run.keep_locked(publication.publish(save, manifest, keep_lock=True))
+    remove_old_checkpoints(save.path, record, plan.keep_last)

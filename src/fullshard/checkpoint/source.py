@@ -1,11 +1,11 @@
-"""What every format of checkpoints can be asked for: names, shapes, and blocks of tensors.
+"""What every checkpoint format can be asked for: names, shapes, and blocks of tensors.
 
 Keys of tensors are
 
     model/<name of a parameter or buffer>
     optimizer/<name of a parameter>/<path within its state>
 
-and the optimizer's options, its numbers, and which tensor is which state are in a tree (`json_values`).
+The optimizer's options and numbers are in a tree of values (`json_values`), with a `TensorRef` in place of each tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fullshard.checkpoint.blocks import Block
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
 CLASS = "class"
-"""Of an optimizer's tree: the names of its class and of those that it derives from."""
+"""Key in an optimizer's tree: the names of its class and of the classes that it derives from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,46 +36,46 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Stands in a tree where a tensor is."""
+    """A tensor in a tree of values, by its key."""
 
     key: str
 
 
 class Source(Protocol):
-    """A checkpoint that can be read in parts. Opening one checks all that can be checked without reading data."""
+    """An open checkpoint that can be read in parts. Opening it has checked all that can be checked without reading data."""
 
     path: Path
     format: str
     """For people: "fullshard", "Hugging Face", "DCP", "torch"."""
 
     tensors: Mapping[str, TensorInfo]
-    """All tensors by key, tied ones under one of their names."""
+    """All tensors by key; tied ones under one of their names."""
 
     tied: Mapping[str, str]
-    """Further names of model tensors, with the name that is stored: neither has the prefix of keys."""
+    """Further names of model tensors, with the name that is stored. Neither has the prefix of keys."""
 
     optimizer: Mapping[str, Any] | None
     """None, or {"state": {name: {key: value}}, "param_groups": [{"params": [names], option: value}]}.
 
-    Checkpoints of our own also have `CLASS` (see `optimizer_kinds`), but for those that were written before it was.
-    Values are trees of dicts, lists, tuples, numbers, strings, None, 0-d tensors and `TensorRef`s."""
+    Our own checkpoints also have `CLASS` (see `optimizer_compatibility`), except old ones. Values are dicts, lists, tuples,
+    numbers, strings, None, 0-d tensors and `TensorRef`s."""
 
     extra: Any
-    """What the user saved beside: anything that JSON can say."""
+    """What the user saved beside model and optimizer: any value that JSON can hold."""
 
     def read(self, key: str, wanted: Block, out: Tensor) -> None:
         """Read a block into ``out``, a CPU tensor of the block's shape and the stored dtype, strided or not."""
 
     def verify(self, wanted: Iterable[tuple[str, Block]]) -> list[str]:
-        """Read the bytes behind these blocks, without keeping them, and say what is wrong: a line for each fault.
+        """Read the bytes of these blocks, without keeping them, and return a line for each fault.
 
-        Lines name file and tensor. Empty if all is well, or where the format has no checksums.
+        Lines name file and tensor. There are none if the format has no checksums.
         """
 
     def close(self) -> None:
-        """Let go of files."""
+        """Close all files."""
 
 
 def without_class(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's tree as torch's formats have it."""
+    """Return an optimizer's tree as torch's formats have it."""
     return {key: value for key, value in optimizer.items() if key != CLASS}

@@ -32,7 +32,7 @@ from fullshard.checkpoint.source import (
     without_class,
 )
 from fullshard.checkpoint.torch_items import fault_of, refuse_compressed
-from fullshard.checkpoint.verified_reads import with_tensors
+from fullshard.checkpoint.verified_reads import raise_if_damaged, with_tensors
 from fullshard.errors import CheckpointError
 from fullshard.files import atomic_write
 
@@ -118,8 +118,7 @@ def write_torch_file(source: Source, path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     faults = source.verify((key, whole(info.shape)) for key, info in source.tensors.items())
-    if faults:
-        raise CheckpointError("\n".join([f"{source.path} is damaged:", *faults]))
+    raise_if_damaged(source.path, faults)
     content: dict[str, Any] = {"model": _whole_model(source)}
     if source.optimizer is not None:
         content["optimizer"] = with_tensors(without_class(source.optimizer), source)

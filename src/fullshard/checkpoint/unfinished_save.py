@@ -1,18 +1,19 @@
-"""Saves on their way, and how a living writer's files are told from those that a dead one left.
+"""Unfinished saves, and how files of a running writer are told from files that a dead writer left.
 
-    path/manifest.json.<id>.tmp   made first, and locked by its writer; the manifest in the end
+    path/manifest.json.<id>.tmp   made first and locked by its writer; becomes the manifest
     path/data-<id>/               made second
 
-The lock (`flock`) is the kernel's: it ends with its process, however that ends. The first six digits of an id name the
-machine. So on one machine it is certain who lives. A machine cannot always see the locks of another one: there, a
-save also counts as living until nothing has been written to it for `PATIENCE_S`, by the file system's clock.
+The kernel holds the lock (`flock`): it ends with its process, however that ends. The first six digits of an id name the
+machine. So on one machine it is certain which writers are alive. One machine cannot always see the locks of another. A
+save of another machine therefore also counts as alive until nothing was written to it for `PATIENCE_S`, by the file
+system's clock.
 
-The order of things is what keeps writers, cleaners and readers apart without any of them waiting:
+Writers, cleaners and readers do not wait for each other. This order keeps them apart:
 
-    writer    lock, data, rename the locked file to manifest.json, unlock
-    cleaner   sees that the lock is free or its file gone; *then* reads which data the manifest names; then removes others
+    writer    lock, write data, rename the locked file to manifest.json, unlock
+    cleaner   see that the lock is free or its file gone; *then* read which data the manifest names; then remove other data
 
-The rename comes before the lock's end. So a cleaner that finds no lock finds the manifest, or a later one.
+The rename comes before the unlock. So a cleaner that finds no lock finds this manifest, or a later one.
 """
 
 from __future__ import annotations
@@ -36,23 +37,27 @@ from fullshard.errors import CheckpointError
 from fullshard.files import flush, rename_into_place
 
 PATIENCE_S = 3600.0
-"""How long nothing is written to a save of another machine before it counts as dead."""
+"""A save of another machine counts as dead if nothing was written to it for so long."""
 
 MAX_TRIES = 100
-"""To make a folder that others remove at the same time."""
+"""How often to try again when other processes change the same folder."""
 
 _UNFINISHED_MANIFEST = re.compile(re.escape(MANIFEST) + r"\.([0-9a-f]{12})\.tmp")
 _NAMES_WITH_ID = re.compile(rf"(?:data-|{re.escape(MANIFEST)}\.)([0-9a-f]{{12}})(?:\.tmp)?")
 
 
 class UnfinishedSave:
-    """A save that has begun: it is published or abandoned, or its process dies.
+    """A save that has begun and is not yet published or abandoned.
 
-    All of this is done by one rank; the others write into `folder`.
+    One rank has this object; the other ranks only write into `folder`.
     """
 
     def __init__(self, path: Path) -> None:
-        """Begin a checkpoint at ``path``: new, empty, or a checkpoint."""
+        """Begin a checkpoint at ``path``, which is new, empty, or a checkpoint.
+
+        Raises:
+            CheckpointError: the folder has other things in it, or cannot be written to.
+        """
         self.path = path
         self._is_published = False
         try:
@@ -62,25 +67,26 @@ class UnfinishedSave:
             raise CheckpointError(f"No checkpoint can be written to {path}: {error}") from error
 
     def publish(self, manifest: Manifest) -> IO[str]:
-        """Let ``manifest`` be the checkpoint from now on; its data are complete and flushed.
+        """Make ``manifest`` the checkpoint's manifest. Its data must be complete and flushed.
 
-        Returns the manifest's file, still locked: whoever keeps it open shows that the writer lives.
+        Returns:
+            The manifest's file, still locked. While it is open, others see that the writer is alive.
         """
         text = manifests.text_of(manifest)
-        manifests.parse(text.encode(), self.path)  # nothing is published that could not be read
+        manifests.parse(text.encode(), self.path)  # publish nothing that cannot be read
         try:
             self._file.write(text)
             self._file.flush()
-            # Names are flushed before they are referred to: files, their folder, its name, then the manifest's.
+            # What a manifest refers to must be on the disk before it: files, their folder, the name of that folder.
             for folder in (self.folder, self.path):
                 flush(folder)
             with manifest_lock(self.path):
                 self._rename()
-            with contextlib.suppress(PermissionError):  # one may write to a folder, and not list it
+            with contextlib.suppress(PermissionError):  # a folder may be writable and not readable
                 flush(self.path.absolute().parent)
         except OSError as error:
             raise CheckpointError(
-                f"The checkpoint {self.path} cannot be completed: {error}"
+                f"The checkpoint {self.path} cannot be completed: {error}. The one before it, if any, is still there."
             ) from error
         return self._file
 
@@ -89,23 +95,23 @@ class UnfinishedSave:
         try:
             rename_into_place(unfinished, self.path / MANIFEST, durable=True)
         finally:
-            # The rename may be done and only the flush after it have failed. In doubt the data stay: a later save
-            # removes what no manifest names.
+            # The rename may have worked and the flush after it failed. In doubt keep the data: a later save removes
+            # what no manifest names.
             self._is_published = not os.path.exists(unfinished)
 
     def abandon(self) -> None:
-        """Remove the data, and the folder if that was made for them. What has been published stays."""
+        """Remove the data, and the folder if it is empty then. A published checkpoint stays."""
         if not self._is_published:
             shutil.rmtree(self.folder, ignore_errors=True)
             with contextlib.suppress(OSError):
                 os.unlink(self._file.name)
         unlock(self._file)
         with contextlib.suppress(OSError):
-            self.path.rmdir()  # if it is empty
+            self.path.rmdir()  # fails unless it is empty
 
 
 def _claim(path: Path) -> tuple[IO[str], Path]:
-    """Make the locked file of a new save, then the folder for its data."""
+    """Make and lock the file of a new save, then make the folder for its data."""
     for _ in range(MAX_TRIES):
         name = _machine() + secrets.token_hex(3)
         try:
@@ -114,9 +120,9 @@ def _claim(path: Path) -> tuple[IO[str], Path]:
         except (FileExistsError, FileNotFoundError):
             if path.exists() and not path.is_dir():
                 raise
-            continue  # the folder was there a moment ago, and was removed as an empty one; or the name is taken
+            continue  # a cleaner removed the folder while it was empty; or the name is taken
         try:
-            # Before it was locked, the file may have been taken for a dead one's.
+            # Before it was locked, a cleaner may have taken the file for a dead writer's.
             if _lock(file) is not False and _is_there(file):
                 (path / f"data-{name}").mkdir()
                 return file, path / f"data-{name}"
@@ -126,49 +132,51 @@ def _claim(path: Path) -> tuple[IO[str], Path]:
             file.close()
             raise
         file.close()
-    raise CheckpointError(f"No checkpoint can be written to {path}: others keep removing it.")
+    raise CheckpointError(
+        f"No checkpoint can be written to {path}: other processes keep removing the folder. Choose another folder."
+    )
 
 
 def _refuse_other_folders(path: Path) -> None:
-    strange = [name for name in folder_entries(path) if not _is_ours(path / name)]
-    if strange:
+    others = [name for name in folder_entries(path) if not _is_ours(path / name)]
+    if others:
         raise CheckpointError(
-            f"A checkpoint is written to a folder that is new, empty or a checkpoint; {path} has other things "
-            f"in it: {sorted(strange)[:10]}. Choose another folder."
+            f"The folder of a checkpoint must be new, empty or a checkpoint; {path} has other things "
+            f"in it: {sorted(others)[:10]}. Choose another folder."
         )
 
 
-# --- what is left of saves that have ended -----------------------------------------------------------------
+# --- leftovers of dead writers -----------------------------------------------------------------------------
 
 
 def remove_leftovers(path: Path, now: float) -> None:
-    """Remove data that no manifest names, unless it is of a save on its way; remove the folder if that leaves it empty.
+    """Remove data that no manifest names and no running save writes. Remove the folder if it is empty then.
 
     Args:
-        path: A checkpoint's folder, or one where a save was killed; nothing happens in others.
-        now: By the clock of the file system.
+        path: The folder of a checkpoint or of a killed save. Other folders are left alone.
+        now: The time by the file system's clock.
     """
     try:
         names = folder_entries(path)
         if not names or not all(_is_ours(path / name) for name in names):
             return
         for id_ in {found[1] for name in names if (found := _NAMES_WITH_ID.fullmatch(name))}:
-            with _writer_ended(path, id_, now) as is_dead:
-                # Only now: see above.
-                if is_dead and data_in_use(path) != f"data-{id_}":
+            with _writer_ended(path, id_, now) as has_ended:
+                # The manifest must be read after the lock was seen: see the order above.
+                if has_ended and data_in_use(path) != f"data-{id_}":
                     shutil.rmtree(path / f"data-{id_}", ignore_errors=True)
                     _unfinished(path, id_).unlink(missing_ok=True)
         path.rmdir()
     except (OSError, CheckpointError):
-        # Not empty; or not ours to remove, or not readable: what cannot be understood is left alone.
+        # The folder is not empty, or something in it cannot be read or removed: leave it alone.
         return
 
 
 def data_in_use(path: Path) -> str | None:
-    """The folder that the manifest names; None if there is no manifest.
+    """Return the data folder that the manifest names, or None if there is no manifest.
 
     Raises:
-        CheckpointError: there is one that cannot be read.
+        CheckpointError: the manifest cannot be read.
     """
     if not (path / MANIFEST).exists():
         return None
@@ -182,11 +190,11 @@ def data_in_use(path: Path) -> str | None:
 
 @contextlib.contextmanager
 def _writer_ended(path: Path, id_: str, now: float) -> Iterator[bool]:
-    """Whether the writer of a save has ended, or is done with it; within the block nobody else removes it."""
+    """Yield whether the writer of a save is done or dead. Within the block, no other process removes the save."""
     try:
         file = _unfinished(path, id_).open("r+")
     except FileNotFoundError:
-        yield True  # published, or what a cleaner left that was killed
+        yield True  # it was published, or a cleaner was killed before it had removed all
         return
     with file:
         locked = _lock(file)
@@ -219,7 +227,7 @@ def _unfinished(path: Path, id_: str) -> Path:
 
 
 def is_locked(file: Path) -> bool:
-    """Whether a living process has locked a file; also if that cannot be known."""
+    """Return whether a process has locked a file; True also if that cannot be known."""
     try:
         with file.open("r+") as opened:
             locked = _lock(opened)
@@ -234,14 +242,14 @@ def is_locked(file: Path) -> bool:
 
 @contextlib.contextmanager
 def manifest_lock(path: Path) -> Iterator[None]:
-    """Within the block, no other process of this machine replaces or removes the manifest in ``path``."""
+    """Keep other processes of this machine from replacing or removing the manifest in ``path`` within the block."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
-        yield  # not there: whoever changes it will notice
+        yield  # there is no folder to lock: the block fails where it uses it
         return
     try:
-        with contextlib.suppress(OSError):  # where folders cannot be locked
+        with contextlib.suppress(OSError):  # some file systems cannot lock folders
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -249,7 +257,7 @@ def manifest_lock(path: Path) -> Iterator[None]:
 
 
 def unlock(file: IO[str]) -> None:
-    """Let go of a lock, also where a process that was forked meanwhile has the file, too; and close the file."""
+    """Unlock and close a file. Closing alone is not enough if a process was forked meanwhile: it has the file open, too."""
     if not file.closed:
         with contextlib.suppress(OSError):
             fcntl.flock(file.fileno(), fcntl.LOCK_UN)
@@ -257,7 +265,7 @@ def unlock(file: IO[str]) -> None:
 
 
 def _lock(file: IO[str]) -> bool | None:
-    """Lock a file if nobody has; None where files cannot be locked."""
+    """Lock a file. Return False if another process has locked it, None if files cannot be locked here."""
     try:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -268,7 +276,7 @@ def _lock(file: IO[str]) -> bool | None:
 
 
 def _is_there(file: IO[str]) -> bool:
-    """Whether an open file still has its name."""
+    """Return whether an open file still has its name."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
     except FileNotFoundError:
@@ -277,7 +285,7 @@ def _is_there(file: IO[str]) -> bool:
 
 @cache
 def _machine() -> str:
-    """Six digits for this machine, until it is started again: processes of one machine see each other's locks."""
+    """Return six digits for this boot of this machine: its processes see each other's locks."""
     try:
         name = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -289,7 +297,7 @@ def _machine() -> str:
 
 
 def folder_entries(path: Path) -> list[str]:
-    """What is in a folder; nothing if it is none, or has just been removed."""
+    """Return the names in a folder; none if it is no folder, or was just removed."""
     try:
         return sorted(os.listdir(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -299,7 +307,7 @@ def folder_entries(path: Path) -> list[str]:
 def _is_ours(entry: Path) -> bool:
     if DATA_FOLDER.fullmatch(entry.name):
         return entry.is_dir() or not entry.exists()
-    # NFS gives such names to files that were removed while somebody reads them; a disk of its own is not empty when new.
+    # NFS renames files that are removed while they are open to .nfs*; a new disk has a folder lost+found.
     return (
         entry.name in (MANIFEST, "lost+found")
         or entry.name.startswith(".nfs")

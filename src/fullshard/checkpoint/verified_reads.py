@@ -1,8 +1,9 @@
-"""What any source has, as tensors in memory that were checked before they were read."""
+"""Tensors of any source, read into memory after their checksums were checked."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,19 +16,28 @@ from fullshard.errors import CheckpointError
 
 
 def read_verified(source: Source, key: str, wanted: Block | None = None) -> Tensor:
-    """A block of a tensor, or all of it."""
+    """Return a block of a tensor, or all of it.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
     info = source.tensors[key]
     block = whole(info.shape) if wanted is None else wanted
-    faults = source.verify([(key, block)])
-    if faults:
-        raise CheckpointError("\n".join([f"{source.path} is damaged:", *faults]))
+    raise_if_damaged(source.path, source.verify([(key, block)]))
     out = torch.empty(block.shape, dtype=info.dtype)
     source.read(key, block, out)
     return out
 
 
+def raise_if_damaged(path: Path, faults: Iterable[str]) -> None:
+    """Raise an error that names all faults of a checkpoint, if there are any."""
+    lines = list(faults)
+    if lines:
+        raise CheckpointError("\n  ".join([f"The checkpoint {path} is damaged:", *lines]))
+
+
 def with_tensors(tree: Any, source: Source) -> Any:
-    """A tree of ``source`` with tensors in the place of what stands for them."""
+    """Return a tree of values of ``source`` with the tensors themselves."""
     if isinstance(tree, TensorRef):
         return read_verified(source, tree.key)
     if isinstance(tree, DeviceScalar):
