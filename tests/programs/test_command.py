@@ -134,7 +134,7 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "arguments", "message"),
     [
         ({}, ("--ranks", "4"), "run.ranks must agree with the launcher: got 4, but it has started 2"),
-        ({}, ("--fresh",), "--fresh is not for ranks of a launcher"),
+        ({}, ("--fresh",), "--fresh is not allowed under a launcher"),
         ({"MASTER_PORT": ""}, (), "MASTER_PORT"),
         ({"WORLD_SIZE": "3"}, (), "16 / (3 * 1) leaves 1"),
     ],

@@ -167,7 +167,7 @@ def signalled(folder: Path, *numbers: signal.Signals, pause_s: float = 0.3) -> I
             os.kill(os.getpid(), number)
             time.sleep(pause_s)
 
-    before = {number: signal.getsignal(number) for number in processes.HEEDED}
+    before = {number: signal.getsignal(number) for number in processes.STOPPING}
     sender = threading.Thread(target=send)
     sender.start()
     try:

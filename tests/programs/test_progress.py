@@ -66,7 +66,7 @@ def seen(*, terminal: bool) -> str:
     file = io.StringIO()
     with showing_progress(Console(file=file, force_terminal=terminal, width=120)) as progress:
         follow_a_run(progress)
-        progress.say_last("Report  runs/[a]/report.html")
+        progress.print_last("Report  runs/[a]/report.html")
     return file.getvalue()
 
 
@@ -137,7 +137,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(terminal: bool) -> None:
             progress(START)
             os.close(reading)
             follow_a_run(progress)
-            progress.say_last("Report")
+            progress.print_last("Report")
     # Closing it has written what was left in the buffer.
 
 

@@ -2,38 +2,38 @@
 
 The files in the order a run passes through them:
 
-    command              the verb: arguments in, exit code out
-    config               what a run can be told, by section, and the rules for what goes together
-    limits               between which numbers a value must lie
+    command              the subcommand: arguments, exit codes
+    config               all settings of a run, by section, and the rules for what goes together
+    limits               ranges of numbers that a setting may have
     config_fields        all fields as data: kinds of values, defaults, meanings
-    config_file          a configuration from and to TOML, and all its problems at once
-    config_reference     its fields as tables
-    launch               start ranks on this machine, or join those a launcher started
-    place  slurm         who a rank is, what it runs on, where the ranks meet; as Slurm says it
-    processes            run ranks as processes, tell them to stop, see to it that they all end
-    rank                 one rank: process group in, training, process group out
-    meeting              where ranks meet that torchrun has started again
-    run_folder           what is where in the folder of a run, and whose it is
-    sharding             the model through either door
+    config_file          reads and writes a configuration as TOML, and reports all its problems at once
+    config_reference     all fields as tables
+    launch               starts ranks on this machine, or joins those of a launcher
+    rank_info  slurm     number, device and rendezvous of a rank, from torchrun or from Slurm
+    processes            runs ranks as processes, passes signals on, and makes sure that all end
+    rank                 one rank: joins the process group, trains, leaves
+    rendezvous           a fresh store for ranks that torchrun has restarted
+    run_folder           the files in the folder of a run, its lock, and whether its run is this one
+    sharded_model        the model, sharded by either API
     loop                 the steps
-    optimizing           optimizer and learning rate
-    evaluating           the loss
+    optimizer            optimizer and learning rate
+    evaluation           the loss
     traced_steps         the steps that are recorded
-    resuming  stopping   checkpoints, and going on from them; signals and bad steps
-    run_events           (beside this folder) what happens, as values; `metrics_file` writes it, `progress` shows it
-    memory  result       what a rank uses of its device; what a run has come to
+    resume  stop         checkpoints and resuming from them; signals and bad steps
+    run_events           (one folder up) what happens, as values; `metrics_file` writes it, `progress` shows it
+    memory  result       memory use of a rank; the result of a run
 
-What is trained, and what is learned from:
+Model and data:
 
-    preflight            what is wrong with either, without torch
+    preflight            finds problems of both without torch
     model_source         a model as the loop knows it
-    built_in             the decoder of `decoder`, in the sizes of `decoder_shape`
+    built_in             the built-in model: `decoder`, in the sizes of `decoder_shape`
     transformers_model   any causal language model of transformers
     weights              starting weights, the same on any number of ranks; memory for them
     data                 training and held-out windows
-    data_files           which files; `array_files` what is in those that are arrays
-    tokenizing           from text to tokens and back
-    splitting  windows   what is held out; rows of batches
-    sampler              in which order windows are seen
-    samples              text that the model writes
+    data_files           which files to read; `array_files` reads arrays
+    tokenizer            from text to tokens and back
+    held_out_split       which tokens are held out
+    windows  sampler     rows of batches, and their order
+    samples              text that the model generates
 """

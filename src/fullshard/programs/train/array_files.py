@@ -1,10 +1,10 @@
-"""Files of tokens: what their headers say, and their content mapped into memory.
+"""Files of tokens: their headers, and their content mapped into memory.
 
     .npy    a header that numpy writes, then numbers
-    .bin    numbers and nothing else; the configuration says of which dtype
+    .bin    numbers only; the configuration has their dtype
 
-Nothing is read until it is asked for, and ranks of one machine share what was: the files may be
-larger than memory. Headers are read without torch.
+Tokens are read when they are used, and the ranks of a machine share the memory, so files may be larger than memory.
+Headers are read without torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DTYPES = {
     "<u8": "uint64",
     "<i8": "int64",
 }
-"""What numpy calls those that can be read here, and what torch calls them."""
+"""Dtypes that can be read, by numpy's code."""
 
 ITEM_BYTES = {name: int(code[-1]) for code, name in DTYPES.items()}
 
@@ -53,8 +53,8 @@ class ArrayFile:
     def mapped(self) -> Tensor:
         """Return its tokens; they must not be written to.
 
-        The mapping is read-only: a private one that could be written counts against the memory of the machine, and
-        Linux refuses it for a file larger than that.
+        The mapping is read-only: Linux counts a private writable mapping as memory, and refuses it for a file larger
+        than that.
         """
         import torch
 
@@ -69,10 +69,10 @@ class ArrayFile:
 
 
 def read_header(path: Path, bin_dtype: TokenDtype) -> ArrayFile:
-    """Return what a file of tokens has, of which those without a header are of `bin_dtype`.
+    """Return dtype and length of a file of tokens; a `.bin` file has tokens of `bin_dtype`.
 
     Raises:
-        ConfigurationError: it cannot be read, is no array, or is one of something else than a row of integers.
+        ConfigurationError: it cannot be read, or is not a one-dimensional array of integers.
     """
     try:
         size = path.stat().st_size
@@ -80,7 +80,7 @@ def read_header(path: Path, bin_dtype: TokenDtype) -> ArrayFile:
             return _read_npy_header(path, size)
     except OSError as error:
         raise ConfigurationError(f"Arrays of tokens must be readable: {error}.") from error
-    except ConfigurationError:  # a ValueError, too, and says all there is
+    except ConfigurationError:  # it is a ValueError, too
         raise
     except ValueError as error:
         raise ConfigurationError(
@@ -120,7 +120,7 @@ def _read_npy_header(path: Path, size: int) -> ArrayFile:
 
 
 def _literal(header: bytes) -> dict[str, Any]:
-    """Return the dictionary in a header, which has what we need."""
+    """Return the dictionary in a header; ValueError if it lacks shape or dtype."""
     try:
         found = ast.literal_eval(header.decode())
     except (SyntaxError, RecursionError, MemoryError) as error:

@@ -1,6 +1,6 @@
-"""The built-in decoder as something to train: its sizes, and its way to transformers.
+"""The built-in decoder as a source of models, and its export as a Llama of transformers.
 
-Its weights are those of a Llama under other names, so exporting it is renaming.
+Its weights are those of a Llama under other names, so exporting it means renaming them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LLAMA_NAMES = {
     "feed_forward.up": "mlp.up_proj",
     "feed_forward.down": "mlp.down_proj",
 }
-"""What a Llama of transformers calls the decoder's modules."""
+"""The names of the decoder's modules in a Llama of transformers."""
 
 
 class BuiltInDecoder:
@@ -85,7 +85,7 @@ def empty_decoder(shape: DecoderShape) -> Decoder:
 
 
 def starting_weights(shape: DecoderShape, *, seed: int) -> DrawnWeights:
-    """Return what a decoder starts with: each parameter by itself, from a generator of its own."""
+    """Return the starting weights of a decoder. Each parameter has a generator of its own."""
     skeleton = empty_decoder(shape)
     deviations = {name: deviation for name, _, deviation in skeleton.starting_deviations()}
 
@@ -103,7 +103,7 @@ def starting_weights(shape: DecoderShape, *, seed: int) -> DrawnWeights:
 
 
 def llama_name(name: str) -> str:
-    """Return what a Llama of transformers calls a parameter of the decoder."""
+    """Return the name of a decoder's parameter in a Llama of transformers."""
     module, _, parameter = name.rpartition(".")
     if not module.startswith("blocks."):
         return f"{LLAMA_NAMES[module]}.{parameter}"
@@ -113,7 +113,7 @@ def llama_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfiguration:
-    """The decoder's sizes as transformers wants to be told."""
+    """The decoder's sizes as a configuration of transformers."""
 
     shape: DecoderShape
     context: int
@@ -138,7 +138,7 @@ class LlamaConfiguration:
             "mlp_bias": False,
             "tie_word_embeddings": False,
             "torch_dtype": "float32",
-            # Llama's own would be tokens of its tokenizer.
+            # The defaults are tokens of Llama's own tokenizer.
             "bos_token_id": None,
             "eos_token_id": None,
         }

@@ -1,14 +1,14 @@
-"""The verb `fullshard train`: arguments in, exit code out.
+"""The subcommand `fullshard train`.
 
 Exit codes:
-    0     trained, or the run in the folder was finished already
-    1     a rank failed, and its traceback was shown; or a bad step stopped the run, or a
-          checkpoint that cannot be written or read
+    0     trained, or the run in the folder was already finished
+    1     a rank failed, and its traceback was shown; or a bad step stopped the run; or a checkpoint
+          cannot be written or read
     2     wrong configuration or data; one message, no traceback
     129   stopped by SIGHUP: its terminal was closed
     130   stopped by Ctrl-C
     143   stopped by SIGTERM
-Stopped runs have saved where they stood, unless the message says that they could not.
+A stopped run has saved a checkpoint, unless the message says that it could not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ from fullshard.programs.train.stop import BadStepError, StoppedBySignalError
 def train(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="RUN.toml", show_default=False, help="What the run is to be."),
+        typer.Argument(
+            metavar="RUN.toml", show_default=False, help="The configuration of the run."
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -60,18 +62,18 @@ def train(
     ] = None,
     fresh: Annotated[
         bool,
-        typer.Option("--fresh", help="Begin anew; a run that is in the folder is moved aside."),
+        typer.Option("--fresh", help="Start a new run; an old one in the folder is moved aside."),
     ] = False,
     fields: Annotated[
-        bool, typer.Option("--fields", help="List all sections and fields, and leave.")
+        bool, typer.Option("--fields", help="List all sections and fields, and exit.")
     ] = False,
 ) -> None:
     """Train a language model, sharded over ranks.
 
-    What is trained, on what and how is said in a TOML file; without one,
-    two CPU ranks (or all GPUs) train a small model on the Python standard
-    library's sources. A run that is in the folder goes on where it stood.
-    Under torchrun or srun it joins the ranks it is given.
+    A TOML file says what is trained, on what and how. Without one, two CPU
+    ranks (or all GPUs) train a small model on the sources of Python's
+    standard library. A run in the folder is resumed. Under torchrun or srun
+    this process is one of the launcher's ranks.
     """
     if fields:
         print_reference(Console())
@@ -81,21 +83,21 @@ def train(
         wanted.append(f"run.ranks={ranks}")
     if folder is not None:
         wanted.append(f"run.folder={toml_value(folder)}")
-    is_heard = reports_errors(os.environ)
-    with _ends_well(is_heard=is_heard):
+    prints_errors = reports_errors(os.environ)
+    with _errors_as_exit_codes(prints_errors=prints_errors):
         config = read_config(file, wanted, checks=[partial(problems_here, fresh=fresh)])
-        if is_heard:
-            stream = broken_pipe_safe(sys.stdout)  # the run goes on if nobody can read this
+        if prints_errors:
+            stream = broken_pipe_safe(sys.stdout)  # the run goes on even if nobody can read this
             print("Starting; importing torch takes a few seconds.", file=stream, flush=True)
         start(config, fresh=fresh)
 
 
 @contextmanager
-def _ends_well(*, is_heard: bool) -> Iterator[None]:
-    """Turn what may end a run into a message and an exit code.
+def _errors_as_exit_codes(*, prints_errors: bool) -> Iterator[None]:
+    """Turn errors that end a run into a message and an exit code.
 
     Args:
-        is_heard: this process speaks for all; what every rank of a launcher finds, it tells alone.
+        prints_errors: whether this process prints the message; of a launcher's ranks, only the first does.
     """
     try:
         yield
@@ -110,14 +112,14 @@ def _ends_well(*, is_heard: bool) -> Iterator[None]:
         message, code = str(error), 128 + signal.SIGTERM
     except KeyboardInterrupt:
         message, code = "Stopped.", 128 + signal.SIGINT
-    if is_heard:
+    if prints_errors:
         _restore_terminal()
         print_error(message)
     raise typer.Exit(code)
 
 
 def _restore_terminal() -> None:
-    """Close the live line that rank 0 may have had no time to close: a new line, and the cursor back."""
+    """End the progress line and show the cursor, in case rank 0 had no time to do so."""
     console = Console(file=broken_pipe_safe(sys.stdout))
     if console.is_terminal:
         console.print()

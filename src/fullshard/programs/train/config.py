@@ -1,4 +1,4 @@
-"""What a training run can be told: one dataclass per section of the file, every field explained.
+"""The settings of a training run: one dataclass per section of the file, every field explained.
 
     [model]
     size = "small"
@@ -6,16 +6,15 @@
     [train]
     steps = 2000
 
-A file names what differs from the defaults here; `--set train.steps=10` differs from the file. This
-module imports no torch: a wrong configuration is answered at once.
+A file changes the defaults here, and `--set train.steps=10` changes the file. This module imports no torch, so a wrong
+configuration is reported at once.
 
-The text under a field is all there is about it: `config_fields` takes it from here for the file of
-a run, the command's answers and the documentation. A field's type says which values it may have;
-what concerns several fields is said by the `problems` of their section, or of `RunConfig`.
+The text below a field is its documentation: `config_fields` uses it for configuration files, error messages and the
+docs. The type of a field limits its values. Rules about several fields are in the `problems` of their section, or of
+`RunConfig`, and nowhere else.
 
-Fields marked `FIXED` decide the trajectory of a run; a run that is resumed must have them as they
-were. What is done about bad steps is not among them, though it has a part in the trajectory: a run
-that a bad step has stopped could not go on otherwise.
+Fields marked `FIXED` decide the trajectory of a run. A resumed run must have the same values. What is done about bad steps
+also affects the trajectory, but is not fixed: otherwise a run that a bad step has stopped could not go on.
 """
 
 from __future__ import annotations
@@ -52,16 +51,16 @@ ProperFraction = Annotated[float, Limits(0, 1, open_low=True, open_high=True)]
 DEFAULT_FOLDER = Path("runs/default")
 
 FIXED = {"fixed": True}
-"""Marks a field that a resumed run must have as it was."""
+"""Marks a field whose value a resumed run must have, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with a configuration that concerns more than the value of one field."""
+    """A problem of a configuration that is more than the value of one field."""
 
     about: tuple[str, ...]
-    """The fields it follows from (`train.batch`), or whole sections (`model`). If one of them was refused for itself,
-    this problem may not be there at all."""
+    """The fields (`train.batch`) or sections (`model`) that it follows from. If the value of one of them was refused, the
+    problem may disappear."""
 
     text: str
     """The rule, what was found, the remedy."""
@@ -69,19 +68,19 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSection:
-    """Where a run takes place, and where it leaves what it makes."""
+    """The folder, the ranks and the device of a run."""
 
     folder: Path = DEFAULT_FOLDER
-    """Folder of the run: configuration, metrics, checkpoints, traces, report. If a run is in it, it goes on."""
+    """Folder of the run: configuration, metrics, checkpoints, traces, report. If it has a run, that run is resumed."""
 
     ranks: PositiveCount | None = None
-    """Ranks to start here; none given takes those of a launcher, else 2 on CPU and one per GPU."""
+    """Ranks to start here. Not set: those of a launcher, or else 2 on CPU and one per GPU."""
 
     device: DeviceChoice = "auto"
-    """Where to train; auto takes CUDA when there is a GPU."""
+    """Where to train; auto is CUDA if there is a GPU."""
 
     timeout: Timeout = 600.0
-    """Seconds a rank waits for the others before it gives up: what is left of a run ends so long after a host is lost."""
+    """Seconds that a rank waits for the others before it gives up. After a host is lost, the other ranks end that much later."""
 
     seed: Count = field(default=0, metadata=FIXED)
     """Decides starting weights, the order of the data, and samples."""
@@ -104,7 +103,7 @@ class ModelSection:
     """Its attention heads, if not those of the size; width / heads is even."""
 
     vocabulary: PositiveCount | None = field(default=None, metadata=FIXED)
-    """Tokens it knows, if not those of the tokenizer; to be given for arrays without one."""
+    """Number of its tokens, if not that of the tokenizer; needed for arrays without a tokenizer."""
 
     huggingface: Path | None = field(default=None, metadata=FIXED)
     """Folder with the `config.json` of a causal language model of transformers, instead of the built-in decoder."""
@@ -113,7 +112,7 @@ class ModelSection:
     """Start from the weights in the Hugging Face folder, not from drawn ones."""
 
     def problems(self) -> Iterator[Problem]:
-        """Find what does not go together."""
+        """Yield the problems of fields that do not go together."""
         if self.pretrained and self.huggingface is None:
             yield Problem(
                 ("model.pretrained", "model.huggingface"),
@@ -135,10 +134,10 @@ class ModelSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSection:
-    """What is learned from."""
+    """The data."""
 
     path: Path | None = field(default=None, metadata=FIXED)
-    """File or folder; none given takes the sources of Python's standard library."""
+    """File or folder. Not set: the sources of Python's standard library."""
 
     kind: Tokens = field(default="auto", metadata=FIXED)
     """text (files are tokenised when the run starts) or array (`.npy`, or `.bin` without a header, memory-mapped);
@@ -148,20 +147,20 @@ class DataSection:
     """Of the tokens in a `.bin` file."""
 
     tokenizer: Path | None = field(default=None, metadata=FIXED)
-    """Folder or file of a Hugging Face tokenizer for text; none given takes that of the model's folder if there is
-    one, else bytes."""
+    """Folder or file of a Hugging Face tokenizer for text. Not set: that of the model's folder if it has one, or else
+    bytes."""
 
     context: PositiveCount = field(default=128, metadata=FIXED)
     """Tokens the model sees at once."""
 
     held_out: ProperFraction = field(default=0.05, metadata=FIXED)
-    """Part of the tokens kept back for evaluation, from the end."""
+    """Share of the tokens, from the end, that is held out for evaluation."""
 
     max_bytes: PositiveCount = field(default=8_000_000, metadata=FIXED)
-    """Read no more text than this."""
+    """Most bytes of text to read."""
 
     def problems(self) -> Iterator[Problem]:
-        """Find what does not go together."""
+        """Yield the problems of fields that do not go together."""
         if self.kind == "array" and self.path is None:
             yield Problem(
                 ("data.kind", "data.path"),
@@ -181,7 +180,7 @@ class TrainSection:
     """Windows per step, of all ranks together; any number of ranks that divides it sees the same batches."""
 
     accumulate: PositiveCount = 1
-    """Parts a rank's share of the batch is computed in, one after the other."""
+    """Microbatches of a rank's share of the batch, computed one after the other."""
 
     clip: NotNegative = field(default=1.0, metadata=FIXED)
     """Largest norm of the gradients; larger ones are scaled down to it. 0 does not clip."""
@@ -194,12 +193,12 @@ class TrainSection:
     """Norm of the gradients above which a step is bad; 0 for none."""
 
     max_bad_steps: PositiveCount = 10
-    """With skip: so many bad steps in a row stop the run."""
+    """With skip: this many bad steps in a row stop the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSection:
-    """How gradients become updates."""
+    """The optimizer."""
 
     name: OptimizerName = field(default="adamw", metadata=FIXED)
     """Which optimizer of torch.optim."""
@@ -228,13 +227,13 @@ class ScheduleSection:
     """The learning rate over the run."""
 
     kind: Schedule = field(default="cosine", metadata=FIXED)
-    """Its way down after the warm-up."""
+    """How it falls after the warm-up."""
 
     warmup: NotNegative = field(default=0.1, metadata=FIXED)
-    """Part of the steps in which it rises from 0, if below 1; else so many steps."""
+    """Share of the steps in which it rises from 0, if below 1; otherwise the number of these steps."""
 
     last: Fraction = field(default=0.1, metadata=FIXED)
-    """Part of the highest rate that it ends at."""
+    """The last rate, as a share of the highest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,7 +250,7 @@ class ShardingSection:
     """Copies of the sharded model (HSDP); ranks / replicas ranks share one."""
 
     reshard_after_forward: bool = True
-    """Give gathered parameters back between forward and backward."""
+    """Release unsharded parameters between forward and backward."""
 
     prefetch: Count = 1
     """Groups that are gathered ahead of the one that computes."""
@@ -268,7 +267,7 @@ class ComputeSection:
     """fp32, or bf16: compute in bfloat16, keep parameters and reduce gradients in float32."""
 
     wire: Precision = field(default="fp32", metadata=FIXED)
-    """In what gradients travel; with bf16 they are still summed in float32."""
+    """Dtype of gradients on the wire; with bf16 they are still summed in float32."""
 
     checkpoint_activations: Blocks = "none"
     """Recompute the activations of blocks in backward instead of keeping them."""
@@ -285,18 +284,18 @@ class EvaluationSection:
     """Steps between evaluations; 0 for none in between."""
 
     windows: PositiveCount = 64
-    """At most so many windows, spread evenly."""
+    """At most this many windows, spread evenly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSection:
-    """What is kept, so that a run can go on."""
+    """Checkpoints, from which a run can be resumed."""
 
     every: Count = 100
     """Steps between checkpoints, written while training goes on; 0 for none but the last."""
 
     keep: PositiveCount = 2
-    """So many of the newest stay."""
+    """Number of the newest checkpoints to keep."""
 
     export: bool = False
     """At the end, write the model as a Hugging Face folder `model`."""
@@ -304,21 +303,21 @@ class CheckpointSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceSection:
-    """A few steps are recorded for the report's timeline."""
+    """The steps that are recorded for the report's timeline."""
 
     start: PositiveCount = 20
-    """The first of them, counted from 1."""
+    """The first recorded step, counted from 1."""
 
     steps: Count = 3
-    """How many; 0 for none."""
+    """How many steps to record; 0 for none."""
 
     ranks: Count = 8
-    """So many of the first ranks record."""
+    """Number of ranks that record, from rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogSection:
-    """What is written down and shown."""
+    """Metrics and the report."""
 
     every: PositiveCount = 1
     """Steps between lines of `metrics.jsonl`."""
@@ -332,7 +331,7 @@ class LogSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplesSection:
-    """Text the model writes at the end."""
+    """Text that the model generates at the end."""
 
     count: Count = 1
     """How many samples; 0 for none."""
@@ -344,7 +343,7 @@ class SamplesSection:
     """How many tokens each gets."""
 
     temperature: NotNegative = 0.8
-    """0 always takes the likeliest token."""
+    """Randomness of the tokens; 0 always takes the likeliest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -366,35 +365,37 @@ class RunConfig:
     samples: SamplesSection = field(default_factory=SamplesSection)
 
     def problems(self) -> Iterator[Problem]:
-        """Find what does not go together, whatever the machine and the number of ranks."""
+        """Yield the problems that do not depend on the machine or the number of ranks."""
         yield from self.model.problems()
         yield from self.data.problems()
         if self.sharding.offload and self.sharding.door == "wrapper":
             yield Problem(
                 ("sharding.offload", "sharding.door"),
-                "sharding.offload is there for fully_shard only, and sharding.door is wrapper. Leave one of them out.",
+                "sharding.offload is for fully_shard only, and sharding.door is wrapper. Leave one of them out.",
             )
         if self.sharding.prefetch != 1 and self.sharding.door == "wrapper":
             yield Problem(
                 ("sharding.prefetch", "sharding.door"),
-                f"sharding.prefetch is there for fully_shard only: the wrapper gathers 1 group ahead, and not "
+                f"sharding.prefetch is for fully_shard only: the wrapper gathers 1 group ahead, and not "
                 f"{self.sharding.prefetch}. Leave it out, or sharding.door.",
             )
         if self.sharding.offload and self.run.device == "cpu":
             yield Problem(("sharding.offload", "run.device"), OFFLOAD_ON_CPU)
 
     def check(self, world: int) -> None:
-        """Raise if something does not go together, for callers that start no ranks; the launcher has checked it before.
+        """Raise unless the configuration goes together, and with this number of ranks.
+
+        For callers that do not use the launcher, which checks the same rules before it starts ranks.
 
         Raises:
-            ConfigurationError: all that is wrong.
+            ConfigurationError: with all problems.
         """
         found = [problem.text for problem in (*self.problems(), *self.world_problems(world))]
         if found:
             raise ConfigurationError("\n".join(found))
 
     def world_problems(self, world: int) -> Iterator[Problem]:
-        """Find what does not go with this number of ranks."""
+        """Yield the problems with this number of ranks."""
         train = self.train
         parts = world * train.accumulate
         if train.batch % parts:
@@ -427,11 +428,11 @@ OFFLOAD_ON_CPU = (
 
 
 def _divisors(number: int, highest: int) -> list[int]:
-    """Return the divisors up to `highest`; of large ones the search is given up."""
+    """Return the divisors up to `highest`, and none above 10,000."""
     return [n for n in range(1, min(highest, 10_000) + 1) if number % n == 0]
 
 
 def _either(*numbers: int) -> str:
-    """Return numbers as a choice in words."""
+    """Return numbers as a text: `1, 2 or 4`."""
     *others, last = map(str, numbers)
     return f"{', '.join(others)} or {last}" if others else last

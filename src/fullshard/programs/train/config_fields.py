@@ -1,8 +1,7 @@
 """The fields of a configuration as data: names, kinds of values, defaults, and what they mean.
 
-All of it is read from the dataclasses in `config`: what values a field takes from its type, what it
-means from the text under it. The file of a run, the command's messages and the documentation use
-what is found here, so they say the same.
+Everything comes from the dataclasses in `config`: the kind of a value from the field's type, the meaning from the text
+below the field. Configuration files, error messages and the documentation all use this data.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from fullshard.programs.train.limits import Limits
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the value of a field may be."""
+    """The values that a field may have."""
 
     words: str
-    """What is expected, as in: `must be ...`."""
+    """Words for a message: `must be ...`."""
 
     take: Callable[[object], Any]
-    """Make a value of the field from one of a TOML file; ValueError if that cannot be."""
+    """Converts a value of a TOML file; ValueError if it is not of this kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,9 +43,9 @@ class ConfigField:
     can_be_none: bool
     default: object
     is_fixed: bool
-    """A resumed run must have it as it was."""
+    """A resumed run must have the same value."""
     text: str
-    """What it means."""
+    """Its meaning."""
 
     @property
     def full_name(self) -> str:
@@ -98,7 +97,7 @@ def _section(name: str, section: type, texts: dict[tuple[str, str], str]) -> Con
 
 
 def _texts_under_fields(source: str) -> dict[tuple[str, str], str]:
-    """Return the strings that stand under annotated names of classes, by class and name."""
+    """Return the strings below annotated names in classes, by class and name."""
     texts = {}
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.ClassDef):
@@ -120,7 +119,7 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def kind_of(hint: Any) -> Kind:
-    """Return what values a type stands for."""
+    """Return the kind of values of a type."""
     if get_origin(hint) is Literal:
         return _choice(get_args(hint))
     if get_origin(hint) is tuple:
@@ -183,7 +182,7 @@ def _take_number(value: object) -> float:
 def _take_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError
-    value.encode()  # what is no Unicode cannot be written to a file again
+    value.encode()  # lone surrogates cannot be written to a file
     return value
 
 

@@ -1,4 +1,4 @@
-"""A configuration as a TOML file: reading it with all its problems at once, and writing it.
+"""A configuration as a TOML file: read with all its problems at once, and written.
 
     run.toml                     --set train.steps=10        -> RunConfig, or one ConfigurationError
     values of some fields        of some more; these win
@@ -26,9 +26,9 @@ Check = Callable[[RunConfig], Iterable[Problem]]
 
 LINE_LENGTH = 100
 LONGEST_SHOWN = 300
-"""Characters of a value in a message."""
+"""Most characters of a value in a message."""
 MOST_BYTES = 1 << 20
-"""Of a file that is read."""
+"""Largest file that is read."""
 
 
 def read_config(
@@ -37,9 +37,9 @@ def read_config(
     """Return the configuration of a file (the defaults, if none) with `section.field=value` settings.
 
     Args:
-        file: what differs from the defaults.
-        settings: what differs from the file.
-        checks: find what is wrong with it beyond itself, on this machine; told in the same message.
+        file: changes to the defaults.
+        settings: changes to the file.
+        checks: find further problems, such as those of this machine; they are in the same message.
 
     Raises:
         ConfigurationError: with everything that is wrong.
@@ -65,13 +65,13 @@ def _message(problems: Sequence[str]) -> str:
 
 
 class _Reading:
-    """What was said so far, and what was wrong with it."""
+    """The values that were read so far, and their problems."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
         self._values: dict[str, dict[str, Any]] = {name: {} for name in config_sections()}
         self._refused: set[str] = set()
-        """Full names of fields whose values were refused; they have their defaults."""
+        """Full names of fields whose values were refused. They have their defaults."""
 
     def config(self) -> RunConfig:
         sections = config_sections()
@@ -80,7 +80,7 @@ class _Reading:
         )
 
     def add_problems(self, problems: Iterable[Problem]) -> None:
-        """Take over problems, but for those that may only come from values that were refused."""
+        """Add problems, except for those that may only follow from values that were refused."""
         for problem in problems:
             if not any(_concerns(about, name) for about in problem.about for name in self._refused):
                 self.problems.append(problem.text)
@@ -165,7 +165,7 @@ def _taken(field: ConfigField, value: object) -> object:
 
 
 def _toml_values(text: str) -> Iterator[Any]:
-    """Yield what a text means in TOML, if anything."""
+    """Yield the value of a text in TOML, if it is one."""
     try:
         document = _document(f"value = {text}")
     except ValueError:
@@ -175,17 +175,17 @@ def _toml_values(text: str) -> Iterator[Any]:
 
 
 def _text_of(file: Path) -> str:
-    """Return the text of a file, or of a pipe, which may have no end."""
+    """Return the text of a file or a pipe; a pipe may be endless, so the size is limited."""
     with file.open("rb") as stream:
         content = stream.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise ValueError(f"it has more than {MOST_BYTES} bytes")
-    # Some editors begin a file with a byte order mark.
+    # Some editors write a byte order mark.
     return content.decode("utf-8-sig")
 
 
 def _document(text: str) -> dict[str, Any]:
-    """Return what TOML says; ValueError if it is none, or nobody means it: nested too deep, too many digits."""
+    """Parse TOML; ValueError if it is invalid, nested too deep or has too many digits."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -199,12 +199,12 @@ def _find(full_name: str) -> ConfigField | None:
 
 
 def _concerns(about: str, name: str) -> bool:
-    """Say whether one is the other, or the section of the other."""
+    """Say whether the two are the same, or one is the section of the other."""
     return about == name or about.startswith(f"{name}.") or name.startswith(f"{about}.")
 
 
 def _nearest(wrong: str) -> str:
-    """Return a hint at what may have been meant, if there is something like it."""
+    """Return a hint with similar names, if there are any."""
     sections = config_sections()
     section, _, name = wrong.rpartition(".")
     elsewhere = [f"{other}.{name}" for other in sections if name in sections[other].fields]
@@ -224,14 +224,14 @@ def _expected(field: ConfigField) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value as the user may have written it."""
+    """Return a value as in a TOML file, cut off if it is long."""
     if value is None:
         return "nothing"
     try:
         text = toml_value(value)
     except TypeError:  # a date, a table
         text = reprlib.repr(value)
-    except ValueError:  # Python does not write it
+    except ValueError:  # too many digits for Python to write
         return "a number of thousands of digits"
     if isinstance(value, int) and abs(value) >= 1 << 63:
         text += ", more than 64 bits hold"
@@ -242,14 +242,14 @@ def _shown(value: object) -> str:
 
 
 def to_toml(config: RunConfig) -> str:
-    """Return a file that says all of a configuration, and what each field means."""
-    lines = [f"# A run of fullshard {__version__}; this file says everything it was told."]
+    """Return a TOML file with all fields of a configuration and their meanings."""
+    lines = [f"# A run of fullshard {__version__}, with all its settings."]
     for section in config_sections().values():
         lines += ["", "", *_comment(section.text), f"[{section.name}]"]
         values = getattr(config, section.name)
         for field in section.fields.values():
             value = getattr(values, field.name)
-            # TOML has no none: a field that is left out has its default, and that is none.
+            # TOML has no null. A field that is left out has its default, which is None.
             assignment = (
                 f"# {field.name} is not set"
                 if value is None
@@ -280,7 +280,7 @@ def toml_value(value: object) -> str:
 def _escaped(character: str) -> str:
     if character in '"\\':
         return f"\\{character}"
-    # Control characters may not stand in a TOML string, and others that are not seen had better not.
+    # TOML strings must not have control characters, and other invisible characters would confuse.
     return character if character.isprintable() else f"\\U{ord(character):08x}"
 
 
@@ -298,7 +298,7 @@ class Difference:
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[Difference]:
-    """Return where two configurations differ so that one cannot go on with the other's run."""
+    """Return the differences because of which one configuration cannot resume the other's run."""
     found = []
     for section in config_sections().values():
         for field in section.fields.values():

@@ -1,4 +1,4 @@
-"""All fields of a configuration with their values, defaults and meanings, as tables."""
+"""The reference of all fields of a configuration, as tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fullshard.programs.train.config_fields import ConfigField, ConfigSection, c
 from fullshard.programs.train.config_file import toml_value
 
 COLUMNS = ("field", "values", "default", "fixed", "meaning")
-"""Fixed are those that a run which goes on must have as they were."""
+"""A resumed run must have the same values of fixed fields."""
 
 
 def row(field: ConfigField) -> tuple[str, ...]:
@@ -21,7 +21,7 @@ def row(field: ConfigField) -> tuple[str, ...]:
 
 
 def print_reference(console: Console) -> None:
-    """Print all sections: tables on a terminal, elsewhere the same as Markdown."""
+    """Print all sections: as tables on a terminal, otherwise as Markdown."""
     if not console.is_terminal:
         console.print(markdown(), soft_wrap=True, highlight=False, markup=False, end="")
         return

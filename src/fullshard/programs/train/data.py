@@ -1,7 +1,7 @@
-"""What a run learns from: training windows, held-out windows, and the tokenizer.
+"""The data of a run: training windows, held-out windows, and the tokenizer.
 
-Text is read and tokenised when a run starts, as one sequence; arrays are mapped into memory, each
-file a sequence of its own.
+Text is read and tokenised when a run starts, as one sequence. Arrays are mapped into memory; each file is a sequence of its
+own.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fullshard.programs.train.tokenizer import Bytes, Tokenizer
 from fullshard.programs.train.windows import Tokens, Windows, check_tokens
 
 CHUNK_LENGTH = 65_536
-"""Characters that are tokenised at once: some tokenizers need far longer for one long text than for its parts."""
+"""Characters that are tokenised at once: some tokenizers need far longer for one long text than for its chunks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
-    """What one run learns from."""
+    """The data of one run."""
 
     source: str
-    """Where it comes from, in words."""
+    """Where it comes from, for people."""
 
     training: Windows
     held_out: Windows
@@ -43,8 +43,9 @@ def open_data(config: RunConfig, model: ModelSource) -> Data:
     """Open the data of a run. Every rank does it for itself, and finds the same.
 
     Raises:
-        ConfigurationError: there is none, it cannot be read, it is too little to cut one window from each part, or
-            text has tokens that the model does not know. (Arrays are too large to look: `Windows.rows` does.)
+        ConfigurationError: there is no data, it cannot be read, it is too short for a window each of training and
+            held-out data, or text has tokens that the model does not know. (Tokens of arrays, which may be larger than
+            memory, are checked by `Windows.rows`.)
     """
     section = config.data
     files = data_files(section)
@@ -97,7 +98,7 @@ def _read_text(files: DataFiles, tokenizer: Tokenizer, section: DataSection) -> 
 
 
 def _read_up_to(max_bytes: int, files: Sequence[Path]) -> bytearray:
-    """Return the files' bytes one after the other, cut off at `max_bytes`; of several files, those that are text."""
+    """Return the files' bytes one after the other, cut off at `max_bytes`. Of several files, binary ones are left out."""
     content = bytearray()
     for file in files:
         with file.open("rb") as stream:

@@ -1,11 +1,11 @@
-"""Which files a run learns from, in which order, and what they hold.
+"""The files that a run reads its data from, in order.
 
-    no path         the sources of Python's standard library: every machine that runs this has them
+    no path         the sources of Python's standard library, which every machine has
     text            a file, or every text file under a folder
-    array           `.npy` or `.bin`, or every such file under a folder: tokens, ready to be learned
+    array           tokens in a `.npy` or `.bin` file, or in every such file under a folder
 
-Files are taken in the order of their paths, so ranks that look for themselves find the same. This
-file imports no torch: a wrong path is answered at once.
+Files are sorted by path, so all ranks find the same order. This file imports no torch, so a wrong path is reported at
+once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ARRAY_SUFFIXES = (".npy", ".bin")
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lost+found"}
 )
-"""Not the standard library, or not the kind of text the rest of it is; and what only root may read, on every disk."""
+"""Not the standard library, or unlike the rest of it; and `lost+found`, which only root may read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class DataFiles:
     """The files of one run."""
 
     source: str
-    """Where they are, in words."""
+    """Where they are, for people."""
 
     kind: Kind
 
@@ -44,10 +44,10 @@ class DataFiles:
 
 
 def data_files(section: DataSection) -> DataFiles:
-    """Find the files that a run learns from.
+    """Return the files that a run reads its data from.
 
     Raises:
-        ConfigurationError: there are none, or not of the kind that was asked for.
+        ConfigurationError: there are none, or none of the kind that was asked for.
     """
     try:
         files = _found(section)

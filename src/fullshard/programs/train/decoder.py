@@ -72,7 +72,7 @@ class Block(nn.Module):
         self.feed_forward = SwiGLU(shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what attention and SwiGLU have to say to the residual stream."""
+        """Add the outputs of attention and SwiGLU to the residual stream."""
         x = x + self.attention(self.attention_norm(x))
         x = x + self.feed_forward(self.feed_forward_norm(x))
         return x
@@ -100,8 +100,8 @@ class Decoder(nn.Module):
     def starting_deviations(self) -> Iterator[tuple[str, nn.Parameter, float | None]]:
         """Yield each parameter with the standard deviation it starts with; None starts at one.
 
-        Matrices keep the size of what passes through them, those that write to the residual stream
-        share it between them, and a small head starts the loss at that of guessing.
+        Matrices keep the variance of their inputs. Those that write to the residual stream share its variance. The head
+        starts small, so that the loss starts at that of guessing.
         """
         writers = 2 * self.shape.layers
         for name, parameter in self.named_parameters():
@@ -120,8 +120,7 @@ def rotate(x: Tensor) -> Tensor:
     """Turn the feature pairs of (..., length, features) by angles that grow with the position.
 
     Feature i is paired with i + features / 2. The angles are made here at each call rather than
-    kept in a buffer, which `to_empty` would leave unfilled and a mixed precision policy would
-    round.
+    kept in a buffer, which `to_empty` would leave unfilled and mixed precision would round.
     """
     length, features = x.shape[-2:]
     pairs = torch.arange(features // 2, device=x.device, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The sizes of the built-in decoder. No torch is imported here: the launcher checks them."""
+"""The sizes of the built-in decoder. This file imports no torch, because the launcher checks them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DecoderShape:
     width: int
     heads: int
     vocabulary: int = BYTES
-    """Every byte is a token, unless there is a tokenizer."""
+    """Without a tokenizer every byte is a token."""
 
     @property
     def hidden(self) -> int:
@@ -40,11 +40,11 @@ SIZES: dict[Size, DecoderShape] = {
     "medium": DecoderShape(layers=12, width=768, heads=12),
     "large": DecoderShape(layers=24, width=2048, heads=16),
 }
-"""Of bytes, about 1, 11, 85 and 1200 million parameters; a larger vocabulary adds two rows of the width per token."""
+"""With bytes as tokens about 1, 11, 85 and 1200 million parameters. Each further token adds two rows of the width."""
 
 
 def decoder_shape(section: ModelSection, vocabulary: int = BYTES) -> DecoderShape:
-    """Return the sizes of a decoder: those of its named size, but for what is given."""
+    """Return the sizes of a decoder: those of its named size, unless a field says otherwise."""
     size = SIZES[section.size]
     return DecoderShape(
         layers=section.layers or size.layers,

@@ -1,4 +1,4 @@
-"""The loss: of windows, and over the held-out data of all ranks."""
+"""The loss of windows, and of held-out data over all ranks."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def held_out_loss(
     rows: int,
     device: torch.device,
 ) -> float:
-    """Return the mean loss over held-out windows, those of all ranks together.
+    """Return the mean loss over the held-out windows of all ranks.
 
     Args:
-        source: What the model was made from.
+        source: Where the model comes from.
         module: The sharded model. All ranks call this.
         held_out: Windows that are not trained on.
-        limit: Take at most so many, spread evenly.
-        rows: Windows a rank computes at a time.
-        device: Where it computes.
+        limit: Use at most this many windows, spread evenly.
+        rows: Windows that a rank computes at a time.
+        device: The device of this rank.
     """
     chosen = spread_evenly(limit, len(held_out))
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -55,7 +55,7 @@ def held_out_loss(
 
 
 def spread_evenly(limit: int, num_windows: int) -> list[int]:
-    """Choose at most so many windows, spread over all."""
+    """Return at most ``limit`` numbers of windows, spread evenly over all."""
     count = min(limit, num_windows)
     return [number * num_windows // count for number in range(count)]
 
@@ -65,8 +65,8 @@ def shares(
 ) -> Iterator[tuple[list[int], list[float]]]:
     """Yield a rank's windows, some rows at a time, and the weight of each.
 
-    Every rank gets as many, because every forward of a sharded model is a collective: rows beyond the last
-    window are filled up with the first, and weigh nothing.
+    Every rank gets the same number of rows, because every forward of a sharded model is a collective. Missing rows are
+    the first window, with weight zero.
     """
     for first in range(0, len(chosen), world * rows):
         mine = first + rank * rows

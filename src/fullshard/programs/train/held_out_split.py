@@ -1,4 +1,4 @@
-"""How many windows sequences have, and which tokens are held out: arithmetic on lengths, without torch.
+"""Which tokens are held out: arithmetic on the lengths of sequences, without torch.
 
 | file a | file b | ...                 | file y | file z |
 | training                                   | held out   |
@@ -18,12 +18,12 @@ def num_windows(length: int, context: int) -> int:
 
 
 def training_lengths(lengths: Sequence[int], section: DataSection, source: str) -> list[int]:
-    """Return how much of each sequence is for training; the rest is held out.
+    """Return how many tokens of each sequence are for training; the rest is held out.
 
-    Held out is a part of all tokens, from the end, and at least one window.
+    A share of all tokens is held out, from the end, and at least one window.
 
     Raises:
-        ConfigurationError: there are not enough tokens for a window on either side.
+        ConfigurationError: there are too few tokens for a window each of training and held-out data.
     """
     total, context = sum(lengths), section.context
     cut = total - int(total * section.held_out)

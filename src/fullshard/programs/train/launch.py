@@ -1,11 +1,11 @@
-"""Decide where a run takes rank_info: on ranks started here, or as one of those a launcher started.
+"""The start of a run: on ranks that are started here, or as one rank of a launcher.
 
     start(config)
       torchrun, srun   this process is a rank already        -> run_rank
       else             n processes on this machine           -> run_rank in each
 
-What can be known to be wrong is found here, before any rank starts: by `problems_here` without
-torch, whose import takes seconds; then what only torch can tell.
+Problems are found here, before any rank starts: first by `problems_here`, without the seconds that importing torch takes,
+then those that only torch can find.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from fullshard.programs.train.rank_info import (
     rank_info_of_torchrun,
 )
 from fullshard.programs.train.run_folder import RunFolder
-from fullshard.programs.train.stop import ENDS_OF_ALL_RANKS, StoppedBySignalError
+from fullshard.programs.train.stop import COLLECTIVE_ERRORS, StoppedBySignalError
 
 DEFAULT_CPU_RANKS = 2
 
 
 def start(config: RunConfig, *, fresh: bool = False) -> None:
-    """Train, and return when all is done that this process has to do.
+    """Train, and return when this process is done.
 
     Args:
-        config: what `read_config` has found right, with `problems_here`.
-        fresh: begin anew; a run that is in the folder is moved aside.
+        config: a configuration that `read_config` has checked with `problems_here`.
+        fresh: start a new run; an old one in the folder is moved aside.
 
     Raises:
-        ConfigurationError: it does not fit this machine; no rank was started.
+        ConfigurationError: the configuration does not fit this machine; no rank was started.
         RankFailedError: a rank started here failed; all of them have ended.
         BadStepError: a step was bad, and the configuration says to stop then.
         CheckpointError: a checkpoint cannot be written, or read.
-        StoppedError, StoppedBySignalError: this process was told to stop, and did.
+        StoppedError, StoppedBySignalError: this process was asked to stop, and did.
     """
     device = choose_device(config.run.device)
     rank_info = launched_rank_info(os.environ, device)
@@ -65,11 +65,11 @@ def start(config: RunConfig, *, fresh: bool = False) -> None:
         launch(config, ranks, device, fresh=fresh)
 
 
-# --- who is a rank ---------------------------------------------------------------------------------------
+# --- ranks -----------------------------------------------------------------------------------------------
 
 
 def launched_rank_info(environment: Mapping[str, str], device: Device) -> RankInfo | None:
-    """Return the rank_info that a launcher gave this process; none if it is not one of its ranks."""
+    """Return the rank that a launcher made of this process; None if there is no launcher."""
     if has_torchrun(environment):
         return rank_info_of_torchrun(environment, device)
     if slurm.has_step(environment):
@@ -78,15 +78,15 @@ def launched_rank_info(environment: Mapping[str, str], device: Device) -> RankIn
 
 
 def reports_errors(environment: Mapping[str, str]) -> bool:
-    """Say whether this process is the one to tell what all find: under a launcher, rank 0."""
+    """Say whether this process prints errors that all ranks have: without a launcher, or as rank 0."""
     if has_torchrun(environment):
         return environment["RANK"] == "0"
     return not slurm.has_step(environment) or environment["SLURM_PROCID"] == "0"
 
 
 def join(config: RunConfig, rank_info: RankInfo) -> None:
-    """Train as the rank a launcher made of this process."""
-    # A launcher may pass Ctrl-C on as it is; to a rank it means what SIGTERM does.
+    """Train as one rank of a launcher."""
+    # A launcher may pass Ctrl-C on as SIGINT; a rank treats it like SIGTERM.
     signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
     from fullshard.programs.train.rank import run_rank
 
@@ -94,9 +94,9 @@ def join(config: RunConfig, rank_info: RankInfo) -> None:
 
 
 def launch(config: RunConfig, ranks: int, device: Device, *, fresh: bool) -> None:
-    """Train on ranks started here; `fresh` as in `start`."""
+    """Train on ranks that are started here; `fresh` as in `start`."""
     with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
-        # A file to meet at, not a port: a free port can be taken before the ranks get to it.
+        # A file and not a port: another process could take a free port before the ranks do.
         rendezvous = (Path(folder) / "rendezvous").as_uri()
         rank_infos = local_rank_infos(ranks, device, rendezvous=rendezvous)
         work = partial(_launched_rank, config, fresh=fresh)
@@ -109,8 +109,8 @@ def launch(config: RunConfig, ranks: int, device: Device, *, fresh: bool) -> Non
 
 
 def _launched_rank(config: RunConfig, rank_info: RankInfo, *, fresh: bool) -> FullshardError | None:
-    """Train as a rank; return what made all ranks end alike, which is no failure of this one."""
-    # All ranks are here, so gloo need not find out which network the machine's name belongs to.
+    """Train as a rank; return an error that all ranks raise together, since it is not a failure of this one."""
+    # All ranks are on this machine, so gloo can use the loopback and need not resolve the machine's name.
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
@@ -118,7 +118,7 @@ def _launched_rank(config: RunConfig, rank_info: RankInfo, *, fresh: bool) -> Fu
 
     try:
         run_rank(config, rank_info, fresh=fresh)
-    except ENDS_OF_ALL_RANKS as error:
+    except COLLECTIVE_ERRORS as error:
         return error
     return None
 
@@ -132,20 +132,20 @@ def _say_stopping(by: signal.Signals) -> None:
     )
 
 
-# --- what is wrong ---------------------------------------------------------------------------------------
+# --- problems --------------------------------------------------------------------------------------------
 
 
 def problems_here(config: RunConfig, *, fresh: bool = False) -> Iterator[Problem]:
-    """Find what is wrong with a configuration on this machine, as far as torch is not needed for it."""
+    """Yield the problems of a configuration on this machine that can be found without torch."""
     launched = None
     try:
-        # For its world alone: whether there is a GPU is not known yet.
+        # Only its world is used: whether there is a GPU is not known yet.
         launched = launched_rank_info(os.environ, "cpu")
     except ConfigurationError as error:
         yield Problem((), str(error))
     if launched is not None:
         yield from _problems_under_launcher(config, launched.world, fresh=fresh)
-    # If torch has to be asked for GPUs first: the smallest world there can be, which divides the others.
+    # If the number of GPUs is needed, which only torch knows: the smallest possible world, which divides all others.
     default = DEFAULT_CPU_RANKS if config.run.device == "cpu" else config.sharding.replicas
     yield from config.world_problems(launched.world if launched else config.run.ranks or default)
     yield from model_problems(config)
@@ -170,8 +170,8 @@ def _problems_under_launcher(config: RunConfig, world: int, *, fresh: bool) -> I
     if fresh:
         yield Problem(
             (),
-            "--fresh is not for ranks of a launcher: those that are started again after a failure would begin "
-            "anew, too. Move the folder away, or choose another run.folder.",
+            "--fresh is not allowed under a launcher: ranks that are restarted after a failure would start a new run, "
+            "too. Move the folder away, or choose another run.folder.",
         )
 
 
@@ -183,7 +183,11 @@ def _folder_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def choose_device(choice: DeviceChoice) -> Device:
-    """Return the device a configuration asks for, if the machine has it."""
+    """Return the device that a configuration asks for.
+
+    Raises:
+        ConfigurationError: the machine does not have it.
+    """
     if choice == "cpu":
         return "cpu"
     if num_gpus() > 0:
@@ -204,7 +208,7 @@ def num_gpus() -> int:
 
 
 def _check_machine(config: RunConfig, device: Device, *, world: int, ranks_here: int) -> None:
-    """Check what could not be known without torch."""
+    """Raise a ConfigurationError for problems that could not be found without torch."""
     problems = [problem.text for problem in config.world_problems(world)]
     if device == "cpu" and config.sharding.offload:
         problems.append(OFFLOAD_ON_CPU)

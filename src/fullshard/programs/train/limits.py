@@ -1,4 +1,4 @@
-"""Between which numbers the value of a field must lie."""
+"""Ranges of numbers for the values of fields."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Limits:
     """`high` itself is not in the range."""
 
     def __contains__(self, number: float) -> bool:
-        """Say whether a number is within; NaN and infinity never are."""
+        """Say whether a number is in the range; NaN and infinity never are."""
         if isinstance(number, float) and not math.isfinite(number):
             return False
         above = number > self.low if self.open_low else number >= self.low
@@ -29,7 +29,7 @@ class Limits:
         return above and below
 
     def __str__(self) -> str:
-        """Return the range in words."""
+        """Return the range as a text."""
         low = f"above {self.low}" if self.open_low else f"at least {self.low}"
         if self.high == math.inf:
             return low

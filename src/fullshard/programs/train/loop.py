@@ -1,18 +1,17 @@
 """The steps of a run on one rank.
 
-A step, and where its ranks meet:
+A step, and what its ranks communicate:
 
-    gradients    of this rank's windows, in parts; the last part's backward reduces them      collectives
-    norm         of all gradients, scaled down if it is too large                             one number
+    gradients    of this rank's windows, in microbatches; the last backward reduces them      collectives
+    norm         of all gradients, which are scaled down if it is too large                   one number
     agreement    loss; whether the step is bad; whether any rank was asked to stop            one small message
-    update       or none, if the step was bad and is to be skipped
+    update       skipped if the step is bad and the configuration says so
 
-The host waits for the device once, to read what was agreed. That comes before the update because it decides whether
-there is one; what it costs is the time in which the host issues the update.
+The host waits for the device once, to read the agreement. That comes before the update, because it decides whether there
+is one. It costs the time in which the host issues the update.
 
-A step depends on its number, the configuration, weights and optimizer state, and on nothing that was computed
-before: windows, learning rate and random numbers are made from the number. So a run that goes on from a checkpoint
-takes the same steps, to the last bit if it has the same ranks.
+A step depends only on its number, the configuration, weights and optimizer state: windows, learning rate and random
+numbers are computed from the number. So a resumed run takes the same steps, to the last bit if it has the same ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ from fullshard.programs.train.traced_steps import TracedSteps
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What one rank is to train, and where."""
+    """What one rank trains, and on which device."""
 
     config: RunConfig
     source: ModelSource
@@ -70,28 +69,28 @@ class Job:
 
     @property
     def folder(self) -> RunFolder:
-        """Where the run leaves what it makes."""
+        """The folder of the run."""
         return RunFolder(self.config.run.folder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """What all ranks know of a step before its update."""
+    """What all ranks know about a step before its update."""
 
     loss: float
     grad_norm: float
     norm_is_bad: bool
-    """Some rank says so."""
+    """Some rank found the norm to be bad."""
     is_asked_to_stop: bool
-    """Some rank was."""
+    """Some rank was asked to stop."""
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and norm are."""
+        """Whether loss and norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
-    def trouble(self, max_norm: float) -> str | None:
-        """Say what is wrong with the step, if anything is."""
+    def fault(self, max_norm: float) -> str | None:
+        """Return what is wrong with the step; None if it is good."""
         if not math.isfinite(self.loss):
             return f"loss is {self.loss}"
         if not math.isfinite(self.grad_norm):
@@ -102,10 +101,10 @@ class Agreement:
 
 
 class Training:
-    """One rank's part of a run, from where it stands to its end."""
+    """One rank's share of a run, from its start or a checkpoint to its end."""
 
     def __init__(self, job: Job, watch: Watcher) -> None:
-        """Build the model, and go on from the newest checkpoint if there is one. All ranks call it."""
+        """Build the model, and load the newest checkpoint if there is one. All ranks call it."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.job, self.config, self.watch = job, job.config, watch
         self.model = build_model(job.config, job.source, job.device)
@@ -119,11 +118,11 @@ class Training:
         self.peak_bytes = 0
 
     def run(self) -> TrainResult:
-        """Take the steps that are left, and do what comes after the last.
+        """Take the steps that are left, and finish the run.
 
         Raises:
-            StoppedBySignalError: a rank was asked to stop; there is a checkpoint of the last step.
-            BadStepError: a step was bad, and the configuration says to stop then.
+            StoppedBySignalError: a rank was asked to stop; the last step is in a checkpoint.
+            BadStepError: a step was bad, and the configuration says to stop.
         """
         config, began = self.config, time.perf_counter()
         self.watch(self._start())
@@ -140,7 +139,7 @@ class Training:
                     self._stop()
                 with traced.between_steps():
                     self._between_steps()
-        # First of all, so that a run that is ended from here on has nothing to compute again.
+        # The checkpoint comes first, so that a run that is killed from here on need not repeat steps.
         self.checkpoints.save(self.state)
         self._evaluate()
         self.checkpoints.finish()
@@ -165,12 +164,12 @@ class Training:
         )
         set_learning_rate(self.optimizer, rate)
         agreed = self._agree(self._compute_gradients())
-        trouble = agreed.trouble(train.max_norm)
-        action = self._action(trouble)
+        fault = agreed.fault(train.max_norm)
+        action = self._action(fault)
         if action in (None, "ignore"):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        self._count_step(is_bad=trouble is not None)
+        self._count_step(is_bad=fault is not None)
         self.result.losses[number] = agreed.loss
         self.peak_bytes = max(self.peak_bytes, memory_bytes(self.job.device))
         self.watch(
@@ -184,29 +183,29 @@ class Training:
                 memory_bytes=self.peak_bytes,
             )
         )
-        if trouble is not None and action is not None:
-            self.watch(BadStep(step=number, what=trouble, action=action))
+        if fault is not None and action is not None:
+            self.watch(BadStep(step=number, what=fault, action=action))
             if action == "stop":
-                self._give_up(number, trouble, agreed)
+                self._give_up(number, fault, agreed)
         return agreed.is_asked_to_stop
 
     def _compute_gradients(self) -> Tensor:
-        """Leave the gradients of the global batch's mean loss, and return that of this rank's windows.
+        """Compute the gradients of the global batch's mean loss, and return the mean loss of this rank's windows.
 
-        Each rank has as many windows, and gradients are averaged over ranks: so the mean of all windows is the mean
-        of the ranks' means, and each part weighs as many windows as it has.
+        All ranks have the same number of windows and gradients are averaged over ranks, so the mean over all windows is
+        the mean of the ranks' means. A microbatch counts by its number of windows.
         """
         train = self.config.train
         drawn = self.sampler.windows(self.state.position, train.batch)
         num_rows = train.batch // self.world
         mine = drawn[self.rank * num_rows : (self.rank + 1) * num_rows]
-        part_rows = num_rows // train.accumulate
-        # Dropout, say: other numbers on each rank and at each step, and the same after a resume.
+        micro_rows = num_rows // train.accumulate
+        # For dropout and the like: other numbers on each rank and at each step, but the same after a resume.
         torch.manual_seed(seed_of_step(self.config.run.seed, self.state.step, self.rank))
         total = torch.zeros((), device=self.job.device)
-        for first in range(0, num_rows, part_rows):
-            windows = self._windows(mine[first : first + part_rows])
-            is_last = first + part_rows == num_rows
+        for first in range(0, num_rows, micro_rows):
+            windows = self._windows(mine[first : first + micro_rows])
+            is_last = first + micro_rows == num_rows
             with nullcontext() if is_last else self.model.accumulating():
                 losses = window_losses(self.job.source, self.model.module, windows)
                 loss = losses.sum() / num_rows
@@ -217,18 +216,18 @@ class Training:
     def _windows(self, indices: tuple[int, ...]) -> Tensor:
         windows = self.job.data.training.rows(indices)
         if self.job.device.type == "cuda":
-            windows = windows.pin_memory()  # else the host would wait for the copy
+            windows = windows.pin_memory()  # otherwise the host would wait for the copy
         return windows.to(self.job.device, non_blocking=True)
 
     def _agree(self, loss: Tensor) -> Agreement:
-        """Clip the gradients, and let all ranks know the same of the step."""
+        """Clip the gradients, and agree with all ranks about the step."""
         train, device = self.config.train, self.job.device
         norm = self.model.clip_gradients(train.clip or math.inf).to(device)
         is_bad = ~(norm.isfinite() & (norm <= (train.max_norm or math.inf)))
-        # Made on the device: what is copied there would be waited for.
+        # Made on the device: the host would wait for a copy to it.
         is_asked = torch.full((), float(self.job.stop.is_made), device=device)
         facts = torch.stack((loss / self.world, is_bad.float(), is_asked, norm.float()))
-        dist.all_reduce(facts[:3])  # all ranks have the norm already
+        dist.all_reduce(facts[:3])  # the norm is the same on all ranks already
         mean, num_bad, num_asked, grad_norm = facts.tolist()
         return Agreement(
             loss=mean,
@@ -237,10 +236,10 @@ class Training:
             is_asked_to_stop=num_asked > 0,
         )
 
-    def _action(self, trouble: str | None) -> BadStepAction | None:
-        """What a bad step calls for: the same on all ranks, who agree about the trouble."""
+    def _action(self, fault: str | None) -> BadStepAction | None:
+        """Return what to do about a bad step: the same on all ranks, because they agree about the fault."""
         train = self.config.train
-        if trouble is None:
+        if fault is None:
             return None
         if train.on_bad_step == "skip" and self.state.bad_steps + 1 >= train.max_bad_steps:
             return "stop"
@@ -259,7 +258,7 @@ class Training:
         step, every = self.state.step, self.config.evaluation.every
         self.checkpoints.notice_completed()
         if step == self.config.train.steps:
-            return  # what comes at the end comes there
+            return  # `run` does the same things at the end
         if self.checkpoints.is_due(step):
             self.checkpoints.save(self.state)
         if every and step % every == 0:
@@ -294,7 +293,7 @@ class Training:
     # --- before the end -------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        """Save where the run stands, and leave it."""
+        """Save a checkpoint, and end the run."""
         self.checkpoints.save(self.state)
         self.checkpoints.finish()
         self.watch(Stopped(step=self.state.step, why="a signal"))
@@ -303,12 +302,12 @@ class Training:
             f"{self.checkpoints.newest}. Give the same command again to go on."
         )
 
-    def _give_up(self, number: int, trouble: str, agreed: Agreement) -> None:
-        """Leave the run because of a bad step, whose update was not made."""
+    def _give_up(self, number: int, fault: str, agreed: Agreement) -> None:
+        """End the run because of a bad step, whose update was not made."""
         self.checkpoints.finish()
         in_a_row, newest = self.state.bad_steps, self.checkpoints.newest
         raise BadStepError(
-            f"Step {number} was bad: {trouble}"
+            f"Step {number} was bad: {fault}"
             + (f", and {in_a_row} steps in a row were" if in_a_row > 1 else "")
             + ". Its update was not made, and the run was stopped. "
             + advice_after_bad_step(self.config.train, newest, is_finite=agreed.is_finite)
@@ -344,7 +343,7 @@ class Training:
 
 
 def advice_after_bad_step(train: TrainSection, newest: Path | None, *, is_finite: bool) -> str:
-    """Say what may help a run that a bad step has stopped; if the step was finite, its norm was above the limit."""
+    """Return advice for a run that a bad step has stopped. If the step was finite, its norm was above the limit."""
     changes = [
         "a larger train.max_bad_steps"
         if train.on_bad_step == "skip"
@@ -364,5 +363,5 @@ def advice_after_bad_step(train: TrainSection, newest: Path | None, *, is_finite
 
 
 def seed_of_step(seed: int, step: int, rank: int) -> int:
-    """Return what random numbers of a step begin with."""
+    """Return the seed of a step's random numbers."""
     return random.Random(f"step {seed} {step} {rank}").getrandbits(63)

@@ -1,4 +1,4 @@
-"""How much memory this rank uses, as far as its device and platform can tell."""
+"""The memory that this rank uses, as far as device and platform report it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the peak of allocated memory on CUDA, on CPU the memory this process has resident."""
+    """Return the peak of allocated memory on CUDA, and the resident memory of this process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return _resident_bytes()
@@ -23,7 +23,7 @@ def _resident_bytes() -> int:
 
 
 def _peak_resident_bytes() -> int:
-    """Return the next best thing to the resident memory that the standard library knows."""
+    """Return the peak of resident memory, which the standard library knows without psutil."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

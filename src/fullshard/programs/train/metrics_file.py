@@ -12,10 +12,10 @@ from fullshard.programs.run_events import Evaluation, Event, Start, Step, line_o
 
 
 class MetricsFile:
-    """Appends events to a file of JSON lines."""
+    """A watcher that appends events to a file of JSON lines."""
 
     def __init__(self, path: Path, *, every: int = 1) -> None:
-        """Write each event, of steps only one in ``every`` and the last."""
+        """Write all events, but of steps only every ``every``-th and the last."""
         self._every = every
         self._steps = 0
         self._file = path.open("a+b")
@@ -23,7 +23,7 @@ class MetricsFile:
             self._file.write(b"\n")
 
     def __call__(self, event: Event) -> None:
-        """Write a line, such that it is there if this process is killed."""
+        """Write a line and flush it, so that it survives a kill of this process."""
         if isinstance(event, Start):
             self._steps = event.steps
         if isinstance(event, Step) and event.step % self._every and event.step != self._steps:
@@ -32,12 +32,12 @@ class MetricsFile:
         self._file.flush()
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         self._file.close()
 
 
 def _is_cut(path: Path) -> bool:
-    """Whether the last line of a file has no end."""
+    """Say whether the last line of a file is incomplete."""
     content_end = path.stat().st_size
     if content_end == 0:
         return False
@@ -47,7 +47,7 @@ def _is_cut(path: Path) -> bool:
 
 
 class TensorBoardFiles:
-    """Writes curves for TensorBoard."""
+    """A watcher that writes curves for TensorBoard."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -57,9 +57,9 @@ class TensorBoardFiles:
         self._writer: SummaryWriter | None = None
 
     def __call__(self, event: Event) -> None:
-        """Write what can be drawn over steps."""
+        """Write the numbers of steps and evaluations."""
         if isinstance(event, Start):
-            # Steps that are taken again after a resume are not to be drawn twice.
+            # Steps that are taken again after a resume must not be drawn twice.
             first = None if event.resumed_from is None else event.resumed_from + 1
             self._writer = self._writer_class(str(self._folder), purge_step=first)
         assert self._writer is not None, "runs begin with their start"
@@ -70,6 +70,6 @@ class TensorBoardFiles:
             self._writer.add_scalar("held_out/loss", event.loss, event.step)
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         if self._writer is not None:
             self._writer.close()

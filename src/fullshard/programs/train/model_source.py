@@ -1,6 +1,6 @@
-"""What is trained: the built-in decoder, or a model of transformers.
+"""Where the model of a run comes from: the built-in decoder, or transformers.
 
-The loop knows a model through `ModelSource` alone.
+The loop knows a model only as a `ModelSource`.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ class ModelSource(Protocol):
     """Where a model comes from, and all that depends on which one it is."""
 
     vocabulary: int
-    """Tokens are below it."""
+    """All tokens are below it."""
 
     description: str
-    """In words."""
+    """For people."""
 
     tokenizer: Tokenizer
-    """What its tokens mean."""
+    """The tokenizer of the model's tokens."""
 
     def build(self) -> nn.Module:
         """Return the model; its parameters are on the meta device, its buffers have their values."""
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return the layers of a model that was built here and not sharded yet, in the order of forward."""
+        """Return the layers of a model that was built here and is not sharded yet, in the order of forward."""
 
     def fill(self, model: nn.Module, *, seed: int) -> None:
         """Give a sharded and materialised model the weights it starts with. All ranks call it.
 
-        The values do not depend on the door, the number of ranks, or the device.
+        The values do not depend on the API, the number of ranks, or the device.
         """
 
     def scores(self, model: nn.Module, tokens: Tensor) -> Tensor:
@@ -46,12 +46,12 @@ class ModelSource(Protocol):
 
 
 def open_model(config: RunConfig) -> ModelSource:
-    """Return what a run trains.
+    """Return the model of a run.
 
     Raises:
         ConfigurationError: there is no such model.
     """
-    # Imported when needed: transformers is not there for everybody, and takes seconds.
+    # Imported when needed: transformers is optional, and takes seconds.
     if config.model.huggingface is not None:
         from fullshard.programs.train.transformers_model import TransformersModel
 

@@ -1,4 +1,4 @@
-"""How gradients become updates: the optimizer, and its learning rate over the run."""
+"""The optimizer, and its learning rate over the run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fullshard.programs.train.config import OptimizerSection, ScheduleSection
 def build_optimizer(
     section: OptimizerSection, matrices: list[nn.Parameter], others: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of this rank's pieces of the parameters; matrices are decayed, others not.
+    """Return an optimizer of the sharded parameters; matrices are decayed, others not.
 
-    Made when the parameters show their sharded face: those are the ones to update.
+    Call it while the sharded parameters are on the modules: between steps.
     """
     groups = [
         {"params": matrices, "weight_decay": section.weight_decay},
@@ -31,32 +31,32 @@ def build_optimizer(
 
 
 def class_and_options(section: OptimizerSection) -> tuple[type[torch.optim.Optimizer], Any]:
-    """Return the class of torch.optim and what it is to be made with."""
+    """Return the class of torch.optim and its arguments."""
     if section.name == "sgd":
         return torch.optim.SGD, {"lr": section.lr, "momentum": section.momentum}
     if section.name == "adagrad":
         return torch.optim.Adagrad, {"lr": section.lr, "eps": section.eps}
     adam = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
-    # Fused is fastest, and of the fused ones only these also take DTensors.
+    # Fused optimizers are fastest, and only these two of them take DTensors.
     return adam, {"lr": section.lr, "betas": section.betas, "eps": section.eps, "fused": True}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Let the next step use a learning rate."""
+    """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 def learning_rate(step: int, *, highest: float, steps: int, section: ScheduleSection) -> float:
-    """Return the rate of a step (from 0): it rises linearly, then falls as the schedule's kind says.
+    """Return the rate of a step (from 0): it rises linearly, then falls by the kind of the schedule.
 
-    It depends on nothing else, so a run that is resumed needs to know the step only.
+    It depends on nothing else, so a resumed run only needs its step.
     """
     warmup = section.warmup * steps if section.warmup < 1 else section.warmup
     warmup_steps = round(warmup)
     if step < warmup_steps:
         return highest * (step + 1) / warmup_steps
-    # A run may also have fewer steps than its warm-up, and go on beyond the steps it was planned for.
+    # A run may have fewer steps than its warm-up, and may be prolonged beyond its steps.
     done = min((step - warmup_steps) / max(steps - warmup_steps, 1), 1.0)
     falling = {
         "cosine": 0.5 * (1 + math.cos(math.pi * done)),

@@ -1,7 +1,7 @@
-"""What is wrong with a run's model and data, said before any rank starts, all at once.
+"""Problems of a run's model and data, found all at once before any rank starts.
 
-Only what can be known without torch and in a moment: ranks look closer when they open model and
-data (`model_source`, `data`).
+Only problems that can be found quickly and without torch. Ranks find the rest when they open model and data
+(`model_source`, `data`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from fullshard.programs.train.held_out_split import training_lengths
 from fullshard.programs.train.tokenizer import tokenizer_path
 
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""Of the names of architectures that predict the next token."""
+"""Endings of the names of architectures that predict the next token."""
 
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
-"""How configurations of transformers call the longest context."""
+"""Names of the longest context in configurations of transformers."""
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def model_problems(config: RunConfig) -> Iterator[Problem]:
-    """Find what is wrong with the model."""
+    """Yield the problems of the model."""
     section = config.model
     if section.huggingface is None:
         yield from _decoder_problems(config)
@@ -72,7 +72,7 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def data_problems(config: RunConfig) -> Iterator[Problem]:
-    """Find what is wrong with the data and the tokenizer."""
+    """Yield the problems of the data and the tokenizer."""
     section = config.data
     if section.tokenizer is not None:
         if not section.tokenizer.exists():
@@ -92,9 +92,7 @@ def data_problems(config: RunConfig) -> Iterator[Problem]:
         return
     if files.kind == "array":
         yield from _array_problems(config, files)
-    elif (
-        tokenizer_path(config) is None
-    ):  # otherwise only the tokenizer knows how many tokens there are
+    elif tokenizer_path(config) is None:  # with a tokenizer the number of tokens is not known yet
         size = min(sum(file.stat().st_size for file in files.paths), section.max_bytes)
         yield from _length_problems([size], section, files)
 
@@ -112,7 +110,7 @@ def _decoder_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _read_configuration(folder: Path) -> dict[str, Any]:
-    """Return what is in the configuration of a model's folder."""
+    """Return the configuration in a model's folder."""
     file = folder / "config.json"
     if not file.is_file():
         found = "it has none" if folder.is_dir() else "there is no such folder"

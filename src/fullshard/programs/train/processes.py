@@ -1,18 +1,18 @@
-"""Run a function in several processes of this machine, and see to it that they all end.
+"""Processes of this machine that run one function each, and all end.
 
-A process that fails sends its traceback through a pipe before its sockets close. So when its
-failure makes others fail, the message of the first is already there, and that is the one to show:
+A process that fails sends its traceback through a pipe before its sockets close. When its failure makes others fail,
+the traceback of the first is already there, and it is the one to show:
 
     rank 1   raises -> traceback into the pipe -> ends, connections close
     rank 0                                                     -> "connection closed by peer" -> ...
 
-Whoever wants the run to stop says so to this process, which passes it on:
+Signals to this process are passed on:
 
-    Ctrl-C, SIGTERM or SIGHUP here   -> SIGTERM to every rank, which may finish what it has to, for SAVE_GRACE_S
-    Ctrl-C again                     -> they end at once
+    Ctrl-C, SIGTERM or SIGHUP   -> SIGTERM to every rank, which has SAVE_GRACE_S to save and end
+    Ctrl-C again                -> all ranks are killed
 
-The processes themselves ignore Ctrl-C and SIGHUP, which a terminal sends to all of them. They also end when
-the parent is gone, whatever ended it.
+A terminal sends Ctrl-C and SIGHUP to all processes, so the ranks ignore them. They end when their parent ends, however it
+ends.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
 SAVE_GRACE_S = 120.0
-"""How long ranks may take to save what they have after they were told to stop."""
+"""How long ranks may take to save after they were asked to stop."""
 
-HEEDED = (signal.SIGINT, *STOP_SIGNALS)
-"""What tells this process to stop."""
+STOPPING = (signal.SIGINT, *STOP_SIGNALS)
+"""Signals that ask this process to stop."""
 
-FROM_TERMINALS = tuple(number for number in HEEDED if number != signal.SIGTERM)
-"""Of these, what a terminal sends to this process and the ranks alike."""
+FROM_TERMINALS = tuple(number for number in STOPPING if number != signal.SIGTERM)
+"""Those that a terminal sends to this process and to the ranks."""
 
 
 class RankFailedError(FullshardError, RuntimeError):
-    """A rank that this process had started did not come to a good end."""
+    """A rank that this process had started failed."""
 
 
 class StoppedError(FullshardError, RuntimeError):
-    """This process was told to stop, and its ranks have ended."""
+    """This process was asked to stop, and its ranks have ended."""
 
     def __init__(self, message: str, by: signal.Signals) -> None:
         super().__init__(message)
@@ -62,13 +62,13 @@ class StoppedError(FullshardError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ProcessResults(Generic[Result]):
-    """How processes came to a good end."""
+    """The results of processes that all succeeded."""
 
     results: tuple[Result, ...]
     """What the work returned, by rank."""
 
     stopped_by: signal.Signals | None
-    """What they were told to stop by; whether they still finished their work is theirs to say."""
+    """The signal that asked them to stop, if any. Their results say whether they finished their work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,13 +78,13 @@ class Failure:
     rank: int
 
     message: str
-    """Its traceback, or what is known when it had no time to send one."""
+    """Its traceback, or what is known if it could not send one."""
 
     is_for_the_user: bool = False
-    """The message is that of a `ConfigurationError`."""
+    """The message is that of a `ConfigurationError`, which needs no traceback."""
 
     was_sent: bool
-    """False when something ended the rank from outside, which is never the echo of another failure."""
+    """False if the rank was killed from outside, which never follows from another rank's failure."""
 
     time_s: float
     """On the machine's monotonic clock, which its processes share."""
@@ -98,45 +98,45 @@ def run_in_processes(
 ) -> ProcessResults[Result]:
     """Call `work` with each argument, the n-th as rank n, in a process of its own.
 
-    Must be called in the main thread, since it takes over the signals in `HEEDED` until it returns.
-    After: all processes have ended, also when this raises.
+    It must be called in the main thread, because it handles the signals in `STOPPING` until it returns. Afterwards all
+    processes have ended, also if it raises.
 
     Args:
         work: what a rank does.
         arguments: one per rank.
-        on_stop: told once, with the signal, when the ranks have been told to stop.
+        on_stop: called once, with the signal, after the ranks have been asked to stop.
 
     Raises:
         RankFailedError: with the traceback of the rank that failed first.
-        ConfigurationError: that of the rank that failed first; it is for the user, and needs no traceback.
-        StoppedError: ranks that had been told to stop were ended, by a second Ctrl-C or because they
+        ConfigurationError: that of the rank that failed first; it needs no traceback.
+        StoppedError: ranks that had been asked to stop were killed, because of a second Ctrl-C or because they
             took too long.
     """
     spawn = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
-    with _heeding_signals() as signals:
+    with _stopping_signals() as signals:
         try:
             for rank, argument in enumerate(arguments):
                 receiver, sender = spawn.Pipe(duplex=False)
                 process = spawn.Process(
                     target=_process_main, args=(work, argument, rank, sender), daemon=True
                 )
-                with _ignoring_terminals():
+                with _terminal_signals_ignored():
                     process.start()
-                sender.close()  # the rank's copy is now the only one: its end is the pipe's end
+                sender.close()  # now the rank has the only copy, so the pipe ends when the rank does
                 processes.append(process)
                 pipes.append(receiver)
             return _Watch(processes, pipes, signals, on_stop).until_all_ended()
         finally:
-            # By force: those that still run wait for one that has failed, or were told long ago.
+            # Killed: ranks that still run wait in a collective for one that has failed, or have ignored SIGTERM.
             for started in processes:
                 started.kill()
                 started.join()
 
 
 class _Watch(Generic[Result]):
-    """What has been heard from the processes, and what they have been told."""
+    """The state of the processes: which of them run, their results, and whether they were asked to stop."""
 
     def __init__(
         self,
@@ -154,14 +154,14 @@ class _Watch(Generic[Result]):
         self._deadline = math.inf
 
     def until_all_ended(self) -> ProcessResults[Result]:
-        """Return when all have ended well; raise when the first has not."""
+        """Return when all have succeeded; raise when the first has failed."""
         while self._running:
             ready = wait([*self._running, self._signals], self._seconds_left())
-            # Ranks first: what failed before the signal came is not due to it.
-            self._hear(pipe for pipe in ready if isinstance(pipe, Connection))
+            # Messages of ranks first: a failure before the signal is not due to it.
+            self._receive(pipe for pipe in ready if isinstance(pipe, Connection))
             if self._signals in ready:
                 for number in self._signals.recv(64):
-                    self._heed(number)
+                    self._handle(number)
         results = tuple(self._results[rank] for rank in range(len(self._processes)))
         return ProcessResults(results, self._stopped_by)
 
@@ -176,7 +176,7 @@ class _Watch(Generic[Result]):
             )
         return seconds
 
-    def _hear(self, pipes: Iterator[Connection]) -> None:
+    def _receive(self, pipes: Iterator[Connection]) -> None:
         failures: list[Failure] = []
         for pipe in pipes:
             rank = self._running[pipe]
@@ -206,7 +206,7 @@ class _Watch(Generic[Result]):
         )
 
     def _silent_failure(self, rank: int) -> Iterator[Failure]:
-        """Yield what is known of a process that ended without a message, if it did not end well."""
+        """Yield a failure for a process that ended without a message, unless it had succeeded."""
         process = self._processes[rank]
         process.join()
         code = process.exitcode
@@ -218,9 +218,9 @@ class _Watch(Generic[Result]):
         message = f"Rank {rank} (process {process.pid}) was ended {reason} and left no message."
         yield Failure(rank=rank, message=message, was_sent=False, time_s=time.monotonic())
 
-    def _heed(self, number: int) -> None:
-        if number not in HEEDED:
-            return  # a handler of someone else's
+    def _handle(self, number: int) -> None:
+        if number not in STOPPING:
+            return  # another signal that has a handler in Python
         if self._stopped_by is None:
             self._stopped_by = signal.Signals(number)
             self._deadline = time.monotonic() + SAVE_GRACE_S
@@ -234,15 +234,17 @@ class _Watch(Generic[Result]):
 
 
 @contextmanager
-def _heeding_signals() -> Iterator[socket.socket]:
-    """Give a socket that receives the number of each signal in `HEEDED`, which do nothing else."""
+def _stopping_signals() -> Iterator[socket.socket]:
+    """Yield a socket that receives the number of each signal in `STOPPING`. The signals have no other effect."""
     reading, writing = socket.socketpair()
     reading.setblocking(False)
     writing.setblocking(False)
     fd_before = signal.set_wakeup_fd(writing.fileno())
-    # A handler of Python's own must be there, or nothing is written; there is nothing left for it to do.
+    # Python only writes to the socket for signals that have a handler, so they get one that does nothing.
     before = {
-        number: signal.signal(number, lambda *_: None) for number in HEEDED if not is_nohup(number)
+        number: signal.signal(number, lambda *_: None)
+        for number in STOPPING
+        if not is_nohup(number)
     }
     try:
         yield reading
@@ -255,8 +257,8 @@ def _heeding_signals() -> Iterator[socket.socket]:
 
 
 @contextmanager
-def _ignoring_terminals() -> Iterator[None]:
-    """Start processes that ignore a terminal's signals from their first instruction on: they inherit it."""
+def _terminal_signals_ignored() -> Iterator[None]:
+    """Ignore a terminal's signals within the block. Processes that are started there inherit it from their first instruction."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in FROM_TERMINALS}
     try:
         yield
@@ -268,7 +270,7 @@ def _ignoring_terminals() -> Iterator[None]:
 def _process_main(
     work: Callable[[Argument], Result], argument: Argument, rank: int, parent: Connection
 ) -> None:
-    """Do the work of one rank and tell the parent what came of it; on failure leave at once."""
+    """Do the work of one rank and send the parent its result; after a failure exit at once."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         parent.send([work(argument)])
@@ -283,8 +285,7 @@ def _process_main(
                 time_s=time.monotonic(),
             )
         )
-        # No orderly exit: taking down a process group whose other ranks are in a collective can
-        # hang.
+        # Not an orderly exit: destroying a process group while other ranks are in a collective can hang.
         os._exit(1)
 
 

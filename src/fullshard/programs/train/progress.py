@@ -1,4 +1,4 @@
-"""What the user sees of a run: a line while it trains, what happens besides, and a summary at its end."""
+"""Progress of a run on the console: one line while it trains, messages about events, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from fullshard.programs.run_events import (
 )
 
 SMOOTHING = 0.9
-"""How much of a shown number is carried over from step to step."""
+"""Weight of the old value in a shown running mean."""
 
 DONE = {"stop": "the run is stopped", "skip": "its update is skipped", "ignore": "it is ignored"}
-"""What is said of a bad step, by what was done about it."""
+"""What is printed about a bad step, by its action."""
 
 
 class SmoothValue:
@@ -39,7 +39,7 @@ class SmoothValue:
         self._weight = 0.0
 
     def add(self, value: float) -> float:
-        """Take in a value and return the mean."""
+        """Add a value and return the mean."""
         if math.isfinite(value):
             self._sum = SMOOTHING * self._sum + value
             self._weight = SMOOTHING * self._weight + 1.0
@@ -47,7 +47,7 @@ class SmoothValue:
 
 
 class RunProgress:
-    """Shows a run; a `Watcher`."""
+    """A `Watcher` that shows a run."""
 
     def __init__(self, console: Console, line: ProgressLine) -> None:
         self._console = console
@@ -56,12 +56,12 @@ class RunProgress:
         self._step_s = SmoothValue()
         self._start: Start | None = None
         self._steps: list[Step] = []
-        """The first one and the last one until now."""
+        """The first and the latest."""
         self._evaluations: list[Evaluation] = []
-        """The same."""
+        """The first and the latest."""
 
     def __call__(self, event: Event) -> None:
-        """Show what has happened."""
+        """Show an event."""
         match event:
             case Start():
                 self._begin(event)
@@ -69,32 +69,32 @@ class RunProgress:
                 self._show_step(event)
             case Evaluation():
                 self._evaluations = [*self._evaluations[:1], event]
-                self._say(f"step {event.step}: held-out loss {event.loss:.4f}")
+                self._print(f"step {event.step}: held-out loss {event.loss:.4f}")
             case Checkpoint():
-                self._say(f"step {event.step}: saved in {event.path}")
+                self._print(f"step {event.step}: saved in {event.path}")
             case BadStep():
-                self._say(f"step {event.step}: {event.what}; {DONE[event.action]}")
+                self._print(f"step {event.step}: {event.what}; {DONE[event.action]}")
             case Samples():
                 self._line.close()
                 for text in event.texts:
-                    self._say(f"\nThe model writes:\n{text}")
+                    self._print(f"\nThe model writes:\n{text}")
             case Stopped():
                 self._line.close()
-                self._say(f"step {event.step}: stopped by {event.why}")
+                self._print(f"step {event.step}: stopped by {event.why}")
             case End():
                 self._end(event)
 
-    def say_last(self, text: str) -> None:
-        """Close the line, and say something about the run as a whole."""
+    def print_last(self, text: str) -> None:
+        """Close the progress line, and print a message about the whole run."""
         self._line.close()
-        self._say(text)
+        self._print(text)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print_line(self._console, text)
 
     def _begin(self, start: Start) -> None:
         self._start = start
-        self._say(
+        self._print(
             f"Data    {start.data}\n"
             f"        {start.training_tokens:,} tokens to learn from, {start.held_out_tokens:,} held out\n"
             f"Model   {start.model}\n"
@@ -102,7 +102,7 @@ class RunProgress:
             f"Steps   {start.steps} of {start.tokens_per_step:,} tokens"
         )
         if start.resumed_from is not None:
-            self._say(f"        goes on after step {start.resumed_from}")
+            self._print(f"        goes on after step {start.resumed_from}")
         first = start.resumed_from or 0
         self._line.begin(start.steps, step_of(first, start.steps), "evaluating")
 
@@ -121,7 +121,7 @@ class RunProgress:
         assert self._start is not None, "runs begin with their start"
         self._line.close()
         num_steps = end.step - (self._start.resumed_from or 0)
-        self._say(
+        self._print(
             f"\nTrained {self._start.parameters:,} parameters on {num_steps * self._start.tokens_per_step:,} "
             f"tokens in {end.seconds:.1f} s, sharded over {ranks_on(self._start)}.\n"
         )
@@ -132,9 +132,9 @@ class RunProgress:
 
 @contextmanager
 def showing_progress(console: Console) -> Iterator[RunProgress]:
-    """Give the watcher that suits where the console writes to, and leave the terminal as it was.
+    """Yield a watcher for the console, and restore the terminal afterwards.
 
-    From then on, the console is silent when it cannot write: the run goes on, and its files tell.
+    From then on the console ignores errors of writing: the run goes on, and its files have everything.
     """
     console.file = broken_pipe_safe(console.file)
     with showing_line(console) as line:
@@ -142,12 +142,12 @@ def showing_progress(console: Console) -> Iterator[RunProgress]:
 
 
 def step_of(step: int, steps: int) -> str:
-    """Return where the run stands, in a width that stays the same."""
+    """Return the step's number of all steps, with a constant width."""
     return f"step {step:>{len(str(steps))}}/{steps}"
 
 
 def status_of(step: Step, *, loss: float, speed: float) -> str:
-    """Return loss, rate, norm, speed and memory in a few words; loss and speed are means of the last steps."""
+    """Return loss, rate, norm, speed and memory as one text; loss and speed are means of the last steps."""
     return (
         f"loss {loss:.3f}  lr {step.lr:.1e}  norm {step.grad_norm:.2f}  "
         f"{speed:,.0f} tokens/s  {megabytes(step.memory_bytes)}"
@@ -155,7 +155,7 @@ def status_of(step: Step, *, loss: float, speed: float) -> str:
 
 
 def loss_table(steps: Sequence[Step], evaluations: Sequence[Evaluation]) -> Table:
-    """Return the losses at both ends of what was trained here."""
+    """Return a table of the first and the last losses of this process."""
     table = Table(title="Loss", title_justify="left")
     table.add_column("")
     for unit in ("nats per token", "bits per token"):
@@ -168,7 +168,7 @@ def loss_table(steps: Sequence[Step], evaluations: Sequence[Evaluation]) -> Tabl
 
 
 def memory_table(start: Start) -> Table:
-    """Return the bytes of parameters at rest, rank by rank, against the unsharded model."""
+    """Return a table of the bytes of parameters that each rank holds between steps."""
     table = Table(title="Parameters held at rest", title_justify="left")
     table.add_column("")
     table.add_column("bytes", justify="right")
@@ -181,10 +181,10 @@ def memory_table(start: Start) -> Table:
 
 
 def ranks_on(start: Start) -> str:
-    """Return number and device of the ranks in words."""
+    """Return the number and the device of the ranks as a text."""
     return f"{start.world} {start.device} rank{'s' if start.world > 1 else ''}"
 
 
 def megabytes(num_bytes: int) -> str:
-    """Return a size in words."""
+    """Return a size in megabytes as a text."""
     return f"{num_bytes / 1e6:,.1f} MB"

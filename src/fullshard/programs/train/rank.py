@@ -1,8 +1,7 @@
-"""The life of one rank: join the process group, train, leave.
+"""One rank of a run: it joins the process group, trains and leaves.
 
-How the rank came to be (started by `launch` or by torchrun) is settled before; it arrives as a
-`RankInfo`. What concerns the run as a whole (its folder, what is written and shown) is the first rank's, and what goes
-wrong there goes wrong on all.
+`launch` has decided which rank it is, and passes it as a `RankInfo`. The first rank owns the run's folder, files and
+progress; an error there is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -32,38 +31,37 @@ from fullshard.programs.train.rank_info import RankInfo
 from fullshard.programs.train.rendezvous import store_of_torchrun
 from fullshard.programs.train.result import TrainResult
 from fullshard.programs.train.run_folder import RunFolder
-from fullshard.programs.train.stop import ENDS_OF_ALL_RANKS, noticing_stop_requests
+from fullshard.programs.train.stop import COLLECTIVE_ERRORS, noticing_stop_requests
 
 
 def run_rank(config: RunConfig, rank_info: RankInfo, *, fresh: bool = False) -> TrainResult:
-    """Train as one of the ranks; the first one shows the progress.
+    """Train as one of the ranks; the first rank shows the progress.
 
     Args:
-        config: what the run is to be.
+        config: the run.
         rank_info: which of the ranks this is.
-        fresh: begin anew; a run that is in the folder is moved aside, once nothing stands against this one.
+        fresh: start a new run; an old one in the folder is moved aside, after this one was found to be right.
 
     Raises:
-        ConfigurationError: the run cannot be begun or gone on with.
-        StoppedBySignalError: it was asked to stop, and saved where it stood.
+        ConfigurationError: the run cannot be started or resumed.
+        StoppedBySignalError: it was asked to stop, and has saved a checkpoint.
         BadStepError: a step was bad.
-        CheckpointError: one cannot be written, or the newest cannot be read.
+        CheckpointError: a checkpoint cannot be written, or the newest cannot be read.
     """
-    # An error of a save is raised where the loop waits for it; each rank would log it besides.
+    # The loop raises errors of a save when it waits for it. Without this, each rank would also log them.
     checkpoint_log.addHandler(logging.NullHandler())
     device = _claim_device(rank_info)
-    # Read before the process group exists: what fails here must not leave other ranks waiting in a
-    # collective.
+    # Read before the process group exists: an error here must not leave other ranks waiting in a collective.
     source = open_model(config)
     data = open_data(config, source)
-    # Only then are signals noted: until the ranks have met there is nothing to save, and SIGTERM may end them.
+    # Signals are noted from here on: until the ranks have met there is nothing to save, and SIGTERM may end them.
     with _process_group(rank_info, device, config.run.timeout), noticing_stop_requests() as stop:
         job = Job(config=config, source=source, data=data, device=device, stop=stop)
         return run_in_folder(job, Console(), fresh=fresh)
 
 
 def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainResult:
-    """Begin or go on with a run in its folder, over all ranks of the default process group; `fresh` as in `run_rank`."""
+    """Start or resume a run in its folder, on all ranks of the default process group; `fresh` as in `run_rank`."""
     ranks, config, folder = RankGroup(), job.config, job.folder
     with ExitStack() as stack:
         watchers: list[Watcher] = []
@@ -72,9 +70,9 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
             progress = stack.enter_context(showing_progress(console))
 
         def begin() -> bool:
-            """Take the folder, and say whether there is something left to do in it."""
+            """Lock the folder, and say whether its run has steps left."""
             if fresh and (old := folder.move_aside()) and progress is not None:
-                progress.say_last(f"The run that was in {folder.path} is now in {old}.")
+                progress.print_last(f"The run that was in {folder.path} is now in {old}.")
             stack.enter_context(folder.locked())
             if not folder.begin(config):
                 return False
@@ -87,26 +85,28 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
 
         result = TrainResult(was_finished=True)
         if ranks.on_first(begin):
-            # Files first: what is shown has been written.
+            # Files first, so that what is shown has been written.
             watch = all_of([*watchers, progress] if progress is not None else [])
             result = Training(job, watch).run()
         elif progress is not None:
-            progress.say_last(f"The run in {folder.path} is finished.")
+            progress.print_last(f"The run in {folder.path} is finished.")
         if progress is not None and config.log.report:
             result.report = _report(folder, progress)
         return result
 
 
 def _report(folder: RunFolder, progress: RunProgress) -> Path | None:
-    """Write the report, and say as the last thing where it is."""
+    """Write the report, and print where it is."""
     from fullshard.programs.report import write_report
 
     try:
         report = write_report(folder.path)
-    except FullshardError as error:  # plotly is not installed, say; the run itself is done
-        progress.say_last(f"There is no report: {error}")
+    except (
+        FullshardError
+    ) as error:  # for example plotly is not installed; the run itself has succeeded
+        progress.print_last(f"There is no report: {error}")
         return None
-    progress.say_last(f"Report  {report}")
+    progress.print_last(f"Report  {report}")
     return report
 
 
@@ -116,7 +116,7 @@ def _process_group(rank_info: RankInfo, device: torch.device, timeout_s: float) 
         os.environ, rank=rank_info.rank, world=rank_info.world, timeout_s=timeout_s
     )
     dist.init_process_group(
-        # gloo for what is in host memory: offloaded gradients, checkpoints, agreements.
+        # gloo for tensors in host memory: offloaded gradients, checkpoints, what ranks agree on.
         backend="cpu:gloo,cuda:nccl" if rank_info.device == "cuda" else "gloo",
         init_method=rank_info.rendezvous if store is None else None,
         store=store,
@@ -127,11 +127,11 @@ def _process_group(rank_info: RankInfo, device: torch.device, timeout_s: float) 
     )
     try:
         yield
-    except ENDS_OF_ALL_RANKS:
+    except COLLECTIVE_ERRORS:
         dist.destroy_process_group()
         raise
-    # Not in a finally: after other errors the other ranks may be inside a collective, and leaving could
-    # wait for them.
+    # Not in a finally: after other errors the other ranks may be in a collective, and destroying the group could wait for
+    # them.
     dist.destroy_process_group()
 
 
@@ -143,7 +143,7 @@ def num_cores() -> int:
 
 
 def _claim_device(rank_info: RankInfo) -> torch.device:
-    """Take this rank's share of the machine: a GPU of its own, or some of the cores."""
+    """Return this rank's device, after making it current: a GPU of its own, or the CPU with its share of the cores."""
     if rank_info.device == "cuda":
         torch.cuda.set_device(rank_info.local_rank)
         return torch.device("cuda", rank_info.local_rank)

@@ -1,4 +1,4 @@
-"""A rank's place among the others: who it is, what it runs on, where they meet."""
+"""Which rank a process is, what it runs on, and where the ranks meet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """One rank's place, from its start to its end."""
+    """One rank of a run."""
 
     rank: int
     world: int
@@ -34,10 +34,10 @@ def has_torchrun(environment: Mapping[str, str]) -> bool:
 
 
 def rank_info_of_torchrun(environment: Mapping[str, str], device: Device) -> RankInfo:
-    """Return the place that torchrun gave this process.
+    """Return the rank that torchrun made of this process.
 
     Raises:
-        ConfigurationError: the launcher says too little, or what cannot be.
+        ConfigurationError: a variable of the launcher is missing or wrong.
     """
     required = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in required if name not in environment]
@@ -61,7 +61,7 @@ def number_in(environment: Mapping[str, str], name: str, *, default: int | None 
     """Return a variable of a launcher as a number.
 
     Raises:
-        ConfigurationError: it is none, or is missing and has no default.
+        ConfigurationError: it is not a number, or it is missing and has no default.
     """
     text = environment.get(name) or ("" if default is None else str(default))
     if not text.isdecimal():
@@ -73,7 +73,7 @@ def number_in(environment: Mapping[str, str], name: str, *, default: int | None 
 
 
 def local_rank_infos(ranks: int, device: Device, *, rendezvous: str) -> tuple[RankInfo, ...]:
-    """Return the places of ranks that all live here."""
+    """Return the ranks of a run that is on this machine only."""
     return tuple(
         RankInfo(
             rank=rank,

@@ -1,9 +1,9 @@
-"""Where ranks meet that torchrun has started again: a part of its store that nobody has used before.
+"""The rendezvous of ranks that torchrun has restarted: a store without keys of an earlier attempt.
 
-torchrun keeps one store for all its attempts, and in it are the addresses of ranks that have ended. A new rank that
-reads them before they are replaced tries to reach a process that is gone. The attempt's number
-(`TORCHELASTIC_RESTART_COUNT`) does not tell attempts apart: each host counts for itself, and those whose ranks did
-not fail do not count. So ranks agree on a token, over keys that may hold anything from before:
+torchrun keeps one store for all its attempts, and it holds the addresses of ranks that have ended. A new rank that reads
+an old address before it is replaced tries to reach a process that is gone. The attempt's number
+(`TORCHELASTIC_RESTART_COUNT`) does not tell attempts apart, because each host counts its own failures only. So the ranks
+agree on a token and use it as the prefix of all keys. The keys that they use to agree may hold anything from before:
 
     rank r    hello/r = a nonce                    accepted/r = the token, once an offer names the nonce
     rank 0    offer/r = token, nonce of hello/r    until accepted/r is the token
@@ -28,7 +28,7 @@ POLL_S = 0.01
 def store_of_torchrun(
     environment: Mapping[str, str], *, rank: int, world: int, timeout_s: float
 ) -> Store | None:
-    """Return a fresh part of torchrun's store; None where ranks are to find each other in another way."""
+    """Return a fresh store within torchrun's; None if this is not a rank of torchrun's agent."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
     store = TCPStore(
@@ -42,7 +42,7 @@ def store_of_torchrun(
 
 
 def fresh_store(store: Store, *, rank: int, world: int, timeout_s: float) -> Store:
-    """Return a part of a store that the ranks of this attempt have for themselves. All ranks call it."""
+    """Return a store within ``store`` that only the ranks of this attempt use. All ranks call it."""
     deadline = time.monotonic() + timeout_s
     nonce = secrets.token_hex(8)
     if rank == 0:
@@ -62,7 +62,7 @@ def fresh_store(store: Store, *, rank: int, world: int, timeout_s: float) -> Sto
 
 def _offer_until_accepted(store: Store, token: str, rank: int, deadline: float) -> None:
     def accepted() -> str | None:
-        # Again each time: what was there first may be from a rank that has ended.
+        # Read again each time: the first value may be from a rank that has ended.
         store.set(f"offer/{rank}", f"{token} {_value(store, f'hello/{rank}')}")
         return token if _value(store, f"accepted/{rank}") == token else None
 
@@ -70,7 +70,7 @@ def _offer_until_accepted(store: Store, token: str, rank: int, deadline: float) 
 
 
 def _value(store: Store, key: str) -> str:
-    """What is under a key; nothing, if there is none."""
+    """Return the value of a key; an empty text if there is none."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
@@ -78,8 +78,8 @@ def _wait_for(look: Callable[[], str | None], what: str, deadline: float) -> str
     while (found := look()) is None:
         if time.monotonic() > deadline:
             raise CommunicationError(
-                f"Ranks that are started together must all come to meet. {what}, and the time that run.timeout gives is "
-                "over. Look for what that rank has said, or give it more time."
+                f"All ranks must join the rendezvous within run.timeout. {what}, and the time is over. Look for an error of "
+                "that rank, or increase run.timeout."
             )
         time.sleep(POLL_S)
     return found

@@ -1,4 +1,4 @@
-"""What a run has come to."""
+"""The result of a run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 @dataclass(kw_only=True, slots=True)
 class TrainResult:
-    """What this process has seen of a run; the same on every rank but for the seconds."""
+    """The result of a run, as this process has seen it: the same on every rank, except for the seconds."""
 
     losses: dict[int, float] = field(default_factory=dict)
-    """By step (from 1): mean over the global batch, in nats per token. Only of steps taken here."""
+    """By step (from 1): mean over the global batch, in nats per token. Only steps of this process."""
 
     evaluations: dict[int, float] = field(default_factory=dict)
     """By step (from 0): loss on held-out data."""
@@ -20,11 +20,11 @@ class TrainResult:
     """Of the whole run."""
 
     seconds: float = 0.0
-    """Of this process's part of it."""
+    """Of this process only."""
 
     samples: tuple[str, ...] = ()
 
     was_finished: bool = False
-    """There was nothing left to do."""
+    """The run had no steps left."""
 
     report: Path | None = None

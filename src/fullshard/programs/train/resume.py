@@ -1,7 +1,7 @@
-"""Where a run stands, in its checkpoints: written while it trains, read when it goes on.
+"""Checkpoints of a run: written while it trains, read when it is resumed.
 
-Weights and optimizer state are the checkpoint's own; beside them is all that decides the next step. There is little
-of it, because a step is a function of its number: learning rate, windows and random numbers are made from that.
+Beside weights and optimizer state a checkpoint has everything else that decides the next step. That is little, because
+learning rate, windows and random numbers are computed from the step's number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fullshard.programs.train.run_folder import RunFolder
 
 @dataclass(kw_only=True, slots=True)
 class RunState:
-    """Where a run stands between two steps."""
+    """The state of a run between two steps, apart from weights and optimizer."""
 
     step: int = 0
     """Steps done."""
@@ -37,10 +37,10 @@ class RunState:
 
 
 def _state_in(loaded: checkpoint.Loaded) -> RunState:
-    """Where the run of a checkpoint stood.
+    """Return the state of the run in a checkpoint.
 
     Raises:
-        CheckpointError: it is a checkpoint of something else.
+        CheckpointError: the checkpoint was not written by a run.
     """
     names = {field.name for field in fields(RunState)}
     extra = loaded.extra
@@ -50,14 +50,14 @@ def _state_in(loaded: checkpoint.Loaded) -> RunState:
         or not all(type(each) is int and each >= 0 for each in extra.values())
     ):
         raise CheckpointError(
-            f"A run goes on from a checkpoint that fullshard train wrote; {loaded.path} does not say {', '.join(sorted(names))}. "
+            f"A run can only be resumed from a checkpoint of fullshard train; {loaded.path} lacks {', '.join(sorted(names))}. "
             "Move it out of the run's folder."
         )
     return RunState(**extra)
 
 
 class Checkpoints:
-    """The checkpoints of a run, one of which may be on its way. All ranks call all methods."""
+    """The checkpoints of a run, one of which may still be being written. All ranks call all methods."""
 
     def __init__(
         self,
@@ -74,13 +74,13 @@ class Checkpoints:
         self._watch = watch
         self._pending: tuple[Checkpoint, checkpoint.PendingSave] | None = None
         self._last_step = -1
-        """Of which there is one, or one on its way."""
+        """The last step with a checkpoint, written or being written."""
         self.newest: Path | None = None
-        """The last one that is known to be complete."""
+        """The last checkpoint that is known to be complete."""
 
     def resume(self) -> RunState | None:
-        """Load the newest one, and return where it was made; None if there is none."""
-        # The first rank's answer for all: a shared file system may show others less.
+        """Load the newest checkpoint and return its state; None if there is none."""
+        # The first rank decides for all: on a shared file system others may not see the newest yet.
         self.newest = RankGroup().on_first(lambda: checkpoint.latest(self._folder.checkpoints))
         if self.newest is None:
             return None
@@ -90,11 +90,11 @@ class Checkpoints:
         return state
 
     def is_due(self, step: int) -> bool:
-        """Whether there should be one of this step."""
+        """Say whether this step should have a checkpoint."""
         return self._section.every > 0 and step % self._section.every == 0
 
     def save(self, state: RunState) -> None:
-        """Begin to save a state, unless that was done already; waits for the one before."""
+        """Start to save a state, unless it was saved before. Wait for the previous checkpoint first."""
         if state.step == self._last_step:
             return
         began = time.perf_counter()
@@ -113,16 +113,16 @@ class Checkpoints:
         self._pending = Checkpoint(step=state.step, path=path, blocked_s=blocked_s), pending
 
     def notice_completed(self) -> None:
-        """Tell of the one that was on its way, if it is complete by now; never waits.
+        """Report a checkpoint that has become complete. Never wait.
 
-        Ranks may notice it after different steps. So an error is left to `finish`, where all raise it.
+        Ranks may notice it after different steps. So errors are left to `finish`, where all ranks raise them.
         """
         if self._pending is not None and self._pending[1].done():
             with contextlib.suppress(CheckpointError):
                 self.finish()
 
     def finish(self) -> None:
-        """Wait for the one that is on its way, and tell of it.
+        """Wait for the checkpoint that is being written, and report it.
 
         Raises:
             CheckpointError: it could not be written.

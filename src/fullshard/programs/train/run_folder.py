@@ -1,15 +1,15 @@
-"""The folder of a run: what is where in it, who may use it, and whether its run is this one.
+"""The folder of a run: its files, its lock, and whether the run in it is this one.
 
     RUN/
       config.toml      the configuration, written first
       metrics.jsonl    what happened
-      checkpoints/     where the run can go on
+      checkpoints/     to resume from
       trace/  tensorboard/  model/  report.html
-      lock             held while a run is on its way
+      lock             held while a run is active
 
-A folder belongs to one run: the configuration in it must agree with the one given in all fields that decide the
-trajectory. One process at a time uses it, the first rank; the lock goes with its process, however that ends.
-Nothing in a folder is ever deleted from here. This file imports no torch.
+A folder belongs to one run: its configuration must agree with the given one in all fields that decide the trajectory. One
+process at a time uses it, the first rank. The lock ends with its process, however that ends. Nothing in a folder is ever
+deleted here. This file imports no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fullshard.programs.train.config_file import differences, read_config, to_to
 CONFIG = "config.toml"
 LOCK = "lock"
 LOCK_PATIENCE_S = 5.0
-"""How long the first rank waits for the lock: after a restart on other hosts, its predecessor may still be ending."""
+"""How long the first rank waits for the lock. After a restart on other hosts its predecessor may still be ending."""
 
 
 class RunFolder:
@@ -47,11 +47,11 @@ class RunFolder:
         self.exported_model = path / "model"
 
     def check(self, config: RunConfig) -> None:
-        """Raise unless the folder is new, empty, or that of the run that ``config`` describes.
+        """Raise unless the folder is new, empty, or has the run that ``config`` describes.
 
         Raises:
-            ConfigurationError: it has other things in it, or a run that differs; all fields are named. Or it cannot be
-                read.
+            ConfigurationError: it has other files or another run (the message names all fields that differ), or it
+                cannot be read.
         """
         try:
             if self.config.exists():
@@ -70,9 +70,9 @@ class RunFolder:
                 f"  - {each.field} was {each.old}, and is {each.new} now" for each in changed
             )
             raise ConfigurationError(
-                f"The run in {self.path} was begun with other values of what decides its course:\n{fields}\n"
-                "Give the values it was begun with to go on with it; choose another folder (run.folder) for a new run; or "
-                "begin anew in this one with --fresh, which moves the old run aside."
+                f"The run in {self.path} was started with other values of fields that decide its trajectory:\n{fields}\n"
+                "Use the old values to resume it; choose another folder (run.folder) for a new run; or start a new run in "
+                "this folder with --fresh, which moves the old one aside."
             )
 
     def _check_empty(self) -> None:
@@ -83,7 +83,7 @@ class RunFolder:
         others = sorted(
             entry.name
             for entry in self.path.iterdir()
-            # A disk of its own has a folder that is not empty, and not anybody's.
+            # The root of a file system is not empty: it has lost+found.
             if entry.name not in (LOCK, "lost+found") and not entry.name.startswith(CONFIG)
         )
         if others:
@@ -93,9 +93,9 @@ class RunFolder:
             )
 
     def begin(self, config: RunConfig) -> bool:
-        """Check the folder, and write the configuration as it is from now on; say whether there is something left to do.
+        """Check the folder and write the configuration; say whether the run has steps left. Call it under the lock.
 
-        The configuration of a finished run stays as it is. Under the lock.
+        The configuration of a finished run is not replaced.
         """
         self.check(config)
         if self.is_finished(config.train.steps):
@@ -106,10 +106,10 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder, and within the block be the only process that has it.
+        """Create the folder, and lock it within the block.
 
         Raises:
-            ConfigurationError: another process has it, or it cannot be made or written to.
+            ConfigurationError: another process has the lock, or the folder cannot be created or written to.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -119,13 +119,13 @@ class RunFolder:
                 f"run.folder must be a folder that can be written to: {error}. Choose another."
             ) from error
         with file:
-            self._take(file.fileno())
+            self._lock(file.fileno())
             file.truncate(0)
             file.write(f"{os.getpid()}\n")
             file.flush()
             yield
 
-    def _take(self, descriptor: int) -> None:
+    def _lock(self, descriptor: int) -> None:
         deadline = time.monotonic() + LOCK_PATIENCE_S
         while True:
             try:
@@ -142,7 +142,7 @@ class RunFolder:
                 return
 
     def is_finished(self, steps: int) -> bool:
-        """Say whether the run in it came to its end after at least so many steps.
+        """Say whether the run in the folder is finished and had at least this many steps.
 
         Raises:
             ConfigurationError: its metrics have a format that this version does not read.
@@ -160,10 +160,10 @@ class RunFolder:
         return last_end >= steps
 
     def move_aside(self) -> Path | None:
-        """Give the folder another name, so that a run can begin anew under this one; return the new name.
+        """Rename the folder to make room for a new run, and return the new name; None if there is no folder.
 
         Raises:
-            ConfigurationError: a run is on its way in it.
+            ConfigurationError: a run is active in it.
         """
         if not self.path.exists():
             return None

@@ -1,10 +1,9 @@
-"""In which order a run sees its windows.
+"""The order in which a run sees its windows.
 
-Every epoch visits all windows once, in an order of its own. No table of that order exists: a small
-Feistel network, keyed by seed and epoch, permutes the numbers below the next power of two, and
-numbers that are no windows are permuted again until they are (cycle walking, fewer than two turns
-on average). So a position, one integer, is all a checkpoint has to keep, and nothing grows with the
-data.
+Every epoch visits all windows once, in an order of its own. There is no table of that order: a small Feistel network, keyed
+by seed and epoch, permutes the numbers below the next power of two. A number that is not a window is permuted again until it
+is one (cycle walking, fewer than two turns on average). So a checkpoint only has to keep the position, one integer, and
+nothing grows with the data.
 
     10 windows, batch of 4     position   0 1 2 3 | 4 5 6 7 | 8 9 10 11 | ...
                                epoch      0                     1
@@ -17,7 +16,7 @@ import hashlib
 from dataclasses import dataclass
 
 ROUNDS = 3
-"""Each scrambles both halves. Two make a Feistel network hard to tell from chance; small halves deserve one more."""
+"""Each round scrambles both halves. Two rounds look random; small halves get one more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +43,9 @@ class Sampler:
 
 
 def _permuted(number: int, bits: int, key: str) -> int:
-    """Return where a permutation of the numbers of `bits` bits takes one of them.
+    """Return the image of a number under a permutation of all numbers of `bits` bits.
 
-    Each line of the loop can be undone, since it changes one half by the other alone.
+    Each line of the loop is invertible, because it changes one half by the other alone.
     """
     low_bits = bits // 2
     high_mask, low_mask = (1 << (bits - low_bits)) - 1, (1 << low_bits) - 1

@@ -1,4 +1,4 @@
-"""Text the model writes: all ranks in step, since each forward of a sharded model is a collective."""
+"""Text that the model generates, on all ranks together: each forward of a sharded model is a collective."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def write_samples(
     context: int,
     device: torch.device,
 ) -> list[str]:
-    """Let the model go on from the prompt, and return the texts, prompts included. All ranks call it, and get the same.
+    """Return texts that continue the prompt, prompts included. All ranks call it, and get the same.
 
     Raises:
-        ConfigurationError: the prompt has tokens that the model does not know; before the first forward.
+        ConfigurationError: the prompt has tokens that the model does not know. Raised before the first forward.
     """
     if not section.count:
         return []
     prompt = _prompt(tokenizer, section.prompt, source.vocabulary)
     end = len(prompt) + section.tokens
-    # Filled from the left and always of one shape, for the sake of compilers: no position sees what is to its right.
+    # Filled from the left and always of one shape, which compilers need: no position sees what is to its right.
     texts = torch.zeros(section.count, end, dtype=torch.int64)
     texts[:, : len(prompt)] = torch.tensor(prompt)
     generator = torch.Generator().manual_seed(seed)
@@ -51,7 +51,7 @@ def write_samples(
 
 
 def _prompt(tokenizer: Tokenizer, text: str, vocabulary: int) -> list[int]:
-    """Return the tokens to go on from: at least one, whatever the text."""
+    """Return the tokens of the prompt: at least one, even if the text has none."""
     tokens = tokenizer.encode(text) or tokenizer.encode("\n") or [0]
     unknown = sorted({token for token in tokens if token >= vocabulary})
     if unknown:
@@ -63,7 +63,7 @@ def _prompt(tokenizer: Tokenizer, text: str, vocabulary: int) -> list[int]:
 
 
 def _choose(scores: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """Return a token for each row of scores; any, where a model that has diverged gives no numbers."""
+    """Return a token for each row of scores. NaNs of a model that has diverged count as zero."""
     scores = scores.nan_to_num()
     if temperature == 0:
         return scores.argmax(dim=-1)
@@ -72,7 +72,7 @@ def _choose(scores: Tensor, temperature: float, generator: torch.Generator) -> T
 
 
 def _agreed(tokens: Tensor, device: torch.device) -> Tensor:
-    """Return what rank 0 has chosen: ranks on different machines may differ in the last bit of a score."""
+    """Return the tokens of rank 0: ranks on different machines may differ in the last bit of a score."""
     if not dist.is_initialized():
         return tokens
     tokens = tokens.to(device)

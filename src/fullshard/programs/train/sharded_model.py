@@ -1,15 +1,13 @@
-"""From a model's plan to the model that trains on this rank, through either door.
+"""The model that a run trains, sharded by either API.
 
     1. build          parameters on the meta device: no memory yet
-    2. recompute      replaces the forward of blocks, so it comes before whatever is put around them: recomputing runs
-                      the forward alone and gathers nothing again
-    3. compile        what a block's forward is by then; a block's hooks run between compiled code, and collectives
-                      stay out of it
-    4. shard          each rank gets memory for its pieces. The wrapper materialises a group, cuts it and goes on to
-                      the next; `fully_shard` cuts first, and memory comes after it, for the pieces only
+    2. recompute      replaces the forward of blocks. It comes before sharding, so that recomputing runs the forward
+                      alone and gathers nothing again
+    3. compile        compiles that forward. A block's hooks run outside of compiled code, and so do collectives
+    4. shard          gives each rank memory for its shards. The wrapper materialises and shards group by group;
+                      `fully_shard` shards first, and then only the shards get memory
 
-What the memory holds then is for others to say: starting weights, or a checkpoint. They see a `ShardedModel`, and
-do not ask for the door.
+Starting weights or a checkpoint fill the memory later. They see a `ShardedModel` and do not know which API was used.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ STRATEGIES = {
 
 @dataclass(frozen=True, slots=True)
 class UnshardedModel:
-    """What is to be known of a model after it was cut."""
+    """Facts about a model that are lost when it is sharded."""
 
     num_elements: int
     num_bytes: int
@@ -67,17 +65,17 @@ class UnshardedModel:
 
 
 class ShardedModel(ABC):
-    """A model of which this rank has a part, from its sharding to the end of the run."""
+    """A sharded model, from its sharding to the end of the run."""
 
     def __init__(self, module: nn.Module, unsharded: UnshardedModel) -> None:
         self.module = module
-        """The root: what is called, saved and exported."""
+        """The root module: it is called, saved and exported."""
         self.unsharded = unsharded
 
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the parameters this rank updates: matrices, and all others.
+        """Return the parameters that this rank updates: matrices, and all others.
 
-        By the shapes the model was built with: the wrapper's pieces are all flat.
+        Told apart by the shapes of the unsharded model: the wrapper's shards are all flat.
         """
         both: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
         for name, parameter in self.module.named_parameters():
@@ -88,16 +86,16 @@ class ShardedModel(ABC):
     def bytes_at_rest(self) -> int:
         """Return how many bytes of parameters this rank holds between steps."""
         local = (p.to_local() if isinstance(p, DTensor) else p for p in self.module.parameters())
-        return sum(piece.numel() * piece.element_size() for piece in local)
+        return sum(shard.numel() * shard.element_size() for shard in local)
 
     @abstractmethod
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Within it, forward and backward add to this rank's gradients and reduce none."""
+        """Accumulate gradients on this rank within the block, without reducing them."""
 
     @abstractmethod
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scale the gradients down to a norm, and return what it was: one number, the same on all ranks."""
+        """Scale the gradients down to a norm, and return their norm before: one number, the same on all ranks."""
 
 
 class FullyShardModel(ShardedModel):
@@ -105,7 +103,7 @@ class FullyShardModel(ShardedModel):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """See `ShardedModel`."""
+        """Do as `ShardedModel` says."""
         assert isinstance(self.module, FSDPModule), "fully_shard makes it one"
         self.module.set_requires_gradient_sync(False)
         try:
@@ -114,7 +112,7 @@ class FullyShardModel(ShardedModel):
             self.module.set_requires_gradient_sync(True)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """See `ShardedModel`."""
+        """Do as `ShardedModel` says."""
         return clip_grad_norm_(self.module, max_norm)
 
 
@@ -125,17 +123,17 @@ class WrappedModel(ShardedModel):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """See `ShardedModel`."""
+        """Do as `ShardedModel` says."""
         with self.module.no_sync():
             yield
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """See `ShardedModel`."""
+        """Do as `ShardedModel` says."""
         return self.module.clip_grad_norm_(max_norm)
 
 
 def build_model(config: RunConfig, source: ModelSource, device: torch.device) -> ShardedModel:
-    """Return the model with memory for this rank's part of it, not filled yet. All ranks call it.
+    """Return the sharded model with memory for this rank's shards, which is not filled yet. All ranks call it.
 
     Raises:
         ConfigurationError: the configuration does not go together, or not with this number of ranks.
@@ -154,7 +152,7 @@ def build_model(config: RunConfig, source: ModelSource, device: torch.device) ->
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.compute.compile == "blocks":
         for block in blocks:
-            # On CPUs inductor needs a C++ compiler, which not every machine has.
+            # On the CPU inductor needs a C++ compiler, which not every machine has.
             block.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
     sharded: ShardedModel
     if config.sharding.door == "wrapper":
@@ -183,16 +181,16 @@ def shard(
     device: torch.device,
     config: RunConfig,
 ) -> nn.Module:
-    """Cut a model with `fully_shard`, and give it memory for this rank's pieces."""
+    """Shard a model with `fully_shard`, and allocate this rank's shards."""
     section, policy = config.sharding, precision_policy(config.compute)
     offload = CPUOffloadPolicy() if section.offload else OffloadPolicy()
     groups = [[block] for block in blocks]
     if section.groups == "plan":
         planned = plan_groups(model, mp_policy=policy).groups[1:]
         groups = [[model.get_submodule(name) for name in group.modules] for group in planned]
-    # None lets the root keep its parameters for backward, which needs them first.
+    # With None the root keeps its parameters after forward, since backward needs them first.
     release = None if section.reshard_after_forward else False
-    # The innermost first: a group takes what no other has taken.
+    # The innermost first: a group takes the parameters that no other has taken.
     for modules in [*reversed(groups), [model]]:
         fully_shard(
             modules,
@@ -201,16 +199,16 @@ def shard(
             offload_policy=offload,
             reshard_after_forward=release,
         )
-    if section.prefetch != 1:  # which is what the engine does by itself
+    if section.prefetch != 1:  # the engine's own depth
         set_prefetch([model, *(modules[0] for modules in groups)], section.prefetch)
     materialise(model, torch.device("cpu") if section.offload else device)
     return model
 
 
 def set_prefetch(modules: Sequence[nn.Module], depth: int) -> None:
-    """Let each group gather so many ahead, in forward and in backward.
+    """Let each group prefetch this many groups, in forward and in backward.
 
-    The root is first in both: forward goes from it to the first group, backward to the last.
+    The root comes first in both: forward goes from it to the first group, backward to the last.
     """
     order: list[FSDPModule] = [each for each in modules if isinstance(each, FSDPModule)]
     for index, module in enumerate(order):
@@ -226,7 +224,7 @@ def wrap(
     device: torch.device,
     config: RunConfig,
 ) -> FullyShardedDataParallel:
-    """Cut a model with `FullyShardedDataParallel`, into the same groups."""
+    """Shard a model with `FullyShardedDataParallel`, in the same groups."""
     section, policy = config.sharding, precision_policy(config.compute)
     wrap_policy = CustomPolicy(set(blocks).__contains__)
     if section.groups == "plan":
@@ -249,7 +247,7 @@ def wrap(
 
 
 def precision_policy(section: ComputeSection) -> MixedPrecisionPolicy:
-    """Return the dtypes of compute, of gradients on the wire, and of their sum, which is always float32."""
+    """Return the dtypes of compute and of gradients on the wire. Gradients are always summed in float32."""
     return MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if section.precision == "bf16" else None,
         reduce_dtype=torch.float32,

@@ -1,4 +1,4 @@
-"""What Slurm tells a task that `srun` has started.
+"""The rank of a task that `srun` has started, from its environment.
 
 $ srun --nodes 2 --ntasks-per-node 2 fullshard train run.toml
 
@@ -20,26 +20,23 @@ from fullshard.errors import ConfigurationError
 from fullshard.programs.train.rank_info import Device, RankInfo, number_in
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
-"""Below those that Linux gives to connections by itself (32768 and up)."""
+"""Below the ports that Linux gives to outgoing connections (32768 and up)."""
 
 
 def has_step(environment: Mapping[str, str]) -> bool:
     """Say whether `srun` started this process as one of several tasks.
 
-    A batch script is no task, and a step of a single task may be a shell someone works in: both
-    start ranks of their own.
+    A batch script is not a task, and a step with a single task may be somebody's shell. Both start ranks of their own.
     """
     is_task = "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment
     return is_task and _tasks_in(environment) != "1"
 
 
 def rank_info_of_slurm(environment: Mapping[str, str], device: Device) -> RankInfo:
-    """Return the place of this task; ranks meet at the first host of the step.
-
-    MASTER_ADDR and MASTER_PORT, if set, say where instead.
+    """Return the rank of this task. Ranks meet at the first host of the step, or at MASTER_ADDR and MASTER_PORT if set.
 
     Raises:
-        ConfigurationError: Slurm says too little, or what cannot be.
+        ConfigurationError: a variable of Slurm is missing or wrong.
     """
     per_node = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get(
         "SLURM_NTASKS_PER_NODE", ""
@@ -65,7 +62,7 @@ def rank_info_of_slurm(environment: Mapping[str, str], device: Device) -> RankIn
 
 
 def _port(environment: Mapping[str, str]) -> int:
-    """Return a port that follows from job and step: all tasks know it, other steps hardly ever share it."""
+    """Return a port computed from job and step: the same for all tasks, and rarely that of another step."""
     job = number_in(environment, "SLURM_JOB_ID", default=0)
     step = number_in(environment, "SLURM_STEP_ID", default=0)
     return FIRST_PORT + (31 * job + step) % NUM_PORTS

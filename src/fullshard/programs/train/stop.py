@@ -1,9 +1,9 @@
-"""How a run ends before its last step: a signal asks for it, a step is bad, or a checkpoint cannot be written.
+"""Ways in which a run ends before its last step: a signal, a bad step, or a checkpoint that cannot be written.
 
-A signal only sets a flag. All ranks exchange their flags at each step, so they stop after the same one, with a
-checkpoint of it: a rank that left on its own would leave the others in a collective.
+A signal only sets a flag. All ranks exchange their flags at each step, so they stop after the same step, with a checkpoint
+of it. A rank that exited on its own would leave the others in a collective.
 
-This file imports no torch: whoever starts ranks knows these errors, too.
+This file imports no torch: the launcher uses these errors, too.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from fullshard.errors import CheckpointError, FullshardError
 STOP_SIGNALS = tuple(
     signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if name in signal.Signals.__members__
 )
-"""What asks a process to stop; SIGHUP comes when its terminal is closed, and not every platform has it."""
+"""Signals that ask a process to stop. SIGHUP comes when its terminal is closed; not every platform has it."""
 
 
 def is_nohup(number: signal.Signals) -> bool:
-    """Say whether it is a SIGHUP that this process was started to ignore, by nohup or as a rank."""
+    """Say whether it is SIGHUP and this process ignores it, as under nohup or as a rank."""
     return number.name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN
 
 
 class StoppedBySignalError(FullshardError, RuntimeError):
-    """A run was asked to stop, and did so after it had saved where it stood."""
+    """A run was asked to stop, and did so after a checkpoint."""
 
 
 class BadStepError(FullshardError, RuntimeError):
-    """A step's loss or gradients were such that the run must not go on."""
+    """A bad step has stopped the run."""
 
 
-ENDS_OF_ALL_RANKS = (StoppedBySignalError, BadStepError, CheckpointError)
-"""All ranks raise these together, with the same message: no rank waits for another, and a traceback says no more."""
+COLLECTIVE_ERRORS = (StoppedBySignalError, BadStepError, CheckpointError)
+"""All ranks raise these together, with the same message. So no rank waits for another, and no traceback is needed."""
 
 
 class StopRequest:
-    """Whether this process was asked to stop."""
+    """A request to stop this process, once a signal has made it."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
 
     @property
     def is_made(self) -> bool:
-        """Whether it was."""
+        """Whether a signal has come."""
         return self.signal is not None
 
 
 @contextmanager
 def noticing_stop_requests() -> Iterator[StopRequest]:
-    """Within it, SIGTERM and SIGHUP are noted instead of ending the process.
+    """Note SIGTERM and SIGHUP within the block, instead of ending the process.
 
-    Python lets only the main thread decide about signals; ranks that are other threads notice none.
+    Python handles signals in the main thread only. Ranks in other threads, as in tests, get no requests.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""From text to tokens and back: bytes, a tokenizer of Hugging Face, or numbers where none is known.
+"""Tokenizers: bytes, one of Hugging Face, or numbers if none is known.
 
 Which one a run has follows from its configuration:
 
@@ -7,7 +7,7 @@ Which one a run has follows from its configuration:
     arrays                             none is known: tokens are written as numbers
     text                               bytes
 
-Nothing is ever fetched: tokenizers are local files. This file imports no torch.
+Nothing is downloaded: tokenizers are local files. This file imports no torch.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ TOKENIZER_FILES = (
     "spiece.model",
     "sentencepiece*.model",
 )
-"""Names of the files in a model's folder that are its tokenizer's."""
+"""Names of a tokenizer's files in a model's folder."""
 
 
 class Tokenizer(Protocol):
-    """How a run reads and writes text."""
+    """What turns text into tokens and back."""
 
     vocabulary: int | None
     """All tokens are below it; None if that is not known."""
 
     def encode(self, text: str) -> list[int]:
-        """Return a text's tokens, without any that only mark its beginning or end."""
+        """Return the tokens of a text, without marks of its beginning or end."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of some tokens; what is no text is replaced."""
+        """Return the text of some tokens; what is not text is replaced."""
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the files from which transformers makes this tokenizer."""
@@ -59,7 +59,7 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
     """Return the tokenizer of a run.
 
     Raises:
-        ConfigurationError: there is none where one should be, or it cannot be read.
+        ConfigurationError: it is missing, or cannot be read.
     """
     path = tokenizer_path(config)
     if path is not None:
@@ -87,7 +87,7 @@ class Bytes:
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text; a model may write what is no UTF-8, or no byte."""
+        """Return the text; a model may generate invalid UTF-8, or tokens that are not bytes."""
         known = [token if token < 256 else ord("?") for token in tokens]
         return bytes(known).decode(errors="replace")
 
@@ -111,16 +111,16 @@ class Bytes:
 
 
 class Numbers:
-    """Tokens are written as numbers: for arrays that nobody said the tokenizer of."""
+    """Tokens are written as numbers, for arrays without a tokenizer."""
 
     vocabulary: int | None = None
 
     def encode(self, text: str) -> list[int]:
-        """Return the numbers in a text, and nothing else."""
+        """Return the numbers in a text; other words are left out."""
         return [int(word) for word in text.split() if word.isdecimal()]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the numbers, in words of their own."""
+        """Return the numbers, separated by spaces."""
         return " ".join(map(str, tokens))
 
     def save_pretrained(self, folder: Path) -> None:
@@ -128,7 +128,7 @@ class Numbers:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer from a `tokenizer.json`, or from whatever else transformers makes one of."""
+    """A tokenizer from a `tokenizer.json`, or from other files that transformers can read."""
 
     def __init__(self, path: Path) -> None:
         """Read it from a folder or a file.
@@ -194,13 +194,13 @@ def _is_one_of(file: Path, patterns: Sequence[str]) -> bool:
 
 def _write_tokenizer(folder: Path, content: str) -> None:
     (folder / TOKENIZER_FILE).write_text(content)
-    # Otherwise transformers takes the class that belongs to the model's architecture.
+    # Without it transformers uses the class of the model's architecture.
     configuration = {"tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(configuration, indent=2) + "\n")
 
 
 def _byte_characters() -> list[str]:
-    """Return the character that stands for each byte in byte-level tokenizers: printable, and never a space."""
+    """Return the printable character that stands for each byte in byte-level tokenizers."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]

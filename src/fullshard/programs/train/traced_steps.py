@@ -13,7 +13,7 @@ from fullshard.tracing.trace import Recording
 
 
 class TracedSteps(ExitStack):
-    """Records the steps that a configuration asks for; a block around all steps, within which they are told."""
+    """The recording of the steps that a configuration asks for: a block around all steps of a run."""
 
     def __init__(
         self, section: TraceSection, module: nn.Module, folder: Path, *, rank: int
@@ -26,13 +26,13 @@ class TracedSteps(ExitStack):
         self._recording: Recording | None = None
 
     def begin(self, step: int) -> None:
-        """A step (from 1) is about to be taken."""
+        """Start the recording before its first step; steps count from 1."""
         if self._is_wanted and step == self._section.start:
             recording = trace(self._module, self._folder, first_step=step)
             self._recording = self.enter_context(recording)
 
     def end(self, step: int) -> None:
-        """A step was taken; after the last that is wanted, what was recorded is written."""
+        """Record the end of a step; write the file after the last step that is wanted."""
         if self._recording is not None:
             self._recording.step()
             if step == self._section.start + self._section.steps - 1:
@@ -40,5 +40,5 @@ class TracedSteps(ExitStack):
                 self.close()
 
     def between_steps(self) -> AbstractContextManager[None]:
-        """A block for what is no part of a step: checkpoints, evaluation."""
+        """Return a block for what is not part of a step: checkpoints, evaluation."""
         return nullcontext() if self._recording is None else self._recording.paused()

@@ -1,11 +1,11 @@
 """Models of transformers: any folder with the configuration of a causal language model.
 
-A model is built with its parameters on the meta device and its buffers real: buffers such as the
-frequencies of rotary positions are computed where they are registered, and are in no checkpoint.
+A model is built with its parameters on the meta device and with real buffers: buffers such as the frequencies of rotary
+positions are computed where they are registered, and are in no checkpoint.
 
-Starting weights are drawn the model's own way (`_init_weights`, which every model of transformers
-has), one **unit** at a time: a layer with all within it, since models also reach from a layer into
-its parts (GPT-2's layers scale their projections), and outside of layers each module by itself.
+Starting weights are drawn by the model's own `_init_weights`, one **unit** at a time. A layer with all its modules is a
+unit, because some models initialise a layer's modules from the layer (GPT-2 scales its projections). Outside of layers
+each module is a unit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TransformersModel:
         """Read the model's configuration.
 
         Raises:
-            ConfigurationError: transformers is missing, or cannot make a causal language model of it.
+            ConfigurationError: transformers is missing, or cannot build a causal language model from the folder.
         """
         folder = config.model.huggingface
         assert folder is not None, "other models are not transformers'"
@@ -52,7 +52,7 @@ class TransformersModel:
         """Return the model: parameters on the meta device, in float32, and real buffers."""
         from transformers import AutoModelForCausalLM
 
-        # It belongs to the model that is made of it, and is changed by that.
+        # The model owns its configuration and changes it.
         configuration = copy.deepcopy(self._configuration)
         try:
             with parameters_on_meta():
@@ -69,7 +69,7 @@ class TransformersModel:
         return model
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return its layers: of the lists of modules that are in no other list, the one with the most parameters."""
+        """Return its layers: the outermost list of modules with the most parameters."""
         lists = [list(each) for each in _outermost_lists(model)]
         return max(lists, key=_numel, default=[])
 
@@ -87,13 +87,13 @@ class TransformersModel:
         return scores
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Write it as transformers would."""
+        """Write it in the format of transformers."""
         companions = [_ConfigurationFiles(self._folder), self.tokenizer]
         save_huggingface(folder, model, config_from=companions)
 
 
 def _configuration(folder: Path) -> Any:
-    """Return the configuration in a folder, changed to build in float32: compute may be in another dtype."""
+    """Return the configuration in a folder, with float32 as the dtype of parameters. Compute may use another one."""
     try:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     except ImportError as error:
@@ -116,7 +116,7 @@ def _configuration(folder: Path) -> Any:
             f"model.huggingface must be a causal language model that transformers knows; {folder} has a "
             f"{type(configuration).__name__}. Take the folder of another model."
         )
-    # Called torch_dtype until transformers 4.56.
+    # The name was torch_dtype until transformers 4.56.
     setattr(
         configuration, "dtype" if hasattr(configuration, "dtype") else "torch_dtype", torch.float32
     )
@@ -125,10 +125,9 @@ def _configuration(folder: Path) -> Any:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Let modules that are made within have parameters on the meta device, and whatever else where it is made.
+    """Move parameters of modules that are built within the block to the meta device, as they are registered.
 
-    The memory a parameter is made with is given back at once. Mostly it was never touched, since
-    modules initialise their parameters after registering them.
+    Their memory is freed at once. It is rarely touched, because modules initialise parameters after registering them.
     """
 
     def moved(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -144,14 +143,14 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def starting_weights(skeleton: nn.Module, blocks: list[nn.Module], *, seed: int) -> DrawnWeights:
-    """Return what a model of transformers starts with."""
+    """Return the starting weights of a model of transformers."""
     names = {module: name for name, module in skeleton.named_modules()}
     prefixes = [f"{names[block]}." for block in blocks]
 
     def draw(name: str) -> dict[str, Tensor]:
         block = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
         unit = name.rpartition(".")[0] if block is None else block.removesuffix(".")
-        tensors = _drawn_unit(skeleton, unit, with_parts=block is not None, seed=seed)
+        tensors = _drawn_unit(skeleton, unit, with_submodules=block is not None, seed=seed)
         return {f"{unit}.{part}" if unit else part: tensor for part, tensor in tensors.items()}
 
     return DrawnWeights(skeleton, draw)
@@ -159,19 +158,19 @@ def starting_weights(skeleton: nn.Module, blocks: list[nn.Module], *, seed: int)
 
 @torch.no_grad()
 def _drawn_unit(
-    skeleton: nn.Module, unit: str, *, with_parts: bool, seed: int
+    skeleton: nn.Module, unit: str, *, with_submodules: bool, seed: int
 ) -> dict[str, Tensor]:
-    """Return the tensors of a module, with all within it or without."""
+    """Return the tensors of a module; with those of its submodules if ``with_submodules``."""
     module = skeleton.get_submodule(unit)
-    kept = {} if with_parts else {id(child): child for child in module.children()}
+    kept = {} if with_submodules else {id(child): child for child in module.children()}
     module = copy.deepcopy(module, kept)
-    materialise(module, torch.device("cpu"), recurse=with_parts)
-    for parameter in module.parameters(recurse=with_parts):
-        parameter.fill_(torch.nan)  # so that what nobody initialises is noticed
+    materialise(module, torch.device("cpu"), recurse=with_submodules)
+    for parameter in module.parameters(recurse=with_submodules):
+        parameter.fill_(torch.nan)  # to notice parameters that are not initialised
     initialise = _initialiser(skeleton, unit)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(f"{seed} {unit}"))
-        if with_parts:
+        if with_submodules:
             module.apply(initialise)
         else:
             initialise(module)
@@ -190,7 +189,7 @@ def _drawn_unit(
 
 
 def _initialiser(skeleton: nn.Module, unit: str) -> Callable[[nn.Module], None]:
-    """Return how the modules of a unit are initialised: by the innermost model of transformers around it."""
+    """Return the function that initialises a unit's modules: that of the innermost model of transformers around it."""
     parts = unit.split(".")
     around = [skeleton.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
     innermost: Any = [module for module in around if hasattr(module, "_init_weights")][-1]
@@ -211,11 +210,11 @@ def _numel(modules: list[nn.Module]) -> int:
 
 
 class _ConfigurationFiles:
-    """What describes the model in a folder."""
+    """The files in a folder that describe a model."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def save_pretrained(self, folder: Path) -> None:
-        """Copy it."""
+        """Copy the files."""
         copy_files(self._folder, CONFIGURATION_FILES, folder)

@@ -1,10 +1,9 @@
-"""Starting weights, the same on any number of ranks, through either door, on any device.
+"""Starting weights: the same on any number of ranks, with either API, on any device.
 
-Weights are drawn whole on the CPU, from generators seeded by the run's seed and the weights' names,
-and every rank keeps its own piece. To the rest of the package they are a checkpoint that nobody
-wrote: `checkpoint` knows what a rank holds, and asks for it. That costs the memory of one parameter
-(one layer, for models of transformers) at a time and no communication. (Drawing straight into the
-shards would be cheaper, but then the values depend on how the parameter is cut.)
+Full parameters are drawn on the CPU, from generators seeded by the run's seed and the parameter's name, and every rank
+keeps its shard. To `checkpoint` they look like a checkpoint to load: it knows what a rank holds, and reads only that. This
+costs the memory of one parameter at a time (of one layer, for models of transformers) and no communication. Drawing
+directly into the shards would be cheaper, but the values would then depend on how a parameter is sharded.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ from fullshard.checkpoint.load_plan import load_source
 from fullshard.checkpoint.source import MODEL, TensorInfo
 
 Draw = Callable[[str], Mapping[str, Tensor]]
-"""From the name of a tensor to it and those that are drawn together with it, by name; whole and on the CPU."""
+"""Returns, for the name of a tensor, that tensor and those that are drawn with it, by name: full and on the CPU."""
 
 
 class DrawnWeights:
-    """A checkpoint `Source` whose tensors are made when they are asked for."""
+    """A checkpoint `Source` whose tensors are drawn when they are read."""
 
     format = "starting weights"
     path = Path("starting weights")
 
     def __init__(self, skeleton: nn.Module, draw: Draw) -> None:
-        """Offer what a model has.
+        """Make a source of a model's tensors.
 
         Args:
-            skeleton: A model with the same names and shapes; on the meta device, or not.
-            draw: Makes its tensors. Called once for each of them, or of those drawn together, if they are
-                asked for in the model's order.
+            skeleton: A model with the same names and shapes, on any device.
+            draw: Draws its tensors. It is called once for tensors that are drawn together, if they are read in the
+                model's order.
         """
         self._draw = draw
         self._drawn: Mapping[str, Tensor] = {}
-        """What was drawn last."""
+        """The tensors that were drawn last."""
         self.optimizer: Mapping[str, Any] | None = None
         self.extra: Any = None
         state = skeleton.state_dict(keep_vars=True)
@@ -56,39 +55,38 @@ class DrawnWeights:
         }
 
     def read(self, key: str, wanted: Block, out: Tensor) -> None:
-        """Copy a block of a tensor, which is drawn if it was not drawn last."""
+        """Copy a block of a tensor; draw the tensor unless it was drawn last."""
         name = key.removeprefix(MODEL)
         if name not in self._drawn:
-            self._drawn = {}  # before the next ones: there is never memory for both
+            self._drawn = {}  # freed first: there may not be memory for both
             self._drawn = self._draw(name)
         tensor = self._drawn[name]
         out.copy_(tensor[wanted.slices_in(whole(tensor.shape))])
 
     def verify(self, wanted: Iterable[tuple[str, Block]]) -> list[str]:
-        """Nothing: what is made here cannot be damaged."""
+        """Return no faults: drawn tensors cannot be damaged."""
         return []
 
     def close(self) -> None:
-        """Forget what was drawn."""
+        """Free what was drawn."""
         self._drawn = {}
 
 
 def fill(model: nn.Module, weights: DrawnWeights) -> None:
-    """Give a model of either door, or of none, its starting weights. All ranks call it."""
+    """Fill a model, sharded or not, with its starting weights. All ranks call it."""
     load_source(weights, model, cast=True)
 
 
 def materialise(module: nn.Module, device: torch.device, *, recurse: bool = True) -> None:
-    """Give parameters on the meta device memory, without values; what is tied stays so, and buffers as and where they are.
+    """Allocate parameters that are on the meta device, without values. Ties stay, and so do buffers, with their values.
 
-    Both doors move buffers to where the model computes, which is not where offloaded parameters rest.
+    Both APIs move buffers to the device that computes, which is not that of offloaded parameters.
 
-    With `fully_shard`, it is called for the sharded model; the wrapper calls it for each module:
+    With `fully_shard`, call it for the sharded model. The wrapper calls it for each module:
     ``param_init_fn=partial(materialise, device=device, recurse=False)``.
     """
     owners = tuple(module.modules()) if recurse else (module,)
-    # Non-persistent buffers have their values from nowhere but here, and to_empty would lose them; also, that two
-    # parameters are one.
+    # to_empty would lose the values of non-persistent buffers, which are in no checkpoint, and the ties of parameters.
     buffers = [
         (owner, name, buffer)
         for owner in owners
@@ -108,5 +106,5 @@ def materialise(module: nn.Module, device: torch.device, *, recurse: bool = True
 
 
 def seed_of(label: str) -> int:
-    """Return a seed that is the same in every process: Python salts its own hashes."""
+    """Return a seed that is the same in every process. Python's own hashes are salted."""
     return int.from_bytes(hashlib.sha256(label.encode()).digest()[:4], "big")

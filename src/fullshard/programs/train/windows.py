@@ -1,9 +1,8 @@
 """Windows: the rows of batches, cut from sequences of tokens.
 
-A window is one token longer than the context: its tokens without the last are the inputs, without
-the first the targets. Windows lie `context` apart, so neighbours share one token and every token
-but the first of a sequence is predicted once an epoch. No window crosses from one sequence into the
-next; what is left at a sequence's end is not used.
+A window is one token longer than the context: all tokens but the last are the inputs, all but the first the targets.
+Windows start `context` tokens apart, so neighbours share one token, and every token of a sequence but the first is
+predicted once an epoch. No window crosses from one sequence into the next. The rest at a sequence's end is not used.
 
     context 3    | a b c d e f g h |         windows  a b c d    d e f g
 """
@@ -24,32 +23,32 @@ from fullshard.programs.train.held_out_split import num_windows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """A sequence of tokens: a file's, or a part of them."""
+    """A sequence of tokens: a file's, or a slice of them."""
 
     source: str
-    """Where they are from, in words."""
+    """Where they come from, for people."""
 
     values: Tensor
     """One dimension, of any integer dtype; may be mapped from a file, and is not written to."""
 
     first: int = 0
-    """How many tokens come before them in the source."""
+    """Index of the first token in the source."""
 
     def __len__(self) -> int:
         return len(self.values)
 
     def slice(self, start: int, stop: int) -> Tokens:
-        """Return a part of them."""
+        """Return a slice of the sequence."""
         return Tokens(self.source, self.values[start:stop], self.first + start)
 
 
 class Windows:
-    """The windows of some sequences, numbered through."""
+    """The windows of some sequences, numbered from 0."""
 
     def __init__(self, sequences: Sequence[Tokens], *, context: int, vocabulary: int) -> None:
         self._sequences = [each for each in sequences if num_windows(len(each), context)]
         self._ends = list(accumulate(num_windows(len(each), context) for each in self._sequences))
-        """How many windows there are up to the end of each sequence."""
+        """Number of windows up to the end of each sequence."""
         self._context = context
         self._vocabulary = vocabulary
 
@@ -58,7 +57,7 @@ class Windows:
 
     @property
     def tokens(self) -> int:
-        """How many tokens are predicted in an epoch."""
+        """Number of tokens that are predicted in an epoch."""
         return len(self) * self._context
 
     def rows(self, indices: Sequence[int]) -> Tensor:
@@ -82,7 +81,7 @@ class Windows:
 
 
 def check_tokens(tokens: Tokens, vocabulary: int) -> None:
-    """Refuse tokens that a model does not know, naming the first of them."""
+    """Raise a ConfigurationError if a model does not know a token; it names the first."""
     values = tokens.values.long()
     wrong = ((values < 0) | (values >= vocabulary)).nonzero()
     if len(wrong):
