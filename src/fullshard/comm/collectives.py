@@ -1,11 +1,11 @@
-"""Calling collectives.
+"""Every call of a collective, and the objects that carry them.
 
-Two ways to gather and to reduce, over the same layout:
+Two ways to all-gather and to reduce-scatter, over the same layout:
 
-    in place   one coalesced call over the segments, no staging: for large pieces
-    packed     one input and one output tensor, staged rank after rank: for small pieces, and for comm objects
+    in place   one coalesced call over the segments, no staging: for large segments
+    packed     one input and one output tensor, staged rank after rank: for small segments, and for comm objects
 
-`AllGather` and `ReduceScatter` are what a comm object implements, a user's or one of ours:
+A comm object, a user's or one of ours, implements `AllGather` or `ReduceScatter`:
 
     Default...       the process group's collectives, in ordinary memory
     ProcessGroup...  ... in memory that the process group's backend allocates
@@ -41,17 +41,18 @@ class Comm(ABC):  # noqa: B024 (what it shares is concrete)
     """Whether `allocate` hands memory out again after `release`, so that results must not stay in it."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a staged input or output; override for registered or symmetric memory.
+        """Return memory for a staged input or output; override for registered or symmetric memory.
 
-        On the stream that fills it, or waits before filling it for all that used it.
+        Called on the stream that fills the memory. If that stream did not use it last, it has waited for the one
+        that did.
         """
         return torch.empty(*size, dtype=dtype, device=device)
 
     def release(self, tensor: Tensor) -> None:  # noqa: B027 (memory that is dropped is given back)
-        """Take back what `allocate` handed out; its stream has been ordered after the last use."""
+        """Take back what `allocate` returned; the stream it was allocated on is ordered after its last use."""
 
     def moved_to(self, group: ProcessGroup) -> Self:
-        """The same way to communicate over another group; a user's comm object is told the group in each call."""
+        """Return the same way to communicate over another group; a user's comm object gets the group in each call."""
         return self
 
 
@@ -81,7 +82,7 @@ class ReduceScatter(Comm):
         op: ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> Work | None:
-        """Reduce ``input_tensor`` over ranks with ``op``; leave this rank's piece in ``output_tensor``."""
+        """Reduce ``input_tensor`` over ranks with ``op``; leave this rank's shard in ``output_tensor``."""
 
 
 class DefaultAllGather(AllGather):
@@ -121,32 +122,32 @@ class _InMemoryOf(Comm):
     """A comm object whose staging memory belongs to a process group."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        """Collective, if the group has not communicated yet: only then can memory be registered with it."""
+        """Let the group communicate once, which is collective: before that, no memory can be registered with it."""
         connect(group, device)
         self.group = group
         self.device = device
 
     def moved_to(self, group: ProcessGroup) -> Self:
-        """With memory of the other group."""
+        """Return a comm object of the same kind with memory of the other group."""
         return self if group is self.group else type(self)(group, self.device)
 
 
 class _AllocatedByGroup(_InMemoryOf):
-    """Staged in memory of the backend's allocator: cached by stream, as ordinary memory is."""
+    """A comm object that stages in memory of the backend's allocator: cached by stream, as ordinary memory is."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory from the process group's backend."""
+        """Return memory from the process group's backend."""
         flat = torch_border.allocate_tensor(self.group, math.prod(size), dtype, device)
         return flat.view(*size)
 
 
 class _Symmetric(_InMemoryOf):
-    """Staged in symmetric memory of the group's pool."""
+    """A comm object that stages in symmetric memory of the group's pool."""
 
     recycles = True
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Symmetric memory; collective when the pool has to grow, so in the same order on all ranks."""
+        """Return symmetric memory; collective when the pool has to grow, so in the same order on all ranks."""
         pool = _pool_of(self.group)
         return pool.take(math.prod(size) * dtype.itemsize, device).view(dtype).view(*size)
 
@@ -176,19 +177,19 @@ class SymmetricPool:
 
     Making symmetric memory is slow and collective. So it is made when nothing that is there fits,
     in the first steps, and never given back; all models that communicate over the group share it.
-    What one stream gave back only goes to the same stream, as with the caching allocator: the order
-    of the stream is what keeps the next user behind the last one ([Note: memory and streams]).
+    Memory that one stream gave back goes to the same stream only, as with the caching allocator: the
+    order of the stream keeps the next user behind the last one ([Note: memory and streams]).
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._free: dict[tuple[torch.device, int], list[Tensor]] = {}
-        """By device and stream, blocks of bytes."""
+        """By device and stream, blocks of bytes that nobody uses."""
         self._lent: dict[int, tuple[tuple[torch.device, int], Tensor]] = {}
-        """By address, blocks in use and where they belong."""
+        """By address, blocks in use, each with its device and stream."""
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """Bytes for the current stream: of the smallest free block that has them, else of a new one."""
+        """Return bytes for the current stream: of the smallest free block that is large enough, else of a new one."""
         key = device, torch_border.current_stream_id(device)
         free = self._free.setdefault(key, [])
         fitting = [index for index, block in enumerate(free) if block.numel() >= nbytes]
@@ -267,7 +268,7 @@ _BACKENDS: weakref.WeakKeyDictionary[ProcessGroup, dict[str, str]] = weakref.Wea
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> str:
-    """Name of what carries a group's collectives on tensors of a device: nccl, gloo, ..."""
+    """Return the name of the backend that carries a group's collectives on a device: nccl, gloo, ..."""
     backends = _BACKENDS.get(group)
     if backends is None:
         pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
@@ -279,7 +280,7 @@ _CONNECTED: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
 def connect(group: ProcessGroup, device: torch.device) -> None:
-    """Let a group have communicated once: NCCL connects the ranks at a group's first collective.
+    """Make sure that a group has communicated: NCCL connects the ranks at a group's first collective.
 
     Collective, the first time.
     """
@@ -317,7 +318,10 @@ def all_gather(
 
 
 class _JoinedGather:
-    """Several gathers in one message, in memory of its own; only `wait` writes the outputs."""
+    """Several gathers in one message, in memory of its own; only `wait` writes the outputs.
+
+    A `Work` for [Note: names of gloo's work]. Nobody may read the outputs before `wait`, as with any other work.
+    """
 
     def __init__(
         self,
@@ -330,17 +334,17 @@ class _JoinedGather:
         gathered = own.new_empty(group.size() * own.numel())
         self._outputs = [output.view(group.size(), -1) for output in outputs]
         sizes = [tensor.numel() for tensor in inputs]
-        self._pieces = gathered.view(group.size(), -1).split(sizes, dim=1)
+        self._gathered = gathered.view(group.size(), -1).split(sizes, dim=1)
         self._work = torch_border.all_gather_single(group)(gathered, own, options)
 
     def get_future(self) -> Any:
-        """Completed when the message is there."""
+        """Return a future that is completed when the message has arrived."""
         return self._work.get_future()
 
     def wait(self) -> None:
         """Wait for the message and distribute it."""
         self._work.wait()
-        torch._foreach_copy_(self._outputs, self._pieces)
+        torch._foreach_copy_(self._outputs, self._gathered)
 
 
 def reduce_scatter(
@@ -351,7 +355,10 @@ def reduce_scatter(
     *,
     async_op: bool,
 ) -> Work | None:
-    """Reduce ``inputs[i]`` over ranks and leave this rank's piece in ``outputs[i]``, in one call."""
+    """Reduce ``inputs[i]`` over ranks and leave this rank's shard in ``outputs[i]``, in one call.
+
+    With ``async_op`` False the current stream is ordered after it, as for `all_gather`.
+    """
     if not outputs:
         return None
     options = _reduce_options(op, async_op=async_op)
@@ -362,9 +369,9 @@ def reduce_scatter(
 
 
 def check_exchanges(wire_dtype: torch.dtype, axes: DataParallelAxes, device: torch.device) -> None:
-    """Refuse to exchange gradients in ``wire_dtype`` where there is nothing, or no way, to do so.
+    """Refuse to exchange gradients in ``wire_dtype`` where there are none to exchange, or the backend cannot.
 
-    One rank alone may ask for it.
+    A world of one rank may ask for it.
 
     Raises:
         ConfigurationError: there are replicas only, or the backend cannot.
@@ -392,9 +399,9 @@ def check_exchanges(wire_dtype: torch.dtype, axes: DataParallelAxes, device: tor
 def all_to_all(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup, *, async_op: bool
 ) -> list[Work | None]:
-    """Send part r of ``inputs[i]`` to rank r; ``outputs[i]`` gets what all ranks sent, in their order.
+    """Send block r of ``inputs[i]`` to rank r; ``outputs[i]`` gets what all ranks sent, in their order.
 
-    A call each, since no backend coalesces them: small ones should be in one message.
+    One call for each, since no backend coalesces them: small ones should be in one message.
     """
     options = _exchange_options(async_op=async_op)
     return [
@@ -413,7 +420,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType) -> N
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones, flat, in the same memory: not every backend sums others.
+    """Return complex numbers as pairs of real ones, flat, in the same memory: not every backend sums complex ones.
 
     Real tensors are returned as they are.
     """
@@ -421,24 +428,24 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup) -> None:
-    """Give all ranks of the group what its first has; the current stream is ordered after it."""
+    """Give all ranks of the group the tensor of its first rank; the current stream is ordered after it."""
     dist.broadcast(tensor, group=group, group_src=0)
 
 
 def whole_of_dtensor(tensor: DTensor) -> Tensor:
-    """The whole tensor that a DTensor's ranks have parts of."""
+    """Return the full tensor of which each rank of a DTensor has a shard."""
     return tensor.full_tensor()
 
 
 def values_of_all_ranks(value: T, group: ProcessGroup) -> list[T]:
-    """A small picklable value of every rank, by rank; the host waits for it."""
+    """Return a small picklable value of every rank, by rank; the host waits for it."""
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group)
     return values
 
 
 def values_by_rank(value: T, groups: Iterable[ProcessGroup]) -> dict[int, T]:
-    """A small picklable value of all ranks that are in any of the groups, or reached through them; by global rank."""
+    """Return a small picklable value of all ranks in the groups, or reached through them, by global rank."""
     values = {global_rank(): value}
     for group in groups:
         everyones = values_of_all_ranks(values, group)
@@ -447,7 +454,7 @@ def values_by_rank(value: T, groups: Iterable[ProcessGroup]) -> dict[int, T]:
 
 
 def value_of_first_rank(value: T, group: ProcessGroup) -> T:
-    """What the first rank of the group has, on all of them; the host waits for it."""
+    """Return the value of the group's first rank, on all of them; the host waits for it."""
     values: list[Any] = [value]
     dist.broadcast_object_list(values, group=group, group_src=0)
     return cast("T", values[0])
@@ -456,7 +463,7 @@ def value_of_first_rank(value: T, group: ProcessGroup) -> T:
 def packed_all_gather(
     comm: AllGather, output: Tensor, own: Tensor, group: ProcessGroup, *, async_op: bool
 ) -> Work | None:
-    """Gather one staged piece per rank with a comm object."""
+    """Gather one staged shard per rank with a comm object."""
     return _checked(comm, comm(output, own, group, async_op=async_op))
 
 
@@ -483,11 +490,11 @@ def _checked(comm: Comm, work: object) -> Work | None:
 
 
 ON_CURRENT_STREAM = ("nccl", "fake")
-"""Backends that have issued a collective to the current stream, if it is not asynchronous."""
+"""Backends that issue a collective to the current stream, if it is not asynchronous."""
 
 
 def _ordered(work: Work, group: ProcessGroup, device: torch.device) -> Work | None:
-    """Order the current stream after ``work``; there is nothing left to wait for."""
+    """Order the current stream after ``work``, and return None: nothing is left to wait for."""
     if backend_of(group, device) not in ON_CURRENT_STREAM:
         work.wait()
     return None

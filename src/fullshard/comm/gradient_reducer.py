@@ -18,7 +18,12 @@ import torch
 from torch import Tensor
 
 from fullshard.comm.reduce_buffer import ReduceBuffer
-from fullshard.comm.reduce_scatter import ReduceEvents, ReduceScatterState, all_reduce_bytes
+from fullshard.comm.reduce_scatter import (
+    ReducedGroup,
+    ReduceEvents,
+    ReduceScatterState,
+    all_reduce_bytes,
+)
 from fullshard.comm.reduce_settings import ReduceSettings
 from fullshard.comm.spans import Group, TraceRecorder
 from fullshard.comm.streams import FSDPCommContext
@@ -86,15 +91,17 @@ class GradientReducer:
         self._buffer: ReduceBuffer | None = None
         """None until there are gradients, and after its dtypes or trainable parameters have changed."""
         self._context: FSDPCommContext
-        self._events: ReduceEvents
+        self._reduced_group: ReducedGroup
         self._group: weakref.ref[Group]
 
     def connect(self, context: FSDPCommContext, group: Group) -> None:
         """Join a model's streams; spans of reductions are recorded as those of ``group``."""
         self._context = context
         self._group = weakref.ref(group)  # which holds us
-        self._events = ReduceEvents.new(context)
         self.unreduced.connect(context)
+        self._reduced_group = ReducedGroup(
+            context, ReduceEvents.new(context), self._mesh_info, self._params, self.unreduced
+        )
 
     def derive_dtypes(
         self, policy: MixedPrecisionPolicy, compute_dtypes: Sequence[torch.dtype]
@@ -154,22 +161,14 @@ class GradientReducer:
         if recorder is not None:
             recorder.note_reducing(buffer, buffer.nbytes)
         buckets = buffer.fill(gradients, sorted(zeros))
+        # They are copied. Memory for the results is taken next, and can be theirs: peak memory is often here.
+        del gradients
         span = None
         if recorder is not None:
             group = self._group()
             assert group is not None, "a group outlives its reductions"
-            span = recorder.transfer("reduce", group)
-        ReduceScatterState.start(
-            context,
-            self._events,
-            self._mesh_info,
-            settings,
-            buffer,
-            buckets,
-            self._params,
-            unreduced,
-            span,
-        )
+            span = recorder.new_span("reduce", group)
+        ReduceScatterState.start(self._reduced_group, settings, buffer, buckets, span)
 
     def _take_unsharded_gradients(self) -> dict[int, Tensor]:
         """Take `.grad` of the unsharded parameters; by index of the parameter."""

@@ -59,9 +59,22 @@ class ReduceEvents:
         return cls(context.new_event(), context.new_event(), context.new_event())
 
 
+@dataclass(frozen=True, slots=True)
+class ReducedGroup:
+    """What all reductions of one group share; made when the group joins a model's streams."""
+
+    context: FSDPCommContext
+    events: ReduceEvents
+    mesh_info: DataParallelAxes
+    """The ranks over which the parameters are sharded and replicated."""
+    params: Sequence[FSDPParam]
+    unreduced: UnreducedGradients
+    """Where partial sums over shards are kept, and taken from."""
+
+
 @dataclass(slots=True)
 class _BucketState:
-    """One bucket on its way, and the memory that its collective reads and writes."""
+    """One bucket in flight, and the memory that its collective reads and writes."""
 
     bucket: ReduceBucket
     rule: DivideRule
@@ -111,59 +124,43 @@ class ReduceScatterState:
     @classmethod
     def start(
         cls,
-        context: FSDPCommContext,
-        events: ReduceEvents,
-        mesh_info: DataParallelAxes,
+        group: ReducedGroup,
         settings: ReduceSettings,
         buffer: ReduceBuffer,
         buckets: Sequence[ReduceBucket],
-        params: Sequence[FSDPParam],
-        unreduced: UnreducedGradients,
         span: CollectiveSpan | None,
     ) -> None:
-        """Start a reduction and leave it to the context to finish it; on the compute stream.
+        """Start a reduction on the compute stream, and leave it to the context to finish it.
 
         Args:
-            context: The model's streams.
-            events: The group's events.
-            mesh_info: The ranks over which parameters are sharded and replicated.
-            settings: How gradients are reduced; they may change while the reduction is in flight.
+            group: The group whose gradients are reduced.
+            settings: How they are reduced; what a user changes counts from the next reduction on.
             buffer: The reduce buffer, which has been filled.
             buckets: What of it is reduced.
-            params: The group's parameters.
-            unreduced: Where partial sums over shards are kept, and taken from.
-            span: Told when the collective begins and ends, if somebody records it.
+            span: Told when the collective begins and ends, if a trace is recorded.
         """
-        reduction = cls(context, events, mesh_info, settings, buffer, params, unreduced)
+        reduction = cls(group, settings, buffer)
+        # All memory is taken before the first collective is called: a failure here leaves nothing in flight.
         reduction._buckets = [reduction._prepare(bucket) for bucket in buckets]
         reduction.issue(span)
-        context.note_reduction(reduction)
+        group.context.note_reduction(reduction)
 
-    def __init__(
-        self,
-        context: FSDPCommContext,
-        events: ReduceEvents,
-        mesh_info: DataParallelAxes,
-        settings: ReduceSettings,
-        buffer: ReduceBuffer,
-        params: Sequence[FSDPParam],
-        unreduced: UnreducedGradients,
-    ) -> None:
-        self._context = context
-        self._events = events
-        self._mesh_info = mesh_info
+    def __init__(self, group: ReducedGroup, settings: ReduceSettings, buffer: ReduceBuffer) -> None:
+        self._context = group.context
+        self._events = group.events
+        self._mesh_info = group.mesh_info
+        self._params = group.params
+        self._unreduced = group.unreduced
         self._settings = settings
         self._custom = settings.custom if settings.process_group is not None else None
         self._buffer = buffer
-        self._params = params
-        self._unreduced = unreduced
         self._buckets: list[_BucketState] = []
         self._works: list[Work | None] = []
         self._kept: list[Tensor] = []
         """Memory that the last steps use besides that of the buckets."""
         self._accumulated = False
         self._span: CollectiveSpan | None = None
-        """The span of the reduce-scatter, if it is recorded."""
+        """The span of the reduce-scatter, if a trace is recorded."""
 
     # --- prepare, on the compute stream -----------------------------------------------------------
 
@@ -229,8 +226,7 @@ class ReduceScatterState:
     def issue(self, span: CollectiveSpan | None) -> None:
         """Start the reduction; on devices with streams, issue all of it.
 
-        Called on the compute stream, which has taken all memory and filled the input. ``span`` is told when the
-        collective begins and ends, if somebody records it.
+        Called on the compute stream, which has taken all memory and filled the input.
         """
         context, events, self._span = self._context, self._events, span
         if span is not None:
@@ -239,11 +235,11 @@ class ReduceScatterState:
         replicated = self._mesh_info.replicate_process_group is not None
         events.ready.record()
         with context.reduce_scatter:
-            # Without this wait the collective would read the input before compute has filled it, and write
-            # to memory that compute, its owner before, may still use.
+            # Compute fills the input, and may still use what was in the memory of the outputs before.
             events.ready.wait()
             self._call_collectives(span)
             if context.asynchronous:
+                # Before the event: behind it, compute may reuse what was received or staged.
                 self._bring_out()
             events.input_read.record()
             if context.asynchronous and not replicated:
@@ -251,7 +247,7 @@ class ReduceScatterState:
                 events.done.record()
         if context.asynchronous and replicated:
             # The all-reduce has a stream of its own, so that the next group's reduce-scatter does not queue
-            # behind it. `input_read` stands behind the reduce-scatter's last write, too.
+            # behind it. The reduce-scatter's last write is before `input_read`, too.
             with context.all_reduce:
                 events.input_read.wait()
                 self._accumulate()
@@ -319,7 +315,7 @@ class ReduceScatterState:
         if not context.asynchronous:
             self._bring_out()
         self._wait_for(self._events.input_read)
-        # From here on the compute stream is behind the last read, so what it allocated may go back to it.
+        # The compute stream is behind the last read now, so the memory may go back to its pool.
         self._buffer.release()
         for each in self._buckets:
             if self._custom is not None:

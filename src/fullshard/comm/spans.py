@@ -1,24 +1,24 @@
-"""Writing down what a step does and when, for `tracing` to export: off unless a `Recorder` is there.
+"""What a step does and when, recorded for `tracing` to export.
 
-The engine's points of interest read `FSDPCommContext.recorder` and go on if it is None. Otherwise they
-say what happens; it is kept as small tuples, and named and converted when the recording is over.
+The engine reads `FSDPCommContext.recorder` where something begins or ends, and goes on if it is None. Otherwise
+it tells the recorder. Spans are kept as small tuples, and named and converted when the recording is over.
 
 [Note: when things happened]
-What a device does later than the host asks for it is timed by the device: a mark is an event recorded
-on the stream that is current at that point, so it is reached when everything issued to that stream
-before it is done, and nothing issued after it has begun. Where each mark stands:
+A device works later than the host asks it to, so the device takes the times. A mark is an event recorded
+on the stream that is current at that point: it is reached when everything issued to that stream before it
+is done, and nothing issued after it has begun. Where each mark stands:
 
     compute         on the compute stream: behind the wait for the gather, before the first kernel of the
                     module; behind its last kernel, before anything is given back
     wait            on the compute stream, right before and right behind the wait for an event of another
                     stream: there is nothing between the two but the wait
-    on the wire     on the stream of the collective: behind the copies into its input, and behind the
+    collective      on the stream of the collective: behind the copies into its input, and behind the
                     collective, before any copy out of its output
 
-Marks are never waited for while a step runs. The host reads them all at the end, after one
+Nobody waits for marks while a step runs. The host reads them all at the end, after one
 synchronisation. On the CPU a mark is the host's time: compute is over when its call returns, and a wait
-is the time within `Work.wait`. What a backend carries on threads of its own has ended when its future
-says so, or else when somebody waited for it and found it so.
+is the time within `Work.wait`. A collective that a backend carries on threads of its own has ended when its
+future says so; if it has none, when somebody has waited for it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Mark = Any
 """A point in time: nanoseconds of the host, or an event in a stream."""
 Pass = Literal["forward", "backward"]
 """Whether something happened within a backward."""
-Wire = Literal["gather", "reduce", "all-reduce"]
+Collective = Literal["gather", "reduce", "all-reduce"]
 Reason = Literal["gather", "reduction"]
 Kind = Literal["forward", "backward", "recompute"]
 
@@ -195,26 +195,26 @@ class _Open(NamedTuple):
 
 
 class CollectiveSpan:
-    """One collective of one group, on its way."""
+    """One collective of one group, in flight or over."""
 
-    def __init__(self, recorder: TraceRecorder, wire: Wire, group: Group) -> None:
-        self.recorder, self.wire, self.group = recorder, wire, group
+    def __init__(self, recorder: TraceRecorder, collective: Collective, group: Group) -> None:
+        self.recorder, self.collective, self.group = recorder, collective, group
         self.step, self.within = recorder.step, _pass_now()
         self.issued_ns = host_ns()
         self.nbytes = 0
         self.begin: Mark = None
         self.ends: list[Mark] = []
-        """When each of its calls had ended: appended to by threads of the backend, too."""
+        """When each of its calls ended; threads of the backend append to it, too."""
         self._num_works = 0
 
     def begins(self, nbytes: int) -> None:
-        """The collective is called next, on its stream; ``nbytes`` come from, or go to, other ranks."""
+        """Note that the collective is called next, on its stream; ``nbytes`` come from, or go to, other ranks."""
         self.nbytes = nbytes
         self.begin = self.recorder.clock.mark()
-        self.recorder.transfers.append(self)
+        self.recorder.collectives.append(self)
 
     def called(self, works: Sequence[Work | None]) -> None:
-        """The collective has been called: what has no work to wait for, its stream is ordered after."""
+        """Note that the collective has been called; the stream is ordered after calls that have no work."""
         clock = self.recorder.clock
         pending = [work for work in works if work is not None]
         self._num_works = len(pending)
@@ -222,10 +222,10 @@ class CollectiveSpan:
             self.ends.append(clock.mark())
         elif not clock.on_streams:
             for work in pending:
-                self.recorder.tell_end(work, self)
+                self.recorder.note_end(work, self)
 
     def wait(self, works: Sequence[Work | None]) -> None:
-        """Wait for the collective's works; on the CPU the host stands still."""
+        """Wait for the collective's works; on the CPU the host stands still meanwhile."""
         pending = [work for work in works if work is not None]
         if not pending:
             return
@@ -237,28 +237,28 @@ class CollectiveSpan:
         if len(self.ends) < self._num_works:
             self.ends.append(end)
         if not recorder.clock.on_streams:
-            recorder.add_wait(self.group, _reason(self.wire), begin, end)
+            recorder.add_wait(self.group, _reason(self.collective), begin, end)
 
     def host_waited(self) -> None:
-        """On the CPU, the host stood still while the collective was called: it was not asynchronous."""
+        """Note that the collective was not asynchronous: on the CPU, the host stood still while it was called."""
         if not self.recorder.clock.on_streams:
-            self.recorder.add_wait(self.group, _reason(self.wire), self.begin, self.ends[-1])
+            self.recorder.add_wait(self.group, _reason(self.collective), self.begin, self.ends[-1])
 
     def wait_for(self, event: Waitable) -> None:
         """Order the compute stream after an event of the collective's stream."""
-        self.recorder.wait(event, self.group, _reason(self.wire))
+        self.recorder.wait(event, self.group, _reason(self.collective))
 
-    def followed_by(self, wire: Wire) -> CollectiveSpan | None:
-        """Another collective of the same group; None if there is no room for it."""
-        return self.recorder.transfer(wire, self.group)
+    def followed_by(self, collective: Collective) -> CollectiveSpan | None:
+        """Return the span of another collective of the same group; None if there is no room for it."""
+        return self.recorder.new_span(collective, self.group)
 
 
 class TraceRecorder:
-    """What happened since it was made; lives as long as its recording.
+    """The recorder of one trace: what happened since it was made.
 
     Invariant: on the compute lane, spans nest or are apart. Forwards are calls of modules, one inside the
-    other. Backwards end in whatever order backward leaves states; one that ends takes those with it
-    which began within it.
+    other. Backwards end in whatever order backward leaves states; one that ends also ends those that
+    began within it.
     """
 
     def __init__(self, device: torch.device, *, first_step: int, limit: int) -> None:
@@ -267,25 +267,25 @@ class TraceRecorder:
         self.started_unix_ns = time.time_ns() - (host_ns() - self.clock.zero_ns)
         self.step = first_step
         self.dropped = 0
-        """Events that were not recorded, since there are as many as allowed."""
+        """How many events were not recorded, since there are as many as allowed."""
         self._room = limit
         self.steps: list[StepSpan] = []
         self.computes: list[ComputeSpan] = []
         self.waits: list[WaitSpan] = []
-        self.transfers: list[CollectiveSpan] = []
+        self.collectives: list[CollectiveSpan] = []
         self.releases: list[Release] = []
         self.memory: list[MemorySample] = []
         self._open: list[_Open] = []
         self._gathered: dict[Group, int] = {}
         self._reducing: dict[object, int] = {}
         self._total_gathered = self._total_reducing = 0
-        self._without_future: set[tuple[type, Wire]] = set()
-        """Works that have no future, by class and collective: of some, the question takes 0.4 ms."""
+        self._without_future: set[tuple[type, Collective]] = set()
+        """Classes of works that have no future, each with its collective: to ask some takes 0.4 ms."""
         self._allocator_asked_ns = 0
         self.begin_step()
 
     def _has_room(self) -> bool:
-        """Whether one more may be recorded; it then is."""
+        """Return whether one more event may be recorded, and count it."""
         if self._room:
             self._room -= 1
             return True
@@ -293,11 +293,11 @@ class TraceRecorder:
         return False
 
     def begin_step(self) -> None:
-        """The step that is to come begins here, not where the last one ended."""
+        """Let the next step begin here, not where the last one ended."""
         self._step_began = self.clock.mark()
 
     def end_step(self) -> None:
-        """The user's step is over; the next begins."""
+        """Note that the user's step is over, and that the next begins."""
         now = self.clock.mark()
         self.steps.append(StepSpan(self.step, self._step_began, now))
         self.step += 1
@@ -307,17 +307,17 @@ class TraceRecorder:
     # --- compute ------------------------------------------------------------------------------------
 
     def forward_begins(self, state: Named) -> None:
-        """A module of ``state`` has its parameters and inputs; its forward, or recomputation, is next."""
+        """Note that a module of ``state`` has its parameters and inputs; its forward, or recomputation, is next."""
         kind: Kind = "forward" if _pass_now() == "forward" else "recompute"
         self._open.append(_Open(state, kind, self.clock.mark(), 0))
 
     def forward_ends(self, state: Named) -> None:
-        """It has returned, or raised."""
+        """Note that the module's forward has returned, or raised."""
         self._end(state, ("forward", "recompute"))
         self.sample_allocator()
 
     def backward_begins(self, state: Named, call: int) -> None:
-        """Backward has reached ``state`` and its parameters are there; it may have been reached before.
+        """Note that backward has reached ``state`` and its parameters are there; it may have been reached before.
 
         ``call`` is a number that is greater for calls which began later in forward. An outer call whose output is
         that of an inner one is reached after it; it then encloses what is there of those that began later.
@@ -334,11 +334,11 @@ class TraceRecorder:
         self.sample_allocator()
 
     def backward_ends(self, state: Named) -> None:
-        """Backward has left ``state``; it may have been reached without our knowledge."""
+        """Note that backward has left ``state``; it may have reached it without our knowledge."""
         self._end(state, ("backward",))
 
     def abandon(self, states: Collection[Named]) -> None:
-        """Spans of ``states`` that did not end never will: an exception was raised."""
+        """Forget spans of ``states`` that have not ended: an exception was raised, and they never will."""
         if self._open:
             self._open = [each for each in self._open if each.state not in states]
 
@@ -358,16 +358,16 @@ class TraceRecorder:
 
     # --- communication ------------------------------------------------------------------------------
 
-    def transfer(self, wire: Wire, group: Group) -> CollectiveSpan | None:
-        """A collective is about to be issued; None if there is no room for it."""
-        return CollectiveSpan(self, wire, group) if self._has_room() else None
+    def new_span(self, collective: Collective, group: Group) -> CollectiveSpan | None:
+        """Return the span of a collective that is issued next; None if there is no room for it."""
+        return CollectiveSpan(self, collective, group) if self._has_room() else None
 
-    def tell_end(self, work: Work, transfer: CollectiveSpan) -> None:
-        """Have the end of ``work`` noted by the thread that brings it about, if it can."""
-        kind = type(work), transfer.wire
+    def note_end(self, work: Work, span: CollectiveSpan) -> None:
+        """Have the thread that completes ``work`` note its end, if it can."""
+        kind = type(work), span.collective
         if kind in self._without_future:
             return
-        ends = transfer.ends
+        ends = span.ends
 
         def ended(_: object) -> None:
             ends.append(host_ns())
@@ -388,12 +388,12 @@ class TraceRecorder:
         self.add_wait(group, reason, begin, self.clock.mark())
 
     def add_wait(self, group: Group, reason: Reason, begin: Mark, end: Mark) -> None:
-        """Compute stood still."""
+        """Note that compute stood still."""
         if self._has_room():
             self.waits.append(WaitSpan(group, reason, _pass_now(), self.step, begin, end))
 
     def released(self, group: Group) -> None:
-        """Gathered memory was given back."""
+        """Note that gathered memory was given back."""
         if self._has_room():
             self.releases.append(Release(group, _pass_now(), self.step, host_ns()))
         self.note_gathered(group)
@@ -401,7 +401,7 @@ class TraceRecorder:
     # --- memory -------------------------------------------------------------------------------------
 
     def note_gathered(self, group: Group) -> None:
-        """The memory of ``group`` for gathering may have changed."""
+        """Note how much memory ``group`` has for gathering now."""
         held, before = group.held_bytes, self._gathered.get(group, 0)
         if held != before:
             self._gathered[group] = held
@@ -409,7 +409,7 @@ class TraceRecorder:
             self._add_memory(None)
 
     def note_reducing(self, buffer: object, held: int) -> None:
-        """So many bytes are held for what ``buffer`` is reduced with."""
+        """Note that ``held`` bytes are held for the reduction of ``buffer`` now."""
         before = self._reducing.get(buffer, 0)
         if held != before:
             self._reducing[buffer] = held
@@ -419,7 +419,7 @@ class TraceRecorder:
     def sample_allocator(self) -> None:
         """Ask the device's allocator, unless it was asked a moment ago.
 
-        Of a state, activations are most where forward ends, parameters and gradients where backward begins.
+        A state has most activations where its forward ends, most parameters and gradients where its backward begins.
         """
         now = host_ns()
         if self.clock.on_streams and now - self._allocator_asked_ns >= ALLOCATOR_EVERY_NS:
@@ -439,12 +439,12 @@ def _pass_now() -> Pass:
     return "forward" if torch_border.backward_pass_id() == -1 else "backward"
 
 
-def _reason(wire: Wire) -> Reason:
-    return "gather" if wire == "gather" else "reduction"
+def _reason(collective: Collective) -> Reason:
+    return "gather" if collective == "gather" else "reduction"
 
 
 def _call_when_done(work: Work, callback: Callable[[object], None]) -> bool:
-    """Have ``callback`` called by whoever completes ``work``; False if it does not tell."""
+    """Have ``callback`` called by the thread that completes ``work``; return False if no thread will."""
     get_future: Any = getattr(work, "get_future", None)
     if get_future is None:
         return False
@@ -456,7 +456,7 @@ def _call_when_done(work: Work, callback: Callable[[object], None]) -> bool:
 
 
 def _allocated_bytes(device: torch.device) -> int | None:
-    """Bytes of the device's caching allocator that are in use, where it is cheap to ask."""
+    """Return the bytes of the device's caching allocator that are in use, where it is cheap to ask."""
     if device.type != "cuda":
         return None
     statistics = torch.cuda.memory_stats_as_nested_dict(device)

@@ -393,7 +393,7 @@ class FSDPParamGroup:
             return False
         context = self.context
         recorder = context.recorder
-        span = None if recorder is None else recorder.transfer("gather", self)
+        span = None if recorder is None else recorder.new_span("gather", self)
         profiled = (
             torch_border.profiler_range(self._labels.gather)
             if torch_border.profiler_enabled()

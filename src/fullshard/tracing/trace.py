@@ -232,14 +232,14 @@ class _Export:
             )
         for kind in COLLECTIVES:
             # A collective that nobody has waited for has no end.
-            ended = [each for each in recorder.transfers if each.wire == kind and each.ends]
+            ended = [each for each in recorder.collectives if each.collective == kind and each.ends]
             yield from one_at_a_time([self._collective(each) for each in ended])
 
     def _collective(self, span: CollectiveSpan) -> Span:
         group = self._name(span.group)
         return Span(
-            kind=span.wire,
-            name=f"{span.wire} {group}",
+            kind=span.collective,
+            name=f"{span.collective} {group}",
             step=span.step,
             group=group,
             phase=span.within,
