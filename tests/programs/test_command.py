@@ -1,5 +1,6 @@
 """`fullshard train` as users run it: what is refused before anything starts, and whole runs in processes of their own."""
 
+import contextlib
 import os
 import re
 import signal
@@ -202,7 +203,13 @@ def test_a_run_stops_when_told_to_and_goes_on_when_started_again(tmp_path: Path)
     file.write_text(to_toml(tiny(tmp_path, "train.steps=100000")))
     config = read_config(file)
     command = [sys.executable, "-m", "fullshard", "train", str(file), "--ranks", "2"]
-    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as run:
+    with (
+        subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as run,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(
+            run.kill
+        )  # Popen would wait for a run that a failed assertion has left running
         deadline = time.monotonic() + 50
         while not (config.run.folder / "metrics.jsonl").exists() or len(last_losses(config)) < 3:
             assert time.monotonic() < deadline and run.poll() is None
