@@ -220,7 +220,8 @@ def memory_and_state_dicts() -> None:
     model(mine(batch_of(0))).backward()
     for state in fully_shard.state(model).runtime.states:
         for group in state.groups:
-            for member in group._unbuffered.members if group._unbuffered else ():
+            unbuffered = group.all_gathers.unbuffered
+            for member in unbuffered.members if unbuffered else ():
                 tensors = (*member._outputs, *member._inner)
                 assert tensors and not any(t.untyped_storage().nbytes() for t in tensors)
     state_dict = {name: value.clone() for name, value in model.state_dict().items()}

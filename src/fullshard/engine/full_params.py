@@ -29,7 +29,7 @@ from fullshard.storage.sharded_params import OrigParamShard, PlainShardedParam
 
 
 def refresh_shards_together(groups: Sequence[FSDPParamGroup]) -> None:
-    """Bring groups to rest, with what users have put in their parameters' place; all ranks, or none. Collective.
+    """Adopt what users have put in place of sharded parameters, on all ranks or on none. Collective.
 
     Only some ranks may have assigned what cannot be used: those raise, and so do all others.
     """
@@ -88,13 +88,13 @@ def _raise_together(everyone: Mapping[int, tuple[list[str], list[str]]]) -> NoRe
 
 
 def gather_params(group: FSDPParamGroup) -> list[Tensor]:
-    """All parameters whole in their own dtypes, in new memory on the compute device. Collective."""
-    return [whole for whole in gather(group, group.shards.buffer.pieces) if whole is not None]
+    """Return all parameters in their own dtypes, in new memory on the compute device. Collective."""
+    return [full for full in gather(group, group.shards.buffer.pieces) if full is not None]
 
 
 @torch.no_grad()
 def gather(group: FSDPParamGroup, pieces: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Per parameter, what is whole of which every rank has a piece, per segment; None stays None.
+    """Gather the ranks' pieces of each segment; return one full tensor per parameter, or None for a piece of None.
 
     Collective.
     """
@@ -114,7 +114,7 @@ def install_full_params(group: FSDPParamGroup, values: Sequence[Tensor]) -> None
 
 
 def uninstall_full_params(group: FSDPParamGroup) -> list[Tensor]:
-    """Put the sharded parameters back on the modules and return what was shown, as it is now."""
+    """Put the sharded parameters back on the modules and return the full ones as they are now."""
     values: dict[int, Tensor] = {}
     for sharded_param, members in _members_of_sharded_params(group):
         values.update(zip(members, sharded_param.uninstall_full_params(), strict=True))
@@ -126,7 +126,7 @@ def _members_of_sharded_params(
     group: FSDPParamGroup,
 ) -> Iterator[tuple[PlainShardedParam, list[int]]]:
     for sharded_param in group.sharded_params:
-        assert isinstance(sharded_param, PlainShardedParam), "the form of the group's door"
+        assert isinstance(sharded_param, PlainShardedParam), "the shard format of the wrapper"
         yield (
             sharded_param,
             [
@@ -138,20 +138,20 @@ def _members_of_sharded_params(
 
 
 @torch.no_grad()
-def write(group: FSDPParamGroup, wholes: Sequence[Tensor]) -> None:
-    """Let the shards be this rank's part of whole parameters."""
+def write(group: FSDPParamGroup, fulls: Sequence[Tensor]) -> None:
+    """Copy this rank's shard of full parameters into the shard buffer."""
     group.reshard()  # what is gathered is outdated
     rank = group.mesh_info.shard_mesh_rank
-    for index, (whole, local) in enumerate(zip(wholes, group.shards.buffer.locals, strict=True)):
-        local.copy_(shard_of(group.layout, index, rank, whole))
+    for index, (full, local) in enumerate(zip(fulls, group.shards.buffer.locals, strict=True)):
+        local.copy_(shard_of(group.layout, index, rank, full))
 
 
-# --- gradients, of parameters that have faces of their own ----------------------------------------
+# --- gradients, with use_orig_params=True ---------------------------------------------------------
 
 
 @torch.no_grad()
 def gather_gradients(group: FSDPParamGroup) -> list[Tensor | None]:
-    """All parameters' gradients whole; None of those that have none on any rank. Collective."""
+    """Return the full gradients of all parameters; None of those that have none on any rank. Collective."""
     layout, rank = group.layout, group.mesh_info.shard_mesh_rank
     present = [param.sharded_param.param.grad is not None for param in group.params]
     peers = group.mesh_info.shard_peers
@@ -171,33 +171,31 @@ def gather_gradients(group: FSDPParamGroup) -> list[Tensor | None]:
         if gradient is not None:
             held = pieces[slot.segment].narrow(0, piece.offset, piece.numel)
             held.copy_(in_memory_order(gradient, gradient.stride()))
-    wholes = gather(group, pieces)
-    return [whole if found else None for whole, found in zip(wholes, present, strict=True)]
+    fulls = gather(group, pieces)
+    return [full if found else None for full, found in zip(fulls, present, strict=True)]
 
 
-def install_full_gradients(group: FSDPParamGroup, wholes: Sequence[Tensor | None]) -> None:
-    """While whole parameters are shown, let them have these gradients, until `uninstall_full_gradients`."""
-    for sharded_param, whole in zip(_orig_param_shards(group), wholes, strict=True):
-        sharded_param.install_full_gradient(whole)
+def install_full_gradients(group: FSDPParamGroup, fulls: Sequence[Tensor | None]) -> None:
+    """Give full parameters that are installed these gradients, until `uninstall_full_gradients`."""
+    for sharded_param, full in zip(_orig_param_shards(group), fulls, strict=True):
+        sharded_param.install_full_gradient(full)
 
 
 def uninstall_full_gradients(group: FSDPParamGroup) -> list[Tensor | None]:
-    """The whole gradients as they are now, which parameters have no longer; before `uninstall_full_params`."""
+    """Take the full gradients off and return them as they are now; before `uninstall_full_params`."""
     return [sharded_param.uninstall_full_gradient() for sharded_param in _orig_param_shards(group)]
 
 
 @torch.no_grad()
-def restore_sharded_gradients(
-    group: FSDPParamGroup, wholes: Sequence[Tensor | None] | None
-) -> None:
-    """Let parameters have their sharded gradients again: as they were, or this rank's part of ``wholes``."""
+def restore_sharded_gradients(group: FSDPParamGroup, fulls: Sequence[Tensor | None] | None) -> None:
+    """Give parameters their sharded gradients back: as they were, or this rank's shard of ``fulls``."""
     rank = group.mesh_info.shard_mesh_rank
     for index, sharded_param in enumerate(_orig_param_shards(group)):
         sharded_param.restore_sharded_gradient()
-        if wholes is None:
+        if fulls is None:
             continue
-        whole, held = wholes[index], sharded_param.param.grad
-        part = None if whole is None else shard_of(group.layout, index, rank, whole)
+        full, held = fulls[index], sharded_param.param.grad
+        part = None if full is None else shard_of(group.layout, index, rank, full)
         if part is not None and held is not None:
             in_memory_order(held, held.stride()).copy_(part)
         else:

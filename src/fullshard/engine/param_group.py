@@ -25,29 +25,15 @@ from torch import Tensor
 from fullshard import torch_border
 from fullshard.comm import collectives
 from fullshard.comm.all_gather import AllGatherState, GroupAllGather, UnshardedInPlace
-from fullshard.comm.all_gather_extensions import (
-    ExtensionAllGather,
-    SubclassAllGather,
-    UnbufferedAllGather,
-    UnbufferedAllGathers,
-)
 from fullshard.comm.gradient_reducer import GradientReducer
-from fullshard.comm.post_forward_shard import PostForwardShard
+from fullshard.comm.group_all_gathers import GroupAllGathers
 from fullshard.comm.spans import TraceRecorder
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.errors import ConfigurationError
-from fullshard.plan.mesh import DataParallelAxes, DataParallelMeshInfo, block_group
-from fullshard.plan.placement import local_tensor
+from fullshard.plan.mesh import DataParallelAxes
 from fullshard.plan.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.storage.buffers import UploadBuffer
-from fullshard.storage.param import (
-    FSDPParam,
-    ParamSwap,
-    VersionGuard,
-    fits_in_buffers,
-    has_all_gather_extension,
-)
+from fullshard.storage.param import FSDPParam, ParamSwap, VersionGuard
 from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.shard_storage import ShardStorage
 from fullshard.storage.sharded_params import ShardedParam
@@ -67,15 +53,6 @@ class _Labels(NamedTuple):
 
     gather: str
     copy_out: str
-
-
-class GatherTraffic(NamedTuple):
-    """Bytes of one gather, on this rank."""
-
-    memory: int
-    """Of the full parameters in the compute dtypes, with padding; 0 if the shards themselves are used."""
-    received: int
-    """From other ranks. Parameters with an all-gather extension are counted once they have been gathered."""
 
 
 class FSDPParamGroup:
@@ -108,20 +85,13 @@ class FSDPParamGroup:
         """Where the shards are between uses."""
         if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
             self.shard_device, pinned = torch.device("cpu"), offload_policy.pin_memory
-        self._buffered = [p for p in params if fits_in_buffers(local_tensor(p.the_original))]
-        """Parameters that lie in the shard and gather buffers."""
-        self._post_forward = self._new_post_forward_shard(shard_format, post_forward_size)
         self.shards = ShardStorage(
-            self.params,
-            self._buffered,
-            shard_format,
-            mesh_info,
-            self.shard_device,
-            name,
-            pinned=pinned,
+            self.params, shard_format, mesh_info, self.shard_device, name, pinned=pinned
         )
         self.sharded_params, self.layout = self.shards.sharded_params, self.shards.layout
-        self.custom_all_gather: collectives.AllGather | None = None
+        self.all_gathers = GroupAllGathers(
+            self.params, self.shards, mesh_info, device, shard_format, post_forward_size
+        )
         self.reducer = GradientReducer(
             self.params,
             self.layout,
@@ -145,8 +115,6 @@ class FSDPParamGroup:
         self.sharded_state = ShardedState.SHARDED
         """Changed only as `TRANSITIONS` allows."""
         self._context: FSDPCommContext | None = None
-        self._shard_all_gather: GroupAllGather | UnshardedInPlace | None = None
-        """Gathers from the shards; None until it is needed, and again when it does not fit any longer."""
         self._all_gather: GroupAllGather | UnshardedInPlace | None = None
         """The one used last: whose parameters are in memory or on their way, if any are."""
         self._in_flight: AllGatherState | None = None
@@ -162,51 +130,11 @@ class FSDPParamGroup:
 
     # --- sharded ----------------------------------------------------------------------------------
 
-    def _new_post_forward_shard(
-        self, shard_format: ShardFormat, size: int | None
-    ) -> PostForwardShard | None:
-        if size is None:
-            return None
-        assert self.mesh_info.shard_process_group is not None, (
-            "there is nothing to divide otherwise"
-        )
-        ranks = block_group(self.mesh_info.shard_process_group, size)
-        return PostForwardShard(ranks, shard_format.layout(self._buffered, size))
-
     def _prepare_dtypes(self) -> None:
         """Derive compute and reduce dtypes from the shards' dtypes, and drop what was built on older ones."""
-        policy = self.mp_policy
-        compute_dtypes = {
-            param: policy.param_dtype
-            if policy.param_dtype is not None and param.dtype.is_floating_point
-            else param.dtype
-            for param in self.params
-        }
-        self.compute_dtypes = [compute_dtypes[param] for param in self._buffered]
-        """Of the parameters that lie in the gather buffer."""
-        self.reducer.derive_dtypes(policy, [*compute_dtypes.values()])
-        self._unbuffered = self._new_unbuffered()
-        self._drop_all_gathers()
-
-    def _new_unbuffered(self) -> UnbufferedAllGathers | None:
-        """Return how to gather the parameters that lie in no buffer; None if there are none."""
-        members = [
-            self._unbuffered_member(param)
-            for param in self.params
-            if param.sharded_param not in self.shards.shard_views
-        ]
-        if not members:
-            return None
-        mesh_info = self.mesh_info
-        return UnbufferedAllGathers(
-            members, mesh_info.shard_peers, mesh_info.shard_mesh_size, self.device
-        )
-
-    def _unbuffered_member(self, param: FSDPParam) -> UnbufferedAllGather:
-        if not has_all_gather_extension(param.sharded_param.local):
-            return SubclassAllGather(param, self.mp_policy, self.layout.world)
-        assert isinstance(self.mesh_info, DataParallelMeshInfo), "an extension is told of a mesh"
-        return ExtensionAllGather(param, self.mp_policy, self.mesh_info.shard_mesh)
+        self._drop_unsharded_params()
+        compute_dtypes = self.all_gathers.derive_dtypes(self.mp_policy)
+        self.reducer.derive_dtypes(self.mp_policy, compute_dtypes)
 
     @torch.no_grad()
     def _notice_extensions(self) -> None:
@@ -214,20 +142,11 @@ class FSDPParamGroup:
 
         Before: any state. After: if there are such shards, SHARDED.
         """
-        late = [p for p in self._buffered if has_all_gather_extension(p.sharded_param.local)]
-        members = () if self._unbuffered is None else self._unbuffered.members
-        plain = [each.param for each in members if isinstance(each, SubclassAllGather)]
-        if not late and not any(has_all_gather_extension(p.sharded_param.local) for p in plain):
-            return
-        if self._post_forward is not None:
-            raise ConfigurationError(
-                "reshard_after_forward as an int keeps plain tensors, but the shards of these got an all-gather protocol: "
-                f"{[param.name for param in late]}. Use True or False."
-            )
-        self.reshard()
-        self._buffered = [param for param in self._buffered if param not in late]
-        self.shards.move_out_of_buffer(late)
-        self._prepare_dtypes()
+        late = self.all_gathers.late_extensions()
+        if late is not None:
+            self.reshard()
+            self.shards.move_out_of_buffer(late)
+            self._prepare_dtypes()
 
     def set_mp_policy(self, policy: MixedPrecisionPolicy) -> None:
         """Compute and reduce in other dtypes from now on."""
@@ -238,23 +157,20 @@ class FSDPParamGroup:
 
     def set_custom_all_gather(self, all_gather: collectives.AllGather | None) -> None:
         """Gather with a comm object from now on; None for the default."""
-        if all_gather is self.custom_all_gather:
-            return
-        self.reshard()
-        self.custom_all_gather = all_gather
-        self._drop_all_gathers()
+        if all_gather is not self.all_gathers.custom:
+            self.reshard()
+            self._drop_unsharded_params()
+            self.all_gathers.custom = all_gather
+            self.all_gathers.forget()
 
-    def _drop_all_gathers(self) -> None:
-        """Build anew what depends on how, from where and into which memory parameters are gathered.
+    def _drop_unsharded_params(self) -> None:
+        """Make the unsharded parameters anew: they will be in other memory.
 
         Before: SHARDED.
         """
         assert self.sharded_state is _SHARDED, "what is in memory would be lost"
-        self._shard_all_gather = None
         self._param_swap = None
         self._guard = None
-        if self._post_forward is not None:
-            self._post_forward.forget_memory()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -325,11 +241,6 @@ class FSDPParamGroup:
                 "FullyShardedDataParallel, within summon_full_params."
             )
 
-    @property
-    def offloaded(self) -> bool:
-        """Whether the shards are elsewhere than compute happens."""
-        return self.shards.buffer.device != self.device
-
     def connect(self, context: FSDPCommContext, name: str) -> None:
         """Join a model's streams, under the group's full name in it."""
         self._wait_for_gather()  # one issued before, on streams of its own
@@ -337,7 +248,7 @@ class FSDPParamGroup:
         self._context = context
         self.name = name
         self._labels = _Labels(f"FSDP::all_gather ({name})", f"FSDP::all_gather_copy_out ({name})")
-        context.host_reads_results = context.host_reads_results or self.offloaded
+        context.host_reads_results = context.host_reads_results or self.all_gathers.uploads
         self._gathered_event = context.new_event()
         """On the all-gather stream: the full parameters are complete."""
         self._released_event = context.new_event()
@@ -402,23 +313,23 @@ class FSDPParamGroup:
         with profiled, context.all_gather:
             if context.releases:
                 context.wait_for_releases()  # before the allocation: [Note: memory and streams], rule 1
-            extra = None
+            gathers, extra = self.all_gathers, None
             all_gather: GroupAllGather | UnshardedInPlace | None
             if state is _SHARDED_POST_FORWARD:
-                assert self._post_forward is not None, "it was kept"
-                all_gather = self._post_forward.all_gather
+                assert gathers.post_forward is not None, "it was kept"
+                all_gather = gathers.post_forward.all_gather
                 assert all_gather is not None, "made when it was kept"
             else:
-                all_gather = self._shard_all_gather or self._new_shard_all_gather()
+                all_gather = gathers.from_shards or gathers.build()
                 self._gathered_version = self._shard_version
-                if self._unbuffered is not None:
-                    extra = self._unbuffered.messages()
+                if gathers.unbuffered is not None:
+                    extra = gathers.unbuffered.messages()
             in_flight = all_gather.start(extra, async_op=not context.asynchronous, span=span)
             # A gather is finished at once where the stream alone can wait for it. It is not where the host must
             # wait, nor where finishing takes memory that others give back before compute needs this one.
             if (
                 context.asynchronous
-                and self._unbuffered is None
+                and gathers.unbuffered is None
                 and not all_gather.takes_memory_late
             ):
                 all_gather.finish(in_flight)
@@ -433,35 +344,6 @@ class FSDPParamGroup:
             recorder.note_gathered(self)
         return True
 
-    def _new_shard_all_gather(self) -> GroupAllGather | UnshardedInPlace:
-        # Made under inference_mode, the unsharded parameters could never be trained.
-        with torch.inference_mode(False):
-            self._shard_all_gather = (
-                UnshardedInPlace(self.shards.buffer)
-                if self._shards_are_full and not self.offloaded
-                else self._all_gather_on(self.device)
-            )
-        return self._shard_all_gather
-
-    @property
-    def _shards_are_full(self) -> bool:
-        """Whether this rank holds everything, in the dtypes it computes in."""
-        return self.layout.world == 1 and self.compute_dtypes == [p.dtype for p in self._buffered]
-
-    def _all_gather_on(self, device: torch.device) -> GroupAllGather:
-        """Return an all-gather from the shards, which are uploaded first if they are in host memory."""
-        shards = self.shards.buffer
-        uploads = self.offloaded and device == self.device
-        return GroupAllGather(
-            UploadBuffer(shards, device) if uploads else shards.flat_shard,
-            self.shards.packed_layout,
-            self.mesh_info.shard_mesh_rank,
-            self.mesh_info.shard_peers,
-            self.compute_dtypes,
-            device,
-            self.custom_all_gather if self.mesh_info.shard_peers is not None else None,
-        )
-
     def _wait_for_gather(self) -> None:
         """Order the compute stream after the all-gather; what was staged is distributed first.
 
@@ -470,6 +352,7 @@ class FSDPParamGroup:
         if self.sharded_state is not _GATHERING:
             return
         all_gather, in_flight, context = self._all_gather, self._in_flight, self.context
+        gathers = self.all_gathers
         assert all_gather is not None, "a gather is in flight"
         recorder = context.recorder
         if in_flight is not None:
@@ -482,8 +365,8 @@ class FSDPParamGroup:
                 if context.releases:
                     context.wait_for_releases()  # memory is taken here, too: rule 1
                 all_gather.finish(in_flight)
-                if self._unbuffered is not None:
-                    self._unbuffered.finish()
+                if gathers.unbuffered is not None:
+                    gathers.unbuffered.finish()
                 self._gathered_event.record()
             self._in_flight = None
             if recorder is not None:
@@ -495,7 +378,7 @@ class FSDPParamGroup:
         self.sharded_state = _GATHERED
         if self._guard is not None:
             self._guard.memory_is_there()
-        if self._post_forward is not None and all_gather is self._post_forward.all_gather:
+        if gathers.post_forward is not None and all_gather is gathers.post_forward.all_gather:
             self._release_post_forward_shard()  # it has been read
 
     def wait(self) -> None:
@@ -515,17 +398,18 @@ class FSDPParamGroup:
             self.sharded_state = _UNSHARDED
 
     def _make_unsharded_params(self) -> ParamSwap:
-        assert self._shard_all_gather is not None, "unsharded parameters lie in gathered memory"
+        gathers = self.all_gathers
+        assert gathers.from_shards is not None, "unsharded parameters lie in gathered memory"
         with torch.inference_mode(False):
-            for param, full in zip(self._buffered, self._shard_all_gather.params, strict=True):
+            for param, full in zip(self.shards.buffered, gathers.from_shards.params, strict=True):
                 param.make_unsharded_param(full)
-            for member in () if self._unbuffered is None else self._unbuffered.members:
+            for member in () if gathers.unbuffered is None else gathers.unbuffered.members:
                 assert member.full is not None, "the gather has been finished"
                 member.param.make_unsharded_param(member.full)
         self._watch_gradients()
         self._param_swap = ParamSwap(self.params)
-        if isinstance(self._shard_all_gather, GroupAllGather):
-            self._guard = VersionGuard(self._buffered)
+        if isinstance(gathers.from_shards, GroupAllGather):
+            self._guard = VersionGuard(self.shards.buffered)
             _GUARDED[self._guard.absent_version] = self
         return self._param_swap
 
@@ -569,13 +453,14 @@ class FSDPParamGroup:
 
         Before: any state. After: SHARDED_POST_FORWARD or SHARDED.
         """
-        if self._post_forward is None or not self.gathered or not torch.is_grad_enabled():
+        gathers = self.all_gathers
+        if gathers.post_forward is None or not self.gathered or not torch.is_grad_enabled():
             self.reshard()
             return
         self._wait_for_gather()
-        full = self._shard_all_gather
+        full = gathers.from_shards
         assert isinstance(full, GroupAllGather), "several ranks hold the parameters"
-        self._post_forward.keep(full, self.compute_dtypes, self.custom_all_gather, self.context)
+        gathers.post_forward.keep(full, gathers.compute_dtypes, gathers.custom, self.context)
         if self.context.recorder is not None:
             self.context.recorder.note_gathered(self)  # the shard and the full parameters, both
         self._give_memory_back(_SHARDED_POST_FORWARD)
@@ -584,7 +469,7 @@ class FSDPParamGroup:
         """After forward, keep the full parameters or nothing from now on."""
         self._wait_for_gather()  # it may be reading the post-forward shard
         self.drop_post_forward_shard()
-        self._post_forward = None
+        self.all_gathers.post_forward = None
 
     def drop_post_forward_shard(self) -> None:
         """Give back what was kept for a backward to gather from, unless it is being gathered.
@@ -596,8 +481,8 @@ class FSDPParamGroup:
             self.sharded_state = _SHARDED
 
     def _release_post_forward_shard(self) -> None:
-        assert self._post_forward is not None, "one is kept"
-        self._post_forward.release()
+        assert self.all_gathers.post_forward is not None, "one is kept"
+        self.all_gathers.post_forward.release()
         if self.context.recorder is not None:
             self.context.recorder.note_gathered(self)
 
@@ -613,8 +498,8 @@ class FSDPParamGroup:
         all_gather.release()
         if self._guard is not None:
             self._guard.memory_is_absent()
-        if self._unbuffered is not None:
-            self._unbuffered.release()
+        if self.all_gathers.unbuffered is not None:
+            self.all_gathers.unbuffered.release()
         if context.asynchronous:  # the host has nothing to wait for
             context.releases.append(self._released_event)
         self.sharded_state = following
@@ -634,16 +519,8 @@ class FSDPParamGroup:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory for gathering that the group has now: full parameters, staging, a post-forward shard.
-
-        Not what is taken and given back within one call: shards on their way up from host memory.
-        """
-        held = 0 if self._shard_all_gather is None else self._shard_all_gather.held_bytes
-        if self._post_forward is not None:
-            held += self._post_forward.held_bytes
-        if self._unbuffered is not None:
-            held += self._unbuffered.held_bytes
-        return held
+        """Bytes of memory for gathering that the group has now."""
+        return self.all_gathers.held_bytes
 
     def note_memory(self, recorder: TraceRecorder) -> None:
         """Tell somebody who begins to record what the group holds now."""
@@ -676,21 +553,6 @@ class FSDPParamGroup:
         return self.gathered and not (
             self._may_stay and self._gathered_version == self._shard_version
         )
-
-    # --- what is said about it ---------------------------------------------------------------------
-
-    def gather_traffic(self) -> GatherTraffic:
-        """Return what gathering takes, on any device and before anything has been gathered.
-
-        Read off a buffer without memory that is made as the real one is.
-        """
-        memory = received = 0
-        if not self._shards_are_full or self.shard_device != self.device:
-            all_gather = self._all_gather_on(torch.device("meta"))
-            memory, received = all_gather.buffer.nbytes, all_gather.received_bytes
-        if self._unbuffered is not None:
-            received += self._unbuffered.received_bytes
-        return GatherTraffic(memory, received)
 
     def __repr__(self) -> str:
         return f"FSDPParamGroup({self.name!r}, {len(self.params)} parameters)"

@@ -201,7 +201,7 @@ class FSDPModule(torch_border.ConvertibleModule):
                 check_group_allocates(process_group, group.device)
         for group in groups:
             gathers, reduces = _process_groups(group)
-            if group.custom_all_gather is None:
+            if group.all_gathers.custom is None:
                 group.set_custom_all_gather(ProcessGroupAllGather(gathers, group.device))
                 custom = ProcessGroupReduceScatter(reduces, group.device)
                 group.reducer.settings = replace(group.reducer.settings, custom=custom)
@@ -231,7 +231,7 @@ class FSDPModule(torch_border.ConvertibleModule):
                 choose_symmetric_memory(backend, process_group, group.device)
         for group in state.groups:
             gathers, reduces = _process_groups(group)
-            if group.custom_all_gather is None:
+            if group.all_gathers.custom is None:
                 group.set_custom_all_gather(SymmetricAllGather(gathers, group.device))
             if group.reducer.settings.force_sum and group.reducer.settings.custom is None:
                 custom = SymmetricReduceScatter(reduces, group.device)
@@ -494,7 +494,7 @@ def _check_comms_can_be_chosen(module: FSDPModule, method: str) -> None:
     present = [
         comm
         for group in _state(module).groups
-        for comm in (group.custom_all_gather, group.reducer.settings.custom)
+        for comm in (group.all_gathers.custom, group.reducer.settings.custom)
         if comm is not None
     ]
     for other, classes in _STAGED_BY.items():

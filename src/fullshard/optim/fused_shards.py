@@ -35,7 +35,7 @@ class FusedShard:
     """Parameters of one group that are neighbours in its shard buffer, and the range they fill."""
 
     def __init__(self, sharded_params: Sequence[ShardedParam], views: Sequence[Tensor]) -> None:
-        """Over the memory ``views``, which the faces stand for."""
+        """Over the memory ``views``, which the sharded parameters are over."""
         self.params = [sharded_param.param for sharded_param in sharded_params]
         self._names = [sharded_param.name for sharded_param in sharded_params]
         self._of_dtensors = isinstance(self.params[0], DTensor)

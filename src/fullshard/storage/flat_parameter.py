@@ -1,8 +1,10 @@
-"""One parameter for all of a wrapped module: `FlatParameter`, and what the modules show meanwhile.
+"""One parameter for all of a wrapped module: `FlatParameter`, and what the modules have meanwhile.
 
-module.weight, at rest     a `ShardedAttribute`: knows shape and dtype, raises an error when it is used
-in forward and backward    a leaf tensor over the gathered memory
-in summon_full_params      a parameter over whole data
+`module.weight` is
+
+    between steps              a `ShardedAttribute`: knows shape and dtype, raises an error when it is used
+    in forward and backward    a leaf tensor over the gathered memory
+    in summon_full_params      a parameter over full data
 """
 
 from __future__ import annotations
@@ -49,50 +51,50 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
 
 
 class FlatShardedParam(PlainShardedParam):
-    """One parameter for all of a segment; meanwhile the modules show what the parameters were."""
+    """One parameter for all of a segment; the modules have stand-ins for what their parameters were."""
 
     stands_for_several = True
 
     def __init__(
         self,
         name: str,
-        home: ParamModuleInfo,
+        owner: ParamModuleInfo,
         members: Sequence[tuple[str, Sequence[ParamModuleInfo], nn.Parameter, ParamPlacement]],
         local: Tensor,
         group_name: str,
     ) -> None:
-        """Register a `FlatParameter` over ``local`` at ``home``, instead of the members at their owners."""
+        """Register a `FlatParameter` over ``local`` at ``owner``, instead of the members at theirs."""
         trainable = members[0][2].requires_grad
-        super().__init__(name, [home], local, trainable=trainable)
+        super().__init__(name, [owner], local, trainable=trainable)
         self._members = [tuple(owners) for _, owners, _, _ in members]
         self._placements = [placement for _, _, _, placement in members]
         self._shapes = [
             (name, tuple(original.shape), original.stride()) for name, _, original, _ in members
         ]
-        self._resting: dict[ParamModuleInfo, Tensor] = {}
-        self._shown: list[nn.Parameter] = []
+        self._stand_ins: dict[ParamModuleInfo, Tensor] = {}
+        self._installed: list[nn.Parameter] = []
         for _, _, original, _ in members:
             setattr(original, GROUP_MARK, group_name)
         self._put_stand_ins(local)
         self._set_param(FlatParameter(local, requires_grad=trainable), group_name)
 
-    def resting(self, owner: ParamModuleInfo) -> Tensor:
+    def value_on(self, owner: ParamModuleInfo) -> Tensor:
         """See `ShardedParam`."""
-        return self._resting[owner]
+        return self._stand_ins[owner]
 
     def values_on_modules(self) -> list[tuple[ParamModuleInfo, Tensor]]:
         """See `ShardedParam`."""
-        return [*super().values_on_modules(), *self._resting.items()]
+        return [*super().values_on_modules(), *self._stand_ins.items()]
 
     def assigned_members(self) -> dict[int, Any]:
         """See `ShardedParam`."""
-        found = {place: self._others_of(owners) for place, owners in enumerate(self._members)}
-        return {place: others[0] for place, others in found.items() if others}
+        found = {index: self._others_of(owners) for index, owners in enumerate(self._members)}
+        return {index: others[0] for index, others in found.items() if others}
 
     def _others_of(self, owners: Sequence[ParamModuleInfo]) -> list[Any]:
         """What is on a member's owners instead of its stand-in."""
         values = {owner: getattr(owner.module, owner.name, None) for owner in owners}
-        return [value for owner, value in values.items() if value is not self._resting[owner]]
+        return [value for owner, value in values.items() if value is not self._stand_ins[owner]]
 
     def fault(self, candidate: Tensor | None) -> str | None:
         """See `ShardedParam`."""
@@ -100,9 +102,9 @@ class FlatShardedParam(PlainShardedParam):
         dtype = (
             self.param.dtype if candidate is None else candidate.dtype
         )  # both may have been cast
-        for place, value in self.assigned_members().items():
-            name, shape, _ = self._shapes[place]
-            foreign = isinstance(value, DTensor) and not self._placements[place].is_as_before(value)
+        for index, value in self.assigned_members().items():
+            name, shape, _ = self._shapes[index]
+            foreign = isinstance(value, DTensor) and not self._placements[index].is_as_before(value)
             if not isinstance(value, Tensor) or foreign or value.is_meta:
                 faults.append(f"{name}: expected a plain tensor, got {type(value).__name__}")
             elif tuple(value.shape) != shape or value.dtype != dtype:
@@ -110,44 +112,44 @@ class FlatShardedParam(PlainShardedParam):
                     f"{name}: expected shape {shape} and {dtype}, the whole parameter, got "
                     f"{tuple(value.shape)} and {value.dtype}"
                 )
-            elif not are_equal(self._others_of(self._members[place])):
+            elif not are_equal(self._others_of(self._members[index])):
                 faults.append(f"{name}: {NOT_TIED}")
         return "\n  ".join(each for each in faults if each) or None
 
     def put_stand_ins_back(self) -> None:
-        """Let the owners show their stand-ins again, after something else was assigned."""
-        for owner, stand_in in self._resting.items():
+        """Put the stand-ins back on the modules, after something else was assigned."""
+        for owner, stand_in in self._stand_ins.items():
             owner.install(stand_in)
 
     def replace_local(self, local: Tensor) -> None:
         """See `ShardedParam`."""
         super().replace_local(local)
-        known = next(iter(self._resting.values()))
+        known = next(iter(self._stand_ins.values()))
         if (known.dtype, known.device) != (local.dtype, local.device):
             self._put_stand_ins(local)
 
     def _put_stand_ins(self, local: Tensor) -> None:
-        """Let the owners show what of their parameters can be known, in the dtype and on the device of ``local``."""
+        """Put new stand-ins on the modules, in the dtype and on the device of ``local``."""
         for owners, (name, shape, strides) in zip(self._members, self._shapes, strict=True):
             stand_in = ShardedAttribute.of(name, shape, strides, local)
             for owner in owners:
-                self._resting[owner] = stand_in
+                self._stand_ins[owner] = stand_in
                 owner.install(stand_in)
 
-    def unsharded(self, whole: Tensor, placement: ParamPlacement, *, trainable: bool) -> Tensor:
+    def unsharded(self, full: Tensor, placement: ParamPlacement, *, trainable: bool) -> Tensor:
         """See `ShardedParam`."""
         # No parameter: modules would list it beside the flat one.
-        return placement.unsharded(whole, trainable=trainable, as_parameter=False)
+        return placement.unsharded(full, trainable=trainable, as_parameter=False)
 
     def install_full_params(self, values: Sequence[Tensor]) -> None:
         """See `PlainShardedParam`."""
         for owner in self.owners:
             owner.remove()
-        self._shown = [
+        self._installed = [
             cast(nn.Parameter, placement.unsharded(value, trainable=self.param.requires_grad))
             for placement, value in zip(self._placements, values, strict=True)
         ]
-        for owners, param in zip(self._members, self._shown, strict=True):
+        for owners, param in zip(self._members, self._installed, strict=True):
             for owner in owners:
                 owner.install(param)
 
@@ -156,10 +158,10 @@ class FlatShardedParam(PlainShardedParam):
         values = [
             placement.local_part(installed_on(owners, param).data)
             for placement, owners, param in zip(
-                self._placements, self._members, self._shown, strict=True
+                self._placements, self._members, self._installed, strict=True
             )
         ]
-        self._shown = []
+        self._installed = []
         self.put_stand_ins_back()
         self._install()
         return values
@@ -179,7 +181,7 @@ class ShardedAttribute(Tensor):
     def of(
         name: str, shape: Sequence[int], strides: Sequence[int], like: Tensor
     ) -> ShardedAttribute:
-        """In the place of a parameter, with the dtype and device of ``like``."""
+        """Return a stand-in for a parameter, with the dtype and device of ``like``."""
         made = torch_border.tensor_without_memory(ShardedAttribute, shape, strides, like)
         made._name = name
         return made

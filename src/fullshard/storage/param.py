@@ -1,11 +1,11 @@
-"""One parameter and its two faces.
+"""One parameter, sharded and unsharded.
 
-    sharded face     over this rank's piece: what the user, the optimizer and state dicts see (`faces`)
-    unsharded face   over the gather buffer: what forward and backward compute with
+    sharded parameter     over this rank's shard: what the user, the optimizer and state dicts see (`sharded_params`)
+    unsharded parameter   over the gather buffer: what forward and backward compute with
 
-Both are objects made once; going from one state to the other means putting the other object on the
-modules that own the parameter. A `VersionGuard` makes sure that nobody computes with an unsharded face
-in between.
+Both are objects made once. To go from one state to the other is to put the other object on the modules that own
+the parameter (`ParamSwap`). A `VersionGuard` makes sure that nobody computes with an unsharded parameter whose
+memory is not there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FSDPParam:
         self.placement = placement
         local = local_tensor(original)
         self.shape = tuple(local.shape)
-        """Of the whole local tensor: of all that this rank had before."""
+        """Of the full local tensor: of all that this rank had before sharding."""
         self.strides = local.stride()
         self.shard_dim = shard_dim
         self.original: nn.Parameter | None = original
@@ -50,7 +50,7 @@ class FSDPParam:
         self.unsharded_param: Tensor | None = None
         self.trainable = original.requires_grad
         self.watched = False
-        """Whether somebody is told when the unsharded face's gradient has been accumulated."""
+        """Whether a hook tells when the unsharded parameter's gradient has been accumulated."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,30 +64,30 @@ class FSDPParam:
         return self.original
 
     def set_sharded_param(self, sharded_param: ShardedParam) -> None:
-        """From now on ``face`` stands for the parameter while it is sharded."""
+        """Let the modules have ``sharded_param`` while the parameter is sharded, from now on."""
         self.original = None
         self.sharded_param = sharded_param
 
-    def make_unsharded_param(self, whole: Tensor) -> None:
+    def make_unsharded_param(self, full: Tensor) -> None:
         """Make a leaf over the gathered local tensor.
 
         On the compute stream: autograd remembers the stream on which it first sees a leaf.
         """
         self.unsharded_param = self.sharded_param.unsharded(
-            whole, self.placement, trainable=self.trainable
+            full, self.placement, trainable=self.trainable
         )
         mark_unsharded(self.unsharded_param, self.name)
         self.watched = False
 
     def set_trainable(self, trainable: bool) -> None:
-        """Let the unsharded face follow the sharded one's `requires_grad`."""
+        """Let the unsharded parameter follow the sharded one's `requires_grad`."""
         self.trainable = trainable
         if self.unsharded_param is not None:
             self.unsharded_param.requires_grad_(trainable)
 
 
 class ParamSwap:
-    """Puts one face of all parameters of a group on their modules; made anew when a face is.
+    """Puts all sharded or all unsharded parameters of a group on their modules; made anew when one of them is.
 
     Twice per step for every parameter, so it writes where `nn.Module` keeps them, except on modules
     that do more on assignment.
@@ -99,20 +99,20 @@ class ParamSwap:
         self._memory = []
         for param in params:
             unsharded = param.unsharded_param
-            assert unsharded is not None, "a switch is between two faces"
+            assert unsharded is not None, "a swap is between two parameters"
             if type(unsharded.data) is Tensor:  # a subclass may exchange what it holds
                 memory = torch_border.storage_id(unsharded)
                 self._memory.append((param.name, unsharded, memory))
             for owner in param.owners:
-                resting = param.sharded_param.resting(owner)
+                sharded = param.sharded_param.value_on(owner)
                 if owner.plain:
-                    table = torch_border.table_for(owner.module, resting)
-                    self._tables.append((table, owner.name, resting, unsharded))
+                    table = torch_border.table_for(owner.module, sharded)
+                    self._tables.append((table, owner.name, sharded, unsharded))
                 else:
-                    self._assigned.append((owner, resting, unsharded))
+                    self._assigned.append((owner, sharded, unsharded))
 
     def replaced(self) -> list[str]:
-        """Names of unsharded faces that are not on their modules any more, or not over the gathered memory."""
+        """Return names of unsharded parameters that are not on their modules any more, or not over the gathered memory."""
         found = [
             name for table, name, _, unsharded in self._tables if table.get(name) is not unsharded
         ]
@@ -128,14 +128,14 @@ class ParamSwap:
         ]
 
     def to_sharded(self) -> None:
-        """Put the sharded faces on the modules."""
+        """Put the sharded parameters on the modules."""
         for table, name, sharded, _ in self._tables:
             table[name] = sharded
         for owner, sharded, _ in self._assigned:
             owner.install(sharded)
 
     def to_unsharded(self) -> None:
-        """Put the unsharded faces on the modules."""
+        """Put the unsharded parameters on the modules."""
         for table, name, _, unsharded in self._tables:
             table[name] = unsharded
         for owner, _, unsharded in self._assigned:
@@ -171,21 +171,21 @@ class VersionGuard:
 
 
 PRE_ALL_GATHER, POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-"""Methods of the all-gather protocol: see `self_gathered`."""
+"""Methods of an all-gather extension: see `all_gather_extensions`."""
 
 
 def has_all_gather_extension(local: Tensor) -> bool:
-    """Whether a tensor has the all-gather protocol."""
+    """Return whether a tensor has an all-gather extension."""
     return hasattr(local, PRE_ALL_GATHER) and hasattr(local, POST_ALL_GATHER)
 
 
 def fits_in_buffers(local: Tensor) -> bool:
-    """Whether a parameter's local tensor is plain data, which a group's buffers can hold."""
+    """Return whether a parameter's local tensor is plain data, which a group's buffers can hold."""
     return type(local) is Tensor and not has_all_gather_extension(local)
 
 
 def check_can_be_sharded(name: str, param: nn.Parameter) -> str | None:
-    """Why a parameter cannot be sharded, or None if it can."""
+    """Return why a parameter cannot be sharded, or None if it can."""
     local = local_tensor(param)
     if hasattr(local, PRE_ALL_GATHER) != hasattr(local, POST_ALL_GATHER):
         return (
@@ -200,7 +200,7 @@ def check_can_be_sharded(name: str, param: nn.Parameter) -> str | None:
 
 
 def normalized_shard_dim(name: str, param: nn.Parameter, placement: object) -> int:
-    """The dimension a `shard_placement_fn` asks for, checked and made non-negative."""
+    """Return the dimension a `shard_placement_fn` asks for, checked and made non-negative."""
     if placement is None:
         return 0
     if not isinstance(placement, Shard):

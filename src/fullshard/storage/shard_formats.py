@@ -1,10 +1,10 @@
-"""How the parameters of a group rest: by which layout they are divided, and which faces they show.
+"""The shard format of a group: by which layout its parameters are cut, and what its sharded parameters are.
 
-    RowFormat     per row, a DTensor each                                        fully_shard, replicate
-    FlatFormat    flat, the parameters the user made, each over a flat piece     wrapper, use_orig_params=True
-                flat, one `FlatParameter` for all                              wrapper, use_orig_params=False
+    RowFormat             per row, a DTensor each                                         fully_shard, replicate
+    FlatFormat            flat, the parameters the user made, each over a flat piece      wrapper, use_orig_params=True
+    FlatParameterFormat   flat, one `FlatParameter` for all                               wrapper, use_orig_params=False
 
-A door chooses the form; the engine asks it and knows nothing else about doors.
+An API chooses the format; the engine asks it and knows nothing else about APIs.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from fullshard.storage.sharded_params import (
 
 
 class ShardFormat(ABC):
-    """How one group's parameters rest."""
+    """How one group's parameters are sharded."""
 
     by_segment = False
-    """Whether one face stands for all parameters of a segment."""
+    """Whether one sharded parameter is for all parameters of a segment."""
 
     @abstractmethod
     def layout(self, params: Sequence[FSDPParam], ranks: int) -> Layout:
-        """How to divide the parameters over so many ranks."""
+        """Return how to divide the parameters over so many ranks."""
 
     @abstractmethod
     def make_sharded_params(
         self, params: Sequence[FSDPParam], locals_: Sequence[Tensor], layout: Layout, group: str
     ) -> None:
-        """Give every parameter its face, over what this rank holds of it; ``group`` is the group's name."""
+        """Make the sharded parameters, over what this rank holds of each; ``group`` is the group's name."""
 
     def shard_views(
         self, params: Sequence[FSDPParam], shards: ShardBuffer
     ) -> dict[ShardedParam, Tensor]:
-        """The memory that every face stands for."""
+        """Return the memory in the buffer that every sharded parameter is over."""
         return {
             param.sharded_param: local for param, local in zip(params, shards.locals, strict=True)
         }
@@ -78,7 +78,7 @@ class RowFormat(ShardFormat):
 
 
 class FlatFormat(ShardFormat):
-    """The parameters one after the other are one array, divided evenly; each keeps a face of its own.
+    """The parameters one after the other are one array, divided evenly; each has a sharded parameter of its own.
 
     Frozen and trainable parameters are arrays of their own, so that only what has gradients is
     reduced; so are those of different dtypes.
@@ -109,24 +109,24 @@ class FlatFormat(ShardFormat):
         """See `ShardFormat`."""
         for param, slot, local in zip(params, layout.slots, locals_, strict=True):
             # What a single rank holds keeps its shape.
-            shown = local.as_strided(slot.shape, slot.strides) if layout.world == 1 else local
+            shaped = local.as_strided(slot.shape, slot.strides) if layout.world == 1 else local
             name, owners, original = param.name, param.owners, param.the_original
             param.set_sharded_param(
-                ParallelOrigParamShard(name, owners, original, param.placement, shown, group)
+                ParallelOrigParamShard(name, owners, original, param.placement, shaped, group)
                 if param.placement.parallel
-                else OrigParamShard(name, owners, original, shown, group)
+                else OrigParamShard(name, owners, original, shaped, group)
             )
 
 
 class FlatParameterFormat(FlatFormat):
-    """The same, but one `FlatParameter` stands for all."""
+    """The same, but one `FlatParameter` is for all of them."""
 
     by_segment = True
 
-    def __init__(self, home: ParamModuleInfo) -> None:
-        """Register the `FlatParameter` at ``home``."""
+    def __init__(self, owner: ParamModuleInfo) -> None:
+        """Register the `FlatParameter` at ``owner``."""
         super().__init__(alignment=1)
-        self._home = home
+        self._owner = owner
 
     def make_sharded_params(
         self, params: Sequence[FSDPParam], locals_: Sequence[Tensor], layout: Layout, group: str
@@ -137,7 +137,7 @@ class FlatParameterFormat(FlatFormat):
         members = [
             (param.name, param.owners, param.the_original, param.placement) for param in params
         ]
-        sharded_param = FlatShardedParam(self._home.name, self._home, members, piece, group)
+        sharded_param = FlatShardedParam(self._owner.name, self._owner, members, piece, group)
         for param in params:
             param.set_sharded_param(sharded_param)
 

@@ -1,13 +1,13 @@
-"""A group's shards between uses: their memory, and the sharded parameters that stand for it.
+"""A group's shards: their memory, and the sharded parameters over it.
 
-One buffer holds this rank's pieces, and every face has its view there. Users move, cast, re-materialise
+One buffer holds this rank's pieces, and every sharded parameter is a view of it. Users move, cast, re-materialise
 and assign parameters, or their data; afterwards the objects on the modules are the truth:
 
-    replacements   what was put in the faces' place, if anything was
-    adopt          ... is copied into a new buffer, and the faces stand for that
+    replacements   what users put in place of sharded parameters, if anything
+    adopt          copies that into a new buffer; the sharded parameters are over the new buffer then
 
-Whatever reads or writes the shards outside of a step first lets the group look for replacements
-(`FSDPParamGroup.refresh_shards`), and so does every forward.
+Every forward looks for replacements, and so does everybody who reads or writes shards outside of a step
+(`FSDPParamGroup.refresh_shards`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from fullshard.plan.mesh import DataParallelAxes
 from fullshard.plan.placement import local_tensor
 from fullshard.storage.buffers import ShardBuffer, shard_of
 from fullshard.storage.flat_parameter import FlatShardedParam
-from fullshard.storage.param import FSDPParam, has_all_gather_extension
+from fullshard.storage.param import FSDPParam, fits_in_buffers, has_all_gather_extension
 from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.sharded_params import ShardedParam
 
 
 class ShardStorage:
-    """What this rank keeps of a group's parameters, and their sharded faces."""
+    """What this rank keeps of a group's parameters, and the sharded parameters over it."""
 
     def __init__(
         self,
         params: Sequence[FSDPParam],
-        packed: Sequence[FSDPParam],
         shard_format: ShardFormat,
         mesh_info: DataParallelAxes,
         device: torch.device,
@@ -43,25 +42,26 @@ class ShardStorage:
         *,
         pinned: bool,
     ) -> None:
-        """Copy this rank's pieces into one shard buffer and put the sharded faces on the modules.
+        """Copy this rank's pieces into one shard buffer and put the sharded parameters on the modules.
 
         Args:
             params: The group's parameters.
-            packed: Those of them that lie in the buffer; each of the others rests in memory of its own.
-            shard_format: How they rest.
+            shard_format: What their sharded parameters are, and by which layout they are cut.
             mesh_info: Over which ranks they are sharded.
-            device: Where they are to rest; those on the meta device stay there for now.
+            device: Where the shards are to be; those on the meta device stay there for now.
             group: The group's name.
             pinned: Whether in page-locked memory.
         """
-        self._params, self._packed = params, packed
+        self._params = params
+        self.buffered = [p for p in params if fits_in_buffers(local_tensor(p.the_original))]
+        """Parameters that lie in the buffer; each of the others is in memory of its own."""
         self._format = shard_format
         self._rank, self._world = mesh_info.shard_mesh_rank, mesh_info.shard_mesh_size
-        self._device, self._pins = device, pinned
+        self.device, self._pins = device, pinned
         self.layout = shard_format.layout(params, mesh_info.shard_mesh_size)
         """Of all parameters."""
-        self.packed_layout = shard_format.layout(packed, mesh_info.shard_mesh_size)
-        """Of those in the buffer."""
+        self.buffered_layout = shard_format.layout(self.buffered, mesh_info.shard_mesh_size)
+        """Of the buffered ones."""
         self._shard_originals(group)
         self.sharded_params = tuple(dict.fromkeys(param.sharded_param for param in params))
         self._find_shard_views()
@@ -70,14 +70,14 @@ class ShardStorage:
     @torch.no_grad()
     def _shard_originals(self, group: str) -> None:
         on_meta = self._params[0].the_original.is_meta  # all of them, or none
-        device = torch.device("meta") if on_meta else self._device
+        device = torch.device("meta") if on_meta else self.device
         self.buffer = self._new_buffer(device)
-        packed = dict(zip(self._packed, self.buffer.locals, strict=True))
+        packed = dict(zip(self.buffered, self.buffer.locals, strict=True))
         locals_ = []
         for index, param in enumerate(self._params):
             piece = shard_of(self.layout, index, self._rank, local_tensor(param.the_original))
             if param not in packed:
-                locals_.append(self._at_rest(_copy_of(piece), device))
+                locals_.append(self._on_shard_device(_copy_of(piece), device))
                 continue
             if not on_meta:
                 packed[param].copy_(piece)
@@ -86,15 +86,15 @@ class ShardStorage:
 
     def _new_buffer(self, device: torch.device) -> ShardBuffer:
         return ShardBuffer(
-            self.packed_layout,
+            self.buffered_layout,
             self._rank,
-            [param.dtype for param in self._packed],
+            [param.dtype for param in self.buffered],
             device,
             pinned=self._pins and device.type == "cpu",
         )
 
-    def _at_rest(self, shard: Tensor, device: torch.device) -> Tensor:
-        """A shard that is in no buffer, where shards rest."""
+    def _on_shard_device(self, shard: Tensor, device: torch.device) -> Tensor:
+        """Return a shard that is in no buffer, in memory like the buffer's."""
         shard = shard.to(device)
         if self._pins and device.type == "cpu":
             pinned = shard.pin_memory()
@@ -103,7 +103,7 @@ class ShardStorage:
         return shard
 
     def _find_shard_views(self) -> None:
-        self.shard_views = self._format.shard_views(self._packed, self.buffer)
+        self.shard_views = self._format.shard_views(self.buffered, self.buffer)
         """The memory in the buffer that each sharded parameter is over, of those that have some there."""
 
     def _find_module_entries(self) -> None:
@@ -153,12 +153,12 @@ class ShardStorage:
         )
 
     def replacements(self, group: str) -> dict[ShardedParam, Tensor]:
-        """What is on the modules where the faces should be; empty if all is as it was.
+        """Return what is on the modules where sharded parameters should be; empty if all is as it was.
 
         ``group`` is the group's name. Nothing has changed if it raises.
 
         Raises:
-            ConfigurationError: some of it can not replace what it stands for.
+            ConfigurationError: some of it cannot replace a sharded parameter.
         """
         if not self.are_replaced(on_modules=True):
             return {}
@@ -191,7 +191,7 @@ class ShardStorage:
         return candidates
 
     def adopt(self, replacements: Mapping[ShardedParam, Tensor], group: str) -> None:
-        """Let the faces be what `replacements` has found, with its data in a new buffer."""
+        """Take what `replacements` has found as sharded parameters, with its data in a new buffer."""
         members = {
             sharded_param: sharded_param.assigned_members() for sharded_param in replacements
         }
@@ -208,9 +208,9 @@ class ShardStorage:
         self._find_module_entries()
 
     def move_out_of_buffer(self, params: Sequence[FSDPParam]) -> None:
-        """From now on these rest in memory of their own, each in the tensor that its face stands for now."""
-        self._packed = [param for param in self._packed if param not in params]
-        self.packed_layout = self._format.layout(self._packed, self._world)
+        """Leave these parameters in memory of their own from now on: each in its present local tensor."""
+        self.buffered = [param for param in self.buffered if param not in params]
+        self.buffered_layout = self._format.layout(self.buffered, self._world)
         self.buffer = self._new_buffer(self.buffer.device)
         self._find_shard_views()
         for sharded_param, view in self.shard_views.items():
@@ -220,24 +220,23 @@ class ShardStorage:
         self._find_module_entries()
 
     def _write_members(self, sharded_param: ShardedParam, values: Mapping[int, Tensor]) -> None:
-        """Take this rank's part of whole tensors that were assigned in a `FlatParameter`'s members' places."""
+        """Take this rank's shard of full tensors that were assigned where members of a `FlatParameter` were."""
         assert isinstance(sharded_param, FlatShardedParam), "others have no members"
         indices = [
             index
             for index, param in enumerate(self._params)
             if param.sharded_param is sharded_param
         ]
-        for place, value in values.items():
-            index = indices[place]
-            whole = self._params[index].placement.local_part(value.detach())
-            part = shard_of(self.layout, index, self._rank, whole)
-            self.buffer.locals[index].copy_(part)
+        for member, value in values.items():
+            index = indices[member]
+            full = self._params[index].placement.local_part(value.detach())
+            self.buffer.locals[index].copy_(shard_of(self.layout, index, self._rank, full))
         sharded_param.put_stand_ins_back()
 
     def _check_dtypes_of_segments(
         self, candidates: Mapping[ShardedParam, Tensor], group: str
     ) -> None:
-        """Parameters that lie together have one dtype."""
+        """Refuse different dtypes of parameters that are in one segment."""
         dtypes = [candidates[param.sharded_param].dtype for param in self._params]
         mixed = [
             f"{self._params[index].name}: {dtypes[index]}"
@@ -256,7 +255,7 @@ class ShardStorage:
     # --- what is said about them ------------------------------------------------------------------
 
     def shard_views_in_order(self) -> list[tuple[ShardedParam, Tensor]]:
-        """The faces in the shard buffer with the memory they stand for, as they lie there.
+        """Return the sharded parameters that are in the buffer with their memory, in the order of addresses.
 
         Nothing but padding is between two that follow each other.
         """
@@ -265,29 +264,29 @@ class ShardStorage:
         )
 
     def misplaced(self) -> list[str]:
-        """Names of parameters that are not where they are to rest, with where they are."""
+        """Return names of parameters that are on another device than shards should be, with that device."""
         return [
             f"{sharded_param.name} is on {sharded_param.local.device}"
             for sharded_param in self.sharded_params
-            if sharded_param.local.device != self._device
+            if sharded_param.local.device != self.device
         ]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all shards, those included that lie in no buffer."""
-        apart = (
+        """Bytes of all shards, those included that are in no buffer."""
+        unbuffered = (
             sharded_param.local.nbytes
             for sharded_param in self.sharded_params
             if sharded_param not in self.shard_views
         )
-        return self.buffer.nbytes + sum(apart)
+        return self.buffer.nbytes + sum(unbuffered)
 
 
 _dtype_of = operator.attrgetter("dtype")
 
 
 def _copy_of(shard: Tensor) -> Tensor:
-    """The same in memory of its own, by operators that a subclass must have to be sharded."""
+    """Return a copy in memory of its own, by operators that a subclass must have to be sharded."""
     if has_all_gather_extension(shard):
         return shard.clone()
     copied: Tensor = shard.new_zeros(shard.shape)

@@ -1,11 +1,11 @@
-"""What stands for parameters at rest, between steps: their sharded faces.
+"""Sharded parameters: what users, optimizers and state dicts see while a group is not unsharded.
 
     DTensorShardedParam   one per parameter: a DTensor over this rank's rows
-    OrigParamShard     one per parameter: the parameter the user made, of which this rank keeps a flat piece
+    OrigParamShard        one per parameter: the parameter the user made, of which this rank keeps a flat piece
     FlatShardedParam      one for all parameters of a segment: this rank's piece of it (`flat_parameter`)
 
-Users, optimizers and state dicts see them. A face keeps its identity for life, unless a user puts
-another parameter in its place, which it then adopts; its data are a view of the group's shard buffer.
+A `ShardedParam` keeps its `nn.Parameter` for life, unless a user puts another one on the module, which it then
+adopts. The parameter's data are a view of the group's shard buffer.
 
 This file, `flat_parameter` and `param` are the only ones that put parameters on modules.
 """
@@ -28,7 +28,7 @@ from fullshard.plan.placement import ParamPlacement, local_tensor
 from fullshard.storage.buffers import in_memory_order
 
 GROUP_MARK = "_fullshard_group"
-"""Attribute of a parameter that belongs to a group, on its sharded face and on the original it replaced."""
+"""Attribute of a parameter that belongs to a group, on the sharded parameter and on the original it replaced."""
 _UNSHARDED_MARK = "_fullshard_unsharded"
 """Attribute of an unsharded parameter: its full name."""
 
@@ -50,8 +50,10 @@ class ParamModuleInfo:
         return torch_border.parameter_table(self.module).get(self.name)
 
     def install(self, value: Tensor) -> None:
-        """Put a parameter, or a tensor that stands for one, on the module."""
-        if not isinstance(value, nn.Parameter):  # the module would refuse it in a parameter's place
+        """Put a parameter, or a stand-in for one, on the module."""
+        if not isinstance(
+            value, nn.Parameter
+        ):  # the module would refuse it while it has a parameter of that name
             self.remove()
         setattr(self.module, self.name, value)
 
@@ -61,7 +63,7 @@ class ParamModuleInfo:
 
 
 class ShardedParam(ABC):
-    """A parameter object at rest."""
+    """A parameter object that is on the modules while the group is sharded: of one parameter or several."""
 
     param: nn.Parameter
 
@@ -76,9 +78,9 @@ class ShardedParam(ABC):
         self.name = name
         """Full name, for messages."""
         self.trainable = trainable
-        """Whether the parameters it stands for are known to be."""
+        """Whether its parameters were trainable when somebody last asked."""
         self.owners = tuple(owners)
-        """Where the face is at rest."""
+        """The modules that have it."""
 
     @property
     @abstractmethod
@@ -87,16 +89,16 @@ class ShardedParam(ABC):
 
     @property
     def versioned(self) -> tuple[Tensor, ...]:
-        """The tensors whose version counters tell of writes to the face."""
+        """The tensors whose version counters tell of writes to it."""
         return (self.param,)
 
     @abstractmethod
     def replace_local(self, local: Tensor) -> None:
-        """Let the face, and all who know it, stand for other memory of the same shape and dtype."""
+        """Let the same parameter object be over other memory of the same shape and dtype."""
 
     @abstractmethod
     def fault(self, candidate: Tensor | None) -> str | None:
-        """Why ``candidate`` cannot replace the face, or None if it can."""
+        """Return why ``candidate`` cannot be the parameter from now on, or None if it can."""
 
     @abstractmethod
     def accumulate_gradient(self, gradient: Tensor) -> None:
@@ -125,20 +127,20 @@ class ShardedParam(ABC):
         elif self.param.grad is not None:
             self.param.grad.zero_()
 
-    def resting(self, owner: ParamModuleInfo) -> Tensor:
-        """What the owner of a parameter shows while this face stands for it."""
+    def value_on(self, owner: ParamModuleInfo) -> Tensor:
+        """Return what an owner of one of its parameters has while the group is sharded."""
         return self.param
 
-    def unsharded(self, whole: Tensor, placement: ParamPlacement, *, trainable: bool) -> Tensor:
-        """A leaf for autograd over a gathered parameter that the face stands for at rest."""
-        return placement.unsharded(whole, trainable=trainable)
+    def unsharded(self, full: Tensor, placement: ParamPlacement, *, trainable: bool) -> Tensor:
+        """Return a leaf for autograd over the gathered data of one of its parameters."""
+        return placement.unsharded(full, trainable=trainable)
 
     def found(self) -> Tensor | None:
-        """The parameter now on the modules in this face's place; another if any owner has another."""
+        """Return the parameter that is on the modules now; another than `param` if any owner has another."""
         return next(iter(self.others()), self.param)
 
     def others(self) -> list[Tensor | None]:
-        """What is on the owners instead of the face; None if something was taken away."""
+        """Return what the owners have instead of `param`; None where it was taken away."""
         found = [owner.current() for owner in self.owners]
         return [each for each in found if each is not self.param]
 
@@ -148,22 +150,22 @@ class ShardedParam(ABC):
         return None if are_equal(locals_) else f"{self.name}: {NOT_TIED}"
 
     def values_on_modules(self) -> list[tuple[ParamModuleInfo, Tensor]]:
-        """All modules that show something at rest because of this face, with what they show."""
+        """Return all owners that have something of it while the group is sharded, with what they have."""
         return [(owner, self.param) for owner in self.owners]
 
     def assigned_members(self) -> dict[int, Any]:
-        """Whole tensors that users put where parameters were that the face stands for, by their places among them.
+        """Return full tensors that users assigned to single members of a `FlatParameter`, by index of the member.
 
-        Nothing for a face that stands for one parameter and is on its modules itself.
+        Empty for all others, which are on the modules themselves.
         """
         return {}
 
     def in_buffer_order(self) -> Tensor:
-        """What this rank holds, with its elements in the order of the face's memory in the buffer."""
+        """Return what this rank holds, with its elements in the order they have in the buffer."""
         return self.local
 
     def adopt(self, candidate: Tensor, group_name: str) -> None:
-        """Take a parameter that was put in the face's place: moved, cast, assigned."""
+        """Take a parameter that a user put on the modules: moved, cast, assigned."""
         self._set_param(cast(nn.Parameter, candidate), group_name)
 
     def _set_param(self, param: nn.Parameter, group_name: str) -> None:
@@ -258,7 +260,7 @@ class DTensorShardedParam(ShardedParam):
 class PlainShardedParam(ShardedParam):
     """A plain parameter over a part of the shard buffer.
 
-    For a while, other tensors can be shown in the place of what it stands for: whole parameters, say.
+    Full parameters can be installed in its place for a while, outside of training.
     """
 
     memory_of = staticmethod(Tensor.data_ptr)
@@ -280,11 +282,11 @@ class PlainShardedParam(ShardedParam):
 
     @abstractmethod
     def install_full_params(self, values: Sequence[Tensor]) -> None:
-        """Let the modules have these as parameters, one for each that the face stands for."""
+        """Let the modules have these full parameters, one for each of its own."""
 
     @abstractmethod
     def uninstall_full_params(self) -> list[Tensor]:
-        """Put the face back on the modules, and return what was shown in its place, as it is now."""
+        """Put the sharded parameter back on the modules, and return the full ones as they are now."""
 
     @property
     def local(self) -> Tensor:
@@ -321,12 +323,12 @@ class PlainShardedParam(ShardedParam):
             param.grad.add_(shaped)
         _after_accumulation(param)
 
-    def show_unreduced(self, whole: Tensor) -> None:
-        """Let `.grad` be this rank's own gradient of all that the face stands for, until `show_reduced`."""
+    def show_unreduced(self, full: Tensor) -> None:
+        """Let `.grad` be this rank's own gradient of the full parameters, until `show_reduced`."""
         if self.unreduced is None:
             self._reduced_gradient = self.param.grad
-        self._unreduced_shape = whole.shape
-        self._assign_gradient(whole)
+        self._unreduced_shape = full.shape
+        self._assign_gradient(full)
 
     @property
     def unreduced(self) -> Tensor | None:
@@ -383,46 +385,46 @@ class OrigParamShard(PlainShardedParam):
         super().__init__(name, owners, local, trainable=original.requires_grad)
         original.grad = None  # it would be of another shape
         original.data = local
-        self._hidden: Tensor
+        self._sharded_data: Tensor
         self._gradient_before: Tensor | None
-        self._hidden_gradient: Tensor | None
+        self._sharded_gradient: Tensor | None
         self._set_param(original, group_name)
 
     def install_full_params(self, values: Sequence[Tensor]) -> None:
         """See `PlainShardedParam`."""
-        self._hidden, self._gradient_before = self.param.data, self.param.grad
+        self._sharded_data, self._gradient_before = self.param.data, self.param.grad
         self.param.data = values[0]
 
     def uninstall_full_params(self) -> list[Tensor]:
         """See `PlainShardedParam`."""
         values = [installed_on(self.owners, self.param).data]
-        self.param.data = self._hidden
+        self.param.data = self._sharded_data
         gradient = self.param.grad
-        if gradient is not None and gradient is not self._gradient_before:  # of the whole one
+        if gradient is not None and gradient is not self._gradient_before:  # of the full one
             self._assign_gradient(self._gradient_before)
-        del self._hidden, self._gradient_before
+        del self._sharded_data, self._gradient_before
         if self.found() is not self.param:  # somebody assigned another
             self._install()
         return values
 
-    def install_full_gradient(self, whole: Tensor | None) -> None:
-        """While a whole parameter is shown, show its gradient, too, until `uninstall_full_gradient`."""
-        self._hidden_gradient, self.param.grad = self.param.grad, None
-        if whole is not None:
-            self._have_gradient(whole)
+    def install_full_gradient(self, full: Tensor | None) -> None:
+        """Give the full parameter that is installed its gradient, until `uninstall_full_gradient`."""
+        self._sharded_gradient, self.param.grad = self.param.grad, None
+        if full is not None:
+            self._have_gradient(full)
 
     def uninstall_full_gradient(self) -> Tensor | None:
-        """Let there be no gradient, and return the one shown, as it is now; before `uninstall_full_params`."""
-        whole, self.param.grad = self.param.grad, None
-        return whole
+        """Take the full gradient off, and return it as it is now; before `uninstall_full_params`."""
+        full, self.param.grad = self.param.grad, None
+        return full
 
     def restore_sharded_gradient(self) -> None:
         """Have the sharded gradient again; after `uninstall_full_params`."""
-        self.param.grad = self._hidden_gradient
-        del self._hidden_gradient
+        self.param.grad = self._sharded_gradient
+        del self._sharded_gradient
 
     def set_gradient(self, part: Tensor | None) -> None:
-        """Have this rank's part of a whole gradient, flat, or none."""
+        """Have this rank's shard of a full gradient, flat, or none."""
         self.param.grad = None
         if part is not None and part.numel():
             self._have_gradient(self._shaped(part))
@@ -436,8 +438,8 @@ class OrigParamShard(PlainShardedParam):
 class ParallelOrigParamShard(OrigParamShard):
     """This rank's flat piece of what tensor parallelism has left here of a parameter.
 
-    A DTensor cannot become a piece, so this is another parameter than the user made. While a whole parameter
-    is shown, it is a DTensor as before, in this one's place.
+    A DTensor cannot become a piece, so this is another parameter than the user made. While full
+    parameters are installed, modules have a DTensor as before instead of this one.
     """
 
     def __init__(
@@ -449,37 +451,39 @@ class ParallelOrigParamShard(OrigParamShard):
         local: Tensor,
         group_name: str,
     ) -> None:
-        """Put a parameter over ``local`` in the place of ``original``."""
+        """Put a parameter over ``local`` on the modules instead of ``original``."""
         piece = nn.Parameter(local, requires_grad=original.requires_grad)
         piece.__dict__.update(original.__dict__)  # attributes users hang on parameters move along
         super().__init__(name, owners, piece, local, group_name)
         setattr(original, GROUP_MARK, group_name)
         self._placement = placement
-        self._shown: nn.Parameter
+        self._installed: nn.Parameter
 
     def install_full_params(self, values: Sequence[Tensor]) -> None:
         """See `PlainShardedParam`."""
         trainable = self.param.requires_grad
-        self._shown = cast(nn.Parameter, self._placement.unsharded(values[0], trainable=trainable))
+        self._installed = cast(
+            nn.Parameter, self._placement.unsharded(values[0], trainable=trainable)
+        )
         for owner in self.owners:
-            owner.install(self._shown)
+            owner.install(self._installed)
 
     def uninstall_full_params(self) -> list[Tensor]:
         """See `PlainShardedParam`."""
-        values = [self._placement.local_part(installed_on(self.owners, self._shown)).detach()]
-        del self._shown
+        values = [self._placement.local_part(installed_on(self.owners, self._installed)).detach()]
+        del self._installed
         self._install()
         return values
 
-    def install_full_gradient(self, whole: Tensor | None) -> None:
+    def install_full_gradient(self, full: Tensor | None) -> None:
         """See `OrigParamShard`."""
-        if whole is not None:
-            self._shown.grad = self._placement.as_before(whole)
+        if full is not None:
+            self._installed.grad = self._placement.as_before(full)
 
     def uninstall_full_gradient(self) -> Tensor | None:
         """See `OrigParamShard`."""
-        whole = self._shown.grad
-        return None if whole is None else self._placement.local_part(whole)
+        full = self._installed.grad
+        return None if full is None else self._placement.local_part(full)
 
     def restore_sharded_gradient(self) -> None:
         """See `OrigParamShard`: it was never hidden."""
@@ -504,19 +508,21 @@ def are_equal(tensors: Sequence[Any]) -> bool:
     )
 
 
-def installed_on(owners: Sequence[ParamModuleInfo], shown: nn.Parameter) -> Tensor:
-    """What is on the owners where ``shown`` was put: itself, or what was last assigned under one of its names."""
+def installed_on(owners: Sequence[ParamModuleInfo], installed: nn.Parameter) -> Tensor:
+    """Return what is on the owners where ``installed`` was put: itself, or what was last assigned there."""
     found = [owner.current() for owner in owners]
-    return next((each for each in reversed(found) if each is not None and each is not shown), shown)
+    return next(
+        (each for each in reversed(found) if each is not None and each is not installed), installed
+    )
 
 
 def unsharded_name(tensor: Tensor) -> str | None:
-    """Full name of the parameter of which ``tensor`` is the unsharded face, or None."""
+    """Return the full name of the parameter if ``tensor`` is an unsharded one, or None."""
     return cast("str | None", getattr(tensor, _UNSHARDED_MARK, None))
 
 
 def mark_unsharded(tensor: Tensor, name: str) -> None:
-    """Let `unsharded_name` know the unsharded face of a parameter."""
+    """Let `unsharded_name` know an unsharded parameter."""
     setattr(tensor, _UNSHARDED_MARK, name)
 
 
