@@ -1,14 +1,13 @@
-"""Gather weights as int8: a quarter of float32's bytes on the wire, float32 weights at rest.
+"""Gather weights as int8: a quarter of float32's bytes on the wire, with float32 shards.
 
     torchrun --nproc-per-node 2 examples/int8_gather.py
 
-trains a small language model twice, with plain gathers and with int8 ones, and prints the held-out
-loss and the bytes that each rank sends per step.
+trains a small language model twice, with float32 and with int8 gathers, and prints the held-out loss and the bytes that
+each rank sends per step. Model, data and loss are those of `fullshard train`.
 
-`Int8Gathered` is a tensor subclass with the all-gather protocol. Its shard is ordinary float32 data
-that the optimizer updates. Before a gather it gives int8 numbers and one scale per row; afterwards
-every rank makes the whole weight of them in the compute dtype. Rounding therefore hits compute only,
-never the weights themselves, and gradients are reduced as ever.
+`Int8Gathered` is a tensor subclass with the all-gather extension of FSDP2. Its shard is ordinary float32 data that the
+optimizer updates. Before a gather it is turned into int8 numbers and one scale per row; afterwards every rank computes the
+unsharded weight from them, in the compute dtype. So only compute sees rounded weights, and gradients are reduced as usual.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ _SAME_KIND = {
     _aten._to_copy.default,
     _aten._pin_memory.default,
 }
-"""Operators whose result is gathered as int8 again: cutting, copying and moving. All others compute."""
+"""Operators whose result is an `Int8Gathered` again: slicing, copying and moving. All others compute."""
 
 
 class Int8Gathered(Tensor):
-    """A weight that travels as int8."""
+    """A weight that is gathered as int8."""
 
     data_: Tensor
 
@@ -68,7 +67,7 @@ class Int8Gathered(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute with the data; wrap what is still a weight."""
+        """Compute with the data; wrap the result if it is still a weight."""
         plain_args, plain_kwargs = torch.utils._pytree.tree_map_only(
             cls, lambda weight: weight.data_, (tuple(args), kwargs or {})
         )
@@ -81,7 +80,7 @@ class Int8Gathered(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What this rank sends: int8 rows and their scales. Shards with fewer rows are padded for us."""
+        """Return what this rank sends: int8 rows and their scales. fullshard pads shards with fewer rows."""
         scales = self.data_.abs().amax(dim=1).clamp_min(1e-12) / 127
         rows = torch.round(self.data_ / scales[:, None]).to(torch.int8)
         return (rows, scales), outer_size
@@ -94,7 +93,7 @@ class Int8Gathered(Tensor):
         *,
         out: Tensor | None = None,
     ) -> Any:
-        """The whole weight: of the rows of all ranks, without the padding at the end."""
+        """Return the unsharded weight from the rows of all ranks, without the padding at the end."""
         rows, scales = (output[: outer_size[0]] for output in outputs)
         if out is not None:
             with torch.no_grad():
@@ -105,14 +104,14 @@ class Int8Gathered(Tensor):
 
 
 def gather_linear_weights_as_int8(model: nn.Module) -> None:
-    """Wrap the weights of all linear layers; before `fully_shard`."""
+    """Wrap the weights of all linear layers. Call it before `fully_shard`."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(Int8Gathered(module.weight.detach().clone()))
 
 
 class CountingAllGather(DefaultAllGather):
-    """Counts the bytes this rank sends."""
+    """An all-gather that counts the bytes this rank sends."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -127,7 +126,7 @@ class CountingAllGather(DefaultAllGather):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave."""
+    """The result of one training."""
 
     held_out: float
     """Loss in nats per byte."""
