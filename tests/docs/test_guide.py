@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fullshard.comm import collectives
 from tests.helpers.compare import assert_close, assert_equal
-from tests.helpers.training import gradients, whole
+from tests.helpers.training import gradients, weights
 
 pytestmark = pytest.mark.slow
 
@@ -128,9 +128,9 @@ def run(common: str, code: str, folder: str) -> Outcome:
     output = io.StringIO()
     with contextlib.redirect_stdout(output), recorded_collectives() as collectives:
         names = execute(common, code, folder)
-    weights = {name: whole(param) for name, param in names["model"].named_parameters()}
     norms = norms_over_meshes(names) if "parallelize_module" in names else []
-    return Outcome(output.getvalue(), names["losses"], weights, collectives, norms)
+    found = weights(names["model"])
+    return Outcome(output.getvalue(), names["losses"], found, collectives, norms)
 
 
 def norms_over_meshes(names: dict[str, Any]) -> list[float]:

@@ -37,6 +37,7 @@ from tests.helpers.training import (
     mine,
     needs_torch_2_13,
     shard,
+    weights,
     whole,
 )
 
@@ -216,7 +217,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
 
 
 def everything(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    values = {name: whole(param) for name, param in model.named_parameters()}
+    values = weights(model)
     for name, param in model.named_parameters():
         for key, value in optimizer.state[param].items():
             values[f"{name} {key}"] = whole(value)
@@ -277,7 +278,7 @@ def from_the_wrapper_to_fully_shard() -> tuple[Any, Any]:
     set_optimizer_state_dict(model, other, states, options=options)
     step(wrapped, optimizer, 2)
     step(model, other, 2)
-    return wrapped.state_dict(), {name: whole(p) for name, p in model.named_parameters()}
+    return wrapped.state_dict(), weights(model)
 
 
 def test_a_model_moves_from_the_wrapper_to_fully_shard(world) -> None:

@@ -33,12 +33,12 @@ from tests.helpers.training import (
     FULLSHARD,
     TORCH,
     Run,
+    all_whole,
     batch_of,
     gradients,
     mine,
     shard,
     weights,
-    whole,
 )
 
 # --- torch.compile -----------------------------------------------------------------------------------
@@ -99,10 +99,7 @@ def untrained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
-    return {
-        names[param]: {key: whole(value) for key, value in state.items()}
-        for param, state in optimizer.state.items()
-    }
+    return {names[param]: all_whole(state) for param, state in optimizer.state.items()}
 
 
 def state_dict_round_trip(full: bool, offload: bool, broadcast: bool) -> None:

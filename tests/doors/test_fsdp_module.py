@@ -26,7 +26,17 @@ from fullshard.engine.state import state_of
 from tests.helpers.compare import assert_close
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
-from tests.helpers.training import FULLSHARD, TORCH, Run, batch_of, gradients, mine, shard, whole
+from tests.helpers.training import (
+    FULLSHARD,
+    TORCH,
+    Run,
+    batch_of,
+    gradients,
+    mine,
+    shard,
+    weights,
+    whole,
+)
 
 
 def all_modules(model: Decoder) -> list[Any]:
@@ -219,7 +229,7 @@ def after_every_backward(api: str) -> list[dict[str, Tensor]]:
         model(mine(batch_of(step))).backward()
         seen.append({name: gradient.clone() for name, gradient in gradients(model).items()})
         optimizer.step()
-        seen.append({name: whole(param).clone() for name, param in model.named_parameters()})
+        seen.append(weights(model))
     return seen
 
 
@@ -293,7 +303,7 @@ def kinds_of_gradients(api: str, replicas: int) -> list[dict[str, str]]:
         lib.fully_shard(module, mesh=mesh if replicas > 1 else mesh["s"])
     model.set_reduce_scatter_unused_params(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
-    before = {name: whole(param).clone() for name, param in model.named_parameters()}
+    before = weights(model)
     seen = []
     for names in (["always"], ["always", "later"], ["always"]):
         model(torch.ones(2, 4), names).backward()

@@ -26,7 +26,7 @@ from fullshard.fsdp2.fsdp_module import disable_fsdp_module_new_init, get_cls_to
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
-from tests.helpers.training import FULLSHARD, Run, gradients, mine, shard, whole
+from tests.helpers.training import FULLSHARD, Run, all_whole, gradients, mine, shard, weights, whole
 
 
 def sharded_decoder(options: ModelOptions | None = None, **kwargs: Any) -> Decoder:
@@ -164,7 +164,7 @@ def state_dict_needs_no_communication() -> None:
     original = make_decoder().state_dict()
     assert list(state) == list(original)
     assert all(isinstance(value, DTensor) for value in state.values())
-    assert_equal({k: whole(v) for k, v in state.items()}, dict(original))
+    assert_equal(all_whole(state), dict(original))
 
 
 def test_state_dict_has_dtensors_and_needs_no_communication(world) -> None:
@@ -185,7 +185,7 @@ def load_state_dict(assign: bool) -> None:
         expected = make_decoder()
         expected(batch).backward()
         torch.optim.SGD(expected.parameters(), lr=0.1).step()
-        actual = {name: whole(param) for name, param in target.named_parameters()}
+        actual = weights(target)
         assert_close(actual, dict(expected.named_parameters()), rtol=1e-5, atol=1e-6)
 
 
@@ -204,7 +204,7 @@ def load_while_unsharded(assign: bool, left_by: str) -> None:
         model.blocks[0].unshard()
     state = {name: value.clone() for name, value in sharded_decoder().state_dict().items()}
     model.load_state_dict(state, assign=assign)
-    actual = {name: whole(param) for name, param in model.named_parameters()}
+    actual = weights(model)
     assert_equal(actual, dict(make_decoder().named_parameters()))
     model(mine(batch)).backward()
     assert_close(gradients(model), reference_gradients(batch), rtol=1e-5, atol=1e-6)
@@ -423,7 +423,7 @@ def shard_along(dim: int) -> None:
         reference(batch).backward()
         expected.step()
         expected.zero_grad()
-    actual = {name: whole(param) for name, param in model.named_parameters()}
+    actual = weights(model)
     assert_close(actual, dict(reference.named_parameters()), rtol=1e-5, atol=1e-6)
 
 
@@ -809,7 +809,7 @@ def optimizer_in_backward() -> None:
         model(mine(batch)).backward()
         reference(batch).backward()
     assert all(param.grad is None for param in model.parameters())
-    actual = {name: whole(param) for name, param in model.named_parameters()}
+    actual = weights(model)
     assert_close(actual, dict(reference.named_parameters()), rtol=1e-5, atol=1e-6)
 
 

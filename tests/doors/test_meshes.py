@@ -39,6 +39,7 @@ from tests.helpers.training import (
     of_both,
     shard,
     train,
+    weights,
     whole,
 )
 
@@ -309,7 +310,7 @@ def replicated_training(api: str, policy: dict[str, torch.dtype], microbatches: 
             model.set_requires_gradient_sync(index == microbatches - 1)
             (model(rows) / microbatches).backward()
         optimizer.step()
-    return gradients(model), {name: whole(param) for name, param in model.named_parameters()}
+    return gradients(model), weights(model)
 
 
 @pytest.mark.parametrize(
@@ -477,8 +478,8 @@ def column_sharded_uneven() -> None:
     reference.load_state_dict(layer.state_dict())
     parallelize_module(layer, axes["tp"], ColwiseParallel(output_layouts=Replicate()))
     fully_shard(layer, mesh=axes["dp"])
-    before = {name: whole(param) for name, param in layer.named_parameters()}
-    assert_equal(before, {name: whole(param) for name, param in reference.named_parameters()})
+    before = weights(layer)
+    assert_equal(before, weights(reference))
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
     layer(x.chunk(2)[axes["dp"].get_local_rank()]).square().mean().backward()
     reference(x).square().mean().backward()

@@ -22,7 +22,7 @@ from fullshard import MixedPrecisionPolicy, fully_shard
 from tests.gpu.test_streams import pause
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.threads import run_threads
-from tests.helpers.training import whole
+from tests.helpers.training import gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +65,7 @@ def losses_and_gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     for _ in range(3):
         model.zero_grad()
         model(x).pow(2).mean().backward()
-    return {name: whole(param.grad) for name, param in model.named_parameters()}
+    return gradients(model)
 
 
 def train_on_thread(

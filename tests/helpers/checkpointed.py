@@ -26,7 +26,7 @@ from fullshard import (
 from fullshard.optim import ShardedOptimizer
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.models import Block, ModelOptions, make_decoder, tokens_for
-from tests.helpers.training import batch_of, mine, whole
+from tests.helpers.training import all_whole, batch_of, mine, whole
 
 ODD = ModelOptions(depth=2, scalar=True, tied=True)
 """Uneven rows, ranks without any, 0-d and tied parameters."""
@@ -113,7 +113,7 @@ def whole_state(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
     if not isinstance(model, FullyShardedDataParallel):
         names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
         return {
-            "model": {key: whole(value) for key, value in model.state_dict().items()},
+            "model": all_whole(model.state_dict()),
             "optimizer": {
                 names[param]: {
                     key: whole(value) if isinstance(value, torch.Tensor) else value
@@ -125,4 +125,4 @@ def whole_state(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
     kind = StateDictType.FULL_STATE_DICT
     with FullyShardedDataParallel.state_dict_type(model, kind):
         states = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
-        return {"model": {k: whole(v) for k, v in model.state_dict().items()}, "optimizer": states}
+        return {"model": all_whole(model.state_dict()), "optimizer": states}

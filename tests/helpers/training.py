@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
 
@@ -97,11 +97,7 @@ def train(api: str, run: Run, world_size: int = 1) -> Record:
             norm = torch.nn.utils.clip_grad_norm_(trainable, run.clip)
             record.losses.append(float(whole(norm)))
         if step == run.steps - 1:
-            record.gradients = {
-                name: whole(param.grad)
-                for name, param in model.named_parameters()
-                if param.grad is not None
-            }
+            record.gradients = gradients(model)
         optimizer.step()
         optimizer.zero_grad()
     record.params = weights(model)
@@ -161,18 +157,63 @@ def of_both(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[An
 
 def whole(tensor: Any) -> Tensor:
     """A tensor gathered from its shards, cut loose from everything."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().clone()  # type: ignore[no-any-return]
+    return all_whole({"it": tensor})["it"]
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """All parameters, whole."""
-    return {name: whole(param) for name, param in model.named_parameters()}
+    return all_whole(dict(model.named_parameters()))
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """All gradients, whole."""
-    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return all_whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+
+
+@torch.no_grad()
+def all_whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """Like `whole`, for many.
+
+    There is one exchange per group of ranks: DTensor's several operations per tensor took a third of the time of tests.
+    """
+    found = {}
+    parts: dict[dist.ProcessGroup, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        cut = _the_cut(tensor)
+        if cut is None:
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            found[name] = full.detach().clone()
+        else:
+            parts.setdefault(tensor.device_mesh.get_group(cut), {})[name] = tensor.to_local()
+    for group, mine in parts.items():
+        by_rank: list[list[tuple[torch.Size, bytes]]] = [[]] * group.size()
+        # As bytes: torch takes half a millisecond to pickle a tensor.
+        sent = [(each.shape, _to_bytes(each)) for each in mine.values()]
+        dist.all_gather_object(by_rank, sent, group=group)
+        for name, of_ranks in zip(mine, zip(*by_rank, strict=True), strict=True):
+            tensor = tensors[name]
+            shards = [_from_bytes(data, tensor.dtype).view(shape) for shape, data in of_ranks]
+            full = torch.cat(shards, tensor.placements[_the_cut(tensor)].dim)
+            assert full.shape == tensor.shape
+            found[name] = full.to(tensor.device)
+    return {name: found[name] for name in tensors}
+
+
+def _the_cut(tensor: Any) -> int | None:
+    """The dimension of the mesh along which a DTensor is cut; None if it is not cut plainly along one only."""
+    if type(tensor) is not DTensor or type(tensor.to_local()) is not Tensor:
+        return None
+    cut = [dim for dim, each in enumerate(tensor.placements) if not isinstance(each, Replicate)]
+    return cut[0] if len(cut) == 1 and type(tensor.placements[cut[0]]) is Shard else None
+
+
+def _to_bytes(tensor: Tensor) -> bytes:
+    data: bytes = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return data
+
+
+def _from_bytes(data: bytes, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
 def mine(batch: Tensor) -> Tensor:

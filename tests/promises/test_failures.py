@@ -21,7 +21,7 @@ from fullshard import (
 from fullshard.engine.state import state_of
 from tests.helpers.compare import assert_close
 from tests.helpers.models import make_decoder, tokens_for
-from tests.helpers.training import FULLSHARD, Run, shard, whole
+from tests.helpers.training import FULLSHARD, Run, gradients, shard
 
 
 def three_axes() -> None:
@@ -302,8 +302,8 @@ def fail_then_train(where: str, reset: bool) -> None:
             loss = model(batch.chunk(world)[dist.get_rank()])
         loss.backward()
         reference(batch).backward()
-    actual = {name: whole(param.grad) for name, param in model.named_parameters()}
-    expected = {name: whole(param.grad) for name, param in reference.named_parameters()}
+    actual = gradients(model)
+    expected = gradients(reference)
     assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -325,8 +325,8 @@ def reset_drops_accumulated_gradients() -> None:
     model(mine).backward()
     reference = make_decoder()
     reference(batch).backward()
-    actual = {name: whole(param.grad) for name, param in model.named_parameters()}
-    expected = {name: whole(param.grad) for name, param in reference.named_parameters()}
+    actual = gradients(model)
+    expected = gradients(reference)
     assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
