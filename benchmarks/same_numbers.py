@@ -350,7 +350,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.save:
         save(options.save, options.checkouts[0], here, numbers[0])
-        return report([(n, "fails") for n, o in numbers[0].items() if o.error], numbers)
+        failed = [(name, "fails") for name, outcome in numbers[0].items() if outcome.error]
+        return report(failed, numbers) if failed else 0
     if old is not None:
         numbers.insert(0, old)
     return report(compare(*numbers), numbers)
