@@ -485,11 +485,11 @@ def changed_later() -> None:
 
 NOTHING_SHARDED = "but nothing is sharded here: 2 replicas average whole gradients, in reduce_dtype"
 REFUSALS: dict[Callable[[], None], str] = {
-    custom_reduce_scatter: "set_custom_reduce_scatter is about the reduce-scatter of a module's group, but this "
+    custom_reduce_scatter: "set_custom_reduce_scatter changes the reduce-scatter of a module's group, but this "
     "FSDPLinear has none: with wire_dtype=torch.bfloat16",
-    memory_of_the_group: "set_allocate_memory_from_process_group_for_comm is about the reduce-scatter",
-    summing_symmetric_memory: "set_symm_mem_for_comm is about the reduce-scatter",
-    comm_hook: "A communication hook decides itself in which dtype gradients travel, but these have a wire_dtype",
+    memory_of_the_group: "set_allocate_memory_from_process_group_for_comm changes the reduce-scatter",
+    summing_symmetric_memory: "set_symm_mem_for_comm changes the reduce-scatter",
+    comm_hook: "A communication hook chooses the dtype in which gradients travel, so it excludes wire_dtype.",
     replicas: NOTHING_SHARDED,
     shards_of_one: NOTHING_SHARDED,
     no_shard: NOTHING_SHARDED,

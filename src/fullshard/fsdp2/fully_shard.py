@@ -1,12 +1,12 @@
-"""The functional doors: `fully_shard` and `replicate`.
+"""`fully_shard` and `replicate`: torch's FSDP2 API on this engine.
 
-They decide which parameters form a group, check that they can, and hand them to the engine:
+They choose the parameters of a group, check them, and hand them to the engine:
 
-    1. checks of the arguments and of the modules
-    2. modules and parameters: everything below that no other call has taken
-    3. groups: parameters that communicate over the same ranks
-    4. buffers moved to the mesh's device (of parameters, only this rank's pieces ever get there)
-    5. the groups (which shard the parameters), the state, the hooks, the class
+    1. check the arguments and the modules
+    2. collect all parameters below the modules that no other call has taken
+    3. divide them into groups that communicate over the same ranks
+    4. move buffers to the mesh's device (of parameters, only this rank's shards are moved)
+    5. build the groups, which shard the parameters; attach the state, the hooks and the class
 """
 
 from __future__ import annotations
@@ -53,7 +53,12 @@ from fullshard.plan.mesh import (
     sharding_mesh_info,
 )
 from fullshard.plan.placement import DTensorPlacer, ParamPlacement, local_tensor
-from fullshard.plan.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.plan.policies import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    check_type,
+)
 from fullshard.storage.param import FSDPParam, fits_in_buffers, normalized_shard_dim
 from fullshard.storage.shard_formats import RowFormat
 from fullshard.storage.sharded_params import ParamModuleInfo
@@ -101,11 +106,10 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> ModuleT | list[ModuleT]:
-    """Shard a module's parameters over ranks, in place; gather them only while they are needed.
+    """Shard a module's parameters over ranks, in place, and gather them only while they are needed.
 
-    Apply it bottom-up: to each layer, then to the whole model. Each call makes one group of the
-    parameters below the module that no earlier call has taken; a group is gathered and reduced as
-    one.
+    Apply it bottom-up: to each layer, then to the whole model. Each call makes one group of the parameters below the
+    module that no earlier call has taken. A group is gathered and reduced as one.
 
         for layer in model.layers:
             fully_shard(layer)
@@ -113,21 +117,18 @@ def fully_shard(
 
     Args:
         module: A module, or a list of modules that form one group.
-        mesh: 1-D (shard) or 2-D (replicate, shard). By default all ranks, 1-D.
-            Parameters may be DTensors on other axes of the mesh this one was cut from (tensor
-            parallelism).
-        reshard_after_forward: Free the gathered parameters after forward and gather them again for
-            backward (True), or keep them (False). None means True, but False for the root. A
-            divisor of the shard size keeps a part of them, such that backward gathers over so many
-            neighbouring ranks only; the ranks of one node, say.
-        shard_placement_fn: Says per parameter along which dimension to shard (`Shard(dim)`; None
-            means 0) and, with `ShardPlacementResult`, over which mesh; parameters with different
-            meshes form groups of their own.
+        mesh: 1-D (shard) or 2-D (replicate, shard). By default all ranks, 1-D. Parameters may be DTensors on other
+            axes of the mesh that this one was cut from (tensor parallelism).
+        reshard_after_forward: Free the gathered parameters after forward and gather them again for backward (True),
+            or keep them (False). None means True, but False for the root. An int n, a divisor of the shard size,
+            keeps a larger shard, so that backward gathers over n neighbouring ranks only, for example those of one node.
+        shard_placement_fn: Returns for a parameter the dimension to shard (`Shard(dim)`; None means 0) or, with
+            `ShardPlacementResult`, also the mesh. Parameters with different meshes form separate groups.
         mp_policy: Dtypes of compute, reduction and outputs.
-        offload_policy: Where shards rest: on the device, or with `CPUOffloadPolicy` in host memory.
+        offload_policy: Where shards are between steps: on the device, or with `CPUOffloadPolicy` in host memory.
         ignored_params: Parameters to leave alone: not sharded, moved or reduced.
-        dp_mesh_dims: Names the data-parallel axes of ``mesh``, which then is the mesh of all kinds
-            of parallelism, and all parameters are DTensors on it.
+        dp_mesh_dims: The names of the data-parallel axes of ``mesh``. The mesh is then the one of all kinds of
+            parallelism, and all parameters are DTensors on it.
 
     Returns:
         The same object, now also an `FSDPModule`.
@@ -136,11 +137,11 @@ def fully_shard(
     _check_options(mp_policy, offload_policy, dp_mesh_dims)
     ignored = _checked_params("ignored_params", ignored_params)
     info = sharding_mesh_info(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
-    keeping = _keeping_after_forward(reshard_after_forward, info)
+    after_forward = _read_reshard_after_forward(reshard_after_forward, info)
     found = _params_to_shard(modules, ignored, shard_placement_fn, info)
-    _check_parts(found, info, keeping.post_forward_size)
+    _check_post_forward_size(found, info, after_forward.post_forward_size)
     _check_wire(found, mp_policy)
-    _apply(modules, found, ignored, info, mp_policy, offload_policy, keeping, FSDPModule)
+    _apply(modules, found, ignored, info, mp_policy, offload_policy, after_forward, FSDPModule)
     return module
 
 
@@ -177,18 +178,18 @@ def replicate(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> ModuleT | list[ModuleT]:
-    """Keep a module's parameters whole on every rank, and average their gradients: plain data parallelism.
+    """Keep all of a module's parameters on every rank, and average their gradients: plain data parallelism.
 
-    On the engine of `fully_shard`, with its groups, precision, offloading and methods. A model may
-    have replicated and fully sharded modules.
+    Groups, precision, offloading and methods are those of `fully_shard`. A model may have replicated and fully sharded
+    modules.
 
     Args:
         module: A module, or a list of modules that form one group.
         mesh: 1-D. By default all ranks.
         mp_policy: Dtypes of compute, reduction and outputs.
-        offload_policy: Where parameters rest.
+        offload_policy: Where parameters are between steps.
         ignored_params: Parameters to leave alone: not moved or reduced.
-        dp_mesh_dims: Names the replicate axes of ``mesh``, on which all parameters are DTensors.
+        dp_mesh_dims: The names of the replicate axes of ``mesh``, on which all parameters are DTensors.
 
     Returns:
         The same object, now also a `ReplicateModule`.
@@ -200,13 +201,13 @@ def replicate(
     info = replicating_mesh_info(own_mesh, dp_mesh_dims)
     found = _params_to_shard(modules, ignored, None, info)
     _check_wire(found, mp_policy)
-    keeping = _Keeping(reshard=False)
-    _apply(modules, found, ignored, info, mp_policy, offload_policy, keeping, ReplicateModule)
+    after_forward = _AfterForward(reshard=False)
+    _apply(modules, found, ignored, info, mp_policy, offload_policy, after_forward, ReplicateModule)
     return module
 
 
 def fsdp_state(module: nn.Module) -> FSDPState | None:
-    """The state a call put on a module, or None; also as ``fully_shard.state(module)``."""
+    """Return the state that a call attached to a module, or None; also called ``fully_shard.state(module)``."""
     return state_of(module)
 
 
@@ -215,19 +216,19 @@ replicate.state = fsdp_state  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
-class _Keeping:
+class _AfterForward:
     """What happens to gathered parameters after forward."""
 
     reshard: bool
     auto: bool = False
-    """Whether the user left it open, so that the root may decide otherwise."""
+    """Whether the user left the choice open, so that the root may choose otherwise."""
     post_forward_size: int | None = None
-    """Over how many ranks a part of them is kept."""
+    """Over how many ranks backward gathers, if after forward a larger shard is kept."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """A parameter to be sharded, and how."""
+class _ParamPlan:
+    """A parameter to shard, its shard dimension and its mesh."""
 
     name: str
     param: nn.Parameter
@@ -239,19 +240,19 @@ class _Found:
 
 def _apply(
     modules: Sequence[nn.Module],
-    found: Sequence[_Found],
+    found: Sequence[_ParamPlan],
     ignored_params: Iterable[nn.Parameter],
     info: DataParallelMeshInfo,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
-    keeping: _Keeping,
+    after_forward: _AfterForward,
     mixin: type[FSDPModule],
 ) -> None:
-    """Shard what was found and attach the state: nothing can be refused from here on."""
+    """Shard the parameters and attach the state. All checks have passed before."""
     device = device_of(info.mesh)
     move_buffers(managed_modules(modules), device)
     name = _provisional_name(modules)
-    members: dict[object, list[_Found]] = {}
+    members: dict[object, list[_ParamPlan]] = {}
     for each in found:
         members.setdefault(each.mesh_info.communicates_over, []).append(each)
     groups = [
@@ -263,8 +264,8 @@ def _apply(
             offload_policy,
             name,
             shard_format=RowFormat(),
-            post_forward_size=keeping.post_forward_size
-            if keeping.post_forward_size != together[0].mesh_info.shard_mesh_size
+            post_forward_size=after_forward.post_forward_size
+            if after_forward.post_forward_size != together[0].mesh_info.shard_mesh_size
             else None,
         )
         for together in members.values()
@@ -273,7 +274,9 @@ def _apply(
         modules,
         groups,
         device,
-        StateOptions(mp_policy, reshard_after_forward=keeping.reshard, auto_reshard=keeping.auto),
+        StateOptions(
+            mp_policy, reshard_after_forward=after_forward.reshard, auto_reshard=after_forward.auto
+        ),
         ignored=ignored_below(modules, ignored_params),
     )
     for module in modules:
@@ -282,7 +285,7 @@ def _apply(
         module.register_forward_pre_hook(
             functools.partial(module_hooks.pre_forward, state), prepend=True, with_kwargs=True
         )
-        # Also when forward raises, so that nobody stays unsharded, or in the middle of a call.
+        # `always_call`: an exception in forward must not leave the module unsharded, or in the middle of a call.
         module.register_forward_hook(
             functools.partial(module_hooks.post_forward, state), prepend=False, always_call=True
         )
@@ -291,51 +294,45 @@ def _apply(
         module.register_load_state_dict_post_hook(_after_load_state_dict)
 
 
-# --- 1. checks ------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
-def _checked_modules(door: str, module: object) -> list[nn.Module]:
+def _checked_modules(function: str, module: object) -> list[nn.Module]:
+    """Return the modules that a call is applied to, or refuse them."""
     modules = module if isinstance(module, (list, tuple)) else [module]
     wrong = [type(each).__name__ for each in modules if not isinstance(each, nn.Module)]
     if wrong or not modules:
         found = f"a list with {wrong}" if isinstance(module, (list, tuple)) else f"{wrong[0]}"
         raise OptionTypeError(
-            f"{door} takes an nn.Module or a non-empty list of them, got "
+            f"{function} takes an nn.Module or a non-empty list of them, got "
             f"{found if modules else 'an empty list'}."
         )
     checked = cast("list[nn.Module]", list(modules))
     without_forward = [type(each).__name__ for each in checked if not has_forward(each)]
     if without_forward:
         raise ConfigurationError(
-            f"{door} gathers parameters around a module's forward, but these have none: "
-            f"{without_forward}. Shard the modules they contain, or the module that contains them."
+            f"{function} gathers parameters around a module's forward, but these modules have none: {without_forward}. "
+            "Shard the modules that they contain, or the module that contains them."
         )
     twice = [type(each).__name__ for each in checked if state_of(each) is not None]
     if twice or len({id(each) for each in checked}) < len(checked):
         raise ConfigurationError(
-            f"{door} is applied to a module once; it was applied before to: {twice or checked}. Remove "
-            "the second call."
+            f"{function} can be applied to a module once, but it was applied before to {twice or checked}. Remove the "
+            "second call."
         )
     return checked
 
 
 def _check_options(mp_policy: object, offload_policy: object, dp_mesh_dims: object) -> None:
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise OptionTypeError(
-            f"mp_policy must be a fullshard.MixedPrecisionPolicy, got {_class_of(mp_policy)}."
-        )
-    if not isinstance(offload_policy, OffloadPolicy):
-        raise OptionTypeError(
-            f"offload_policy must be a fullshard.OffloadPolicy, got {_class_of(offload_policy)}."
-        )
-    if dp_mesh_dims is not None and not isinstance(dp_mesh_dims, DataParallelMeshDims):
-        raise OptionTypeError(
-            f"dp_mesh_dims must be a fullshard.DataParallelMeshDims, got {_class_of(dp_mesh_dims)}."
-        )
+    """Refuse option values of other classes, among them torch's of the same names."""
+    check_type("mp_policy", mp_policy, MixedPrecisionPolicy)
+    check_type("offload_policy", offload_policy, OffloadPolicy)
+    if dp_mesh_dims is not None:
+        check_type("dp_mesh_dims", dp_mesh_dims, DataParallelMeshDims)
 
 
 def _checked_params(name: str, given: object) -> tuple[nn.Parameter, ...]:
-    """The parameters of an argument, read once: it may be a generator."""
+    """Return the parameters of an argument, which may be a generator."""
     if given is None:
         return ()
     params = tuple(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else None
@@ -344,7 +341,7 @@ def _checked_params(name: str, given: object) -> tuple[nn.Parameter, ...]:
     return params
 
 
-def _check_wire(found: Sequence[_Found], mp_policy: MixedPrecisionPolicy) -> None:
+def _check_wire(found: Sequence[_ParamPlan], mp_policy: MixedPrecisionPolicy) -> None:
     if mp_policy.wire_dtype is not None:
         check_real_for_wire((each.name, each.param) for each in found)
         for each in found:
@@ -352,56 +349,49 @@ def _check_wire(found: Sequence[_Found], mp_policy: MixedPrecisionPolicy) -> Non
             collectives.check_exchanges(mp_policy.wire_dtype, each.mesh_info, device)
 
 
-def _class_of(value: object) -> str:
-    """Full name of a value's class: torch has classes of the same names."""
-    cls = type(value)
-    return (
-        cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
-    )
-
-
-def _keeping_after_forward(choice: object, info: DataParallelMeshInfo) -> _Keeping:
+def _read_reshard_after_forward(choice: object, info: DataParallelMeshInfo) -> _AfterForward:
+    """Return what a value of ``reshard_after_forward`` means on this mesh."""
     if choice is None:
-        return _Keeping(reshard=True, auto=True)
+        return _AfterForward(reshard=True, auto=True)
     if isinstance(choice, bool):
-        return _Keeping(reshard=choice)
+        return _AfterForward(reshard=choice)
     if not isinstance(choice, int):
         raise ConfigurationError(
             f"reshard_after_forward must be True, False, None or an int, got {choice!r}."
         )
     if choice == 1:
         warnings.warn(
-            "reshard_after_forward=1 keeps the gathered parameters, as False does; say False.",
+            "reshard_after_forward=1 keeps the gathered parameters, as False does. Pass False.",
             stacklevel=3,
         )
-        return _Keeping(reshard=False)
+        return _AfterForward(reshard=False)
     if choice == info.shard_mesh_size:
-        return _Keeping(reshard=True)
-    return _Keeping(reshard=True, post_forward_size=choice)
+        return _AfterForward(reshard=True)
+    return _AfterForward(reshard=True, post_forward_size=choice)
 
 
-def _check_parts(
-    found: Sequence[_Found], info: DataParallelMeshInfo, post_forward_size: int | None
+def _check_post_forward_size(
+    found: Sequence[_ParamPlan], info: DataParallelMeshInfo, post_forward_size: int | None
 ) -> None:
-    """Check that parameters can be kept after forward over so many ranks."""
+    """Refuse a size of the post-forward mesh that does not divide the shard size, and tensors it cannot cut."""
     if post_forward_size is None:
         return
     sizes = {info.shard_mesh_size, *(each.mesh_info.shard_mesh_size for each in found)}
     wrong = sorted(size for size in sizes if post_forward_size < 1 or size % post_forward_size)
     if wrong:
         raise ConfigurationError(
-            "reshard_after_forward as an int must divide the shard size, "
-            f"{', '.join(map(str, wrong))} here; got {post_forward_size}."
+            f"reshard_after_forward as an int must divide the shard size ({', '.join(map(str, wrong))}), got "
+            f"{post_forward_size}. Pass a divisor, True or False."
         )
     apart = [e.name for e in found if not fits_in_buffers(local_tensor(e.param))]
     if apart:
         raise ConfigurationError(
-            f"reshard_after_forward as an int keeps plain tensors, but these are tensor subclasses: {apart}. Use True or "
+            f"reshard_after_forward as an int needs plain tensors, but these are tensor subclasses: {apart}. Pass True or "
             "False."
         )
 
 
-# --- 2. modules and parameters --------------------------------------------------------------------
+# --- modules and parameters -----------------------------------------------------------------------
 
 
 def _params_to_shard(
@@ -409,14 +399,14 @@ def _params_to_shard(
     ignored_params: Iterable[nn.Parameter],
     shard_placement_fn: ShardPlacementFn | None,
     info: DataParallelMeshInfo,
-) -> list[_Found]:
+) -> list[_ParamPlan]:
     owned = owned_params(managed_modules(modules), ignored_params)
     check_can_be_owned(
         owned,
-        "Apply fully_shard to children before their parents; put modules that share a parameter into one "
-        "call, fully_shard([a, b]).",
+        "Apply fully_shard to children before their parents. Pass modules that share a parameter to one call, "
+        "fully_shard([a, b]).",
     )
-    placer, result, faults = DTensorPlacer(), list[_Found](), list[str]()
+    placer, result, faults = DTensorPlacer(), list[_ParamPlan](), list[str]()
     check_all_on_meta_or_none(owned)
     for each in owned:
         name, param = each.name, each.param
@@ -431,13 +421,13 @@ def _params_to_shard(
         except ConfigurationError as error:
             faults.append(f"{name}: {error}")
             continue
-        result.append(_Found(name, param, each.owners, dim, own_info, placement))
+        result.append(_ParamPlan(name, param, each.owners, dim, own_info, placement))
     if faults:
         raise ConfigurationError(
-            "Parameters that are DTensors must lie on other axes of the mesh than data parallelism does, and "
-            "with dp_mesh_dims all on the whole mesh, replicated along the data-parallel axes:\n  "
+            "Parameters that are DTensors must lie on axes of the mesh that are not data-parallel. With dp_mesh_dims all "
+            "parameters must lie on the whole mesh, replicated along the data-parallel axes. But:\n  "
             + "\n  ".join(faults)
-            + "\nTake all meshes from one init_device_mesh call; parallelize before sharding."
+            + "\nTake all meshes from one init_device_mesh call, and parallelize before sharding."
         )
     return result
 
@@ -454,11 +444,11 @@ def _checked_mesh_info(
     return info
 
 
-# --- 3. hooks of the module -----------------------------------------------------------------------
+# --- hooks of the module --------------------------------------------------------------------------
 
 
 def _before_state_dict(module: nn.Module, *_args: object) -> None:
-    """State dicts hold, and are loaded into, sharded parameters, whatever was unsharded a moment ago."""
+    """Install the sharded parameters: state dicts hold them, and are loaded into them."""
     state = state_of(module)
     assert state is not None, "the hook was registered with the state"
     for group in state.groups:
@@ -467,12 +457,12 @@ def _before_state_dict(module: nn.Module, *_args: object) -> None:
 
 
 def _after_load_state_dict(module: nn.Module, _incompatible: object) -> None:
-    """Loading may have put other parameters on the modules (``assign=True``)."""
+    """Pack the parameters again: loading with ``assign=True`` puts other ones on the modules."""
     state = state_of(module)
     assert state is not None, "the hook was registered with the state"
     repack_when_complete(state)
 
 
 def _provisional_name(modules: Sequence[nn.Module]) -> str:
-    """A name for messages until the first forward, when full names are known."""
+    """Return a name for messages until the first forward, when full names are known."""
     return ", ".join(dict.fromkeys(type(module).__name__ for module in modules))
