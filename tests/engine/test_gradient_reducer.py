@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fullshard import MixedPrecisionPolicy
 from fullshard.comm.gradient_reducer import GradientReducer
+from fullshard.comm.reduce_buffer import ReduceBuffer
 from fullshard.comm.reduce_settings import DivideRule, divide_rule
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.comm.unreduced_gradients import gradients_were_cleared
@@ -76,6 +77,14 @@ class Group:
             [e for e in self.sharded if e is not None], [e for e in expected if e is not None]
         )
 
+    def buffer(self) -> ReduceBuffer | None:
+        return self.reducer._buffer
+
+    def has_memory(self) -> bool:
+        """Return whether the reduce buffer has memory now."""
+        buffer = self.reducer._buffer
+        return buffer is not None and buffer.allocated
+
     def reduce_now(self, *gradients: float | None) -> None:
         self.backward(*gradients)
         self.reducer.reduce()
@@ -101,7 +110,7 @@ def make_group(
         owners = [ParamModuleInfo(module, f"p{index}")]
         placement = ParamPlacement(shape=shape, mesh=mesh, placements=placements)
         params.append(FSDPParam(f"p{index}", owners, original, placement))
-    storage = ShardStorage(params, params, RowFormat(), info, CPU, "group", pinned=False)
+    storage = ShardStorage(params, RowFormat(), info, CPU, "group", pinned=False)
     for param, shape in zip(params, shapes, strict=True):
         param.make_unsharded_param(torch.zeros(shape, dtype=policy.param_dtype or FP32))
     reducer = GradientReducer(
@@ -122,21 +131,21 @@ def averages_and_stays_in_flight_until_joined() -> None:
     group.reducer.reduce()
     # The gradients are taken. Their buffer is the reduction's until somebody waits for it.
     assert all(param.unsharded_param.grad is None for param in group.params)  # type: ignore[union-attr]
-    buffer = group.reducer._buffer
-    assert buffer is not None and buffer.allocated
+    buffer = group.buffer()
+    assert group.has_memory()
     assert len(group.context.reduce_inputs) == 1
     group.has(None, None, None)
     group.context.join()
-    assert not buffer.allocated and not group.context.reduce_inputs
+    assert not group.has_memory() and not group.context.reduce_inputs
     group.has(4.0, 5.0, 7.0)
     # The next gradients are added, in the same buffer.
     group.reduce_now(1.0, None, 1.0)
-    assert group.reducer._buffer is buffer
+    assert group.buffer() is buffer
     group.has(5.0, 5.0, 8.0)
     # Nothing to reduce is no reduction.
     group.backward(None, None, None)
     group.reducer.reduce()
-    assert not group.context.reduce_inputs and not buffer.allocated
+    assert not group.context.reduce_inputs and not group.has_memory()
 
 
 def rows_go_to_their_ranks() -> None:
@@ -424,18 +433,18 @@ def test_traffic_is_known_before_the_first_reduction() -> None:
         group = make_group(((8, 2), (16,)), replicas=2)
         # Over two shards half of the 32 elements is sent, over two replicas the reduced half.
         assert group.reducer.traffic() == (64, 64)
-        assert group.reducer._buffer is None
+        assert group.buffer() is None
 
 
 def test_a_buffer_is_made_anew_when_dtypes_change_and_not_otherwise() -> None:
     with fake_world(2):
         group = make_group()
         group.reduce_now(1.0, 1.0, 1.0)
-        first = group.reducer._buffer
+        first = group.buffer()
         group.reducer.derive_dtypes(MixedPrecisionPolicy(), [FP32] * 3)
-        assert group.reducer._buffer is first
+        assert group.buffer() is first
         group.reducer.derive_dtypes(MixedPrecisionPolicy(reduce_dtype=FP64), [FP32] * 3)
-        assert group.reducer._buffer is None
+        assert group.buffer() is None
         group.reduce_now(1.0, 1.0, 1.0)
-        second = group.reducer._buffer
+        second = group.buffer()
         assert second is not None and first is not None and second.nbytes > first.nbytes
