@@ -1,0 +1,290 @@
+"""One group's all-gather, from each of its sources: every rank has the full parameters, bit for bit.
+
+Ranks are threads. No model, no API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fullshard.plan.layout
+from fullshard.comm.all_gather import GroupAllGather, Messages, UnshardedInPlace, all_gather_full
+from fullshard.comm.collectives import DefaultAllGather
+from fullshard.engine.sharded_state import ShardedState
+from fullshard.plan.layout import Layout, flat_layout, per_row_layout
+from fullshard.storage.buffers import FlatShard, ShardBuffer, UploadBuffer, shard_of
+from tests.helpers.compare import assert_equal
+from tests.helpers.fake import fake_world
+from tests.helpers.param_groups import make_group
+from tests.helpers.threads import run_threads
+
+CPU = torch.device("cpu")
+WORLD = 3
+SHAPES = ((5, 3), (4, 6), (2,), ())
+"""None of them is divided evenly by three ranks; the last rank has nothing of (2,)."""
+DIMS = (0, 1, 0, 0)
+"""The second can not be gathered in place."""
+
+in_place_and_packed = pytest.mark.parametrize("in_place", [True, False], ids=["in place", "packed"])
+each_source = pytest.mark.parametrize("source", ["shards", "upload"])
+
+
+def layout() -> Layout:
+    return per_row_layout(SHAPES, world=WORLD, dims=DIMS)
+
+
+def full_params() -> list[Tensor]:
+    """What all ranks make up together; no two elements are the same."""
+    first, params = 1, []
+    for shape in SHAPES:
+        numel = torch.Size(shape).numel()
+        params.append(torch.arange(first, first + numel, dtype=torch.float32).view(shape))
+        first += numel
+    return params
+
+
+def shards_of(params: Sequence[Tensor], rank: int) -> ShardBuffer:
+    """This rank's shards of full parameters."""
+    shards = ShardBuffer(layout(), rank, [param.dtype for param in params], CPU)
+    for index, (local, full) in enumerate(zip(shards.locals, params, strict=True)):
+        local.copy_(shard_of(layout(), index, rank, full))
+    return shards
+
+
+def make(
+    shards: ShardBuffer, source: str, dtype: torch.dtype, custom: DefaultAllGather | None = None
+) -> tuple[GroupAllGather, FlatShard | UploadBuffer]:
+    made = UploadBuffer(shards, CPU) if source == "upload" else shards.flat_shard
+    dtypes = [dtype] * len(SHAPES)
+    group = dist.group.WORLD
+    return GroupAllGather(made, layout(), dist.get_rank(), group, dtypes, CPU, custom), made
+
+
+def run(all_gather: GroupAllGather, extra: Messages | None = None) -> None:
+    all_gather.finish(all_gather.start(extra, async_op=True, span=None))
+
+
+def gathers_twice(source: str, dtype: torch.dtype) -> None:
+    full = full_params()
+    shards = shards_of(full, dist.get_rank())
+    all_gather, made = make(shards, source, dtype)
+    for factor in (1, 2):  # the source is read anew by every gather
+        run(all_gather)
+        assert_equal(all_gather.params, [(param * factor).to(dtype) for param in full])
+        all_gather.release()
+        assert all_gather.held_bytes == 0
+        for local in shards.locals:
+            local.mul_(2)
+    if isinstance(made, UploadBuffer):
+        assert made._on_device.held_bytes == 0, "memory is there only while it is read"
+
+
+@in_place_and_packed
+@each_source
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_rank_has_the_full_parameters_in_the_compute_dtype(
+    monkeypatch: pytest.MonkeyPatch, source: str, dtype: torch.dtype, in_place: bool
+) -> None:
+    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    run_threads(WORLD, gathers_twice, source, dtype)
+
+
+class Counting(DefaultAllGather):
+    """Notes what it hands out, and what comes back."""
+
+    def __init__(self) -> None:
+        self.balance = 0
+        self.calls = 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        return super().__call__(*args, **options)
+
+    def allocate(self, size: Sequence[int], **options: Any) -> Tensor:
+        tensor = super().allocate(size, **options)
+        self.balance += tensor.nbytes
+        return tensor
+
+    def release(self, tensor: Tensor) -> None:
+        self.balance -= tensor.nbytes
+
+
+def with_a_comm_object(source: str) -> None:
+    comm = Counting()
+    all_gather, _ = make(shards_of(full_params(), dist.get_rank()), source, torch.float32, comm)
+    run(all_gather)
+    all_gather.release()
+    assert all_gather.held_bytes == comm.balance == 0 and comm.calls == 1
+    staged = torch.zeros(3 * WORLD, dtype=torch.uint8)
+    extra = Messages([staged], [torch.full((3,), dist.get_rank(), dtype=torch.uint8)])
+    state = all_gather.start(extra, async_op=True, span=None)
+    assert all_gather.held_bytes == comm.balance > 0, (
+        "it is staged in memory of the comm object only"
+    )
+    all_gather.finish(state)
+    assert comm.balance == 0 and comm.calls == 3, "an extra message is a call of its own"
+    assert_equal(all_gather.params, full_params())
+    assert staged.tolist() == [rank for rank in range(WORLD) for _ in range(3)]
+
+
+@each_source
+def test_a_comm_object_gathers_in_its_own_memory_and_gets_it_back(source: str) -> None:
+    run_threads(WORLD, with_a_comm_object, source)
+
+
+def messages_beside_the_buffer() -> int:
+    all_gather, _ = make(shards_of(full_params(), dist.get_rank()), "shards", torch.float32)
+    gathered = torch.zeros(2 * WORLD, dtype=torch.uint8)
+    extra = Messages([gathered], [torch.full((2,), dist.get_rank() + 7, dtype=torch.uint8)])
+    run(all_gather, extra)
+    assert_equal(all_gather.params, full_params())
+    assert gathered.tolist() == [rank + 7 for rank in range(WORLD) for _ in range(2)]
+    assert extra.received_bytes == 2 * (WORLD - 1)
+    return all_gather.received_bytes
+
+
+def test_messages_travel_beside_the_buffer_and_bytes_are_those_of_other_ranks() -> None:
+    # Per rank: 2 of 5 rows of 3, padded; 2 of 6 columns of 4; 1 of 2; 1 of 1. Rows have gaps up to 8 elements.
+    pieces = 6 + 8 + 1 + 1
+    for received in run_threads(WORLD, messages_beside_the_buffer):
+        assert pieces * 4 * (WORLD - 1) <= received <= 4 * 8 * 4 * (WORLD - 1)
+
+
+def test_one_rank_alone_computes_with_its_shards() -> None:
+    shapes = [(3, 2), (4,)]
+    shards = ShardBuffer(per_row_layout(shapes, world=1), 0, [torch.float32] * 2, CPU)
+    in_place = UnshardedInPlace(shards)
+    message = Messages([torch.zeros(1, dtype=torch.uint8)], [torch.ones(1, dtype=torch.uint8)])
+    in_place.finish(in_place.start(message, async_op=True, span=None))
+    shards.locals[0].fill_(5)
+    in_place.release()
+    assert [tuple(param.shape) for param in in_place.params] == shapes
+    assert bool((in_place.params[0] == 5).all()) and in_place.held_bytes == 0
+    assert message.outputs[0].tolist() == [1]
+
+
+def without_others_it_is_a_cast() -> None:
+    shapes = [(3, 2), (4,)]
+    single = per_row_layout(shapes, world=1)
+    shards = ShardBuffer(single, 0, [torch.float32] * 2, CPU)
+    for local in shards.locals:
+        local.fill_(3)
+    dtypes = [torch.bfloat16] * 2
+    all_gather = GroupAllGather(shards.flat_shard, single, 0, None, dtypes, CPU, None)
+    run(all_gather)
+    assert_equal(
+        all_gather.params, [torch.full(shape, 3, dtype=torch.bfloat16) for shape in shapes]
+    )
+    assert all_gather.received_bytes == 0
+
+
+def test_without_other_ranks_a_gather_is_a_cast() -> None:
+    without_others_it_is_a_cast()
+
+
+# --- post-forward shard, in a group --------------------------------------------------------------------
+
+
+def from_the_post_forward_shard() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(3, 5)
+    expected = {name: param.detach().clone() for name, param in module.named_parameters()}
+    group = make_group(module, param_dtype=torch.bfloat16, post_forward_size=2)
+
+    def assert_unsharded() -> None:
+        assert_equal(
+            {param.name: param.unsharded_param for param in group.params},
+            {name: full.bfloat16() for name, full in expected.items()},
+        )
+
+    for _ in range(2):
+        group.unshard()
+        group.wait()
+        assert_unsharded()
+        pointers = [param.unsharded_param for param in group.params]
+        group.reshard_after_forward()
+        assert group.sharded_state is ShardedState.SHARDED_POST_FORWARD
+        kept = group.held_bytes
+        with torch.no_grad():
+            for sharded_param in group.sharded_params:
+                sharded_param.param.add_(1)  # too late for this backward
+        group.unshard()
+        group.wait()
+        assert_unsharded()
+        assert [param.unsharded_param for param in group.params] == pointers
+        group.reshard()
+        assert group.held_bytes == 0 < kept
+        for full in expected.values():
+            full.add_(1)
+
+
+@in_place_and_packed
+def test_backward_gathers_what_forward_has_kept(
+    monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
+    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    run_threads(4, from_the_post_forward_shard)
+
+
+def after_a_gather_nobody_used() -> None:
+    module = nn.Linear(3, 5)
+    nn.init.constant_(module.weight, 2)
+    nn.init.constant_(module.bias, 3)
+    group = make_group(module)
+    group.unshard()
+    group.reshard()  # prefetched in vain
+    assert group.held_bytes == 0
+    with torch.no_grad():
+        for sharded_param in group.sharded_params:
+            sharded_param.param.mul_(2)
+    group.unshard()
+    group.wait()
+    weight, bias = (param.unsharded_param for param in group.params)
+    assert_equal([weight, bias], [torch.full((5, 3), 4.0), torch.full((5,), 6.0)])
+
+
+def test_a_gather_nobody_used_leaves_nothing_behind() -> None:
+    run_threads(WORLD, after_a_gather_nobody_used)
+
+
+# --- outside of training -------------------------------------------------------------------------------
+
+
+def gather_flat() -> None:
+    flat = flat_layout(
+        [(5, 3), (4,), (2, 2)],
+        world=WORLD,
+        kinds=[0, 0, 1],
+        multiple=1,
+        strides=[(3, 1), (1,), (2, 1)],
+    )
+    rank = dist.get_rank()
+    full = [torch.arange(15.0).view(5, 3), torch.arange(20.0, 24.0), torch.ones(2, 2)]
+    shards = ShardBuffer(flat, rank, [torch.float32] * 3, CPU)
+    for index, (local, param) in enumerate(zip(shards.locals, full, strict=True)):
+        local.copy_(shard_of(flat, index, rank, param))
+    pieces: list[Tensor | None] = [shards.pieces[0], None]
+    assert_equal(all_gather_full(flat, pieces, dist.group.WORLD)[:2], full[:2])
+    assert all_gather_full(flat, pieces, dist.group.WORLD)[2] is None
+    assert_equal(all_gather_full(flat, shards.pieces, dist.group.WORLD), full)
+
+
+def test_full_parameters_are_gathered_segment_by_segment() -> None:
+    run_threads(WORLD, gather_flat)
+
+
+def test_a_gather_on_the_meta_device_tells_its_sizes_without_memory() -> None:
+    with fake_world(WORLD):
+        meta = torch.device("meta")
+        shards = ShardBuffer(layout(), 0, [torch.float32] * 4, meta)
+        all_gather = GroupAllGather(
+            shards.flat_shard, layout(), 0, dist.group.WORLD, [torch.bfloat16] * 4, meta, None
+        )
+        assert all_gather.buffer.nbytes >= sum(param.numel() for param in full_params()) * 2
+        assert all(param.is_meta for param in all_gather.params)
