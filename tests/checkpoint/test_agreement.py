@@ -56,7 +56,7 @@ def test_equal_outlines_have_equal_digests_and_others_have_not() -> None:
     assert len({one.digest(), *(other.digest() for other in others)}) == len(others) + 1
 
 
-def test_everything_is_told_once_by_the_first_who_has_elements() -> None:
+def test_everything_is_reported_once_by_the_first_rank_that_has_elements() -> None:
     ranks = [outline({"first": 1.0})] * 2 + [outline({"later": 1.0}), outline({})]
     reported = [each.part_reported_by(rank) for rank, each in enumerate(ranks)]
     assert set(reported[0].tensors) == {"model/first", "optimizer/first/exp_avg"}
@@ -132,7 +132,7 @@ def test_conflicts_are_named() -> None:
     assert not refusals(two_meshes((1.0, 0.1, 4), (1.0, 0.1, 4)))
 
 
-def test_what_nobody_tells_of_is_named() -> None:
+def test_what_no_rank_reports_is_named() -> None:
     with_it = Outline(tensors={"model/x": of(replicated((2,), (0,)))})
     errors = refusals([Outline(tensors={}), with_it])
     assert errors.keys() == {1} and "  model/x: here, not on rank 0, which" in errors[1]
@@ -158,7 +158,7 @@ def test_ranks_need_not_have_what_they_hold_no_elements_of() -> None:
     )
 
 
-def test_a_rank_has_all_it_is_to_write() -> None:
+def test_a_rank_must_have_what_it_writes() -> None:
     tensors = {"model/first": of(FLAT), "model/later": of(LATER)}
     first, later, other = torch.ones(4), torch.ones(2), torch.ones(4, dtype=torch.float16)
     assert parts_to_write(

@@ -1,4 +1,4 @@
-"""Blocks, their runs and ranges of elements, compared with torch's own indexing."""
+"""Blocks and ranges of elements, compared with torch's own indexing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from fullshard.checkpoint import blocks as blocks_module
-from fullshard.checkpoint.blocks import Block, blocks_of_range, whole
+from fullshard.checkpoint.blocks import Block, blocks_of_range, slabs, whole
 from tests.helpers.shardings import blocks_in, shapes
 
 quickly = settings(deadline=None, max_examples=150)
@@ -54,7 +54,7 @@ def test_an_intersection_has_what_both_have(case: tuple[tuple[int, ...], Block, 
 
 @quickly
 @given(nested_blocks())
-def test_runs_are_the_elements_of_a_block_in_order(case: tuple[Block, Block]) -> None:
+def test_ranges_are_the_elements_of_a_block_in_order(case: tuple[Block, Block]) -> None:
     outer, inner = case
     runs = list(inner.ranges_in(outer))
     found = [i for first, count in runs for i in range(first, first + count)]
@@ -64,7 +64,7 @@ def test_runs_are_the_elements_of_a_block_in_order(case: tuple[Block, Block]) ->
 
 @quickly
 @given(nested_blocks(), st.integers(0, 9))
-def test_runs_with_gaps_are_as_long_as_the_gaps_allow(
+def test_ranges_with_gaps_are_as_long_as_the_gaps_allow(
     case: tuple[Block, Block], largest_gap: int
 ) -> None:
     outer, inner = case
@@ -87,6 +87,22 @@ def test_a_range_of_elements_is_a_few_blocks(shape: tuple[int, ...], data: st.Da
     assert [i for block in found for i in elements(shape, block)] == list(range(begin, end))
     assert all(block.numel for block in found)
     assert len(found) <= max(2 * len(shape) - 1, 1)
+
+
+@quickly
+@given(shapes, st.integers(1, 30))
+def test_slabs_are_all_of_a_tensor_in_order(shape: tuple[int, ...], limit: int) -> None:
+    found = list(slabs(shape, limit))
+    assert all(block.numel <= limit for block in found)
+    assert [x for block in found for x in elements(shape, block)] == list(range(math.prod(shape)))
+
+
+def test_slabs_are_whole_rows_where_a_row_is_not_too_large() -> None:
+    assert list(slabs((5, 3), 7)) == [
+        Block((0, 0), (2, 3)),
+        Block((2, 0), (2, 3)),
+        Block((4, 0), (1, 3)),
+    ]
 
 
 def test_the_examples_in_the_docstrings_are_right() -> None:

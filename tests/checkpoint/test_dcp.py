@@ -106,11 +106,8 @@ def differences(found: DcpCheckpoint, expected: MemorySource) -> list[str]:
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_ranks_saved_is_read_whole(
-    world: MakeWorld, tmp_path: Path, ranks: int, sharding: str
-) -> None:
-    world(ranks).run(save_sharded, str(tmp_path), sharding)
+def test_what_ranks_saved_is_read_whole(world: MakeWorld, tmp_path: Path, sharding: str) -> None:
+    world(3).run(save_sharded, str(tmp_path), sharding)
     assert differences(DcpCheckpoint(tmp_path), plain_source(*trained())) == []
 
 
@@ -282,7 +279,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
         write_dcp(source, tmp_path / "new")
     assert list((tmp_path / "new").iterdir()) == []
     (tmp_path / "new" / "notes").touch()
-    with pytest.raises(CheckpointError, match="a new or an empty folder"):
+    with pytest.raises(CheckpointError, match="a new or empty folder"):
         write_dcp(source, tmp_path / "new")
 
 
@@ -354,7 +351,10 @@ def places(**changes: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.state_dict_metadata["model.w"].chunks.clear(), "model.w: its chunks are not"),
+        (
+            lambda m: m.state_dict_metadata["model.w"].chunks.clear(),
+            "model.w: its chunks do not cover",
+        ),
         (lambda m: m.state_dict_metadata["model.w"].chunks.append("x"), "ChunkStorageMetadata"),
         (lambda m: m.storage_data.clear(), "model.w is in no file"),
         (lambda m: m.planner_data.update({"n": ("model", "w", "n")}), "within another"),

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.checkpoint import differences as module
-from fullshard.checkpoint.blocks import Block, slabs
 from fullshard.checkpoint.differences import Differences, differences
 from fullshard.checkpoint.json_values import DeviceScalar
 from fullshard.checkpoint.source import TensorRef
@@ -102,24 +101,6 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.tensors["model/w"].differing == 1
     assert 0 < max(first.largest_read, second.largest_read) <= 6
     assert sum(seen) == value.nbytes
-
-
-@pytest.mark.parametrize("shape", [(), (7,), (5, 3), (2, 3, 4), (0, 3), (3, 0)])
-@pytest.mark.parametrize("limit", [1, 3, 4, 100])
-def test_slabs_are_all_of_a_tensor_in_order(shape: tuple[int, ...], limit: int) -> None:
-    value = torch.arange(math.prod(shape)).reshape(shape)
-    found = list(slabs(shape, limit))
-    assert all(block.numel <= limit for block in found)
-    elements = [value[block.slices_in(Block((0,) * len(shape), shape))] for block in found]
-    assert [x for part in elements for x in part.flatten().tolist()] == value.flatten().tolist()
-
-
-def test_rows_stay_whole_where_they_can() -> None:
-    assert list(slabs((5, 3), 7)) == [
-        Block((0, 0), (2, 3)),
-        Block((2, 0), (2, 3)),
-        Block((4, 0), (1, 3)),
-    ]
 
 
 def test_optimizers_are_compared() -> None:

@@ -172,7 +172,7 @@ def only_pickles(path: Path) -> None:
         (lambda path: write_index(path, [1]), ['must have a "weight_map"']),
         (lambda path: (path / INDEX).write_text("{"), ["index.json cannot be read"]),
         (forget, ["seen is in b.safetensors, but not in the index"]),
-        (only_pickles, [r"pytorch_model\.bin, pickles that are not read here.*save_pretrained"]),
+        (only_pickles, [r"pickles, which are not read here: pytorch_model\.bin.*save_pretrained"]),
         (lambda path: path.rename(path.parent / "gone"), ["has neither. Give the folder"]),
     ],
 )
@@ -249,7 +249,7 @@ def test_a_larger_model_is_several_files_and_an_index(
 def test_floating_point_numbers_are_cast_and_weights_renamed(
     source: TorchFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(huggingface, "PIECE_BYTES", 8)
+    monkeypatch.setattr(huggingface, "CAST_BYTES", 8)
     write_huggingface(
         source,
         tmp_path / "model",
@@ -303,7 +303,9 @@ def test_what_belongs_to_a_model_is_copied_and_names_its_dtype(
     assert json.loads((tmp_path / "given" / "config.json").read_text()) == {"dtype": None}
 
     for wrong in (tmp_path / "nobody", 3, [nn.Linear(2, 2)]):
-        with pytest.raises(ConfigurationError, match="must be a folder, or have save_pretrained"):
+        with pytest.raises(
+            ConfigurationError, match="must be a folder, an object with save_pretrained"
+        ):
             write_huggingface(source, tmp_path / "wrong", config_from=wrong)
     assert not (tmp_path / "wrong").exists()
 
@@ -430,7 +432,7 @@ def test_damage_and_wrong_options_are_said_before_anything_is_written(
         write_huggingface(source, path, dtype=torch.int8)
     with pytest.raises(ConfigurationError, match="embed and inner become x"):
         write_huggingface(source, path, rename=lambda name: "x")
-    with pytest.raises(CheckpointError, match="nothing to write"):
+    with pytest.raises(CheckpointError, match="folder must have weights"):
         write_huggingface(source, path, rename=lambda name: None)
     monkeypatch.setattr(source, "verify", lambda wanted: [f"{key} flipped" for key, _ in wanted])
     with pytest.raises(CheckpointError, match=r"is damaged:\n  model/embed flipped\n  model/inner"):
@@ -526,7 +528,7 @@ def test_a_tied_weight_may_have_any_of_its_names(stored: list[str], tmp_path: Pa
 def test_two_weights_for_one_must_be_the_same(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(huggingface, "PIECE_BYTES", 16)
+    monkeypatch.setattr(huggingface, "CAST_BYTES", 16)
     content = {name: tensor.clone() for name, tensor in filled().items()}
     other = content["head.weight"]
     other[-1, -1] += 1 if change == "last" else 0

@@ -221,7 +221,7 @@ def test_groups_are_those_of_the_same_parameters() -> None:
     assert faults.missing == ["1.weight, in the optimizer", "1.bias, in the optimizer"]
     whole = saved(net, stepped(net.parameters()))
     assert target_of(net, optim.Adam(two_groups(net, 2)), whole).faults.others == [
-        "it has 2 groups of parameters, and the checkpoint has 1"
+        "the optimizer has 2 groups of parameters, and the checkpoint has 1"
     ]
     assert target_of(net, optim.Adam(net.parameters()), saved(net)).faults.missing
 

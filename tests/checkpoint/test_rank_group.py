@@ -61,7 +61,7 @@ def part_of_the_ranks() -> Any:
     return rank_group.ranks, rank_group.is_first, rank_group.on_first(dist.get_rank)
 
 
-def test_a_team_of_some_ranks(world: Any) -> None:
+def test_a_group_of_some_ranks(world: Any) -> None:
     assert world(3).run(part_of_the_ranks) == [
         ([0, 2], True, 0),
         ([1], True, 1),
@@ -69,7 +69,7 @@ def test_a_team_of_some_ranks(world: Any) -> None:
     ]
 
 
-def test_one_process_is_a_team() -> None:
+def test_one_process_is_a_group() -> None:
     rank_group = RankGroup()
     assert (
         rank_group.rank,

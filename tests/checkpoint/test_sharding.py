@@ -95,7 +95,7 @@ def test_the_drawing_in_the_docstring_is_right() -> None:
     assert [flat.extent(cell) for cell in range(2)] == [Block((0,), (4,)), Block((4,), (8,))]
 
 
-def test_an_undivided_tensor_is_one_cell_of_every_rank() -> None:
+def test_a_replicated_tensor_is_one_cell_of_every_rank() -> None:
     for shape in ((), (3,), (2, 0)):
         sharding = replicated(shape, (2, 5))
         assert sharding.cells == 1

@@ -99,7 +99,7 @@ def strided_like(draw: st.DataObject, block: Block, dtype: torch.dtype) -> Tenso
 
 @settings(deadline=None, max_examples=150)
 @given(cut_tensors(), st.data())
-def test_any_block_of_any_spread_can_be_read(
+def test_any_block_of_any_sharding_can_be_read(
     cut: tuple[Tensor, Sharding], data: st.DataObject
 ) -> None:
     x, sharding = cut
@@ -291,10 +291,10 @@ def test_tensors_that_are_not_as_the_manifest_says_are_all_named_once(tmp_path: 
     first, second = (tmp_path / "data-0" / file_name(rank) for rank in (0, 1))
     wanted = [(key, whole(info.shape)) for key, info in checkpoint.tensors.items()]
     assert checkpoint.verify(wanted) == [
-        f"{first} has tensor 'model/x' as torch.float32 (18,), but by the manifest it is torch.int32 (18,).",
-        f"{first} has tensor 'model/y' as torch.float32 (18,), but by the manifest it is torch.float32 (4, 5).",
-        f"{second} has tensor 'model/x' as torch.float32 (2,), but by the manifest it is torch.int32 (2,).",
-        f"{second} does not have tensor 'model/z', but the manifest says so.",
+        f"{first} has tensor 'model/x' as torch.float32 (18,); the manifest says torch.int32 (18,).",
+        f"{first} has tensor 'model/y' as torch.float32 (18,); the manifest says torch.float32 (4, 5).",
+        f"{second} has tensor 'model/x' as torch.float32 (2,); the manifest says torch.int32 (2,).",
+        f"{second} does not have tensor 'model/z', although the manifest says so.",
     ]
     for key, block in wanted:
         with pytest.raises(CheckpointError, match=f"tensor '{key}'"):

@@ -199,7 +199,7 @@ def test_any_part_of_a_tensor_can_be_read_and_no_more(path: Path) -> None:
             file.read_into("x", first, out)
     with pytest.raises(AssertionError, match=r"x is torch\.float32, not torch\.int32"):
         file.read_into("x", 0, torch.empty(1, dtype=torch.int32))
-    with pytest.raises(AssertionError, match="stretch of bytes"):
+    with pytest.raises(AssertionError, match="other tensors are not contiguous"):
         file.read_into("x", 0, out.t())
 
 
@@ -309,7 +309,7 @@ def test_a_file_cut_short_or_replaced_while_it_is_open_is_an_error(
     with pytest.raises(CheckpointError, match=r"ends after .* before the end of tensor 'model/a'"):
         read(file, "model/a")
     (fault,) = file.verify([(0, 1)])
-    assert "before the end of its data. That is in tensors 'model/a', 'model/b'." in fault
+    assert "before the end of its data. These bytes are in tensors 'model/a', 'model/b'." in fault
     file.close()
     with pytest.raises(CheckpointError, match="changed or replaced since"):
         read(file, "model/a")
@@ -572,11 +572,11 @@ def test_a_fetch_that_fails_leaves_no_file(path: Path) -> None:
 
 
 def test_what_a_file_cannot_have_is_told_before_anything_is_written(path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no code for .* model/x \(torch\.complex128\)"):
+    with pytest.raises(CheckpointError, match=r"these have others: model/x \(torch\.complex128\)"):
         write_file(path, entries_of({"model/x": torch.ones(1, dtype=torch.complex128)}))
     with (
         mock.patch.object(tensor_files, "MAX_HEADER", 100),
-        pytest.raises(CheckpointError, match="can have 100 bytes at most"),
+        pytest.raises(CheckpointError, match="can have at most 100 bytes"),
     ):
         write_file(path, two_tensors(5))
     assert list(path.parent.iterdir()) == []

@@ -80,8 +80,14 @@ def test_a_bare_state_dict_is_a_model(tmp_path: Path) -> None:
     assert_equal(strided, net.embed.weight.detach())
 
 
-@pytest.mark.parametrize("model", ["model", "state_dict", "model_state_dict"])
-@pytest.mark.parametrize("optimizer", ["optimizer", "optimizer_state_dict", "optim"])
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        ("model", "optimizer"),
+        ("state_dict", "optim"),
+        ("model_state_dict", "optimizer_state_dict"),
+    ],
+)
 def test_model_and_optimizer_go_by_several_names(
     model: str, optimizer: str, tmp_path: Path
 ) -> None:
@@ -153,7 +159,7 @@ class Trap:
 
 def test_a_file_that_needs_code_is_refused_and_nothing_is_run(tmp_path: Path) -> None:
     trap = tmp_path / "sprung"
-    with pytest.raises(CheckpointError, match=r"posix\.mkdir.*Nothing in it was run") as caught:
+    with pytest.raises(CheckpointError, match=r"posix\.mkdir.*No code in it was run") as caught:
         saved({"model": Net().state_dict(), "trap": Trap(trap)}, tmp_path)
     assert "weights_only" not in str(caught.value)
     assert not trap.exists()
@@ -178,15 +184,15 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ([torch.ones(2)], "has list"),
-        ({1: torch.ones(2)}, "has dict"),
+        ([torch.ones(2)], "has a list"),
+        ({1: torch.ones(2)}, "has a dict"),
         ({}, "has nothing"),
         ({"weights": {"a": torch.ones(2)}}, "has weights"),
         ({"model": {"a": torch.ones(2)}, "state_dict": {"a": torch.ones(2)}}, "model, state_dict"),
         ({"model": {"a": torch.ones(2)}, "optim": {}, "optimizer": {}}, "at most one optimizer"),
         (
             {"model": {"a": 3, "b": torch.ones(2).to_sparse()}},
-            "a is no tensor but int\n  b is a tensor",
+            "a has the type int, and is no tensor\n  b is a tensor",
         ),
         ({"model": {"a": torch.empty(2, device="meta")}}, "a is a tensor on the meta device"),
         ({"model": {"a": torch.ones(2)}, "optim": {"state.a.step": 1}}, "flattened"),
@@ -194,7 +200,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
         ({"model": {}, "optim": {"state": {7: {}}, "param_groups": []}}, r"state of \[7\]"),
         (
             {"model": {}, "optim": {"state": {}, "param_groups": [{"params": ["a", "a"]}]}},
-            "2 parameters, 1 different",
+            "2 parameters, 1 of them different",
         ),
     ],
 )

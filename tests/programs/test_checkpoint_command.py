@@ -150,8 +150,8 @@ def test_convert_and_diff(made: Path, tmp_path: Path) -> None:
 def test_trouble_is_one_message_and_exit_code_2(made: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no checkpoint")
     for arguments, message in [
-        (("inspect", tmp_path), "A checkpoint is a file of torch.save, or a folder with"),
-        (("inspect", tmp_path / "notes.txt"), "Nothing in it was run"),
+        (("inspect", tmp_path), "A checkpoint must be a file of torch.save, or a folder with"),
+        (("inspect", tmp_path / "notes.txt"), "No code in it was run"),
         (("inspect", tmp_path / "nowhere"), "does not exist"),
         (("convert", made / "dcp", tmp_path, "--to", "dcp"), "where nothing is yet"),
         (("convert", made / "dcp", tmp_path / "x", "--to", "zip"), "one of fullshard, huggingface"),

@@ -1,6 +1,6 @@
-"""From any format of checkpoints into any other, in one process and a piece at a time.
+"""Conversion of checkpoints from any format into any other, in one process and bounded memory.
 
-Folders of Hugging Face have the model only. To write a file of torch.save takes memory for all of it.
+Hugging Face folders have the model only. Writing a file of torch.save takes memory for all of it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def convert(
 
     Args:
         source: A checkpoint of any format.
-        target: Where nothing is yet.
+        target: A path where nothing is yet.
         to: One of `FORMATS`.
-        files: Over how many files a checkpoint of our own is divided: so many can be read at once.
+        files: Number of files of a checkpoint of our own format.
     """
     use_source(source, lambda opened: write(opened, target, to=to, files=files))
 
@@ -54,18 +54,20 @@ def write(
     files: int = 1,
     on_bytes: Callable[[int], None] | None = None,
 ) -> None:
-    """Write what an open source has; ``on_bytes`` is told how many more bytes were read of it. See `convert`."""
+    """Write an open source; ``on_bytes`` is called with the bytes of each read. See `convert`."""
     if to not in FORMATS:
         raise ConfigurationError(
-            f"A checkpoint is written as one of {', '.join(FORMATS)}; not as {to!r}."
+            f"A checkpoint can be written as one of {', '.join(FORMATS)}; not as {to!r}."
         )
     if files < 1 or (files > 1 and to != "fullshard"):
         raise ConfigurationError(
-            f"files is 1 or, for a checkpoint of fullshard's own, more; got {files} for {to}."
+            f"files must be 1, or more for the format fullshard; got {files} for {to}."
         )
     target = Path(target)
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise CheckpointError(f"A checkpoint is written where nothing is yet; {target} is there.")
+        raise CheckpointError(
+            f"A checkpoint must be written where nothing is yet; {target} is there. Choose another path."
+        )
     counted = source if on_bytes is None else _Counted(source, on_bytes)
     if to == "fullshard":
         write_checkpoint(counted, target, files=files)
@@ -78,7 +80,7 @@ def write(
 
 
 class _Counted:
-    """A source that tells how many bytes are read of it."""
+    """A source that reports the bytes of each read."""
 
     def __init__(self, source: Source, on_bytes: Callable[[int], None]) -> None:
         self._source = source
@@ -101,13 +103,13 @@ class _Counted:
         self._source.close()
 
 
-# --- our own -----------------------------------------------------------------------------------------------
+# --- our own format ----------------------------------------------------------------------------------------
 
 
 def write_checkpoint(source: Source, path: str | os.PathLike[str], *, files: int = 1) -> None:
-    """Write a checkpoint of our own, as ``files`` ranks would that have the rows of each tensor.
+    """Write a checkpoint of our own format, with the rows of each tensor divided over ``files`` files.
 
-    The memory that is needed is for the largest tensor's part of one file.
+    It needs memory for the largest part of a tensor in one file.
     """
     path = Path(path)
     _refuse_what_cannot_be_written(source)
@@ -147,9 +149,10 @@ def _refuse_what_cannot_be_written(source: Source) -> None:
         json_values.encode(getattr(source, name), name, faults)
     if faults:
         raise CheckpointError(
-            "A checkpoint of fullshard's own has tensors of a model and an optimizer, and values that JSON can say, with "
+            "A checkpoint of fullshard can have tensors of a model and an optimizer, and values that JSON can hold, with "
             f"tensors of up to {json_values.MAX_ARRAY_BYTES} bytes; {source.path} has\n  "
             + "\n  ".join(faults)
+            + "\nConvert to another format, or save it without them."
         )
 
 

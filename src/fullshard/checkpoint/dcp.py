@@ -1,15 +1,15 @@
-"""Torch distributed checkpoints (DCP), read and written in one process.
+"""Torch distributed checkpoints (DCP): reading, and writing in one process.
 
-    path/.metadata        which entries there are, and where: see `dcp_metadata`
+    path/.metadata        the entries, and where they are: see `dcp_metadata`
     path/__0_0.distcp     items, each written by one `torch.save`: a chunk of a tensor, or another value
 
-What an entry is follows from where it was in the state dict that was saved:
+The path of an entry in the saved state dict says what it is:
 
     {"model": state dict, "optimizer": state dict, ...}    as torch's `get_state_dict` has them; also "optim"
     {name: tensor, ...}                                    a bare state dict of the model
 
 Optimizer states may be nested or flattened (``flatten_optimizer_state_dict``). All other entries are `extra`.
-Values are read by ``torch.load(weights_only=True)``, which runs nothing.
+Values are read by ``torch.load(weights_only=True)``, which runs no code.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ from fullshard.files import atomic_write
 from fullshard.torch_border import EXTRA_STATE, dcp_item_place
 
 EXTRA = "extra/"
-"""Begins the keys of tensors in `extra` that are too large to be read when the checkpoint is opened."""
+"""Prefix of the keys of large tensors in `extra`, which are not read when the checkpoint is opened."""
 
 DATA = "__0_0.distcp"
 CHUNK_BYTES = 256 << 20
-"""Of tensors that are written; those who read them load a chunk at a time."""
+"""Bytes of the chunks that are written; a reader loads one chunk at a time."""
 
 MODEL_ROOT = "model"
 OPTIMIZER_ROOTS = ("optimizer", "optim")
 EXTRA_ROOT = "extra"
 
 StatePath = tuple[str | int, ...]
-"""Where a value is in a state dict: keys of dicts, positions in lists."""
+"""The path of a value in a state dict: keys of dicts, indices of lists."""
 
 
 # --- reading -----------------------------------------------------------------------------------------------
 
 
 class DcpCheckpoint:
-    """A `Source`. It holds the chunk that was read last, so blocks are best read in the order of their chunks."""
+    """A `Source`. It keeps the chunk that was read last, so it is fastest to read blocks in the order of their chunks."""
 
     format = "DCP"
 
@@ -82,7 +82,7 @@ class DcpCheckpoint:
         self._last: tuple[Item, Tensor] | None = None
         self._stored: dict[str, DcpTensor] = {}
         self._made: dict[str, Tensor] = {}
-        """Tensors that are not in the files as such, by key."""
+        """By key, tensors that were made of other values in the files."""
         self.tied: Mapping[str, str] = {}
         try:
             self._arrange()
@@ -104,7 +104,7 @@ class DcpCheckpoint:
             out[common.slices_in(wanted)].copy_(found[common.slices_in(chunk.block)])
 
     def verify(self, wanted: Iterable[tuple[str, Block]]) -> list[str]:
-        """Check the CRC-32 of every chunk that has a part of what is wanted: items are zip files."""
+        """Check the CRC-32 of every chunk that has a part of these blocks. Items are zip files, which have checksums."""
         items = {
             chunk.item: key
             for key, block in wanted
@@ -114,18 +114,18 @@ class DcpCheckpoint:
         return [fault for item, key in items.items() for fault in self._faults(item, key)]
 
     def pieces(self, key: str) -> Iterator[tuple[str, int, int, Block]]:
-        """Where a tensor is: file, first byte, number of bytes, and which block is there."""
+        """Yield where a tensor is: file, first byte, number of bytes, and block."""
         for chunk in self._stored[key].chunks if key in self._stored else ():
             yield chunk.item.file, chunk.item.offset, chunk.item.nbytes, chunk.block
 
     def close(self) -> None:
-        """Let go of files."""
+        """Close all files."""
         while self._files:
             os.close(self._files.popitem()[1])
         self._last = None
 
     def _arrange(self) -> None:
-        """Find out which entry is what, and read all but large tensors."""
+        """Sort the entries into model, optimizer and extra, and read all values but large tensors."""
         root = _nested(self._metadata.paths)
         inner = root.pop(MODEL_ROOT) if isinstance(root.get(MODEL_ROOT), dict) else root
         self._add_module_states(inner)
@@ -141,8 +141,8 @@ class DcpCheckpoint:
         values = sorted(name for name in model if model[name] not in self._metadata.tensors)
         if values:
             raise CheckpointError(
-                f"A model's entries are read if they are tensors; in {self.path} these are not: {values}. Save it "
-                "without them, or beside the model."
+                f"A model's entries must be tensors; in {self.path} these are not: {values}. Save the model without them, or "
+                "save them outside of it."
             )
         self._stored |= {MODEL + name: self._metadata.tensors[model[name]] for name in model}
         found = [name for name in OPTIMIZER_ROOTS if isinstance(root.get(name), dict)]
@@ -151,7 +151,7 @@ class DcpCheckpoint:
         self.extra = self._values(extra, EXTRA[:-1], max_bytes=json_values.MAX_ARRAY_BYTES)
 
     def _add_module_states(self, model: dict[str, Any]) -> None:
-        """Take states of modules that are no tensors out of ``model``: here they are tensors with what JSON says of them."""
+        """Take extra states of modules that are not tensors out of ``model``, and keep them as tensors of JSON text."""
         for name in list(filter(_is_module_state, model)):
             if isinstance(model[name], str) and model[name] in self._metadata.tensors:
                 continue
@@ -160,7 +160,8 @@ class DcpCheckpoint:
             text = json.dumps(json_values.encode(state, name, faults))
             if faults:
                 raise CheckpointError(
-                    f"The state of a module can be what JSON can say; in {self.path} it is not: {faults}."
+                    f"The extra state of a module must be what JSON can hold; in {self.path} these are not: {faults}. Save "
+                    "the checkpoint without them."
                 )
             self._made[MODEL + name] = torch.tensor(list(text.encode()), dtype=torch.uint8)
 
@@ -183,14 +184,14 @@ class DcpCheckpoint:
 
     def _strange_optimizer(self, found: str) -> CheckpointError:
         return CheckpointError(
-            "The optimizer of a torch distributed checkpoint has a state for each parameter and a list of "
-            f"param_groups; {self.path} has {found}. Save what torch's get_state_dict gives."
+            "The optimizer of a torch distributed checkpoint must have a state for each parameter and a list of "
+            f"param_groups; {self.path} has {found}. Save what torch's get_state_dict returns."
         )
 
     def _flattened_optimizer_of(
         self, tree: Mapping[str, Any], names: Mapping[str, str]
     ) -> Mapping[str, Any]:
-        """Options are there for each parameter: those with the same are one group."""
+        """Return a flattened optimizer's tree. It has options for each parameter; equal options make one group."""
         parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
         for flat, entry in tree.items():
             part, _, rest = flat.partition(".")
@@ -207,7 +208,7 @@ class DcpCheckpoint:
         return {"state": state, "param_groups": list(groups.values())}
 
     def _values(self, tree: Any, key: str, *, max_bytes: int = 0) -> Any:
-        """A tree of entries as a tree of what they are; tensors of more than ``max_bytes`` and a dimension stay."""
+        """Return a tree of entries as a tree of values; tensors with dimensions and more than ``max_bytes`` become references."""
         if tree is None:
             return None
         if isinstance(tree, dict):
@@ -236,7 +237,7 @@ class DcpCheckpoint:
     def _chunk(self, key: str, chunk: Chunk) -> Tensor:
         if self._last is not None and self._last[0] == chunk.item:
             return self._last[1]
-        self._last = None  # room for the next one
+        self._last = None  # free its memory before the next one is loaded
         found = self._load(chunk.item, key)
         dtype, shape = self._stored[key].dtype, chunk.block.shape
         kind = fault_of(found)
@@ -244,7 +245,7 @@ class DcpCheckpoint:
             kind = f"is {found.dtype} {tuple(found.shape)}"
         if kind is not None:
             raise CheckpointError(
-                f"{self._place(chunk.item, key)} should be {dtype} {shape} and {kind}. The checkpoint is damaged."
+                f"{self._place(chunk.item, key)} must be {dtype} {shape}, and {kind}. The checkpoint is damaged. Load another."
             )
         tensor: Tensor = found.detach()
         self._last = chunk.item, tensor
@@ -257,7 +258,7 @@ class DcpCheckpoint:
             value = torch.load(stream, map_location="cpu", weights_only=True)
             json_values.check_size(value)
             return value
-        except Exception as error:  # what is damaged can raise anything
+        except Exception as error:  # a damaged item can raise anything
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise CheckpointError(
                 f"{self._place(item, key)} cannot be read by torch.load(weights_only=True): {reason}"
@@ -268,10 +269,10 @@ class DcpCheckpoint:
             stream = cast(IO[bytes], self._open(item))
             refuse_compressed(stream, item.nbytes)
             with zipfile.ZipFile(stream) as archive:
-                # After torch.serialization.set_crc32_options(False) there are none.
+                # With torch.serialization.set_crc32_options(False), torch writes none.
                 has_checksums = any(record.CRC for record in archive.infolist())
                 damaged = archive.testzip() if has_checksums else None
-        except Exception as error:  # what is damaged can raise anything
+        except Exception as error:  # a damaged item can raise anything
             return [f"{self._place(item, key)}: {error}"]
         if damaged is None:
             return []
@@ -308,7 +309,7 @@ class _ItemFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer, as far as the item goes: a single read stops at 2 GiB."""
+        """Fill the buffer, up to the end of the item. One call is not enough: a single read stops at 2 GiB."""
         view = memoryview(buffer).cast("B")[: max(self._item.nbytes - self._position, 0)]
         done = 0
         while done < len(view):
@@ -329,14 +330,17 @@ def _overlapping(tensor: DcpTensor, wanted: Block) -> Iterator[tuple[Chunk, Bloc
 
 
 def _nested(paths: Mapping[str, StatePath]) -> dict[str, Any]:
-    """The state dict that was saved, with the names of entries in the place of values."""
+    """Return the saved state dict with the names of entries in place of values."""
     root: dict[Any, Any] = {}
     for name, path in paths.items():
         inner = root
         for key in path[:-1]:
             inner = inner.setdefault(key, {})
             if not isinstance(inner, dict):
-                raise CheckpointError(f"The entry {name} is within another one: {path}.")
+                raise CheckpointError(
+                    f"An entry of a torch distributed checkpoint must not be within another; {name} is, at {path}. The "
+                    "checkpoint is damaged. Load another."
+                )
         inner[path[-1]] = name
     return {str(key): _with_lists(value) for key, value in root.items()}
 
@@ -351,7 +355,7 @@ def _with_lists(tree: Any) -> Any:
 
 
 def _entries(tree: Any, path: StatePath = ()) -> Iterator[tuple[StatePath, str]]:
-    """The names of entries in a tree of `_nested`, and where they are."""
+    """Yield the entries in a tree of `_nested`: path and name."""
     if isinstance(tree, str):
         yield path, tree
         return
@@ -360,7 +364,7 @@ def _entries(tree: Any, path: StatePath = ()) -> Iterator[tuple[StatePath, str]]
 
 
 def _leaves(tree: Any, path: StatePath = ()) -> Iterator[tuple[StatePath, Any]]:
-    """What is in a tree at which path. Lists and tuples are leaves, unless a list has dicts or tensors in it."""
+    """Yield the leaves of a tree: path and value. Lists and tuples are leaves, unless a list has dicts or tensors in it."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from _leaves(value, (*path, str(key)))
@@ -383,16 +387,19 @@ def _is_leaf(value: Any) -> bool:
 def write_dcp(source: Source, path: str | os.PathLike[str]) -> None:
     """Write a checkpoint as a torch distributed checkpoint: ``{"model": ..., "optimizer": ..., **extra}``.
 
-    ``torch.distributed.checkpoint.load`` and ``set_state_dict`` read it into any model of torch's. An
-    ``extra`` that is no dict, or has a key of these, is the entry "extra". Tensors are copied in chunks. The folder must
-    be new or empty; it is a checkpoint once its metadata are there, which are written last.
+    ``torch.distributed.checkpoint.load`` and ``set_state_dict`` load it into any model. An ``extra`` that is not a dict, or
+    has one of these keys, becomes the entry "extra". Tensors are copied in chunks. The folder must be new or empty. Its
+    metadata are written last; with them it is a checkpoint.
+
+    Raises:
+        CheckpointError: the source is damaged, or the folder cannot be written to.
     """
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise CheckpointError(
-                f"A torch distributed checkpoint is written to a new or an empty folder; {folder} is not."
+                f"A torch distributed checkpoint must be written to a new or empty folder; {folder} is not. Choose another."
             )
         try:
             metadata = _write_data(source, folder / DATA)
@@ -437,7 +444,7 @@ def _is_module_state(name: str) -> bool:
 
 
 def _module_state(source: Source, name: str) -> Any:
-    """The state of a module as torch has it: if a tensor is what JSON says of a value, that value."""
+    """Return the extra state of a module as torch has it: the value, if the tensor is its JSON text."""
     info = source.tensors[MODEL + name]
     if info.dtype == torch.uint8 and len(info.shape) == 1:
         text = bytes(read_verified(source, MODEL + name).tolist())
@@ -452,8 +459,8 @@ def _write_entry(
     name = ".".join(map(str, where))
     if name in metadata.planner_data:
         raise CheckpointError(
-            f"Names in a torch distributed checkpoint are joined by dots; two are {name!r} then: {where} and "
-            f"{metadata.planner_data[name]}."
+            f"Names in a torch distributed checkpoint are joined by dots, and must differ; {where} and "
+            f"{metadata.planner_data[name]} both become {name!r}. Rename one of them."
         )
     metadata.planner_data[name] = where
 

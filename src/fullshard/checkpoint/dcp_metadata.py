@@ -27,13 +27,13 @@ from fullshard.files import content_of
 
 METADATA = ".metadata"
 MAX_BYTES = 4 << 30
-"""Of metadata that are read."""
+"""Bytes of metadata that are read."""
 MAX_KEYS = 100
-"""Of a path in a state dict."""
+"""Keys of a path in a state dict."""
 MAX_CUT_DIMS = 6
-"""Dimensions that the chunks of a tensor divide; all the corners of a chunk in these are looked at."""
+"""Dimensions that the chunks of a tensor may cut. All corners of a chunk are compared: 2 to this power."""
 CHUNK_BYTES = 8
-"""Less than any chunk takes in the file: so there cannot be more chunks than that."""
+"""Fewer bytes than any chunk takes in the file, which limits the number of chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A block of a tensor and where it is."""
+    """A block of a tensor, and the item that has it."""
 
     block: Block
     item: Item
@@ -55,7 +55,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor, whose chunks together are all of it."""
+    """A tensor, with chunks that together are all of it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -69,17 +69,17 @@ class DcpMetadata:
     tensors: Mapping[str, DcpTensor]
     values: Mapping[str, Item]
     paths: Mapping[str, tuple[str | int, ...]]
-    """Where each entry was in the state dict that was saved: keys of dicts, positions in lists."""
+    """The path of each entry in the saved state dict: keys of dicts, indices of lists."""
 
 
 def read_metadata(folder: Path) -> DcpMetadata:
-    """Read and check what the checkpoint in ``folder`` has, and that its files have room for it."""
+    """Read the metadata of the checkpoint in ``folder``, and check that its files are long enough."""
     file = folder / METADATA
     try:
         content = content_of(file, max_bytes=MAX_BYTES)
     except OSError as error:
         raise CheckpointError(
-            f"A torch distributed checkpoint is a folder with a file {METADATA}; {file} cannot be read: {error}"
+            f"A torch distributed checkpoint must be a folder with a file {METADATA}; {file} cannot be read: {error}"
         ) from error
     try:
         metadata = _understood(unpickle(content), most_chunks=len(content) // CHUNK_BYTES)
@@ -92,7 +92,7 @@ def read_metadata(folder: Path) -> DcpMetadata:
     return metadata
 
 
-# --- what it means -----------------------------------------------------------------------------------------
+# --- from records to metadata ------------------------------------------------------------------------------
 
 
 def _understood(metadata: Any, *, most_chunks: int) -> DcpMetadata:
@@ -113,17 +113,17 @@ def _understood(metadata: Any, *, most_chunks: int) -> DcpMetadata:
 
 
 _ItemKey = tuple[str, tuple[int, ...] | None]
-"""The name of an entry, and where a chunk of it begins."""
+"""The name of an entry, and the start of a chunk in it."""
 
 
 def _items(storage_data: Any) -> Iterator[tuple[_ItemKey, Item]]:
     for index, info in _dict(storage_data).items():
-        place, where = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
-        name, offset, file = place["fqn"], place.get("offset"), where["relative_path"]
+        key, where = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
+        name, offset, file = key["fqn"], key.get("offset"), where["relative_path"]
         if type(name) is not str or type(file) is not str:
-            raise ValueError("the name of an entry and that of its file are strings")
+            raise ValueError("the names of an entry and of its file must be strings")
         if where.get("transform_descriptors"):
-            raise ValueError(f"{name} was written through an extension of torch's")
+            raise ValueError(f"{name} was written through a DCP extension, which cannot be read")
         if os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
             raise ValueError(f"{name} is in {file!r}, which is not in the folder")
         item = Item(file, _count(where["offset"]), _count(where["length"]))
@@ -208,18 +208,18 @@ def _faults(folder: Path, metadata: DcpMetadata) -> list[str]:
     for name, tensor in metadata.tensors.items():
         if not _is_tiled(whole(tensor.shape), [chunk.block for chunk in tensor.chunks]):
             faults.append(
-                f"{name}: its chunks are not, each once, all of its shape {tensor.shape}, or divide more than "
+                f"{name}: its chunks do not cover its shape {tensor.shape} exactly once, or cut more than "
                 f"{MAX_CUT_DIMS} of its dimensions"
             )
     return faults
 
 
 def _is_tiled(outer: Block, blocks: list[Block]) -> bool:
-    """Whether the blocks are ``outer`` without gaps and overlaps.
+    """Return whether the blocks cover ``outer`` without gaps and overlaps.
 
     Where blocks meet, their corners meet. If all corners but those of ``outer`` come in pairs, every element is in an
-    odd number of blocks, so in one at least; and if the sizes add up, in no more than one. Dimensions that no block
-    divides need not be looked at.
+    odd number of blocks, so in at least one. If the sizes add up, too, it is in exactly one. Dimensions that no block cuts
+    do not matter.
     """
     dims = range(len(outer.shape))
     if any(len(block.start) != len(dims) or len(block.shape) != len(dims) for block in blocks):

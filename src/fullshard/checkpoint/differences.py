@@ -1,7 +1,7 @@
-"""What differs between two checkpoints of any formats, found in bounded memory.
+"""The differences between two checkpoints of any formats, found in bounded memory.
 
-Tensors are compared by their bits, so a NaN equals itself and zeros of both signs differ; where dtypes are
-different, by their values. Names that are tied in one checkpoint and stored twice in the other are no difference.
+Tensors of one dtype are compared by their bits: a NaN equals itself, and zeros of both signs differ. Tensors of different
+dtypes are compared by value. A tensor that is tied in one checkpoint and stored twice in the other is no difference.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from fullshard.checkpoint.source import CLASS, MODEL, Source, TensorInfo, Tensor
 from fullshard.checkpoint.verified_reads import read_verified
 
 COMPARED_AT_ONCE = 1 << 20
-"""Elements of each checkpoint that are in memory at a time."""
+"""Elements of each checkpoint that are in memory at once."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """How a tensor that both checkpoints have differs."""
+    """How a tensor differs that both checkpoints have."""
 
     first: TensorInfo
     second: TensorInfo
     differing: int = 0
-    """Elements that are not the same; all of them, if the shapes differ."""
+    """Number of elements that differ; all of them if the shapes differ."""
     largest_absolute: float = 0.0
-    """Infinite where one value is NaN, or shapes differ."""
+    """Infinite if one value is NaN, or if the shapes differ."""
     largest_relative: float = 0.0
-    """To the larger of both values."""
+    """Relative to the larger of both values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +49,12 @@ class Differences:
     tensors: dict[str, TensorDifference] = field(default_factory=dict)
     """By key, those that differ."""
     values: list[str] = field(default_factory=list)
-    """Of all that is no tensor: optimizer and extra, a line for each difference."""
+    """A line for each difference in values that are not tensors: the optimizer's and extra."""
     compared: int = 0
-    """Tensors that both have."""
+    """Number of tensors that both have."""
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether there are any differences."""
         return bool(self.only_first or self.only_second or self.tensors or self.values)
 
 
@@ -66,7 +66,7 @@ def differences(
     Args:
         first: One.
         second: The other.
-        compared: Called as the comparison goes on, with the bytes of the first checkpoint that were compared since.
+        compared: Called with the number of bytes of the first checkpoint after each comparison.
     """
     ours, theirs = _stored_keys(first), _stored_keys(second)
     found = Differences(
@@ -81,7 +81,7 @@ def differences(
                 found.tensors[key] = difference
     optimizers = [first.optimizer, second.optimizer]
     if not all(each is not None and CLASS in each for each in optimizers):
-        # Not every format says of which class the optimizer was.
+        # Not every format has the optimizer's class.
         optimizers = [each and without_class(each) for each in optimizers]
     for name, pair in (("optimizer", optimizers), ("extra", [first.extra, second.extra])):
         one, other = map(_with_scalars, pair, (first, second))
@@ -90,14 +90,14 @@ def differences(
 
 
 def _stored_keys(source: Source) -> dict[str, str]:
-    """Keys of all tensors, by each of their names, with the key that is stored."""
+    """Return the key under which each tensor is stored, by all its names."""
     tied = {MODEL + name: MODEL + stored for name, stored in source.tied.items()}
     scalars = {ref.key for ref in references(source.optimizer) if _is_scalar(ref, source)}
     return {key: key for key in source.tensors if key not in scalars} | tied
 
 
 def _with_scalars(tree: Any, source: Source) -> Any:
-    """A tree with 0-d tensors in it: some formats have them there, others refer to them."""
+    """Return a tree with 0-d tensors in place of references to them: some formats have the one, some the other."""
     if isinstance(tree, TensorRef) and _is_scalar(tree, source):
         return read_verified(source, tree.key)
     if isinstance(tree, Mapping):
@@ -139,7 +139,7 @@ def _compare(
 
 
 def _differing(a: Tensor, b: Tensor) -> Tensor:
-    """Which elements differ, as one dimension."""
+    """Return which elements differ, flattened."""
     if a.dtype == b.dtype:
         return (_bits(a) != _bits(b)).any(dim=1)
     a, b = _comparable(a).flatten(), _comparable(b).flatten()
@@ -147,23 +147,23 @@ def _differing(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _bits(value: Tensor) -> Tensor:
-    """A row of integers for each element."""
+    """Return the bits of each element as a row of integers."""
     size = value.dtype.itemsize
     return value.flatten().view(_BITS[min(size, 8)]).view(-1, max(size // 8, 1))
 
 
 def _distances(a: Tensor, b: Tensor, where: Tensor) -> tuple[float, float]:
-    """The largest absolute and relative difference among those elements."""
+    """Return the largest absolute and relative difference among the elements ``where``."""
     a, b = _comparable(a), _comparable(b)
     distance = (a - b).abs().masked_fill_(~where, 0.0)
     larger = torch.maximum(a.abs(), b.abs())
-    # Zeros of both signs are no distance apart, and nothing to divide by.
+    # Zeros of both signs have no distance, and must not be divided by.
     relative = distance / larger.masked_fill_(distance == 0, 1.0)
     return _largest(distance), _largest(relative)
 
 
 def _largest(values: Tensor) -> float:
-    """What is not a number is farther than any number."""
+    """Return the largest value; infinity if there is a NaN."""
     largest = float(values.max())  # NaN, if there is one
     return math.inf if math.isnan(largest) else largest
 
@@ -193,7 +193,7 @@ def _compare_trees(first: Any, second: Any, path: str, lines: list[str]) -> None
 
 
 def _plain(value: Any) -> Any:
-    """Where a scalar was does not matter here."""
+    """Return a scalar without its device, which does not matter here."""
     return value.value if isinstance(value, DeviceScalar) else value
 
 

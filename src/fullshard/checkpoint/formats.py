@@ -1,4 +1,4 @@
-"""Which format a checkpoint has, and loading it, whichever it is.
+"""Formats of checkpoints: opening and loading any of them.
 
 fullshard        a folder with a manifest.json
 DCP              a folder with a .metadata, of torch.distributed.checkpoint
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
-    """Open a checkpoint of any format; which one it is shows in what is there."""
+    """Open a checkpoint of any format, which the files in it show."""
     path = Path(path)
     if path.is_file():
         return TorchFile(path)
@@ -48,8 +48,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     if any(path.glob("*.safetensors*")):
         return HuggingFaceFolder(path)
     raise CheckpointError(
-        f"A checkpoint is a file of torch.save, or a folder with a {MANIFEST} (fullshard), a {METADATA} "
-        f"(torch.distributed.checkpoint) or a model.safetensors (Hugging Face); {path} "
+        f"A checkpoint must be a file of torch.save, or a folder with {MANIFEST} (fullshard), {METADATA} "
+        f"(torch.distributed.checkpoint) or model.safetensors (Hugging Face); {path} "
         f"{'has none of them' if path.is_dir() else 'is not there'}. fullshard.checkpoint.latest(folder) finds the newest "
         "complete one in a folder."
     )
@@ -65,21 +65,21 @@ def load(
     process_group: ProcessGroup | None = None,
     on_progress: OnProgress | None = None,
 ) -> Loaded:
-    """Load a checkpoint that any number of ranks has written, through either door, in any format. All ranks call it.
+    """Load a checkpoint of any format, written by any number of ranks, through either API. All ranks call it.
 
-    Everything that is stored must be wanted, and everything that is wanted must be stored, with the same shape and
-    dtype. If not, or if a file is damaged, the error says all of it, and model and optimizer are as they were.
+    The checkpoint must have exactly the tensors of model and optimizer, with the same shapes and dtypes. If not, or if a
+    file is damaged, one error names everything that is wrong, and model and optimizer are unchanged.
 
     Args:
-        path: The folder of a checkpoint; `latest` finds the newest one. Or one of `torch.distributed.checkpoint`, a
-            Hugging Face folder, or a file of `torch.save` with state dicts, of which nothing is executed.
+        path: The folder of a checkpoint; `latest` finds the newest one. Or a folder of `torch.distributed.checkpoint`, a
+            Hugging Face folder, or a file of `torch.save` with state dicts. No code in it is run.
         model: Gets the parameters and buffers.
-        optimizer: Gets the state and the options of its parameter groups; of the class that was saved, or one with
-            the same state (docs/checkpoints.md).
-        without_optimizer: Leave a stored optimizer's state where it is; to evaluate, or to begin anew.
-        cast: Let tensors have another dtype than the stored ones.
+        optimizer: Gets the state and the options of its parameter groups. It has the saved class, or one with the same
+            state (docs/checkpoints.md).
+        without_optimizer: Do not load a saved optimizer's state: to evaluate, or to begin with a new optimizer.
+        cast: Let tensors have another dtype than the saved ones.
         process_group: The ranks that load together; all by default.
-        on_progress: Is called with the bytes this rank has read, and will read.
+        on_progress: Called with the bytes that this rank has read, and will read in total.
     """
     rank_group = RankGroup(process_group)
 
@@ -112,12 +112,12 @@ def use_source(
     *,
     is_good: Callable[[T], bool] = lambda _: True,
 ) -> T:
-    """Open a checkpoint of any format and use it; if it is replaced meanwhile, use the new one instead.
+    """Open a checkpoint of any format, and return what ``use`` makes of it; if it is replaced meanwhile, use the new one.
 
     Args:
         path: Where it is.
-        use: Is called again with the new one if it raised `CheckpointError`, or its result is not good.
-        is_good: Whether what ``use`` returned can be believed without asking whether there is a new one.
+        use: Called again with a new checkpoint if it raised `CheckpointError`, or if its result is not good.
+        is_good: Whether a result can be trusted without asking for a new checkpoint.
     """
 
     def read() -> T:

@@ -3,11 +3,11 @@
     folder/model.safetensors                         all weights, or
     folder/model.safetensors.index.json              {"weight_map": {name: file}}
     folder/model-00001-of-00003.safetensors          ... and the files it names
-    folder/config.json, tokenizer.json, ...          not ours: copied, or written by what wrote them
+    folder/config.json, tokenizer.json, ...          copied, or written by `save_pretrained`
 
-Every rank reads the parts it needs of the files, and no rank ever has more than its shard and one tensor. To
-write, shards go into a checkpoint of our own first, from which every rank writes its share of the files; no
-tensor is sent between ranks. All is written beside the folder, which then takes its place.
+Every rank reads only the parts of the files that it needs, so it has no more in memory than its shards and one tensor. To
+write, ranks save a checkpoint of our own format first; then every rank writes its share of the files from there. No
+tensor is sent between ranks. The new folder is written beside the old one, and then replaces it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from fullshard.files import content_of
 T = TypeVar("T")
 
 Rename = Callable[[str], str | None]
-"""From the name a weight has to the one it gets, or None to leave it out."""
+"""From a weight's old name to its new one, or None to leave it out."""
 
 MAX_FILE_BYTES = 5_000_000_000
-PIECE_BYTES = 4 << 20
-"""Of a tensor that is read to be cast."""
+CAST_BYTES = 4 << 20
+"""Bytes of a tensor that are read and cast at once."""
 
 MAX_INDEX_BYTES = 1 << 30
-"""Of an index that is read."""
+"""Bytes of an index that is read."""
 
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -64,14 +64,14 @@ _WEIGHTS = (
     "pytorch_model*.bin",
     "pytorch_model*.bin.index.json",
 )
-"""Names that a new set of weights replaces, all others being kept."""
+"""Names of files that new weights replace. All other files stay."""
 _COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
-"""Names of files that belong to a model beside its weights: configuration, tokenizer, code."""
+"""Names of files of a model other than weights: configuration, tokenizer, code."""
 _CONFIG = "config.json"
 
 
 class HuggingFaceFolder:
-    """A `Source` over a model's folder."""
+    """A `Source` of a model's folder."""
 
     format = "Hugging Face"
 
@@ -79,8 +79,8 @@ class HuggingFaceFolder:
         """Open a folder and read the headers of its files.
 
         Args:
-            path: It has ``model.safetensors``, or else an index.
-            rename: From names in the files to those of the model.
+            path: A folder with ``model.safetensors``, or else with an index.
+            rename: From names in the files to names in the model.
 
         Raises:
             CheckpointError: there are no safetensors, the index and the files disagree, or a file is damaged.
@@ -90,7 +90,7 @@ class HuggingFaceFolder:
         self.optimizer: Mapping[str, Any] | None = None
         self.extra: Any = None
         self._places: dict[str, tuple[TensorFile, str]] = {}
-        """The file of each tensor, and its name there, by key."""
+        """By key, the file of each tensor and its name there."""
         files = {name: file for file in _files(self.path) for name in file.entries}
         for name, renamed in _renamed({name: name for name in files}, rename, self.path).items():
             self._places[f"{MODEL}{renamed}"] = files[name], name
@@ -105,7 +105,7 @@ class HuggingFaceFolder:
         file.read_block(name, wanted, out, of=whole(self.tensors[key].shape))
 
     def verify(self, wanted: Iterable[tuple[str, Block]]) -> list[str]:
-        """Nothing: the format has no checksums."""
+        """Return no faults: the format has no checksums."""
         return []
 
     def close(self) -> None:
@@ -115,15 +115,15 @@ class HuggingFaceFolder:
 
 
 def _files(folder: Path) -> list[TensorFile]:
-    """The files with the weights of a folder, opened; no two have a weight of the same name."""
-    if (folder / _ONE_FILE).exists():  # also if there is an index: as transformers does
+    """Open the files with the weights of a folder. No two of them have a weight of the same name."""
+    if (folder / _ONE_FILE).exists():  # it comes before an index, as in transformers
         return [TensorFile(folder / _ONE_FILE, None)]
     if (folder / _INDEX).exists():
         return _indexed_files(folder)
     others = sorted(each.name for each in folder.glob("*.bin")) if folder.is_dir() else []
     remedy = (
-        f"It has {', '.join(others)}, pickles that are not read here: load them with transformers and save them again "
-        "with save_pretrained, or read one that has a whole state dict as a torch file"
+        f"It has pickles, which are not read here: {', '.join(others)}. Load them with transformers and save them with "
+        "save_pretrained. A pickle with a whole state dict can be loaded as a torch file"
         if others
         else "Give the folder that save_pretrained wrote, or that a model was downloaded to"
     )
@@ -137,7 +137,7 @@ def _indexed_files(folder: Path) -> list[TensorFile]:
     files = {}
     faults = []
     for file_name in sorted(set(where.values())):
-        # Links are followed, as in the caches of Hugging Face; what the index says must stay in the folder.
+        # Links are followed, because Hugging Face's caches have them. The names themselves must be in the folder.
         if Path(file_name).name != file_name or file_name in ("", "..") or "\0" in file_name:
             faults.append(f"{file_name!r} is not the name of a file in the folder")
             continue
@@ -151,8 +151,8 @@ def _indexed_files(folder: Path) -> list[TensorFile]:
     for file_name, file in files.items():
         for name in file.entries:
             if where.get(name) != file_name:
-                said = f"the index says {where[name]}" if name in where else "not in the index"
-                faults.append(f"{name} is in {file_name}, but {said}")
+                found = f"the index says {where[name]}" if name in where else "not in the index"
+                faults.append(f"{name} is in {file_name}, but {found}")
     if faults:
         raise CheckpointError(
             f"The index of a Hugging Face folder must name every weight of its files once; in {folder}\n  "
@@ -163,7 +163,7 @@ def _indexed_files(folder: Path) -> list[TensorFile]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file of every weight. Sizes that an index may say are not used: many do not hold."""
+    """Return the file of every weight. Sizes in an index are not used: many are wrong."""
     try:
         text = content_of(index, max_bytes=MAX_INDEX_BYTES)
         content = json.loads(text, object_pairs_hook=without_repetition)
@@ -172,7 +172,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     where = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise CheckpointError(
-            f'An index must have a "weight_map" with the file of every weight; {index} has none.'
+            f'An index must have a "weight_map" with the file of every weight; {index} has none. Download or save the folder '
+            "again."
         )
     return where
 
@@ -186,18 +187,18 @@ def load_huggingface(
     process_group: ProcessGroup | None = None,
     on_progress: OnProgress | None = None,
 ) -> Loaded:
-    """Load the weights of a Hugging Face folder into a model of either door. All ranks call it.
+    """Load the weights of a Hugging Face folder into a model of either API. All ranks call it.
 
-    Each rank reads what it holds. The weights must be those of the model's state dict, tied ones under one of
-    their names or all; if any is missing, too many or of another shape, the error names all, and nothing is loaded.
+    Each rank reads what it holds. The weights must be those of the model's state dict; tied ones may have one of their
+    names or all. If any is missing, unknown or of another shape, one error names all, and nothing is loaded.
 
     Args:
-        folder: It has ``model.safetensors``, or an index and the files it names.
-        model: Gets the weights; materialised, and not necessarily initialised.
-        rename: From names in the files to those of the model, or None for a weight that is left out.
+        folder: A folder with ``model.safetensors``, or with an index and its files.
+        model: Gets the weights. It must be materialised, and need not be initialised.
+        rename: From names in the files to names in the model, or None for a weight to leave out.
         cast: Let weights have another dtype than the model, which keeps its own.
         process_group: The ranks that load together; all by default.
-        on_progress: Is called with the bytes this rank has read, and will read.
+        on_progress: Called with the bytes that this rank has read, and will read in total.
     """
     rank_group = RankGroup(process_group)
 
@@ -227,18 +228,18 @@ def write_huggingface(
     A rank needs memory for one tensor at a time. Tied weights are written once. The folder appears when it is complete.
 
     Args:
-        source: An open checkpoint; its optimizer and what else it has are left out.
+        source: An open checkpoint; its optimizer and extra values are left out.
         folder: New or empty, unless ``overwrite`` is set.
         config_from: A folder whose configuration, tokenizer and code are copied, or an object with ``save_pretrained``
-            (a configuration, a tokenizer), or a list of such. The dtype that config.json names is set right.
-        max_file_bytes: Larger models are written as several files with an index. A larger tensor is a file by itself.
-        dtype: In which floating-point numbers are written; None for those of the checkpoint.
-        rename: From names in the checkpoint to those in the folder.
-        overwrite: Whether the folder may have weights, which are replaced; its other files stay.
-        process_group: The ranks that write together, on one file system; all by default.
+            (a configuration, a tokenizer), or a list of these. The dtype in config.json is corrected.
+        max_file_bytes: Larger models are written as several files with an index. A larger tensor gets its own file.
+        dtype: Dtype of floating-point weights in the folder; None for those of the checkpoint.
+        rename: From names in the checkpoint to names in the folder.
+        overwrite: Whether to replace weights that the folder has. Its other files stay.
+        process_group: The ranks that write together, to one file system; all by default.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or the folder cannot be written; it is as it was.
+        CheckpointError: the checkpoint is damaged, or the folder cannot be written. The folder is unchanged.
     """
     rank_group = RankGroup(process_group)
     options = _Options(_companions(config_from, folder, rank_group), max_file_bytes, dtype, rename)
@@ -257,25 +258,26 @@ def save_huggingface(
     overwrite: bool = False,
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Write a model of either door as a folder that transformers can load. All ranks call it, and share the work.
+    """Write a model of either API as a folder that transformers can load. All ranks call it, and share the work.
 
-    First every rank writes its shards to a checkpoint beside the folder, which needs as much room on the disk again
-    until the folder is complete; then it writes some of the files from there. So no rank needs memory for more than
-    one tensor beside its shards, and nothing is gathered.
+    Every rank first writes its shards to a checkpoint beside the folder, which needs the same disk space again until the
+    folder is complete. Then it writes some of the files from there. So no rank needs memory for more than its shards and
+    one tensor, and nothing is gathered.
 
     Args:
         folder: New or empty, unless ``overwrite`` is set.
-        model: Its parameters and persistent buffers are written, in the dtypes they are sharded in; tied ones once,
-            under the first of their names.
-        config_from: See `write_huggingface`, as all below. For a model of transformers, ``model.config``.
-        max_file_bytes: See there.
-        dtype: See there.
-        rename: From names in the model to those in the folder, or None for a weight that is left out.
-        overwrite: See there.
+        model: Its parameters and persistent buffers are written, in the dtypes they are sharded in. Tied ones are written
+            once, under the first of their names.
+        config_from: A folder whose configuration, tokenizer and code are copied, or an object with ``save_pretrained``
+            (``model.config`` of a model of transformers, a tokenizer), or a list of these.
+        max_file_bytes: Larger models are written as several files with an index. A larger tensor gets its own file.
+        dtype: Dtype of floating-point weights in the folder; None for those of the model.
+        rename: From names in the model to names in the folder, or None for a weight to leave out.
+        overwrite: Whether to replace weights that the folder has. Its other files stay.
         process_group: The ranks that hold the model; all by default.
 
     Raises:
-        CheckpointError: the folder cannot be written; it is as it was.
+        CheckpointError: the folder cannot be written. It is unchanged.
     """
     rank_group = RankGroup(process_group)
     options = _Options(_companions(config_from, folder, rank_group), max_file_bytes, dtype, rename)
@@ -291,7 +293,7 @@ def save_huggingface(
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """How a folder is to be written: see `write_huggingface`."""
+    """How to write a folder: see `write_huggingface`."""
 
     companions: Sequence[Any]
     max_file_bytes: int
@@ -303,17 +305,17 @@ class _Options:
             raise ConfigurationError(f"max_file_bytes must be positive, got {self.max_file_bytes}.")
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ConfigurationError(
-                f"dtype must be one for floating-point numbers, since only those are cast; got {self.dtype}."
+                f"dtype must be a floating-point dtype, because only floating-point weights are cast; got {self.dtype}."
             )
 
     def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which a tensor is written."""
+        """Return the dtype in which a tensor is written."""
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """A tensor that is to be written."""
+    """A tensor to write."""
 
     name: str
     key: str
@@ -322,12 +324,12 @@ class _Weight:
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
+        """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def _write(source: Source, folder: Path, options: _Options, rank_group: RankGroup) -> None:
-    """Fill a new folder: every rank writes its share of the files, the first one also all else."""
+    """Fill a new folder: every rank writes its share of the weights, the first rank also all other files."""
     files = rank_group.on_each(lambda: _planned_files(source, options))
 
     def write_share() -> None:
@@ -343,7 +345,7 @@ def _write(source: Source, folder: Path, options: _Options, rank_group: RankGrou
 
 
 def _planned_files(source: Source, options: _Options) -> dict[str, list[_Weight]]:
-    """The weights of every file, by its name. Files are filled in order, as transformers does."""
+    """Return the weights of every file, by its name. Files are filled in order, as transformers does."""
     files: list[list[_Weight]] = []
     open_file: list[_Weight] = []
     room = options.max_file_bytes
@@ -370,7 +372,8 @@ def _weights(source: Source, options: _Options) -> Iterable[_Weight]:
     renamed = _renamed(names, options.rename, source.path)
     if not renamed:
         raise CheckpointError(
-            f"There is nothing to write: {source.path} has no tensors of a model, or rename leaves all of them out."
+            f"A Hugging Face folder must have weights; {source.path} has no tensors of a model, or rename leaves all of them "
+            "out."
         )
     for key, name in renamed.items():
         info = source.tensors[key]
@@ -378,7 +381,7 @@ def _weights(source: Source, options: _Options) -> Iterable[_Weight]:
 
 
 def _renamed(names: Mapping[T, str], rename: Rename | None, path: Path) -> dict[T, str]:
-    """What things are called after renaming, those that are left out missing."""
+    """Return the new names; weights that are left out are missing."""
     if rename is None:
         return dict(names)
     renamed = {thing: new for thing, name in names.items() if (new := rename(name)) is not None}
@@ -390,7 +393,7 @@ def _renamed(names: Mapping[T, str], rename: Rename | None, path: Path) -> dict[
     ]
     if faults:
         raise ConfigurationError(
-            f"rename must give every weight a name of its own; of those in {path}, {', '.join(faults)}."
+            f"rename must give every weight a different name; of those in {path}, {', '.join(faults)}."
         )
     return renamed
 
@@ -399,7 +402,8 @@ def _write_weights(source: Source, path: Path, weights: Sequence[_Weight]) -> No
     faults = source.verify((weight.key, whole(weight.shape)) for weight in weights)
     raise_if_damaged(source.path, faults)
 
-    # Used for all, and large enough from the start: what was written last is still referred to when the next is fetched.
+    # One memory for all weights, large enough from the start: a larger one would be a second one, because the writer still
+    # refers to the last weight when it fetches the next.
     memory, staging = Staging(), Staging()
     memory.of([max(weight.nbytes for weight in weights)], torch.uint8)
 
@@ -409,7 +413,7 @@ def _write_weights(source: Source, path: Path, weights: Sequence[_Weight]) -> No
         if dtype == weight.dtype:
             source.read(weight.key, all_of_it, out)
             return out
-        for rows in rows_of(all_of_it, PIECE_BYTES // dtype.itemsize):
+        for rows in rows_of(all_of_it, CAST_BYTES // dtype.itemsize):
             staged = staging.of(rows.shape, dtype)
             source.read(weight.key, rows, staged)
             out[rows.slices_in(all_of_it)].copy_(staged)
@@ -435,7 +439,7 @@ def _index_text(files: Mapping[str, Sequence[_Weight]]) -> str:
 def _companions(
     config_from: Any, folder: str | os.PathLike[str], rank_group: RankGroup
 ) -> list[Any]:
-    """Where the files beside the weights come from; later ones have the last word."""
+    """Return the sources of the files other than weights; a later source replaces files of an earlier one."""
     given = config_from if isinstance(config_from, list | tuple) else [config_from]
     found = [each for each in given if each is not None]
 
@@ -443,17 +447,17 @@ def _companions(
         wrong = [
             type(each).__name__ if isinstance(each, nn.Module) else each
             for each in found
-            if isinstance(each, nn.Module)  # would save its weights
+            if isinstance(each, nn.Module)  # its save_pretrained would write its weights
             or (not hasattr(each, "save_pretrained") and not _is_folder(each))
         ]
         if wrong:
             raise ConfigurationError(
-                "config_from must be a folder, or have save_pretrained and be no model, or be a list of such; it has "
+                "config_from must be a folder, an object with save_pretrained that is not a model, or a list of these; it has "
                 f"{wrong}. Pass a model's config."
             )
 
     rank_group.on_first(check)
-    # A folder that is overwritten keeps its files in any case, but config.json names a dtype, which may change.
+    # A folder that is overwritten keeps its files. It is listed here because the dtype in its config.json may change.
     return [folder, *found] if _is_folder(folder) else found
 
 
@@ -472,7 +476,7 @@ def _write_companions(companions: Sequence[Any], folder: Path) -> None:
 
 
 def _name_dtype(config: Path, files: Mapping[str, Sequence[_Weight]]) -> None:
-    """Let a configuration name the dtype that most of the numbers have: transformers loads in the one it names."""
+    """Set the dtype in a configuration to the one of most weights: transformers loads weights in that dtype."""
     if not config.is_file():
         return
     nbytes: Counter[torch.dtype] = Counter()
@@ -483,7 +487,7 @@ def _name_dtype(config: Path, files: Mapping[str, Sequence[_Weight]]) -> None:
     try:
         content = json.loads(config.read_bytes())
         if not isinstance(content, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not a JSON object")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{config.name} of config_from cannot be read: {error}.") from error
     named = [key for key in ("dtype", "torch_dtype") if content.get(key) is not None]
@@ -495,7 +499,7 @@ def _name_dtype(config: Path, files: Mapping[str, Sequence[_Weight]]) -> None:
 
 
 def _is_kept(path: Path) -> bool:
-    """Whether something in a folder stays when its weights are replaced."""
+    """Return whether a file stays when the weights of its folder are replaced."""
     return not _matches(path, _WEIGHTS)
 
 

@@ -1,11 +1,11 @@
-"""Loading: every rank reads the blocks it holds, and nothing is changed before everything was checked.
+"""Loading a checkpoint: every rank reads the blocks it holds, and everything is checked before anything changes.
 
-    compare   names, shapes, dtypes, groups of the optimizer: what is stored against what is there
-    verify    files, headers, and checksums of the data this rank will read
-    read      into the memory of optimizer and model, or into new tensors where an optimizer has none; then it gets
-              these, and the options
+    compare   names, shapes, dtypes and the optimizer's groups: the checkpoint's against the model's
+    verify    files, headers, and checksums of the data that this rank will read
+    read      into the memory of optimizer and model, or into new tensors for state that an optimizer does not have yet
+    install   new state and options into the optimizer, and values that were read into copies
 
-Each of these ends with all ranks knowing how it went: an error on one is the same error on all.
+After each of these, ranks exchange the outcome: an error on one rank is the same error on all.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from fullshard.checkpoint.source import MODEL, Source
 from fullshard.errors import CheckpointError
 
 COMPARED_BYTES = 4 << 20
-"""Of each of two tensors, at once."""
+"""Bytes of each of two tensors that are compared at once."""
 STAGED_BYTES = 64 << 20
-"""What is on its way from a file to memory that files cannot be read into: of another device, or dtype."""
+"""Bytes that are read at once for memory of another device or dtype, into which files cannot be read directly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was loaded beside model and optimizer."""
+    """A checkpoint that was loaded."""
 
     path: Path
     extra: Any
-    """As it was given to `save`."""
+    """The value that was given to `save`."""
     nbytes: int
-    """That this rank has read."""
+    """Bytes that this rank has read."""
     seconds: float
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ def load_source(
     rank_group: RankGroup | None = None,
     on_progress: OnProgress | None = None,
 ) -> Loaded:
-    """Load from a source, which is closed afterwards; see `formats.load`. Collective over the ranks."""
+    """Load from a source, and close it; see `formats.load`. All ranks of the group call it."""
     rank_group = RankGroup() if rank_group is None else rank_group
     began = time.perf_counter()
     try:
@@ -91,22 +91,22 @@ def load_source(
 
 @dataclass(slots=True)
 class Comparison:
-    """What model and optimizer can take from a source, and why they cannot."""
+    """What model and optimizer take from a source, and why they cannot."""
 
     source: Source
     targets: list[ModelTarget | OptimizerTarget]
     faults: Faults
     others: list[str]
-    """Sentences about whether there is an optimizer."""
+    """Sentences about an optimizer that is missing on one side."""
     tied: Mapping[str, str]
-    """Of the model: names that mean the same tensor as others."""
+    """The model's further names of tensors, with the first name."""
 
     def raise_faults(self) -> None:
-        """Refuse a checkpoint that does not fit."""
+        """Raise one error with all reasons why the checkpoint does not fit."""
         paragraphs = [*self.faults.paragraphs(), *self.others]
         if paragraphs:
             raise CheckpointError(
-                "A checkpoint must have what model and optimizer have, no less and no more. Nothing was loaded from "
+                "A checkpoint must have exactly what model and optimizer have. Nothing was loaded from "
                 f"{self.source.path}.\n" + "\n".join(paragraphs)
             )
 
@@ -120,29 +120,31 @@ def compare(
     cast: bool = False,
 ) -> Comparison:
     """Compare a source with what this rank has."""
-    held = LocalModelState(model, "fullshard.checkpoint.load")
-    targets: list[ModelTarget | OptimizerTarget] = [ModelTarget(held, source, cast=cast)]
+    local_state = LocalModelState(model, "fullshard.checkpoint.load")
+    targets: list[ModelTarget | OptimizerTarget] = [ModelTarget(local_state, source, cast=cast)]
     others = []
     if optimizer is not None and without_optimizer:
-        others.append("An optimizer was passed, and without_optimizer was set.")
+        others.append(
+            "An optimizer was passed, and without_optimizer was set. Leave one of them out."
+        )
     elif optimizer is not None and source.optimizer is None:
         others.append("The checkpoint has no optimizer, and one was passed. Load the model only.")
     elif optimizer is not None:
-        targets.append(OptimizerTarget(optimizer, held, source))
+        targets.append(OptimizerTarget(optimizer, local_state, source))
     elif source.optimizer is not None and not without_optimizer:
         others.append(
             "The checkpoint has an optimizer's state, and no optimizer was passed. Pass it, or without_optimizer=True."
         )
     faults = sum((target.faults for target in targets), Faults())
-    return Comparison(source, targets, faults, others, held.tied)
+    return Comparison(source, targets, faults, others, local_state.tied)
 
 
 def _checked_targets(
     rank_group: RankGroup, comparison: Comparison, optimizer: Optimizer | None
 ) -> list[ModelTarget | OptimizerTarget]:
-    """The targets, if nothing is wrong with any rank's.
+    """Return the targets after checking that the checkpoint fits on all ranks.
 
-    What one rank has nothing to take with, another may have: stages of a pipeline.
+    A tensor that one rank does not have may be another rank's: stages of a pipeline.
     """
     faults = comparison.faults
     kind = None if optimizer is None else class_names(optimizer)[0]
@@ -160,7 +162,7 @@ def _verify(source: Source, requests: Sequence[ReadRequest]) -> None:
     )
     if faults:
         raise CheckpointError(
-            f"{source.path} is damaged, and nothing was loaded from it:\n  "
+            f"The checkpoint {source.path} is damaged, and nothing was loaded from it:\n  "
             + "\n  ".join(faults)
             + "\nLoad another checkpoint."
         )
@@ -168,7 +170,7 @@ def _verify(source: Source, requests: Sequence[ReadRequest]) -> None:
 
 @torch.no_grad()
 def _read(source: Source, requests: Sequence[ReadRequest], on_progress: OnProgress | None) -> int:
-    """Read everything, and return how many bytes that was."""
+    """Read all requests, and return the number of bytes."""
     total = sum(
         block.numel * source.tensors[request.key].dtype.itemsize
         for request in requests
@@ -184,14 +186,14 @@ def _read(source: Source, requests: Sequence[ReadRequest], on_progress: OnProgre
                     on_progress(done, total)
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
-                f"{request.key} could be read a moment ago, and cannot be read now: {error} Model and optimizer may have been "
-                "loaded in part: load another checkpoint before going on."
+                f"{request.key} could be verified, and cannot be read now: {error} Model and optimizer may have been loaded in "
+                "part. Load another checkpoint before you go on."
             ) from error
     return total
 
 
 def _read_one(source: Source, request: ReadRequest, staging: Staging) -> Iterator[int]:
-    """Read one tensor's blocks, and say how many bytes that was, piece by piece."""
+    """Read one tensor's blocks, and yield the number of bytes of each read."""
     dtype = source.tensors[request.key].dtype
     for block, out in request.parts:
         if out.device.type == "cpu" and out.dtype == dtype:
@@ -206,13 +208,13 @@ def _read_one(source: Source, request: ReadRequest, staging: Staging) -> Iterato
 
 
 class Staging:
-    """Memory that is used again and again."""
+    """Memory that is reused for one tensor after another."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def of(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor, until the next one is asked for."""
+        """Return an uninitialised tensor, which is valid until the next call."""
         nbytes = dtype.itemsize
         for size in shape:
             nbytes *= size
@@ -222,7 +224,7 @@ class Staging:
 
 
 def rows_of(block: Block, numel: int) -> Iterator[Block]:
-    """A block in parts of about ``numel`` elements, cut along its first dimension."""
+    """Yield a block in parts of about ``numel`` elements, cut along its first dimension."""
     if not block.shape:
         yield block
         return
@@ -244,13 +246,13 @@ def _check_copies(source: Source, tied: Mapping[str, str]) -> None:
     ]
     if different:
         raise CheckpointError(
-            f"Tensors that the model ties must be the same in the checkpoint, if it has both; in {source.path} these are "
-            f"not: {', '.join(different)}. Nothing was loaded. Load into a model that does not tie them."
+            f"Tensors that the model ties must be equal in a checkpoint that has both; in {source.path} these are not: "
+            f"{', '.join(different)}. Nothing was loaded. Load into a model that does not tie them."
         )
 
 
 def _are_equal(source: Source, one: str, other: str) -> bool:
-    """Whether two tensors have the same bytes."""
+    """Return whether two tensors have the same bytes."""
     info = source.tensors[one]
     if info != source.tensors[other]:
         return False

@@ -1,8 +1,8 @@
-"""What this rank holds of a model, and how that is sharded, for both doors. It is read off the model without communication.
+"""What this rank holds of a model, and how that is sharded, for both APIs. It is read off the model without communication.
 
     fully_shard, replicate              DTensors                 the sharding of their placements
     wrapper, any strategy               flat-sharded params      the sharding of the group's layout
-    ignored, buffers, no door at all    plain tensors            whole on every rank; one rank's copy is saved
+    ignored, buffers, unsharded         plain tensors            whole on every rank; one rank's copy is saved
 
 Names are those of the model without wrappers. A tensor with several names is listed once, under the first.
 """
@@ -98,7 +98,7 @@ class LocalModelState:
         """Reshard the model, and read its tensors.
 
         Args:
-            model: Sharded by either door, by both, or by none.
+            model: Sharded by either API, by both, or by none.
             method: The caller's name, for messages.
             first: If nothing in the model is sharded, the rank whose copy is saved of tensors that every rank has whole.
                 Otherwise it is the first of the ranks that share the model.
@@ -129,7 +129,7 @@ class LocalModelState:
             for prefix, module in _named_modules(model)
             for found in self._add_sharded_params(prefix, module)
         ]
-        sharing = {held.sharding.holders for held in self.tensors}
+        sharing = {tensor.sharding.holders for tensor in self.tensors}
         self.first = min(
             (min(ranks) for lists in sharing for ranks in lists if ranks), default=first
         )
@@ -146,7 +146,7 @@ class LocalModelState:
     @property
     def updated_together(self) -> list[list[str]]:
         """Names of the members of each parameter that an optimizer may have."""
-        return [[held.name for held in members] for members in self.params.values()]
+        return [[member.name for member in members] for members in self.params.values()]
 
     # --- parameters -------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def _rest(model: nn.Module, method: str) -> list[FSDPState]:
-    """Put the sharded parameters on the modules, and return the states that both doors keep for them."""
+    """Put the sharded parameters on the modules, and return the states that both APIs keep for them."""
     found = (state_of(module) for module in model.modules())
     states = list(dict.fromkeys(state for state in found if state is not None))
     if any(state.runtime is not None and state.runtime.busy for state in states):

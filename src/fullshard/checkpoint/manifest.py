@@ -1,8 +1,7 @@
-"""What a checkpoint says of itself: one JSON file, small however many ranks have written.
+"""The manifest of a checkpoint: one JSON file, which stays small however many ranks write.
 
-It names every tensor with its whole shape, how it was cut, and which rank's file has which cell. Byte ranges
-and checksums of data are in the header of each file, which is for those who read that file; the manifest has a
-checksum of each header, and of itself.
+It has the whole shape of every tensor, how it was cut, and which rank's file has which cell. Byte ranges and checksums of
+the data are in the header of each file. The manifest has a checksum of each header, and of itself.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ FORMAT = "fullshard.checkpoint"
 VERSION = 1
 DATA_FOLDER = re.compile(r"data-[0-9a-f]{12}")
 MAX_BYTES = 1 << 30
-"""Of a manifest that is read: far above what any is, and no more than memory has room for."""
+"""Bytes of a manifest that is read: far more than any has, and no more than fits into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +41,11 @@ class StoredTensor:
 
     dtype: torch.dtype
     sharding: Sharding
-    """With one list of holders: the ranks that wrote the cells."""
+    """It has one list of holders: the ranks that wrote the cells."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the model has it."""
+        """Shape of the model's tensor."""
         order = self.sharding.order
         if order is None:
             return self.sharding.shape
@@ -56,28 +55,29 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of a checkpoint, as it was when it was complete."""
+    """The length and checksum of one file of a checkpoint."""
 
     nbytes: int
     header_crc32: int
-    """Of the first bytes: the length and the header itself."""
+    """Checksum of the first bytes: the length and the header itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Which run wrote a checkpoint, if it may be removed when that run has newer ones."""
+    """The training run that wrote a checkpoint, and may remove it when it has newer ones."""
 
     run: str
-    """An id of its own for each model in each process."""
+    """The run's id: each model in each process has its own."""
     name: str
-    """Of the checkpoint's folder when it was written; what was copied or renamed is kept for another reason."""
+    """Name of the checkpoint's folder when it was written. A checkpoint with another name now was copied or renamed, and is
+    never removed."""
     before: Mapping[str, int] = field(default_factory=dict)
-    """Runs that this one goes on with, and the serial number that each had come to."""
+    """Earlier runs that this one continues, with the last serial number of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All that is known of a checkpoint without reading tensors."""
+    """Everything that is known of a checkpoint without reading tensors."""
 
     data: str
     """The folder of the tensor files, beside the manifest."""
@@ -85,22 +85,22 @@ class Manifest:
     tensors: Mapping[str, StoredTensor]
     """By key, tied ones once."""
     files: Mapping[int, FileRecord]
-    """By the rank that wrote it; ranks that had nothing to write have none."""
+    """Files by the rank that wrote them; a rank that had nothing to write has none."""
     tied: Mapping[str, str] = field(default_factory=dict)
     optimizer: Mapping[str, Any] | None = None
     """See `source.Source.optimizer`."""
     extra: Any = None
     serial: int = 0
-    """One more than the highest among the checkpoints that were beside this one when it was written."""
+    """A number above those of all checkpoints that were beside this one when it was written."""
     run: RunRecord | None = None
-    """None if it was not saved with ``keep_last``: then it is never removed."""
+    """None if the checkpoint was not saved with ``keep_last``; then it is never removed."""
     created: str = ""
     fullshard: str = ""
     torch: str = ""
 
 
 def file_name(rank: int) -> str:
-    """Of the tensors that a rank wrote."""
+    """Return the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -108,7 +108,7 @@ def file_name(rank: int) -> str:
 
 
 def text_of(manifest: Manifest) -> str:
-    """The manifest as JSON, a line for each tensor.
+    """Return the manifest as JSON, with a line for each tensor.
 
     Raises:
         CheckpointError: `parse` would refuse it. So no checkpoint is published that cannot be opened.
@@ -157,7 +157,7 @@ def text_of(manifest: Manifest) -> str:
         _manifest(_parts(text.encode()))
     except _FAULTS as error:
         raise CheckpointError(
-            f"A checkpoint must be one that can be loaded again, and this one could not be: {error}. Nothing was saved."
+            f"A manifest must be one that can be read again; this one could not be: {error}. Nothing was saved."
         ) from error
     return text
 
@@ -184,43 +184,42 @@ def _checksum(parts: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> Manifest:
-    """The manifest of the checkpoint in folder ``path``."""
+    """Return the manifest of the checkpoint in the folder ``path``."""
     return parse(read_bytes(path), path)
 
 
 def read_bytes(path: Path) -> bytes:
-    """The same, not yet understood: what ranks can be sent, so that all of them read one checkpoint."""
+    """Return the text of the manifest, which the first rank sends to all, so that all read the same checkpoint."""
     file = path / MANIFEST
     try:
         return content_of(file, max_bytes=MAX_BYTES)
     except FileNotFoundError:
         raise CheckpointError(
-            f"A checkpoint is a folder with a {MANIFEST}, which is there once the checkpoint is complete; {path} "
-            f"{'has none' if path.is_dir() else 'is no folder'}. fullshard.checkpoint.latest(folder) finds the "
-            "newest complete one in a folder."
+            f"A complete checkpoint is a folder with a {MANIFEST}; {path} {'has none' if path.is_dir() else 'is no folder'}. "
+            "fullshard.checkpoint.latest(folder) finds the newest complete one in a folder."
         ) from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def parse(text: bytes, path: Path) -> Manifest:
-    """Understand a manifest, or say what is wrong with it. All that can be checked without the files is checked."""
+    """Return the manifest that a text has, after checking everything that can be checked without the files."""
     file = path / MANIFEST
     try:
         return _manifest(_parts(text))
     except _FAULTS as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(
-            f"{file} is no manifest that can be used: {reason}. Load another checkpoint, or write this one anew."
+            f"{file} is no manifest that can be used: {reason}. Load another checkpoint, or save this one again."
         ) from error
 
 
 _FAULTS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError)
-"""What reading something else than a manifest may raise."""
+"""Errors that may be raised when a file is not a valid manifest."""
 
 
 def _parts(text: bytes) -> dict[str, Any]:
-    """What a manifest consists of, if it is one and was not changed."""
+    """Return the entries of a manifest, after checking format, version and checksum."""
     parts = json.loads(
         text, object_pairs_hook=json_values.without_repetition, parse_constant=_refuse
     )
@@ -229,7 +228,7 @@ def _parts(text: bytes) -> dict[str, Any]:
     if parts.get("version") != VERSION:
         raise ValueError(f"this fullshard reads version {VERSION}, not {parts.get('version')!r}")
     if parts.pop("crc32", None) != _checksum(parts):
-        raise ValueError("its checksum is wrong: it was changed after it was written")
+        raise ValueError("its checksum is wrong, so it was changed after it was written")
     return parts
 
 
@@ -304,7 +303,7 @@ def _tensor(key: str, record: Mapping[str, Any], lists: Sequence[tuple[int, ...]
 
 
 def _cuts(key: str, record: Any, size: int, most: int) -> Cuts:
-    """Cuts that leave nothing out: so pieces can neither overlap nor be missing."""
+    """Return cuts that cover the dimension: so cells can neither overlap nor be missing."""
     if isinstance(record, dict):
         at = tuple(_integer(each, f"a cut of {key!r}") for each in record["at"])
         if not at or at[0] != 0 or at[-1] > size or any(a > b for a, b in itertools.pairwise(at)):
@@ -317,13 +316,13 @@ def _cuts(key: str, record: Any, size: int, most: int) -> Cuts:
 
 
 def _check_references(manifest: Manifest) -> None:
-    """What the manifest names is there, and nothing is there that it does not name."""
+    """Raise unless the manifest lists every tensor that it refers to, and refers to every tensor of the optimizer."""
     lost = [name for name in manifest.tied.values() if MODEL + name not in manifest.tensors]
     refs = {ref.key for ref in json_values.references(manifest.optimizer)}
     lost += sorted(refs - set(manifest.tensors))
     lost += [key for key in manifest.tensors if key.startswith(OPTIMIZER) and key not in refs]
     if lost:
-        raise ValueError(f"these tensors are named or there, not both: {lost[:10]}")
+        raise ValueError(f"these tensors are listed or referred to, not both: {lost[:10]}")
     if manifest.optimizer is not None:
         _check_optimizer(manifest.optimizer)
 
@@ -331,14 +330,16 @@ def _check_references(manifest: Manifest) -> None:
 def _check_optimizer(optimizer: Mapping[str, Any]) -> None:
     state, groups, names = (optimizer.get(key) for key in ("state", "param_groups", CLASS))
     if not isinstance(state, dict) or not isinstance(groups, list):
-        raise ValueError("its optimizer has no state and param_groups")
+        raise ValueError("its optimizer lacks state or param_groups")
     if not all(isinstance(each, dict) for each in (*state.values(), *groups)) or not all(
         isinstance(group.get("params"), list) for group in groups
     ):
-        raise ValueError("its optimizer's state is not by parameters, or a group has none")
+        raise ValueError(
+            "its optimizer's state is not a dict by parameter, or a group has no list of parameters"
+        )
     params = [name for group in groups for name in group["params"]]
     if not all(isinstance(name, str) for name in (*params, *state)):
-        raise ValueError("its optimizer has parameters that are no names")
+        raise ValueError("its optimizer has parameters that are not names")
     if names is not None and not (
         isinstance(names, list)
         and names

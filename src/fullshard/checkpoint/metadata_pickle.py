@@ -1,12 +1,12 @@
-"""The pickle of a torch distributed checkpoint's metadata as plain values, without trusting it.
+"""An interpreter for the pickle of a torch distributed checkpoint's metadata, which does not trust the file.
 
-Unpickling runs what it is told to, and a few bytes can make it fill the memory or run for ever: objects that contain
-each other twice, over and over; an index of 2 billion; a size that is copied a million times. So this is an
-interpreter of its own. It knows the instructions and the names that such a file is made of, and refuses all others.
+Python's unpickler runs code that the file names, and a few bytes can make it fill the memory or run forever: objects
+that contain each other twice, over and over; an index of 2 billion; a size that is copied a million times. This
+interpreter knows the instructions and the names that such files have, and refuses all others.
 
-- Nothing is imported or called: an object of a class becomes a `Record` of what it would be built from.
-- Keys of dicts are strings, integers and records, which are hashed in a moment.
-- What an instruction does takes time and memory for what it was given once, never for all that is within that.
+- Nothing is imported or called: an object becomes a `Record` of what it would be built from.
+- Keys of dicts are strings, integers and records, which are hashed in constant time.
+- The time and memory of an instruction depend on its own operands, not on what these contain.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from fullshard.checkpoint.blocks import MAX_DIMS, are_sizes
 
 MAX_TUPLE = 256
-"""Values of a tuple: sizes, paths and arguments have fewer."""
+"""Values in a tuple; sizes, paths and arguments have fewer."""
 
 
 class Record:
-    """Stands for an object of a class: keeps what it would be built from, and runs nothing."""
+    """An object as data: the name of its class and what it would be built from."""
 
     __slots__ = ("kind", "state")
 
@@ -34,7 +34,7 @@ class Record:
 
 
 class _Kind:
-    """Stands for a class."""
+    """The name of a class."""
 
     __slots__ = ("name",)
 
@@ -56,7 +56,7 @@ _RECORDS = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     # Written by torch before 2.3.
     "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
-    # Of the path that was saved to; Python 3.13 has it in a module of its own.
+    # The path that was saved to; Python 3.13 has these classes in another module.
     "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
 }
@@ -89,10 +89,10 @@ _MADE: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
 
 
 def unpickle(content: bytes) -> Any:
-    """What is in a pickle.
+    """Return the value in a pickle.
 
     Raises:
-        Exception: of any kind, if it is damaged, or is not what torch writes.
+        Exception: of any kind, if it is damaged, or not what torch writes.
     """
     return _Reader(content).read()
 
@@ -115,7 +115,9 @@ class _Reader:
                 return result
             instruction = instructions.get(code)
             if instruction is None:
-                raise ValueError(f"no metadata have the instruction {code:#04x}, at {self._at - 1}")
+                raise ValueError(
+                    f"metadata never have the instruction {code:#04x}, at {self._at - 1}"
+                )
             instruction(self)
 
     # --- bytes
@@ -181,7 +183,7 @@ class _Reader:
     def text_8(self) -> None:
         self._stack.append(self._bytes(self._count(8)).decode())
 
-    # --- what was met before
+    # --- the memo
 
     def memoize(self) -> None:
         self._memo[len(self._memo)] = self._stack[-1]
@@ -210,7 +212,7 @@ class _Reader:
         return values
 
     def _push_tuple(self, count: int) -> None:
-        # There are as many as are wanted, and none from before a mark that is still open.
+        # The stack must have so many values above the last open mark.
         first = len(self._stack) - count
         if first < (self._marks[-1] if self._marks else 0):
             raise ValueError("it has fewer values than it uses")
@@ -305,7 +307,7 @@ def _named(module: str, name: str) -> Any:
 
 
 def _hashable(key: Any) -> Any:
-    """A key that is hashed without looking into it."""
+    """Return a key if it is hashed in constant time."""
     if type(key) not in (str, int, Record):
         raise ValueError(f"a key is a {type(key).__name__}")
     return key
@@ -349,4 +351,4 @@ _INSTRUCTIONS: dict[int, Callable[[_Reader], None]] = {
     0x81: _Reader.make,
     ord("b"): _Reader.build,
 }
-"""By their codes: those of protocols 2 to 5 that values, names and objects are written with."""
+"""Instructions by code: those of protocols 2 to 5 that write values, names and objects."""

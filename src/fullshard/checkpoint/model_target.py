@@ -1,8 +1,8 @@
-"""What a model takes from a checkpoint: whether it fits, what to read into which memory, and what is left to do then.
+"""A model that a checkpoint is loaded into.
 
-faults     by names, shapes and dtypes alone: the same on every rank, before anything is read
-requests      blocks of stored tensors, and views of the model's own memory to read them into
-install    after all was read: what is no memory of a parameter
+faults      why the checkpoint does not fit, by names, shapes and dtypes; known before anything is read
+requests    blocks of stored tensors, and views of the model's own memory to read them into
+install     after everything was read: copies into tensors that files cannot be read into
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ReadRequest:
 
     key: str
     parts: list[tuple[Block, Tensor]]
-    """Blocks of the tensor, as the model has it, and memory for each: of its shape, strided, on any device."""
+    """Blocks of the model's tensor, and memory for each: strided, of the block's shape, on any device."""
 
 
 @dataclass(slots=True)
@@ -37,15 +37,15 @@ class Faults:
     """Why a checkpoint does not fit, by full names."""
 
     missing: list[str] = field(default_factory=list)
-    """What the checkpoint should have."""
+    """What the checkpoint lacks."""
     unexpected: list[str] = field(default_factory=list)
-    """What it has that nobody here takes."""
+    """What it has that model and optimizer do not have."""
     shapes: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     """Sentences about the optimizer."""
     kinds: list[str] = field(default_factory=list)
-    """Why this optimizer cannot go on with that one's state."""
+    """Why this optimizer cannot take the saved optimizer's state."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
@@ -58,7 +58,7 @@ class Faults:
         return Faults(**pairs)
 
     def paragraphs(self) -> list[str]:
-        """For an error that names all of them."""
+        """Return the paragraphs of an error that names all faults."""
         return [
             *fault_paragraphs(
                 self.missing,
@@ -67,7 +67,7 @@ class Faults:
             ),
             *fault_paragraphs(
                 self.unexpected,
-                "The checkpoint has these, and there is nothing to take them:",
+                "The checkpoint has these, and there is nothing to take them here:",
                 "Build the model, and the optimizer, that were saved.",
             ),
             *fault_paragraphs(
@@ -78,16 +78,16 @@ class Faults:
             *fault_paragraphs(
                 self.dtypes,
                 "These have other dtypes in the checkpoint:",
-                "Convert the model before, or pass cast=True.",
+                "Convert the model first, or pass cast=True.",
             ),
             *fault_paragraphs(
                 self.others,
-                "The optimizer's groups, or its state, are others than in the checkpoint:",
+                "The optimizer's groups, or its state, differ from those in the checkpoint:",
                 "Make the optimizer as it was when it was saved, and change its options afterwards.",
             ),
             *fault_paragraphs(
                 self.kinds,
-                "The optimizer cannot go on with the checkpoint's state:",
+                "The optimizer cannot take the checkpoint's state:",
                 "Make the optimizer that was saved, or load the model alone with without_optimizer=True.",
             ),
         ]
@@ -97,42 +97,42 @@ class ModelTarget:
     """A model that is loaded into."""
 
     def __init__(self, model: LocalModelState, source: Source, *, cast: bool = False) -> None:
-        """Compare it with a source; with ``cast``, dtypes may differ."""
+        """Compare a model with a source; with ``cast``, dtypes may differ."""
         self.faults = Faults()
         self.notes: list[str] = []
         self.requests: list[ReadRequest] = []
         self._model = model
         self._cast = cast
         self._read: dict[str, Tensor] = {}
-        """By key, what was read into memory that is not the model's."""
+        """By key, tensors that are read into memory other than the model's."""
         names = StoredNames(model, source.tied, _model_names(source.tensors))
-        for held in model.tensors:
-            name = held.key.removeprefix(MODEL)
+        for tensor in model.tensors:
+            name = tensor.key.removeprefix(MODEL)
             stored = names.stored(name)
             if stored is None:
                 self.faults.missing.append(name)
             else:
-                self._want(name, held, MODEL + stored, source.tensors[MODEL + stored])
+                self._request(name, tensor, MODEL + stored, source.tensors[MODEL + stored])
         self.faults.unexpected += names.unknown
 
-    def _want(self, name: str, held: LocalTensor, stored: str, info: TensorInfo) -> None:
-        if held.key in self._model.extra_states:
-            # Whatever it was: its module knows.
-            self._read[held.key] = memory = torch.empty(info.shape, dtype=info.dtype)
+    def _request(self, name: str, tensor: LocalTensor, stored: str, info: TensorInfo) -> None:
+        if tensor.key in self._model.extra_states:
+            # Its module knows which shape and dtype it may have.
+            self._read[tensor.key] = memory = torch.empty(info.shape, dtype=info.dtype)
             self.requests.append(ReadRequest(stored, [(whole(info.shape), memory)]))
             return
-        if info.shape != held.shape:
-            self.faults.shapes.append(f"{name}: {info.shape}, not {held.shape}")
-        elif info.dtype != held.dtype and not self._cast:
-            self.faults.dtypes.append(f"{name}: {info.dtype}, not {held.dtype}")
-        elif held.local is not None:
-            if held.key in self._model.copied:
-                self._read[held.key] = held.local
-            self.requests.append(ReadRequest(stored, list(held.parts())))
+        if info.shape != tensor.shape:
+            self.faults.shapes.append(f"{name}: {info.shape}, not {tensor.shape}")
+        elif info.dtype != tensor.dtype and not self._cast:
+            self.faults.dtypes.append(f"{name}: {info.dtype}, not {tensor.dtype}")
+        elif tensor.local is not None:
+            if tensor.key in self._model.copied:
+                self._read[tensor.key] = tensor.local
+            self.requests.append(ReadRequest(stored, list(tensor.parts())))
 
     @torch.no_grad()
     def install(self) -> None:
-        """Let the model have what was read beside its memory: copied tensors, states of modules' own kinds."""
+        """Copy what was read into other memory: into tensors that need it, and to `set_extra_state` of modules."""
         for key, value in self._read.items():
             module = self._model.extra_states.get(key)
             if module is None:
@@ -150,19 +150,19 @@ def _extra_state(key: str, value: Tensor) -> Any:
         return json_values.decode(json.loads(bytes(value.tolist())))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"The state of a module is a tensor, or what JSON says of it; {key} is neither: {error}"
+            f"The extra state of a module must be a tensor or JSON text; {key} is neither: {error}"
         ) from error
 
 
 class StoredNames:
-    """Under which name the checkpoint has what the model calls otherwise: both may have names for the same."""
+    """The checkpoint's names of the model's tensors. A tied tensor may have another of its names in the checkpoint."""
 
     def __init__(
         self, model: LocalModelState, stored_tied: Mapping[str, str], stored: Iterable[str]
     ) -> None:
         self._stored = dict.fromkeys(stored)
         self._stored_tied = stored_tied
-        self._own = {held.key.removeprefix(MODEL) for held in model.tensors}
+        self._own = {tensor.key.removeprefix(MODEL) for tensor in model.tensors}
         self._aliases: dict[str, list[str]] = {}
         for alias, name in model.tied.items():
             self._aliases.setdefault(name, []).append(alias)
@@ -170,10 +170,10 @@ class StoredNames:
         self.unknown = [
             name for name in self._stored if name not in taken and name not in model.tied
         ]
-        """Names of the checkpoint that mean nothing here."""
+        """The checkpoint's names that the model does not have."""
 
     def stored(self, name: str) -> str | None:
-        """The checkpoint's name of what the model holds under ``name``, or None."""
+        """Return the checkpoint's name of the model's tensor ``name``, or None."""
         for known in (name, *self._aliases.get(name, ())):
             for candidate in (known, self._stored_tied.get(known)):
                 if candidate in self._stored:

@@ -1,15 +1,15 @@
-"""Whether an optimizer can go on with the state of another: by their classes, their options, and the names of states.
+"""Whether an optimizer can take the state of another, by their classes, their options, and the names of states.
 
     the same class            yes, if the options that decide which state there is are the same (`_DECIDING`)
-    one derives from the      yes, if the checkpoint has the state that the optimizer keeps, and no other. So are Adam
-    other                     and AdamW: their state is the same, and means the same. Where they decay weights in
-                              different ways, the optimizer keeps its own decay
+    one derives from the      yes, if the checkpoint has exactly the state that the optimizer keeps. This includes Adam
+    other                     and AdamW, whose state has the same meaning. If they decay weights in different ways, the
+                              optimizer keeps its own decay
     other classes             no
-    the checkpoint does not   as if one derived from the other; and its options must be ones the optimizer knows. So
-    say (other formats, old   it is for the classes of torch.optim; of others it is not known which state they keep
+    the class is not known    for classes of torch.optim: as if one derived from the other, and the optimizer must know
+    (other formats, old       all saved options. For other classes: yes, because it is not known which state they keep
     checkpoints)
 
-Checkpoints have names of classes, never classes: nothing is imported to find out.
+Checkpoints have names of classes. Nothing is imported to compare them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Group = Mapping[str, Any]
 States = frozenset[str]
 
 _DECIDING = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
-"""Options that decide which state torch's optimizers keep, and the state."""
+"""Options that decide which state torch's optimizers keep, with that state."""
 
 _DECAY = ("weight_decay", "decoupled_weight_decay")
-"""Options whose meaning is not the same in Adam and AdamW."""
+"""Options that mean different things in Adam and AdamW."""
 
 _COMPUTING = ("foreach", "fused", "capturable", "differentiable", "maximize", _DECAY[1])
-"""Options that versions of torch have added to classes: they do not tell classes apart."""
+"""Options that some versions of torch have and others have not. They do not tell classes apart."""
 
 
 def _always(*states: str) -> Callable[[Group], list[States]]:
@@ -69,13 +69,13 @@ STATES: dict[type[Optimizer], Callable[[Group], list[States]]] = {
     optim.SGD: _deciding(options=["momentum"]),
     optim.SparseAdam: _always("step", "exp_avg", "exp_avg_sq"),
 }
-"""Names of the states that classes keep of a parameter, by the options of its group: one of several sets."""
+"""The states that a class may keep for a parameter, by the options of its group."""
 
 
 def class_names(optimizer: Optimizer) -> list[str]:
-    """The optimizer's class and those that it derives from, for a checkpoint.
+    """Return the names of the optimizer's class and of the classes it derives from.
 
-    Of one that lets another make its updates, the other's: it has the state of that.
+    For an optimizer that delegates to an inner one, they are the inner one's: it has that state.
     """
     return [_name(each) for each in _classes(optimizer)]
 
@@ -98,9 +98,9 @@ def _name(of: type[Optimizer]) -> str:
 
 
 def with_counts_it_can_read(optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A parameter's saved state, with the number of steps as a tensor where torch's optimizers now have one.
+    """Return a parameter's saved state, with the step count as a tensor where torch's optimizers have one now.
 
-    Older versions of torch have saved it as a number, and their present ones fail at the first step with that.
+    Older versions of torch saved a number, with which the present ones fail at their first step.
     """
     known = next((each for each in _classes(optimizer) if each in STATES), optim.SparseAdam)
     count = state.get("step")
@@ -111,14 +111,14 @@ def with_counts_it_can_read(optimizer: Optimizer, state: Mapping[str, Any]) -> M
 
 @dataclass(slots=True)
 class Compatibility:
-    """Whether an optimizer can take what a checkpoint has."""
+    """Whether an optimizer can take the state of a checkpoint."""
 
     faults: list[str] = field(default_factory=list)
-    """Why not; sentences for people."""
+    """Why it cannot."""
     notes: list[str] = field(default_factory=list)
-    """What is converted."""
+    """What is not taken exactly as it was saved."""
     own_options: list[frozenset[str]] = field(default_factory=list)
-    """Parallel to the optimizer's groups: options that it does not take from the checkpoint."""
+    """For each of the optimizer's groups, options that it does not take from the checkpoint."""
 
 
 def check_compatibility(
@@ -130,10 +130,10 @@ def check_compatibility(
     """Compare an optimizer with a checkpoint's.
 
     Args:
-        optimizer: That is loaded into.
-        saved: The checkpoint's: see `source.Source.optimizer`.
-        saved_groups: Parallel to the optimizer's groups: the checkpoint's that have the same parameters.
-        saved_states: Parallel to these: the checkpoint's states of their parameters, by names.
+        optimizer: The optimizer that is loaded into.
+        saved: The checkpoint's optimizer: see `source.Source.optimizer`.
+        saved_groups: For each of the optimizer's groups, the saved group with the same parameters.
+        saved_states: For each of these, the saved states of its parameters, by names.
     """
     classes = _classes(optimizer)
     own, names = classes[0], [_name(each) for each in classes]
@@ -146,7 +146,7 @@ def check_compatibility(
     for number, (group, saved_group, states) in enumerate(pairs):
         if not found or is_related:
             result.faults += _option_faults(own, names[0], number, group, saved_group, not found)
-        # One of the same class may have state that its options do not ask for any more.
+        # An optimizer of the same class may have state that its options do not need any more.
         result.faults += _state_faults(classes, group, states, may_have_more=is_same)
         keeps_decay = (
             not is_same and optim.Adam in classes and _decays_otherwise(group, saved_group, found)
@@ -155,14 +155,14 @@ def check_compatibility(
     if any(result.own_options):
         result.notes.append(
             f"The checkpoint is of {found[0] if found else 'an optimizer'} that decays weights in another way than "
-            f"{names[0]}, which has the same state. The state was loaded, and weight_decay stays as it is here."
+            f"{names[0]}, which has the same state. The state was loaded. weight_decay was not: it stays as it is here."
         )
     result.faults = list(dict.fromkeys(result.faults))
     return result
 
 
 def _relation(own: Sequence[str], saved: Sequence[str]) -> tuple[bool, bool]:
-    """Whether two classes are the same, and whether one derives from the other; of nothing, neither."""
+    """Return whether two classes are the same, and whether one derives from the other; both False if one is not known."""
     if not saved:
         return False, False
     ours, theirs = own[0], saved[0]
@@ -175,7 +175,7 @@ def _relation(own: Sequence[str], saved: Sequence[str]) -> tuple[bool, bool]:
 def _option_faults(
     own: type[Optimizer], name: str, number: int, group: Group, saved: Group, unknown: bool
 ) -> Iterator[str]:
-    """Options that decide on state and differ; if the checkpoint's class is ``unknown``, also ones of other classes."""
+    """Yield options that decide on state and differ; if the saved class is ``unknown``, also options of other classes."""
     if own in STATES and STATES[own](group) != STATES[own]({**group, **saved}):
         for option, state in _DECIDING.items():
             if (
@@ -205,7 +205,7 @@ def _state_faults(
     *,
     may_have_more: bool,
 ) -> Iterator[str]:
-    """Parameters whose saved state is not what the optimizer keeps."""
+    """Yield a line for parameters whose saved state is not what the optimizer keeps."""
     known = next((each for each in classes if each in STATES), None)
     if known is None:
         return
@@ -216,7 +216,7 @@ def _state_faults(
         missing, left = min(
             ((each - there, there - each) for each in kept), key=lambda sets: sum(map(len, sets))
         )
-        if may_have_more or known is not classes[0]:  # of users' classes more is not known
+        if may_have_more or known is not classes[0]:  # a user's class may keep more than torch's
             left = frozenset()
         if state and (missing or left):
             names_by_difference.setdefault((missing, left), []).append(name)
@@ -230,7 +230,7 @@ def _state_faults(
 
 
 def _decays_otherwise(group: Group, saved: Group, found: Sequence[str]) -> bool:
-    """Whether a checkpoint of Adam or AdamW decays weights in the other way."""
+    """Return whether a checkpoint of Adam or AdamW decays weights in the other way."""
     decoupled = saved.get(_DECAY[1], _name(optim.AdamW) in found if found else group.get(_DECAY[1]))
     return bool(decoupled) != bool(group.get(_DECAY[1]))
 

@@ -1,7 +1,7 @@
 """What this rank holds of an optimizer: its options and numbers as a tree, and its tensors with their shardings.
 
 The optimizer's own state dict is not used, because loading it casts and moves tensors. Parameters have their names in
-the model without wrappers. So it does not matter in which order, over how many ranks, by which door, or in how many
+the model without wrappers. So it does not matter in which order, over how many ranks, by which API, or in how many
 `FlatParameter`s they were optimized:
 
     {"class": ["torch.optim.AdamW", "torch.optim.Adam"],
@@ -44,13 +44,13 @@ def optimizer_tree(optimizer: Optimizer, model: LocalModelState) -> tuple[Tree, 
     params = [param for group in optimizer.param_groups for param in group["params"]]
     known = optimizer.state  # read once: some optimizers build it at each access
     state = {
-        held.name: {
-            key: collected.value(param, held, f"{OPTIMIZER}{held.name}/{key}", value)
+        member.name: {
+            key: collected.value(param, member, f"{OPTIMIZER}{member.name}/{key}", value)
             for key, value in known[param].items()
         }
         for param in params
         if known.get(param)
-        for held in model.params[param]
+        for member in model.params[param]
     }
     collected.raise_faults(
         foreign=[_described(key) for key in known if not any(key is param for param in params)]
@@ -80,7 +80,7 @@ def named_groups(optimizer: Optimizer, model: LocalModelState) -> list[Tree]:
     return [
         {
             **{key: value for key, value in group.items() if key not in NOT_OPTIONS},
-            "params": [held.name for param in group["params"] for held in model.params[param]],
+            "params": [member.name for param in group["params"] for member in model.params[param]],
         }
         for group in optimizer.param_groups
     ]
@@ -96,22 +96,24 @@ class _Collected:
         self._partial: list[str] = []
         self._keys: set[str] = set()
 
-    def value(self, param: Tensor, held: LocalParam, key: str, value: Any) -> Any:
+    def value(self, param: Tensor, member: LocalParam, key: str, value: Any) -> Any:
         """Return a value of a parameter's state for the tree; add its tensors to `tensors`."""
         if isinstance(value, Tensor):
-            return self._tensor(param, held, key, value)
+            return self._tensor(param, member, key, value)
         if isinstance(value, Mapping):
             return {
-                name: self.value(param, held, f"{key}/{name}", each) for name, each in value.items()
+                name: self.value(param, member, f"{key}/{name}", each)
+                for name, each in value.items()
             }
         if isinstance(value, list | tuple):
             items = [
-                self.value(param, held, f"{key}/{index}", each) for index, each in enumerate(value)
+                self.value(param, member, f"{key}/{index}", each)
+                for index, each in enumerate(value)
             ]
             return items if isinstance(value, list) else tuple(items)
         return value
 
-    def _tensor(self, param: Tensor, held: LocalParam, key: str, value: Tensor) -> Any:
+    def _tensor(self, param: Tensor, member: LocalParam, key: str, value: Tensor) -> Any:
         if isinstance(value, DTensor):
             if any(placement.is_partial() for placement in value.placements):
                 self._partial.append(f"{key}: {value.placements}")
@@ -125,9 +127,9 @@ class _Collected:
         if isinstance(param, DTensor):
             return self._refuse(key, value)
         if value.shape == param.shape:
-            return self._add(key, held.shape, held.sharding, held.part_of(local))
-        if held.is_whole:
-            whole = replicated(value.shape, [ranks[0] for ranks in held.sharding.holders])
+            return self._add(key, member.shape, member.sharding, member.part_of(local))
+        if member.is_whole:
+            whole = replicated(value.shape, [ranks[0] for ranks in member.sharding.holders])
             return self._add(key, tuple(value.shape), whole, local)
         return self._refuse(key, value)
 

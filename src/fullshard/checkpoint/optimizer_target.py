@@ -1,8 +1,8 @@
-"""What an optimizer takes from a checkpoint, behind whatever door it was written.
+"""An optimizer that a checkpoint is loaded into, whichever API wrote it.
 
-State is read into the memory of the old one where that is of the same kind, or else built anew, and is the
-optimizer's when all of it was read. Parameters and groups are found by
-names. Options of the checkpoint replace those of the optimizer, but not how it computes (`_OWN_OPTIONS`).
+State is read into the memory of the old state if that has the same shape and dtype, or else into new tensors. The optimizer
+gets new tensors after everything was read. Parameters and groups are matched by names. The checkpoint's options replace
+the optimizer's, except those that choose an implementation (`_OWN_OPTIONS`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from fullshard import torch_border
-from fullshard.checkpoint import json_values
 from fullshard.checkpoint.blocks import whole
-from fullshard.checkpoint.json_values import DeviceScalar
+from fullshard.checkpoint.json_values import DeviceScalar, are_same
 from fullshard.checkpoint.local_state import LocalModelState, LocalParam, LocalTensor, local_of
 from fullshard.checkpoint.model_target import Faults, ReadRequest, StoredNames
 from fullshard.checkpoint.optimizer_compatibility import (
@@ -33,7 +32,7 @@ from fullshard.checkpoint.tensor_memory import stores_each_element
 from fullshard.optim.fused_shards import like_param
 
 _OWN_OPTIONS = (*NOT_OPTIONS, "foreach", "fused", "capturable", "differentiable")
-"""Of a group: its parameters, and how this optimizer computes, on these devices."""
+"""Entries of a group that stay the optimizer's own: its parameters, and the choice of an implementation."""
 
 State = Mapping[str, Any]
 
@@ -42,14 +41,14 @@ class OptimizerTarget:
     """An optimizer that is loaded into."""
 
     def __init__(self, optimizer: Optimizer, model: LocalModelState, source: Source) -> None:
-        """Compare it with a source; nothing is allocated."""
+        """Compare an optimizer with a source; nothing is allocated."""
         self.faults = Faults()
         self._optimizer = optimizer
         self._source = source
         self._groups: list[State] = []
-        """Parallel to the optimizer's: options as they were saved."""
-        self._saved: list[tuple[_Param, list[State]]] = []
-        """Parameters, and the saved states of what they stand for."""
+        """The saved group of each of the optimizer's groups."""
+        self._saved: list[tuple[_OptimizedParam, list[State]]] = []
+        """Parameters, and the saved states of their members."""
         self._compatibility = Compatibility()
         self._new: _NewStates | None = None
         if source.optimizer is None:
@@ -69,27 +68,31 @@ class OptimizerTarget:
             for param in group["params"]:
                 members = model.params[param]
                 states = [
-                    with_counts_it_can_read(optimizer, saved_state.get(names.stored(held.name), {}))
-                    for held in members
+                    with_counts_it_can_read(
+                        optimizer, saved_state.get(names.stored(member.name), {})
+                    )
+                    for member in members
                 ]
                 if any(states):
-                    self._saved.append((_Param(param, members, local_of(param), *counts), states))
+                    self._saved.append(
+                        (_OptimizedParam(param, members, local_of(param), *counts), states)
+                    )
         self.faults += self._build(allocate=False).faults
 
     @property
     def notes(self) -> list[str]:
-        """What is not loaded as it was saved, for people."""
+        """Sentences about state that is not loaded exactly as it was saved."""
         return self._compatibility.notes
 
     def _check_compatibility(
         self, saved: State, model: LocalModelState, names: StoredNames
     ) -> None:
-        """Find out whether this optimizer can go on with the state of the saved one."""
+        """Find out whether this optimizer can take the state of the saved one."""
         states = [
             {
-                held.name: saved["state"].get(names.stored(held.name), {})
+                member.name: saved["state"].get(names.stored(member.name), {})
                 for param in group["params"]
-                for held in model.params[param]
+                for member in model.params[param]
             }
             for group in self._optimizer.param_groups
         ]
@@ -98,7 +101,7 @@ class OptimizerTarget:
 
     @property
     def requests(self) -> list[ReadRequest]:
-        """What to read into which memory, which is allocated when this is first asked for."""
+        """What to read into which memory; the first access allocates it."""
         if self._new is None:
             self._new = self._build(allocate=True)
         return self._new.requests
@@ -114,7 +117,7 @@ class OptimizerTarget:
     def _match_groups(
         self, own: Sequence[State], saved: Sequence[State], names: StoredNames
     ) -> None:
-        """Find the saved group of each, by its parameters."""
+        """Find the saved group of each group, by its parameters."""
         number_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
         taken: set[str] = set()
         for number, group in enumerate(own):
@@ -137,13 +140,13 @@ class OptimizerTarget:
         numbers_used = [id(group) for group in self._groups if group]
         if len(set(numbers_used)) < len(numbers_used):
             self.faults.others.append(
-                f"it has {len(own)} groups of parameters, and the checkpoint has {len(saved)}"
+                f"the optimizer has {len(own)} groups of parameters, and the checkpoint has {len(saved)}"
             )
 
-    # --- afterwards -------------------------------------------------------------------------------
+    # --- after reading ----------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Let the optimizer have the state and the options; all requests were read."""
+        """Give the optimizer the new state and the options. All requests must have been read."""
         assert self._new is not None, "requests were read"
         state: Any = self._optimizer.state
         for param in [param for group in self._optimizer.param_groups for param in group["params"]]:
@@ -159,92 +162,97 @@ class OptimizerTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class _Param:
+class _OptimizedParam:
     """A parameter of the optimizer."""
 
     param: nn.Parameter
     members: Sequence[LocalParam]
     local: Tensor
-    """What this rank has of it; or, to see what would happen, the same without memory."""
+    """This rank's part of it; on the meta device to find faults without allocating."""
     counts_on_device: bool
-    """Whether its optimizer was told to count steps where the parameter is."""
+    """Whether its optimizer counts steps on the parameter's device."""
     counted_on_device: bool
-    """The same of the one that was saved."""
+    """Whether the saved optimizer did."""
 
 
 class _NewStates:
-    """New states of parameters, and what to read into them; or why that cannot be."""
+    """New states of parameters, with what to read into them, or why they cannot be built."""
 
     def __init__(self, source: Source, old: Mapping[Any, State]) -> None:
-        """For what ``source`` has; in the memory of ``old`` states, where they are of the same kind."""
+        """Prepare states for what ``source`` has, in the memory of ``old`` states where these fit."""
         self._old = old
         self.states: dict[nn.Parameter, dict[str, Any]] = {}
         self.requests: list[ReadRequest] = []
         self.faults = Faults()
         self._source = source
 
-    def build(self, param: _Param, saved: Sequence[State]) -> None:
-        """Make the new state of a parameter, from the saved ones of what it stands for."""
-        held = param.members[0]
-        if held.window is not None:
+    def build(self, param: _OptimizedParam, saved: Sequence[State]) -> None:
+        """Build the new state of a parameter from the saved states of its members."""
+        member = param.members[0]
+        if member.window is not None:
             self.states[param.param] = self._joined(param, saved)
             return
-        built = {key: self._value(param, held, key, each) for key, each in saved[0].items()}
-        if (
-            param.local.numel() or not held.sharding.flat
-        ):  # an optimizer makes none of an empty piece
+        built = {key: self._value(param, member, key, each) for key, each in saved[0].items()}
+        # Optimizers have no state of an empty flat shard.
+        if param.local.numel() or not member.sharding.flat:
             self.states[param.param] = built
 
-    def _joined(self, param: _Param, saved: Sequence[State]) -> dict[str, Any]:
-        """The state of a `FlatParameter`, of which the checkpoint has its members'."""
+    def _joined(self, param: _OptimizedParam, saved: Sequence[State]) -> dict[str, Any]:
+        """Build the state of a `FlatParameter` from the saved states of its members."""
         present = [
-            (held, state)
-            for held, state in zip(param.members, saved, strict=True)
-            if 0 not in held.shape
+            (member, state)
+            for member, state in zip(param.members, saved, strict=True)
+            if 0 not in member.shape
         ]
         built: dict[str, Any] = {}
         for key in dict.fromkeys(key for _, state in present for key in state):
-            values = [(held, state[key]) for held, state in present if key in state]
-            like = [(held, value) for held, value in values if self._is_like(held, key, value)]
+            values = [(member, state[key]) for member, state in present if key in state]
+            like = [
+                (member, value) for member, value in values if self._is_like(member, key, value)
+            ]
             first = values[0][1]
             if len(like) == len(present):
                 built[key] = self._flat(param, key, like)
-            elif len(values) == len(present) and all(_same(first, each) for _, each in values):
+            elif len(values) == len(present) and all(are_same(first, each) for _, each in values):
                 built[key] = self._value(param, param.members[0], key, first)
             else:
-                names = ", ".join(held.name for held, _ in present)
+                names = ", ".join(member.name for member, _ in present)
                 self.faults.others.append(
-                    f"all that a FlatParameter stands for must have the same kind of {key!r}, or the same number: "
+                    f"all members of a FlatParameter must have the same kind of {key!r}, or the same number; these differ: "
                     f"{names}"
                 )
         return built
 
-    def _is_like(self, held: LocalParam, key: str, value: Any) -> bool:
-        """Whether a value has an element for each of a parameter's.
+    def _is_like(self, member: LocalParam, key: str, value: Any) -> bool:
+        """Return whether a value has an element for each element of a parameter.
 
-        For one without dimensions, formats that keep numbers with the values have no tensor.
+        For a parameter without dimensions, some formats have a number instead of a tensor.
         """
         if isinstance(value, TensorRef):
-            fits = self._source.tensors[value.key].shape == held.shape
+            fits = self._source.tensors[value.key].shape == member.shape
         else:
-            fits = isinstance(value, DeviceScalar | Tensor) and not held.shape
-        return fits and not (is_number_of_state(key) and not held.shape)
+            fits = isinstance(value, DeviceScalar | Tensor) and not member.shape
+        return fits and not (is_number_of_state(key) and not member.shape)
 
-    def _flat(self, param: _Param, key: str, values: Sequence[tuple[LocalParam, Any]]) -> Tensor:
+    def _flat(
+        self, param: _OptimizedParam, key: str, values: Sequence[tuple[LocalParam, Any]]
+    ) -> Tensor:
         dtypes = {self._dtype(value) for _, value in values}
         if len(dtypes) > 1:
-            names = ", ".join(held.name for held, _ in values)
+            names = ", ".join(member.name for member, _ in values)
             self.faults.dtypes.append(f"{key} of {names}: {dtypes}, and a FlatParameter has one")
         dtype = dtypes.pop()
         memory = self._old_like(param, key, dtype)
         if memory is None:
-            memory = torch.zeros_like(param.local, dtype=dtype)  # there is padding
-        for held, value in values:
-            self._fill(held, value, held.part_of(memory))
+            memory = torch.zeros_like(
+                param.local, dtype=dtype
+            )  # zeros, because there may be padding
+        for member, value in values:
+            self._fill(member, value, member.part_of(memory))
         return memory
 
-    def _old_like(self, param: _Param, key: str, dtype: torch.dtype) -> Tensor | None:
-        """The state that the parameter has already, if it can be written to: no second one has to fit into memory."""
+    def _old_like(self, param: _OptimizedParam, key: str, dtype: torch.dtype) -> Tensor | None:
+        """Return the parameter's present state if it can be overwritten, so that no second one needs memory."""
         state = self._old[param.param] if param.param in self._old else {}
         old = state.get(key)
         if type(old) is not type(like_param(param.param, param.local)):
@@ -259,28 +267,28 @@ class _NewStates:
             return self._source.tensors[value.key].dtype
         return _number(value).dtype
 
-    def _fill(self, held: LocalParam, value: Any, local: Tensor) -> None:
-        """Let this rank's part of a state like the parameter have its value, or request to read it."""
+    def _fill(self, member: LocalParam, value: Any, local: Tensor) -> None:
+        """Fill this rank's part of a state of the parameter's shape with its value, or request to read it."""
         if isinstance(value, TensorRef):
-            self._want_parts(held, value, local)
+            self._request_parts(member, value, local)
         else:
             local.copy_(_number(value).expand(local.shape))
 
-    def _value(self, param: _Param, held: LocalParam, key: str, value: Any) -> Any:
-        """A value of a tree, as this optimizer has it; ``key`` is the state's."""
-        if held.window is None and self._is_like(held, key, value):
+    def _value(self, param: _OptimizedParam, member: LocalParam, key: str, value: Any) -> Any:
+        """Return a value of the saved tree as this optimizer has it; ``key`` is the name of the state."""
+        if member.window is None and self._is_like(member, key, value):
             dtype = self._dtype(value)
             old = self._old_like(param, key, dtype)
             if old is not None:
-                self._fill(held, value, local_of(old))
+                self._fill(member, value, local_of(old))
                 return old
             local = torch.empty_like(param.local, dtype=dtype)
-            self._fill(held, value, local)
+            self._fill(member, value, local)
             return like_param(param.param, local)
         if isinstance(value, TensorRef):
-            return self._tensor(param, held, key, value)
+            return self._tensor(param, member, key, value)
         if key == "step" and isinstance(value, DeviceScalar | Tensor):
-            # torch's rule: kernels read it where the parameter is, all else where the optimizer wants it.
+            # torch's rule: fused and capturable kernels read the count on the parameter's device, others on the CPU.
             count = _number(value)
             if param.counts_on_device:
                 return count.to(param.local.device, torch.float32, copy=True)
@@ -289,19 +297,23 @@ class _NewStates:
         if isinstance(value, DeviceScalar | Tensor):
             return _placed(value, param.local.device)
         if isinstance(value, Mapping):
-            return {name: self._value(param, held, key, each) for name, each in value.items()}
+            return {name: self._value(param, member, key, each) for name, each in value.items()}
         if isinstance(value, list | tuple):
-            items = [self._value(param, held, key, each) for each in value]
+            items = [self._value(param, member, key, each) for each in value]
             return items if isinstance(value, list) else tuple(items)
         return value
 
-    def _tensor(self, param: _Param, held: LocalParam, key: str, value: TensorRef) -> Tensor | None:
-        """A tensor that is not like the parameter."""
+    def _tensor(
+        self, param: _OptimizedParam, member: LocalParam, key: str, value: TensorRef
+    ) -> Tensor | None:
+        """Return memory for a state of another shape than the parameter's, and request to read it."""
         info, device = self._source.tensors[value.key], param.local.device
         of_dtensor = isinstance(param.param, DTensor)
-        is_number = not info.shape and (is_number_of_state(key) or (held.shape and not of_dtensor))
-        if not held.is_whole and not of_dtensor and not is_number:
-            self.faults.shapes.append(f"{value.key}: {info.shape}, not {held.shape}")
+        is_number = not info.shape and (
+            is_number_of_state(key) or (member.shape and not of_dtensor)
+        )
+        if not member.is_whole and not of_dtensor and not is_number:
+            self.faults.shapes.append(f"{value.key}: {info.shape}, not {member.shape}")
             return None
         if key == "step" and not param.counts_on_device:
             device = torch.device("cpu")
@@ -310,14 +322,16 @@ class _NewStates:
             self.requests.append(ReadRequest(value.key, [(whole(info.shape), memory)]))
         return _replicated(param.param, memory) if of_dtensor and not is_number else memory
 
-    def _want_parts(self, held: LocalParam, value: TensorRef, local: Tensor) -> None:
-        parts = list(LocalTensor(value.key, local.dtype, held.shape, held.sharding, local).parts())
+    def _request_parts(self, member: LocalParam, value: TensorRef, local: Tensor) -> None:
+        parts = list(
+            LocalTensor(value.key, local.dtype, member.shape, member.sharding, local).parts()
+        )
         if parts:
             self.requests.append(ReadRequest(value.key, parts))
 
 
 def _replicated(param: Tensor, whole: Tensor) -> Tensor:
-    """A whole state of a DTensor: how it was sharded is not known, and what is not like the parameter is small."""
+    """Return a replicated DTensor. How the state was sharded is not known; a state of another shape is small."""
     mesh = torch_border.spec_of(param).mesh
     placements = (Replicate(),) * mesh.ndim
     spec = torch_border.dtensor_spec(mesh, placements, whole.shape, whole.dtype)
@@ -333,7 +347,7 @@ def _counts_on_device(group: State) -> bool:
 
 
 def _placed(saved: Any, device: torch.device) -> Any:
-    """A saved value with copies of its numbers, on ``device`` where they were on one."""
+    """Return a saved value with copies of its numbers, on ``device`` if they were on an accelerator."""
     if isinstance(saved, DeviceScalar):
         return saved.value.to(device, copy=True)
     if isinstance(saved, Tensor):
@@ -345,12 +359,8 @@ def _placed(saved: Any, device: torch.device) -> Any:
 
 
 def _option(own: Any, saved: Any, device: torch.device) -> Any:
-    """An option as it was saved; where the optimizer has a tensor, as such a tensor."""
+    """Return a saved option; as a tensor, if the optimizer has one."""
     saved = _placed(saved, device)
     if isinstance(own, Tensor) and not own.ndim and isinstance(saved, int | float | Tensor):
         return torch.as_tensor(saved).to(own.device, own.dtype)
     return saved
-
-
-def _same(one: Any, other: Any) -> bool:
-    return bool(json_values.encode(one, "", []) == json_values.encode(other, "", []))

@@ -82,12 +82,10 @@ def in_model_order(sharding: Sharding, block: Block) -> Block:
     """Return the block of the model's tensor that a block of the stored tensor is."""
     if sharding.order is None:
         return block
-    places = inverse(sharding.order)
-    return Block(
-        tuple(block.start[place] for place in places), tuple(block.shape[place] for place in places)
-    )
+    dims = inverse(sharding.order)
+    return Block(tuple(block.start[dim] for dim in dims), tuple(block.shape[dim] for dim in dims))
 
 
 def inverse(order: Sequence[int]) -> tuple[int, ...]:
-    """Of the model's dimensions, at which place of ``order`` each is."""
+    """Return the index of each of the model's dimensions in ``order``."""
     return tuple(sorted(range(len(order)), key=lambda place: order[place]))

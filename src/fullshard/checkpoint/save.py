@@ -37,7 +37,7 @@ def save(
     process_group: ProcessGroup | None = None,
     on_progress: OnProgress | None = None,
 ) -> Saved:
-    """Write a checkpoint that any number of ranks can load, through either door. All ranks call it.
+    """Write a checkpoint that any number of ranks can load, through either API. All ranks call it.
 
     Until it is complete, the old checkpoint at ``path``, if there was one, stays.
 

@@ -105,7 +105,7 @@ def make_plan(
     keep_last: int | None,
 ) -> Plan:
     """Return what will be written, and by which ranks. It is the same on all ranks, or an error on all."""
-    own = rank_group.on_each(lambda: _hold(rank_group, model, optimizer, extra, keep_last))
+    own = rank_group.on_each(lambda: _collect(rank_group, model, optimizer, extra, keep_last))
     outline = _agreed(rank_group, own)
     turns = {key: turn for turn, key in enumerate(sorted(outline.tensors))}
     tensors = {
@@ -124,7 +124,7 @@ def make_plan(
     )
 
 
-def _hold(
+def _collect(
     rank_group: RankGroup,
     model: nn.Module,
     optimizer: Optimizer | None,
@@ -133,10 +133,10 @@ def _hold(
 ) -> _LocalContent:
     if keep_last is not None and keep_last < 1:
         raise ConfigurationError(f"keep_last must be at least 1, got {keep_last}.")
-    held = LocalModelState(model, "fullshard.checkpoint.save", first=rank_group.ranks[0])
-    tensors, tree = held.tensors, None
+    local_state = LocalModelState(model, "fullshard.checkpoint.save", first=rank_group.ranks[0])
+    tensors, tree = local_state.tensors, None
     if optimizer is not None:
-        tree, of_optimizer = optimizer_tree(optimizer, held)
+        tree, of_optimizer = optimizer_tree(optimizer, local_state)
         tensors = [*tensors, *of_optimizer]
     faults: list[str] = []
     json_values.encode(tree, "optimizer", faults)
@@ -156,7 +156,7 @@ def _hold(
             f"All ranks that hold parts of the model must save it; process_group lacks ranks {sorted(absent)[:20]}. "
             "Leave process_group out, or pass one that has them all."
         )
-    outline = outline_of(tensors, held.tied, tree, held.updated_together)
+    outline = outline_of(tensors, local_state.tied, tree, local_state.updated_together)
     # Decoding makes a copy: the caller may change the original before it is written.
     return _LocalContent(tensors, outline, json_values.decode(encoded))
 

@@ -1,7 +1,7 @@
-"""A checkpoint of our own on disk, read in parts.
+"""A checkpoint of our own format, read in parts.
 
-The manifest's shardings say which ranks' files have parts of a block; only those files are opened, and only the
-parts are read.
+The shardings in the manifest say which files have parts of a block. Only these files are opened, and only these parts are
+read.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fullshard.checkpoint.tensor_files import CHUNK_BYTES, FileEntry, TensorFile
 from fullshard.errors import CheckpointError
 
 MAX_OPEN_FILES = 64
-"""At once; what headers say is kept, so that opening a file again costs little."""
+"""Files that are open at once. Their headers stay in memory, so opening a file again costs little."""
 
 
 class StoredCheckpoint:
-    """A `Source` over our own files. Several threads may read at once.
+    """A `Source` of our own format. Several threads may read at once.
 
     Args:
         path: The checkpoint's folder.
@@ -44,11 +44,11 @@ class StoredCheckpoint:
         self.extra = manifest.extra
         self.manifest = manifest
         self._files: dict[int, TensorFile] = {}
-        """By the rank that wrote it; those whose headers have been read."""
+        """Files whose headers have been read, by the rank that wrote them."""
         self._open: OrderedDict[int, TensorFile] = OrderedDict()
-        """Of these, the ones that are open, the last used last."""
+        """Those of them that are open, the last used last."""
         self._lock = threading.Lock()
-        """Of both."""
+        """Guards both."""
 
     def read(self, key: str, wanted: Block, out: Tensor) -> None:
         """Read a block into ``out``, a CPU tensor of the block's shape and the stored dtype, strided or not."""
@@ -57,7 +57,7 @@ class StoredCheckpoint:
             out = out.permute(stored.sharding.order)
         wanted = _as_stored(stored, wanted)
         for part in stored.sharding.overlapping(wanted):
-            file = self._file(stored.sharding.holders[0][part.cell])
+            file = self.file_of(stored.sharding.holders[0][part.cell])
             _checked_entry(file, key, stored, part.cell)
             file.read_block(
                 key,
@@ -68,7 +68,7 @@ class StoredCheckpoint:
             )
 
     def verify(self, wanted: Iterable[tuple[str, Block]]) -> list[str]:
-        """Check headers and data of all files with parts of these blocks: a line for each fault."""
+        """Check headers and data of all files with parts of these blocks; return a line for each fault."""
         parts: dict[int, list[tuple[str, CellPart]]] = defaultdict(list)
         for key, block in wanted:
             stored = self.manifest.tensors[key]
@@ -77,7 +77,11 @@ class StoredCheckpoint:
         return [fault for rank in sorted(parts) for fault in self._faults(rank, parts[rank])]
 
     def verify_file(self, rank: int, *, thorough: bool) -> list[str]:
-        """Check that the file of a rank has what the manifest says, and, if ``thorough``, all data: a line for each fault."""
+        """Check that the file of a rank has what the manifest says and, if ``thorough``, all its data.
+
+        Returns:
+            A line for each fault.
+        """
         parts = []
         for key, stored in self.manifest.tensors.items():
             cell = stored.sharding.cell_of(rank)
@@ -88,7 +92,7 @@ class StoredCheckpoint:
         return self._faults(rank, parts, data=thorough)
 
     def close(self) -> None:
-        """Let go of files."""
+        """Close all files."""
         with self._lock:
             self._files.clear()
             self._open.clear()
@@ -97,7 +101,7 @@ class StoredCheckpoint:
         self, rank: int, parts: list[tuple[str, CellPart]], *, data: bool = True
     ) -> list[str]:
         try:
-            file = self._file(rank)
+            file = self.file_of(rank)
         except CheckpointError as error:
             return [str(error)]
         faults = []
@@ -109,22 +113,23 @@ class StoredCheckpoint:
                 faults.append(str(error))
                 continue
             size = entry.dtype.itemsize
-            # A smaller gap than a chunk has no chunk to itself.
+            # A gap that is smaller than a chunk contains no whole chunk that could be skipped.
             gap = CHUNK_BYTES // size - 1
             for first, count in part.wanted.ranges_in(part.block, largest_gap=gap):
                 begin = entry.begin + (part.offset + first) * size
                 ranges.append((begin, begin + count * size))
         return list(dict.fromkeys(faults)) + (file.verify(ranges) if data else [])
 
-    def _file(self, rank: int) -> TensorFile:
-        """The file that a rank wrote."""
+    def file_of(self, rank: int) -> TensorFile:
+        """Return the file that a rank wrote."""
         with self._lock:
             file = self._files.get(rank)
             if file is None:
                 record = self.manifest.files.get(rank)
                 if record is None:
                     raise CheckpointError(
-                        f"The manifest of {self.path} has tensors that rank {rank} wrote, but no file of it."
+                        f"The manifest of {self.path} has tensors of rank {rank}, but no file of that rank. Load another "
+                        "checkpoint."
                     )
                 file = TensorFile(self.path / self.manifest.data / file_name(rank), record)
                 self._files[rank] = file
@@ -137,7 +142,7 @@ class StoredCheckpoint:
 
 
 def _as_stored(stored: StoredTensor, block: Block) -> Block:
-    """A block of the model's tensor, with dimensions in the order of the file."""
+    """Return a block of the model's tensor with its dimensions in the order of the file."""
     order = stored.sharding.order
     if order is None:
         return block
@@ -145,16 +150,15 @@ def _as_stored(stored: StoredTensor, block: Block) -> Block:
 
 
 def _checked_entry(file: TensorFile, key: str, stored: StoredTensor, cell: int) -> FileEntry:
-    """The entry of a cell, which must be what the manifest says."""
+    """Return the file's entry of a cell, after comparing it with the manifest."""
     entry = file.entries.get(key)
     shape = stored.sharding.extent(cell).shape
     if entry is None:
         raise CheckpointError(
-            f"{file.path} does not have tensor {key!r}, but the manifest says so."
+            f"{file.path} does not have tensor {key!r}, although the manifest says so."
         )
     if (entry.dtype, entry.shape) != (stored.dtype, shape):
         raise CheckpointError(
-            f"{file.path} has tensor {key!r} as {entry.dtype} {entry.shape}, but by the manifest it is "
-            f"{stored.dtype} {shape}."
+            f"{file.path} has tensor {key!r} as {entry.dtype} {entry.shape}; the manifest says {stored.dtype} {shape}."
         )
     return entry

@@ -1,15 +1,15 @@
-"""One file of tensors: safetensors, with a checksum of every part.
+"""One file of tensors: safetensors, with a checksum of every chunk.
 
     | 8 bytes: length | header: JSON, padded with spaces | data: one tensor after another |
                       ^                                  ^ at a multiple of 64 bytes
                       "__metadata__": {"chunk_bytes": "1048576", "crc32": 8 hex digits for each chunk of the data}
 
-Any reader of safetensors can read such a file. Whoever needs a part of it checks the chunks around that part
-and leaves the rest alone. The header is written last, so a file that was cut short has none.
+Any reader of safetensors can read such a file. A reader that needs a part of it checks only the chunks with that part.
+The header is written last, so a file that was cut short has none.
 
-Files are read by an own parser of the header: the library maps whole files into memory, where a file that
-becomes shorter is a crash and not an error, does not say where a tensor is, and takes the last of two tensors
-of one name. Nothing in a file is ever executed.
+The header has a parser of its own, because the safetensors library maps whole files into memory, where a file that
+becomes shorter is a crash and not an error; it does not say where a tensor is; and of two tensors with one name it takes
+the last. Nothing in a file is ever executed.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ CHUNK_BYTES = 1 << 20
 """Data under one checksum."""
 ALIGNMENT = 64
 MAX_HEADER = 100_000_000
-"""The limit of the safetensors library, which would refuse to read a longer one."""
+"""The limit of the safetensors library, which refuses longer headers."""
 MAX_WRITE = 16 << 20
-"""Bytes of one call, so that progress can be told."""
+"""Bytes of one write call; progress is reported after each."""
 SCRATCH_BYTES = 8 << 20
-"""Memory for data that are not read straight into their place."""
+"""Memory for data that are not read directly into the target."""
 SMALLEST_DIRECT_READ = 1 << 20
-"""From here on, the time of a call does not matter, and a run is read straight into its place if it can be."""
+"""A range of so many bytes is read directly into the target if possible: the time of a call does not matter then."""
 MAX_GAP = 32 << 10
-"""Unwanted bytes between two wanted runs that are read with them: in the time of another call."""
+"""Two ranges with a smaller gap between them are read in one call: reading the gap is faster than a second call."""
 
 
 # --- writing ---------------------------------------------------------------------------------------------
@@ -59,34 +59,34 @@ MAX_GAP = 32 << 10
 
 @dataclass(frozen=True, slots=True)
 class NewEntry:
-    """A tensor that is to be written."""
+    """A tensor to write."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     fetch: Callable[[], Tensor]
-    """Called when it is the tensor's turn: a contiguous CPU tensor, free to be reused at the next call of a `fetch`."""
+    """Return the tensor when it is written: a contiguous CPU tensor, whose memory the next call of any `fetch` may reuse."""
 
 
 def write_file(
     path: Path, entries: Sequence[NewEntry], *, on_bytes: Callable[[int], object] | None = None
 ) -> FileRecord:
-    """Write a new file; it is on the disk when this returns.
+    """Write a new file, and wait until the disk has it.
 
-    Tensors are fetched and written one at a time, those with the largest elements first, which keeps all of
-    them aligned, and otherwise in the order given. What a failed call has written is removed.
+    Tensors are fetched and written one at a time: those with the largest elements first, which keeps all of them
+    aligned, and otherwise in the given order. If it fails, the file is removed.
 
     Args:
-        path: Where nothing is yet.
+        path: Where no file is yet.
         entries: The tensors, with different keys.
-        on_bytes: Told how many more bytes of data have been written.
+        on_bytes: Called with the number of bytes after each write.
     """
     unknown = [
         f"{entry.key} ({entry.dtype})" for entry in entries if entry.dtype not in DTYPE_CODES
     ]
     if unknown:
         raise CheckpointError(
-            f"safetensors has no code for the dtypes of {', '.join(unknown)}. Save them as another dtype."
+            f"A checkpoint can have the dtypes of safetensors only; these have others: {', '.join(unknown)}. Convert them."
         )
     entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     ends = list(
@@ -96,8 +96,8 @@ def write_file(
     head = _head(entries, ends, [0] * _chunks_in(total))
     if len(head) - 8 > MAX_HEADER:
         raise CheckpointError(
-            f"The header of a tensor file can have {MAX_HEADER} bytes at most, but that of {path}, with "
-            f"{len(entries)} tensors and {total} bytes of data, would have {len(head) - 8}. Use more ranks."
+            f"The header of a tensor file can have at most {MAX_HEADER} bytes; that of {path}, with {len(entries)} tensors "
+            f"and {total} bytes of data, would have {len(head) - 8}. Use more ranks."
         )
     with _os_errors_as(f"Cannot create {path}"):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -119,7 +119,7 @@ def write_file(
 
 
 def _head(entries: Sequence[NewEntry], ends: Sequence[int], checksums: Sequence[int]) -> bytes:
-    """Everything before the data; as long with these checksums as with any others."""
+    """Return everything before the data. Its length does not depend on the values of the checksums."""
     header: dict[str, object] = {
         "__metadata__": {
             "format": "pt",
@@ -147,10 +147,10 @@ def _write_data(
     total: int,
     on_bytes: Callable[[int], object] | None,
 ) -> list[int]:
-    """Write the tensors from ``position`` on; returns the checksums of the chunks."""
+    """Write the tensors from ``position`` on, and return the checksums of the chunks."""
     checksums = _ChunkChecksums()
     written = 0
-    # zlib and write both let other threads run, and are about as fast as each other.
+    # zlib and write both release the GIL and take about the same time, so they run in two threads.
     with ThreadPoolExecutor(max_workers=1) as beside:
         for entry in entries:
             tensor = entry.fetch()
@@ -159,27 +159,27 @@ def _write_data(
                 f"and is {tensor.dtype} {tuple(tensor.shape)}"
             )
             data = _memory(tensor)
-            if len(data) < CHUNK_BYTES:  # not worth a thread's time
+            if len(data) < CHUNK_BYTES:  # faster without the other thread
                 checksums.add(data)
                 done = None
             else:
                 done = beside.submit(checksums.add, data)
             for first in range(0, len(data), MAX_WRITE):
-                piece = data[first : first + MAX_WRITE]
+                written_now = data[first : first + MAX_WRITE]
                 with _os_errors_as(
                     f"Cannot write {path}, at tensor {entry.key!r}, after {written} of {total} bytes"
                 ):
-                    _write(descriptor, piece, position + written)
-                written += len(piece)
+                    _write(descriptor, written_now, position + written)
+                written += len(written_now)
                 if on_bytes is not None:
-                    on_bytes(len(piece))
+                    on_bytes(len(written_now))
             if done is not None:
-                done.result()  # before the next fetch, which may use the same memory
+                done.result()  # the next fetch may reuse the memory
     return checksums.of_chunks
 
 
 class _ChunkChecksums:
-    """CRC-32 of every chunk of data that come in pieces of any size."""
+    """The CRC-32 of every chunk of data that are added in portions of any size."""
 
     def __init__(self) -> None:
         self.of_chunks: list[int] = []
@@ -190,9 +190,9 @@ class _ChunkChecksums:
             if not self._room:
                 self.of_chunks.append(0)
                 self._room = CHUNK_BYTES
-            piece, data = data[: self._room], data[self._room :]
-            self.of_chunks[-1] = zlib.crc32(piece, self.of_chunks[-1])
-            self._room -= len(piece)
+            portion, data = data[: self._room], data[self._room :]
+            self.of_chunks[-1] = zlib.crc32(portion, self.of_chunks[-1])
+            self._room -= len(portion)
 
 
 def _write(descriptor: int, data: memoryview, position: int) -> None:
@@ -207,7 +207,7 @@ def _write(descriptor: int, data: memoryview, position: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A tensor of a file, and where it is: bytes ``begin`` to ``end`` of the data."""
+    """A tensor of a file: bytes ``begin`` to ``end`` of the data."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -216,16 +216,14 @@ class FileEntry:
 
 
 class TensorFile:
-    """A file of tensors that is complete, and whose header is valid and the one that was written.
+    """A complete file of tensors whose header was checked.
 
-    Keeps what the header says, and the file open. Reading after `close` opens the file again, if it is still
-    the same. Several threads may read at once.
+    It keeps the header, and the file open. Reading after `close` opens the file again, if it is still the same file. Several
+    threads may read at once.
 
     Args:
-        path: A regular file. A file of ours is not a link to one; those of others may be, and are in the
-            caches of Hugging Face.
-        record: What the manifest has of it, or None for a file that others wrote: then nothing is known of its
-            checksums.
+        path: A regular file. With a ``record`` it may not be a link; without one it may be, as in Hugging Face's caches.
+        record: What the manifest says of it; None for a file that others wrote, which has no checksums.
     """
 
     path: Path
@@ -262,7 +260,7 @@ class TensorFile:
             raise self._unusable(f"its header is not valid: {error}") from error
 
     def close(self) -> None:
-        """Let go of the file, as soon as no thread reads it."""
+        """Close the file as soon as no thread reads it."""
         self._descriptor = None
 
     def read_into(self, key: str, first_element: int, out: Tensor) -> None:
@@ -281,7 +279,7 @@ class TensorFile:
     def read_block(
         self, key: str, wanted: Block, out: Tensor, *, of: Block, first_element: int = 0
     ) -> None:
-        """Read a block, ``wanted``, of a block, ``of``, whose elements are stored from ``first_element`` on.
+        """Read the part ``wanted`` of the block ``of``, whose elements are stored from ``first_element`` on.
 
         ``out`` is a CPU tensor of the wanted shape and the stored dtype, strided or not.
         """
@@ -293,7 +291,7 @@ class TensorFile:
         self._read_strided(key, first_element, strides, out.detach())
 
     def verify(self, ranges: Iterable[tuple[int, int]]) -> list[str]:
-        """Read the chunks around these ranges of bytes of the data, and say which are not what was written."""
+        """Check the chunks with these ranges of bytes of the data, and return a line for each fault."""
         if self._checksums is None:
             return []
         chunks = {
@@ -312,7 +310,7 @@ class TensorFile:
             try:
                 self._read(data, self._data_at + begin, "its data")
             except CheckpointError as error:
-                faults.append(f"{error} That is in {self._tensors_in(begin, end)}.")
+                faults.append(f"{error} These bytes are in {self._tensors_in(begin, end)}.")
                 break
             if zlib.crc32(data) != self._checksums[chunk]:
                 if bad and bad[-1][1] == begin:
@@ -325,13 +323,13 @@ class TensorFile:
         ] + faults
 
     def _read_strided(self, key: str, first: int, strides: tuple[int, ...], out: Tensor) -> None:
-        """Fill ``out``, whose elements are stored ``strides`` apart, from element ``first`` on."""
+        """Fill ``out`` with elements that are stored ``strides`` apart, from element ``first`` on."""
         if _extent(out.shape, strides) == out.numel() and out.is_contiguous():
             self.read_into(key, first, out)
             return
         stride, *rest = strides
         row = _extent(out.shape[1:], rest)
-        # Within a row, gaps are no larger than between rows.
+        # Gaps within a row are no larger than gaps between rows.
         gap = stride - row
         size = out.element_size()
         if len(out) == 1 or gap * size > MAX_GAP or row * size >= SMALLEST_DIRECT_READ:
@@ -355,7 +353,7 @@ class TensorFile:
         return struct.unpack(f">{chunks}I", digits)
 
     def _open(self) -> _Descriptor:
-        # O_NONBLOCK: not to wait for the other end if this is a pipe.
+        # O_NONBLOCK: opening a pipe would wait for its other end.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             opened = _Descriptor(
@@ -365,7 +363,7 @@ class TensorFile:
             if error.errno == errno.ELOOP:
                 raise self._unusable("it is a link") from error
             raise self._unusable(f"it cannot be opened: {error.strerror}") from error
-        except ValueError as error:  # of the path: a zero byte, half a character
+        except ValueError as error:  # the path has a zero byte, or half a character
             raise self._unusable(f"it cannot be opened: {error}") from error
         if not stat.S_ISREG(opened.status.st_mode):
             raise self._unusable("it is not a regular file")
@@ -384,7 +382,9 @@ class TensorFile:
         return bytes(data)
 
     def _read(self, into: memoryview, position: int, what: str) -> None:
-        descriptor = self._descriptor or self._reopened()  # held, so that `close` leaves it open
+        descriptor = (
+            self._descriptor or self._reopened()
+        )  # this reference keeps it open if another thread calls `close`
         while into:
             try:
                 count = os.preadv(descriptor.number, [into], position)
@@ -410,7 +410,7 @@ class TensorFile:
 
 
 class _Descriptor:
-    """An open file, closed when nobody refers to it any more."""
+    """An open file that is closed when nobody refers to it any more."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -425,7 +425,11 @@ class _Descriptor:
 
 
 def _parse_header(header: bytes, data_bytes: int) -> tuple[dict[str, FileEntry], dict[str, str]]:
-    """Tensors in the order of their data, and the metadata; ValueError if the header breaks a rule."""
+    """Return the tensors in the order of their data, and the metadata.
+
+    Raises:
+        ValueError: the header breaks a rule.
+    """
     fields = json.loads(header.decode(), object_pairs_hook=without_repetition)
     if not isinstance(fields, dict):
         raise ValueError("it must be a JSON object")
@@ -480,15 +484,15 @@ def _chunks_in(nbytes: int) -> int:
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a strided tensor, which is not empty."""
+    """Return the number of elements from the first to the last of a strided tensor that is not empty."""
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, to read and to write. Keep the tensor alive meanwhile."""
+    """Return the bytes of a tensor, for reading and writing. Keep the tensor alive meanwhile."""
     is_view = tensor.is_conj() or tensor.is_neg()
     assert tensor.is_cpu and tensor.is_contiguous() and not is_view, (
-        "only such a tensor is a stretch of bytes"
+        "the bytes of other tensors are not contiguous"
     )
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     return memoryview(memory).cast("B")

@@ -1,13 +1,13 @@
-"""Full state dicts in one file of ``torch.save``: read in parts, without running what is in them, and written whole.
+"""Full state dicts in one file of ``torch.save``: read in parts, without running code, and written whole.
 
-Files come in many layouts; these are understood:
+Files have many layouts. These are understood:
 
     a model's state dict, bare
     {"model": ..., "optimizer": ..., anything else}       also under "state_dict", "model_state_dict" and
                                                           "optimizer_state_dict", "optim"
 
-An optimizer's state may go by names, as ``FSDP.optim_state_dict`` and ``get_optimizer_state_dict`` write it, or
-by numbers, as optimizers do themselves.
+An optimizer's state may have names of parameters, as ``FSDP.optim_state_dict`` and ``get_optimizer_state_dict`` write
+them, or numbers, as ``optimizer.state_dict()`` does.
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ _EXTRA = "extra"
 
 
 class TorchFile:
-    """A `Source` over one file; its data are mapped, not read, until they are asked for."""
+    """A `Source` of one file. Its data are mapped into memory, and read when they are used."""
 
     format = "torch"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open a file.
 
-        What is beside model and optimizer becomes `extra`; what a checkpoint cannot hold is left out, with a warning.
+        Other entries than model and optimizer become `extra`. Values that a checkpoint cannot hold are left out, with a
+        warning.
 
         Raises:
-            CheckpointError: it is damaged, needs code to be run, or has a layout that is not understood.
+            CheckpointError: it is damaged, can only be loaded by running code, or has a layout that is not understood.
         """
         self.path = Path(path)
         content = _content(self.path)
-        model, optimizer, beside = _sections(content, self.path)
+        model, optimizer, others = _sections(content, self.path)
         self._data, tied = _tensors_and_ties(model, self.path)
         self.tied: Mapping[str, str] = tied
         self.optimizer: Mapping[str, Any] | None = None
@@ -67,23 +68,23 @@ class TorchFile:
         self.tensors: Mapping[str, TensorInfo] = {
             key: TensorInfo(tensor.dtype, tuple(tensor.shape)) for key, tensor in self._data.items()
         }
-        self.extra: Any = _storable(beside, self.path)
+        self.extra: Any = _storable(others, self.path)
 
     def read(self, key: str, wanted: Block, out: Tensor) -> None:
-        """Copy a block out of the file."""
+        """Copy a block from the file."""
         data = self._data[key]
         out.copy_(data[wanted.slices_in(whole(data.shape))])
 
     def verify(self, wanted: Iterable[tuple[str, Block]]) -> list[str]:
-        """Nothing: torch may be told to write no checksums, and the file does not say whether it was."""
+        """Return no faults: torch can be told to write no checksums, and the file does not say whether it did."""
         return []
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._data = {}
 
     def _referring(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """An optimizer's state with references where tensors are; numbers stay."""
+        """Return an optimizer's state with references in place of tensors."""
 
         def without_tensors(value: Any, key: str) -> Any:
             if isinstance(value, Mapping):
@@ -100,7 +101,9 @@ class TorchFile:
             if not value.ndim:
                 return value.detach().clone()
             if key in self._data:
-                raise CheckpointError(f"{self.path} has two states that come to the name {key}.")
+                raise CheckpointError(
+                    f"States of an optimizer must have different keys; {self.path} has two with the key {key}."
+                )
             self._data[key] = value.detach()
             return TensorRef(key)
 
@@ -108,10 +111,10 @@ class TorchFile:
 
 
 def write_torch_file(source: Source, path: str | os.PathLike[str]) -> None:
-    """Write a checkpoint as a full state dict: ``{"model": ..., "optimizer": ..., "extra": ...}``, without what is not there.
+    """Write a checkpoint as a full state dict: ``{"model": ..., "optimizer": ..., "extra": ...}``, as far as it has these.
 
-    The optimizer's state goes by names. Tied tensors are under all their names and stored once. The
-    whole checkpoint must fit into memory. The file is there when it is complete, not before.
+    The optimizer's state has names of parameters. Tied tensors have all their names and are stored once. The whole
+    checkpoint must fit into memory. The file appears when it is complete.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the file cannot be written.
@@ -145,7 +148,7 @@ def _whole(source: Source, key: str) -> Tensor:
     return tensor
 
 
-# --- what a file has -------------------------------------------------------------------------------------
+# --- the content of a file -------------------------------------------------------------------------------
 
 
 def _content(path: Path) -> Any:
@@ -156,21 +159,20 @@ def _content(path: Path) -> Any:
         json_values.check_size(content)
         return content
     except Exception as error:  # a damaged file can raise anything
-        # What torch found, without its advice to load the file in a way that runs what is in it.
-        reason = error.__context__ or error
+        # torch's reason, without its advice to load the file in a way that runs code.
+        reason = str(error.__context__ or error).rstrip(". \n")
         raise CheckpointError(
-            f"A file of torch.save is read only if that takes no more than tensors, numbers, strings and containers "
-            f"of them; {path} was refused: {reason} Nothing in it was run. Save state dicts alone, with "
-            "torch.save of torch 1.6 or later."
+            f"A file of torch.save may have only tensors, numbers, strings and containers of them; {path} was refused: "
+            f"{reason}. No code in it was run. Save state dicts only, with torch.save of torch 1.6 or later."
         ) from error
 
 
 def _sections(content: Any, path: Path) -> tuple[Mapping[str, Any], Any, dict[str, Any]]:
-    """The model's state dict, the optimizer's or None, and all else."""
+    """Return the model's state dict, the optimizer's or None, and all other entries."""
     if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
         raise CheckpointError(
-            f"A file of torch.save must have a state dict, or a dict of them by name; {path} has "
-            f"{type(content).__name__}."
+            f"A file of torch.save must have a state dict, or a dict of state dicts; {path} has a "
+            f"{type(content).__name__}. Save model.state_dict()."
         )
     if content and all(isinstance(value, Tensor) for value in content.values()):
         return content, None, {}
@@ -178,21 +180,21 @@ def _sections(content: Any, path: Path) -> tuple[Mapping[str, Any], Any, dict[st
     optimizers = [name for name in _OPTIMIZER_NAMES if content.get(name) is not None]
     if len(models) != 1 or len(optimizers) > 1:
         raise CheckpointError(
-            f"A file of torch.save must have tensors by name, or a dict of them under one of {', '.join(_MODEL_NAMES)}, and "
+            f"A file of torch.save must have tensors by name, or a dict of them under one of {', '.join(_MODEL_NAMES)} and "
             f"at most one optimizer under one of {', '.join(_OPTIMIZER_NAMES)}; {path} has {', '.join(content) or 'nothing'}. "
             'Save {"model": model_state_dict, "optimizer": optimizer_state_dict}.'
         )
-    beside = {
+    others = {
         name: value for name, value in content.items() if name not in (*models, *_OPTIMIZER_NAMES)
     }
     optimizer = content[optimizers[0]] if optimizers else None
-    return content[models[0]], optimizer, beside
+    return content[models[0]], optimizer, others
 
 
 def _tensors_and_ties(
     model: Mapping[str, Any], path: Path
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors by key, and further names of the same memory with the first one."""
+    """Return the tensors by key, and further names of the same memory with its first name."""
     faults = [
         f"{name} {fault}" for name, value in model.items() if (fault := fault_of(value)) is not None
     ]
@@ -200,14 +202,14 @@ def _tensors_and_ties(
         raise CheckpointError(
             f"A full state dict must have whole, dense tensors by name; in {path}\n  "
             + "\n  ".join(faults)
-            + "\nSave what a full state dict has, and convert what torch.distributed.checkpoint wrote from its folder."
+            + "\nSave a full state dict. Convert what torch.distributed.checkpoint wrote from its folder."
         )
     data: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first_at: dict[Any, str] = {}
     for name, tensor in model.items():
-        place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-        first = first_at.setdefault(place, name) if tensor.numel() else name
+        memory = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        first = first_at.setdefault(memory, name) if tensor.numel() else name
         if first != name:
             tied[name] = first
         else:
@@ -216,7 +218,7 @@ def _tensors_and_ties(
 
 
 def _by_names(saved: Any, shapes: Mapping[str, torch.Size], path: Path) -> dict[str, Any]:
-    """An optimizer's state dict by names of parameters, its tensors as they are; ``shapes`` are the model's."""
+    """Return an optimizer's state dict with names of parameters; ``shapes`` are the model's."""
     state = saved.get("state") if isinstance(saved, Mapping) else None
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     if (
@@ -227,16 +229,17 @@ def _by_names(saved: Any, shapes: Mapping[str, torch.Size], path: Path) -> dict[
         or not all(isinstance(each, int | str) for group in groups for each in group["params"])
     ):
         raise CheckpointError(
-            f"An optimizer's state dict must have 'state' and 'param_groups'; that in {path} has not, or they are "
+            f"An optimizer's state dict must have 'state' and 'param_groups'; that in {path} lacks them, or they are "
             "flattened. Save optimizer.state_dict(), or get_optimizer_state_dict without flattening."
         )
     params = [param for group in groups for param in group["params"]]
     different = set(params)
-    strange = [key for key in state if key not in different]
-    if strange or len(different) != len(params):
+    unknown = [key for key in state if key not in different]
+    if unknown or len(different) != len(params):
         raise CheckpointError(
-            f"An optimizer's state must be that of the parameters in its groups, each in one; in {path} there is state "
-            f"of {strange[:10]}, and the groups have {len(params)} parameters, {len(different)} different ones."
+            f"A parameter must be in one group of an optimizer, and state must belong to such a parameter; in {path} "
+            f"there is state of {unknown[:10]}, and the groups have {len(params)} parameters, {len(different)} of them "
+            "different. Save optimizer.state_dict() as it is."
         )
     names = _names_of(params, groups, state, shapes, path)
     return {
@@ -258,13 +261,15 @@ def _names_of(
     shapes: Mapping[str, torch.Size],
     path: Path,
 ) -> dict[Any, str]:
-    """What the parameters of an optimizer are called, by how its state dict refers to them."""
+    """Return the names of an optimizer's parameters, by what its state dict calls them."""
     if all(isinstance(param, str) for param in params):
         return {param: param for param in params}
-    # An optimizer that was given named parameters says their names.
-    said = [name for group in groups for name in group.get("param_names") or ()]
-    if len(said) == len(set(said)) == len(params) and all(isinstance(name, str) for name in said):
-        return dict(zip(params, said, strict=True))
+    # An optimizer that was given named parameters saves their names.
+    saved = [name for group in groups for name in group.get("param_names") or ()]
+    if len(saved) == len(set(saved)) == len(params) and all(
+        isinstance(name, str) for name in saved
+    ):
+        return dict(zip(params, saved, strict=True))
     if len(shapes) != len(params):
         fault = (
             f"it has {len(params)} parameters and the model's state dict has {len(shapes)} tensors"
@@ -281,22 +286,22 @@ def _names_of(
             return names
         fault = ", ".join(misfits)
     raise CheckpointError(
-        f"The optimizer in {path} numbers its parameters, and which is which can only be told if they are the tensors of "
-        f"the model's state dict, in its order; but {fault}. Make the optimizer of model.named_parameters(), so "
-        "that it saves their names, or save what get_optimizer_state_dict returns."
+        f"An optimizer that numbers its parameters must number the tensors of the model's state dict in its order, so that "
+        f"their names are known; in {path} {fault}. Make the optimizer of model.named_parameters(), so that it saves "
+        "names, or save what get_optimizer_state_dict returns."
     )
 
 
 def _fits(state: torch.Size, param: torch.Size) -> bool:
-    """Whether a state can be a parameter's, or one of its rows or columns as Adafactor has them."""
+    """Return whether a state can belong to a parameter: it has its shape, or one row or column of it (Adafactor)."""
     return len(state) == len(param) and all(a in (1, b) for a, b in zip(state, param, strict=True))
 
 
-def _storable(beside: Mapping[str, Any], path: Path) -> Any:
-    """What is kept of the things beside model and optimizer: None if there is nothing, the extra itself if that is all."""
+def _storable(others: Mapping[str, Any], path: Path) -> Any:
+    """Return the entries that a checkpoint can hold; None if there are none, the extra itself if it is the only one."""
     kept = {}
     lost = []
-    for name, value in beside.items():
+    for name, value in others.items():
         faults: list[str] = []
         json_values.encode(value, name, faults)
         lost += faults
@@ -304,7 +309,7 @@ def _storable(beside: Mapping[str, Any], path: Path) -> Any:
             kept[name] = value
     if lost:
         warnings.warn(
-            f"Left out of {path}, since a checkpoint cannot hold it: {', '.join(lost)}.",
+            f"A checkpoint can hold what JSON can hold, and small tensors; left out of {path}: {', '.join(lost)}.",
             stacklevel=3,
         )
     return kept[_EXTRA] if kept.keys() == {_EXTRA} else kept or None

@@ -1,7 +1,7 @@
-"""What `torch.save` wrote, a zip file of a pickle and of data: what is looked at before and after torch loads it.
+"""Checks before and after torch loads what `torch.save` wrote: a zip file with a pickle and data.
 
-``torch.load(weights_only=True)`` runs nothing, but believes what it reads: sizes of compressed data, and tensors that
-are much larger than what is stored of them.
+``torch.load(weights_only=True)`` runs no code, but it trusts the file: it unpacks compressed data of any size, and builds
+tensors that are much larger than their data.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ import torch
 from torch import Tensor, nn
 
 MAX_EXPANDED_BYTES = 1 << 30
-"""Of a tensor whose elements share memory: such a tensor can have any size, whatever is stored of it."""
+"""Bytes of a tensor whose elements share memory. A file of any size can describe a larger one."""
 
 
 def refuse_compressed(stream: IO[bytes], nbytes: int) -> None:
-    """Raise unless the records of a zip file are stored as they are, and no more than the file has room for.
+    """Raise unless the records of a zip file are not compressed and fit into ``nbytes``.
 
-    torch compresses nothing, and unpacks what others have compressed, to any size.
+    torch compresses nothing, but it unpacks what others have compressed, to any size.
 
     Raises:
-        Exception: of any kind, if it is no such file.
+        Exception: of any kind, if it is not such a file.
     """
     with zipfile.ZipFile(stream) as archive:
         records = archive.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        raise ValueError("it is compressed, and torch.save compresses nothing")
+        raise ValueError("it is compressed; torch.save compresses nothing")
     if sum(record.file_size for record in records) > nbytes:
-        raise ValueError("its records say that they are larger than all of it")
+        raise ValueError("its records claim more bytes than the file has")
     stream.seek(0)
 
 
 def fault_of(value: Any) -> str | None:
-    """Why a value cannot be taken for a whole tensor, or None."""
+    """Return why a value is not a whole, dense tensor, or None if it is."""
     if not isinstance(value, Tensor):
-        return f"is no tensor but {type(value).__name__}"
+        return f"has the type {type(value).__name__}, and is no tensor"
     if type(value) not in (Tensor, nn.Parameter):
         return f"is a {type(value).__name__}"
     if value.is_meta:
@@ -44,5 +44,5 @@ def fault_of(value: Any) -> str | None:
     if value.layout != torch.strided or value.is_quantized:
         return f"is a tensor of layout {value.layout} and dtype {value.dtype}"
     if value.nbytes > max(value.untyped_storage().nbytes(), MAX_EXPANDED_BYTES):
-        return f"is a tensor of {value.nbytes} bytes, of which few are stored"
+        return f"is a tensor of {value.nbytes} bytes of which the file has only a few"
     return None

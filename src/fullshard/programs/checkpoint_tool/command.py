@@ -1,12 +1,12 @@
 """The verbs of `fullshard checkpoint`: arguments in, exit code out.
 
-Nothing here imports torch before a verb runs.
+Torch is imported only when a verb runs.
 
 Exit codes:
-    0     done; for `verify`, all is well; for `diff`, the checkpoints are equal
-    1     `verify` found faults, `diff` found differences
-    2     trouble: no checkpoint that can be read, wrong options, or nowhere to write, also the output; one message, no
-          traceback
+    0     done; for `verify`, no faults; for `diff`, no differences
+    1     `verify` found faults, or `diff` found differences
+    2     an error: the checkpoint cannot be read, an option is wrong, or the target or the output cannot be written;
+          one message, no traceback
     130   stopped by Ctrl-C
 """
 
@@ -89,7 +89,9 @@ def verify(path: Checkpoint) -> None:
 @app.command()
 def convert(
     source: Checkpoint,
-    target: Annotated[Path, typer.Argument(show_default=False, help="Where nothing is yet.")],
+    target: Annotated[
+        Path, typer.Argument(show_default=False, help="A path where nothing is yet.")
+    ],
     to: Annotated[
         str,
         typer.Option(
@@ -143,7 +145,7 @@ def diff(first: Checkpoint, second: Checkpoint) -> None:
 
 @contextmanager
 def errors_as_exit_codes(*, trouble: int = 2) -> Iterator[None]:
-    """Turn errors into a message and an exit code, and warnings into lines."""
+    """Print errors and warnings of the block as lines, and end with an exit code after an error."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: print_error(f"Warning: {message}")
         try:

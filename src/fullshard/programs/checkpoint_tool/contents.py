@@ -1,4 +1,4 @@
-"""What `inspect` knows of a checkpoint, as JSON can say it: the same for people and for programs."""
+"""What `inspect` prints of a checkpoint, as JSON: the same for people and for programs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fullshard.programs.checkpoint_tool.tensor_locations import locate_tensors
 
 
 def describe(source: Source, *, pieces: bool = False) -> dict[str, Any]:
-    """All that can be said without reading tensors; with ``pieces``, also where every part of each is."""
-    places = locate_tensors(source)
+    """Return everything that is known without reading tensors; with ``pieces``, also the file and bytes of every piece."""
+    locations = locate_tensors(source)
     tensors = {}
     for key, info in source.tensors.items():
         numel = math.prod(info.shape)
@@ -24,17 +24,17 @@ def describe(source: Source, *, pieces: bool = False) -> dict[str, Any]:
             "shape": list(info.shape),
             "elements": numel,
             "bytes": numel * info.dtype.itemsize,
-            "pieces": places.num_pieces(key),
+            "pieces": locations.num_pieces(key),
         }
         if pieces:
-            tensors[key]["places"] = [dataclasses.asdict(piece) for piece in places.pieces(key)]
+            tensors[key]["places"] = [dataclasses.asdict(piece) for piece in locations.pieces(key)]
     optimizer = source.optimizer
     return {
         "path": str(source.path),
         "format": source.format,
         "written": _written(source),
         "files": {
-            str(file.relative_to(source.path)): file.stat().st_size for file in places.files()
+            str(file.relative_to(source.path)): file.stat().st_size for file in locations.files()
         }
         if source.path.is_dir()
         else {source.path.name: source.path.stat().st_size},

@@ -1,4 +1,4 @@
-"""What the user sees: tables on a terminal, and lines with the same columns in a pipe or a file."""
+"""What the user sees: tables on a terminal, or lines with the same columns in a pipe or a file."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from fullshard.programs.console.tables import (
 )
 
 QUIET_SECONDS = 1.0
-"""What takes no longer leaves no trace in a log file."""
+"""Progress of a shorter task is not written to a log file."""
 LONGEST_VALUE = 300
-"""Characters of what is shown of `extra`."""
+"""Characters of `extra` that are shown."""
 
 
 @contextmanager
 def progress(console: Console, verb: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show how many bytes of ``total`` are done; gives a function that is told how many more are."""
+    """Show how many bytes of ``total`` are done; yield a function to call with the bytes of each step."""
     began = time.perf_counter()
     done = 0
     if not console.is_terminal:
-        # Output is for whoever reads the pipe.
+        # Standard output is for the reader of the pipe.
         console = Console(file=broken_pipe_safe(sys.stderr), highlight=False)
     with showing_line(console) as line:
         line.begin(total, verb, "")
 
         def advance(nbytes: int) -> None:
             nonlocal done
-            done = min(done + nbytes, total)  # tied tensors may be read twice
+            done = min(done + nbytes, total)  # more than all, if tied tensors are read twice
             seconds = time.perf_counter() - began
             if console.is_terminal or seconds > QUIET_SECONDS:
                 status = f"{size_text(done)} of {size_text(total)}  {rate(done, seconds)}"
@@ -61,12 +61,12 @@ def progress(console: Console, verb: str, total: int) -> Iterator[Callable[[int]
 
 
 def print_json(found: Mapping[str, Any]) -> None:
-    """Print what a program can read."""
+    """Print the contents for a program."""
     print(json.dumps(found, indent=2))
 
 
 def print_contents(console: Console, found: Mapping[str, Any]) -> None:
-    """Show what a checkpoint has."""
+    """Print the contents for people."""
     print_facts(console, [("Checkpoint", found["path"]), *_facts(found)])
     for title, prefix in (("model", MODEL), ("optimizer", OPTIMIZER), ("extra", EXTRA)):
         tensors = {key: each for key, each in found["tensors"].items() if key.startswith(prefix)}
@@ -116,18 +116,18 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def totals_text(totals: Mapping[str, int]) -> str:
-    """Number and size of tensors in words."""
+    """Return the number and size of tensors in words."""
     tensors = counted(totals["tensors"], "tensor")
     return f"{totals['elements']:,} elements in {tensors}, {size_text(totals['bytes'])}"
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape in words."""
+    """Return a shape in words."""
     return " x ".join(map(str, shape)) if shape else "scalar"
 
 
 def place_texts(piece: Mapping[str, Any]) -> Iterator[str]:
-    """The bytes of a piece, if they are known, and its block of the tensor, as one would index it."""
+    """Yield the bytes of a piece, if they are known, and its block of the tensor, as an index."""
     if piece["offset"] is not None:
         yield f"{piece['offset']:,} to {piece['offset'] + piece['nbytes']:,}"
     spans = [f"{a}:{a + n}" for a, n in zip(piece["start"], piece["shape"], strict=True)]
@@ -135,7 +135,7 @@ def place_texts(piece: Mapping[str, Any]) -> Iterator[str]:
 
 
 def shortened(text: str) -> str:
-    """No more of a text than one wants to read."""
+    """Return a text, cut after `LONGEST_VALUE` characters."""
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
 
 
@@ -143,7 +143,7 @@ def shortened(text: str) -> str:
 
 
 def print_report(console: Console, report: Report) -> None:
-    """Say how a checkpoint was found."""
+    """Print the result of `verify`."""
     for fault in report.faults:
         print_error(fault)
     amount = f"{size_text(report.nbytes)} in {counted(report.tensors, 'tensor')}"
@@ -158,18 +158,18 @@ def print_report(console: Console, report: Report) -> None:
 
 
 def print_written(console: Console, target: Path, nbytes: int, seconds: float) -> None:
-    """Say what was converted."""
+    """Print what was converted."""
     amount = f"{size_text(nbytes)} in {seconds:.3g} s, {rate(nbytes, seconds)}"
     print_line(console, f"Wrote {target} ({amount}).")
 
 
 def rate(nbytes: int, seconds: float) -> str:
-    """Bytes per second in words."""
+    """Return bytes per second in words."""
     return f"{size_text(int(nbytes / max(seconds, 1e-9)))}/s"
 
 
 def print_differences(console: Console, found: Differences) -> None:
-    """Show how two checkpoints differ."""
+    """Print how two checkpoints differ."""
     for label, keys in (("first", found.only_first), ("second", found.only_second)):
         for key in keys:
             print_line(console, safe_line(f"{key}: only in the {label}"))
@@ -206,7 +206,7 @@ def print_differences(console: Console, found: Differences) -> None:
 
 
 def _alike_together(lines: Sequence[str]) -> Iterator[str]:
-    """One line for what differs in the same way in many places, as the count of steps does."""
+    """Yield one line for equal differences of many parameters, such as their step counts."""
     alike: dict[tuple[str, str], list[str]] = {}
     for line in lines:
         path, _, text = line.partition(": ")

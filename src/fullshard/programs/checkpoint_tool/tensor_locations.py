@@ -1,4 +1,4 @@
-"""In which files and bytes the tensors of a checkpoint are."""
+"""The files and bytes of a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from fullshard.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor, and where it is."""
+    """A part of a tensor that is in one file."""
 
     file: str
-    """Relative to the checkpoint."""
+    """Path, relative to the checkpoint."""
     offset: int | None
-    """First byte in the file; None where that is not known."""
+    """First byte in the file; None if it is not known."""
     nbytes: int | None
     start: tuple[int, ...]
-    """Of the block of the tensor, or the one element, if the tensor is cut as one range of elements."""
+    """Start of the block of the tensor; the first element, if the tensor is cut as one range of elements."""
     shape: tuple[int, ...]
 
 
 class TensorLocations(Protocol):
-    """Where the tensors of one checkpoint are."""
+    """The locations of one checkpoint's tensors."""
 
     def files(self) -> list[Path]:
-        """All files that have tensors."""
+        """Return all files that have tensors."""
 
     def num_pieces(self, key: str) -> int:
-        """Parts that a tensor is stored in."""
+        """Return the number of pieces of a tensor."""
 
     def pieces(self, key: str) -> Iterator[Piece]:
-        """These parts."""
+        """Yield the pieces of a tensor."""
 
 
 def locate_tensors(source: Source) -> TensorLocations:
-    """Where the tensors of ``source`` are."""
+    """Return the locations of the tensors of ``source``."""
     if isinstance(source, StoredCheckpoint):
         return _StoredLocations(source)
     if isinstance(source, DcpCheckpoint):
@@ -57,12 +57,12 @@ def locate_tensors(source: Source) -> TensorLocations:
 
 class _StoredLocations:
     def __init__(self, source: StoredCheckpoint) -> None:
-        self._path = source.path
+        self._source = source
         self._manifest = source.manifest
-        self._opened: dict[int, TensorFile] = {}
 
     def files(self) -> list[Path]:
-        return [self._file(rank) for rank in sorted(self._manifest.files)]
+        folder = self._source.path / self._manifest.data
+        return [folder / file_name(rank) for rank in sorted(self._manifest.files)]
 
     def num_pieces(self, key: str) -> int:
         sharding = self._manifest.tensors[key].sharding
@@ -74,28 +74,17 @@ class _StoredLocations:
             extent = sharding.extent(cell)
             if extent.numel:
                 rank = sharding.holders[0][cell]
-                file = self._open(rank)
+                file = self._source.file_of(rank)
                 entry = file.entries.get(key)
                 if entry is None:
-                    raise CheckpointError(f"{file.path} has no part of {key!r}.")
-                # Data are at the end of a file, without holes.
+                    raise CheckpointError(
+                        f"{file.path} does not have tensor {key!r}, although the manifest says so."
+                    )
+                # Data are at the end of a file, without gaps.
                 data = self._manifest.files[rank].nbytes - max(e.end for e in file.entries.values())
                 name = f"{self._manifest.data}/{file_name(rank)}"
                 nbytes = entry.end - entry.begin
                 yield Piece(name, data + entry.begin, nbytes, extent.start, extent.shape)
-
-    def _file(self, rank: int) -> Path:
-        return self._path / self._manifest.data / file_name(rank)
-
-    def _open(self, rank: int) -> TensorFile:
-        if rank not in self._opened:
-            if rank not in self._manifest.files:
-                raise CheckpointError(
-                    f"The manifest of {self._path} has tensors that rank {rank} wrote, but no file of it."
-                )
-            self._opened[rank] = TensorFile(self._file(rank), self._manifest.files[rank])
-            self._opened[rank].close()  # what its header says is kept
-        return self._opened[rank]
 
 
 class _DcpLocations:
@@ -137,7 +126,7 @@ class _HuggingFaceLocations:
 
 
 class _OneFile:
-    """Torch maps its files itself and does not say where a tensor is."""
+    """A file of torch.save: torch maps it into memory and does not say where a tensor is."""
 
     def __init__(self, source: Source) -> None:
         self._source = source

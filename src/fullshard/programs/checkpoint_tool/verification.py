@@ -1,4 +1,4 @@
-"""Reading all of a checkpoint, to see whether it is what was written."""
+"""Verification of a checkpoint: reading all of it and checking its checksums."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.errors import CheckpointError
 
 BATCH_BYTES = 64 << 20
-"""Small tensors that share checksums are checked together, up to so many bytes."""
+"""Tensors are checked in batches of about so many bytes, because small ones share checksums."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a checkpoint was found."""
+    """The result of a verification."""
 
     tensors: int
     nbytes: int
     seconds: float
     has_checksums: bool
-    """Whether the format has any; if not, it is only known that all can be read."""
+    """Whether the format has checksums; if not, it is only known that everything can be read."""
     faults: list[str]
 
 
 def bytes_in(source: Source) -> int:
-    """Of all tensors."""
+    """Return the bytes of all tensors."""
     return sum(map(_nbytes, source.tensors.values()))
 
 
 def check(source: Source, advance: Callable[[int], None]) -> Report:
     """Check every byte of every tensor.
 
-    Opening the source has checked that its pieces are all there, and that they make whole tensors.
+    Opening the source has checked that all files are there, and that they have whole tensors.
 
     Args:
         source: A checkpoint.
-        advance: Is told how many more bytes were checked.
+        advance: Called with the bytes of each batch.
     """
     began = time.perf_counter()
     has_checksums = isinstance(source, StoredCheckpoint | DcpCheckpoint)
