@@ -198,16 +198,18 @@ class ReduceBuffer(Buffer):
                 for the reduce dtypes themselves.
             replica: This rank's number among replicas, and how many there are.
         """
-        self._contributor = replica[0] * layout.world + rank
         self._contributors = replica[1] * layout.world
-        """Number of ranks that have gradients of the same parameter; this rank's number is the line above."""
+        """How many ranks have gradients of the same parameter."""
+        self._contributor = replica[0] * layout.world + rank
+        """This rank's number among them."""
         self.layout = layout
         self._rank = rank
         self._by_segment = by_segment
         self._wire_dtype = wire_dtype
         flat = any(slot.division is Division.FLAT for slot in layout.slots)
         self._always_whole = flat
-        """Ranks may use different parameters of a flat group, so all of it always travels."""
+        """Whether all segments always travel. Ranks may use different parameters of a flat group, and must call the
+        same collectives."""
         self.rank_major = rank_major and not flat
         self._kinds: dict[int, tuple[torch.dtype, torch.dtype]] = {}
         """Per segment, dtypes of the reduction and of the result."""
@@ -221,7 +223,7 @@ class ReduceBuffer(Buffer):
         """Per kind of segments, bytes before all, if they lie rank after rank."""
         super().__init__(self._arrange(), device)
         self._buckets: dict[frozenset[int], tuple[ReduceBucket, ...]] = {}
-        """By the parameters that have gradients."""
+        """By the parameters that have gradients: few sets, as backward uses the same ones in most steps."""
         self.targets = {param: self._target(param) for param in params}
         """Per parameter, the views that its gradient is copied to."""
         self._splits = {param: self._split(param) for param in params}
@@ -364,7 +366,11 @@ class ReduceBuffer(Buffer):
         return buckets
 
     def allocate(self) -> None:
-        """Take memory on the current stream (the compute stream) and zero the padding."""
+        """Take memory on the current stream (the compute stream) and zero the padding.
+
+        Each time, since the memory may be other memory than before and hold anything. Padding is reduced with the
+        gradients, and users' hooks see it.
+        """
         super().allocate()
         if self._pads:
             torch._foreach_zero_(self._pads)
@@ -406,7 +412,8 @@ class ReduceBuffer(Buffer):
                     strides = contiguous_strides(held.shape)
                     gradients.append(OutputView(held.shape, strides, start + held.offset))
         messages = [self._message(index) for index in chosen]
-        if self.rank_major and chosen == members:  # they are a row in the buffer, too
+        if self.rank_major and chosen == members:
+            # All segments of a kind lie in the buffer as they do in a message: nothing is copied once more.
             numel, begin = row.numel * layout.world, self._row_starts[kind]
             messages = [self.view(self._dtype(chosen[0]), begin, (numel,), (1,))]
         elif self.rank_major:

@@ -106,6 +106,8 @@ class UnreducedGradients:
             theirs = {index: gradients[index] for index in members if index in gradients}
             waiting = self._read(sharded_param, members) if sharded_param in self._shown else {}
             if waiting:
+                # These are `.grad` itself, or views of it, so adding to them changes what users see. Parameters
+                # without a gradient so far have zeros there.
                 _add_to(waiting, theirs, dtypes)
             else:
                 unsharded = self._unsharded(sharded_param, members, theirs, dtypes)
@@ -183,6 +185,7 @@ class UnreducedGradients:
             waiting.update(self._read(sharded_param, members))
             sharded_param.show_reduced()
         self._shown.clear()
+        # A parameter that has no gradient from before is not cast here, but when the reduce buffer is filled.
         dtypes = {index: gradient.dtype for index, gradient in gradients.items()}
         _add_to(waiting, gradients, dtypes)
         self.changed()
