@@ -1,26 +1,45 @@
-"""A watch on the life of groups: every change of state must be one that the engine's table allows."""
+"""A watch on the life of groups and states: every change must be one that the engine's tables allow."""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
 from typing import Any
 
+from fullshard.engine import sharded_state, training_state
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.sharded_state import TRANSITIONS, ShardedState
+from fullshard.engine.state import FSDPState
 
 
-class CheckedState:
-    """Stands for `FSDPParamGroup.sharded_state`, and refuses changes that `TRANSITIONS` does not have."""
+class CheckedAttribute:
+    """Stands for an attribute with states, and refuses changes that its table of transitions does not have."""
 
-    def __get__(self, group: FSDPParamGroup | None, _: type) -> Any:
-        return self if group is None else group.__dict__["sharded_state"]
+    def __init__(
+        self, name: str, transitions: Mapping[Any, frozenset[Any]], *, may_stay: bool = False
+    ) -> None:
+        self._name = name
+        self._transitions = transitions
+        self._first = next(iter(transitions))
+        self._may_stay = may_stay
 
-    def __set__(self, group: FSDPParamGroup, following: ShardedState) -> None:
-        before = group.__dict__.get("sharded_state")
-        allowed = {ShardedState.SHARDED} if before is None else TRANSITIONS[before]
-        assert following in allowed, f"{group.name!r}: {before} is followed by {following}"
-        group.__dict__["sharded_state"] = following
+    def __get__(self, owner: Any, _: type) -> Any:
+        return self if owner is None else owner.__dict__[self._name]
+
+    def __set__(self, owner: Any, following: enum.Enum) -> None:
+        before = owner.__dict__.get(self._name)
+        allowed = {self._first} if before is None else self._transitions[before]
+        stays = self._may_stay and following is before
+        assert stays or following in allowed, (
+            f"{owner.name!r}: {before} is followed by {following}"
+        )
+        owner.__dict__[self._name] = following
 
 
 def check_every_change_of_state() -> None:
-    """Check all groups of this process from now on."""
-    FSDPParamGroup.sharded_state = CheckedState()  # type: ignore[assignment]
+    """Check all groups and states of this process from now on."""
+    FSDPParamGroup.sharded_state = CheckedAttribute(  # type: ignore[assignment]
+        "sharded_state", sharded_state.TRANSITIONS
+    )
+    FSDPState.training_state = CheckedAttribute(  # type: ignore[assignment]
+        "training_state", training_state.TRANSITIONS, may_stay=True
+    )
