@@ -29,9 +29,7 @@ class CheckedAttribute:
         before = owner.__dict__.get(self._name)
         allowed = {self._first} if before is None else self._transitions[before]
         stays = self._may_stay and following is before
-        assert stays or following in allowed, (
-            f"{owner.name!r}: {before} is followed by {following}"
-        )
+        assert stays or following in allowed, f"{owner.name!r}: {before} is followed by {following}"
         owner.__dict__[self._name] = following
 
 
