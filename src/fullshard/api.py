@@ -1,7 +1,7 @@
-"""Option values of `FullyShardedDataParallel`: what is sharded, precision, offloading, state dicts.
+"""The options of `FullyShardedDataParallel`: the names of `torch.distributed.fsdp.api`.
 
-Unlike those in `policies` they can be changed after they are made, as torch's can, and so do not hash.
-A value of the wrong type is refused where it is written, in the call that makes an option or later.
+Users can change them after they are made, as torch's, so they do not hash; the policies of `fully_shard` are frozen. A
+value of the wrong type is refused when it is written, in the constructor or later.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ __all__ = [
 
 
 class ShardingStrategy(Enum):
-    """What ranks share out, and when the parameters are whole."""
+    """What is sharded, and when parameters are gathered."""
 
     FULL_SHARD = auto()
-    """Parameters, gradients and optimizer state; parameters are released after forward and after backward."""
+    """Shard parameters, gradients and optimizer state; release gathered parameters after forward and after backward."""
     SHARD_GRAD_OP = auto()
-    """The same, but parameters stay whole from forward to the end of backward."""
+    """Shard the same, but keep parameters gathered from forward to the end of backward."""
     NO_SHARD = auto()
-    """Nothing: every rank has all, and gradients are averaged."""
+    """Shard nothing: every rank has all parameters, and gradients are averaged."""
     HYBRID_SHARD = auto()
     """FULL_SHARD within a node, replicas across nodes."""
     _HYBRID_SHARD_ZERO2 = auto()
@@ -52,34 +52,34 @@ class ShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """When backward asks for the parameters it needs next."""
+    """When backward gathers the parameters that it needs next."""
 
     BACKWARD_PRE = auto()
-    """Before it computes with the present ones: more overlap, two groups in memory."""
+    """Before it computes with the current ones: more overlap, two groups in memory."""
     BACKWARD_POST = auto()
-    """After it has computed with the present ones: less overlap, less memory."""
+    """After it has computed with the current ones: less overlap, less memory."""
 
 
 class StateDictType(Enum):
-    """What a model's state dict holds on each rank."""
+    """The kind of a state dict: what it holds on each rank."""
 
     FULL_STATE_DICT = auto()
-    """Whole tensors under the names of the unwrapped model."""
+    """Full tensors under the names of the unwrapped model."""
     LOCAL_STATE_DICT = auto()
-    """This rank's shards as they rest, for the same wrapping and number of ranks only."""
+    """This rank's shards, for the same wrapping and number of ranks only."""
     SHARDED_STATE_DICT = auto()
     """Sharded tensors under the names of the unwrapped model."""
 
 
 class OptimStateKeyType(Enum):
-    """By what an optimizer's state dict knows a parameter."""
+    """The kind of keys of parameters in an optimizer's state dict."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
 
 
 class _Checked:
-    """Whose attributes are checked whenever they are written, also by ``__init__``."""
+    """A base class that checks attributes whenever they are written, also in ``__init__``."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _SWITCHES:
@@ -91,10 +91,10 @@ class _Checked:
 
 @dataclass
 class MixedPrecision(_Checked):
-    """In which dtypes a wrapped module computes and reduces; its shards keep their own dtype."""
+    """The dtypes in which a wrapped module computes and reduces; its shards keep their own dtype."""
 
     param_dtype: torch.dtype | None = None
-    """Dtype of the unsharded parameters, hence of gather and compute; None keeps the shard's."""
+    """Dtype of unsharded parameters, and so of gathers and compute; None keeps the shards' dtype."""
 
     reduce_dtype: torch.dtype | None = None
     """Dtype in which gradients are summed over ranks; None means the compute dtype."""
@@ -103,20 +103,20 @@ class MixedPrecision(_Checked):
     """Dtype of floating-point buffers; None leaves them alone."""
 
     keep_low_precision_grads: bool = False
-    """Leave gradients in the dtype they were reduced in, for an optimizer that wants them so."""
+    """Whether gradients stay in the dtype in which they were reduced, for an optimizer that needs it."""
 
     cast_forward_inputs: bool = False
-    """Cast floating-point inputs of this module to ``param_dtype``."""
+    """Whether floating-point inputs of this module are cast to ``param_dtype``."""
 
     cast_root_forward_inputs: bool = True
-    """The same for the outermost wrapped module, where it overrides ``cast_forward_inputs``."""
+    """Whether those of the outermost wrapped module are; there it overrides ``cast_forward_inputs``."""
 
     _module_classes_to_ignore: Collection[type] = (torch_border.BatchNorm,)
-    """Modules of these classes are wrapped by themselves, without mixed precision."""
+    """Classes of modules that get wrappers of their own, without mixed precision."""
 
     wire_dtype: torch.dtype | None = None
-    """Dtype in which gradients travel to the rank that sums them in ``reduce_dtype``, which is wider; None means
-    ``reduce_dtype``. All gradients of the module are rounded to it, once."""
+    """Dtype in which gradients travel to the rank that sums them in ``reduce_dtype``, which must be wider; None means
+    ``reduce_dtype``. All gradients of the module are rounded to it once."""
 
     def __post_init__(self) -> None:
         check_wire_dtype(self.wire_dtype, self.reduce_dtype)
@@ -124,10 +124,10 @@ class MixedPrecision(_Checked):
 
 @dataclass
 class CPUOffload(_Checked):
-    """What rests in host memory between steps."""
+    """What is in host memory between steps."""
 
     offload_params: bool = False
-    """Shards and their gradients, so that the optimizer runs on the host too."""
+    """Whether shards and their gradients are, so that the optimizer runs on the host, too."""
 
 
 @dataclass
@@ -135,20 +135,20 @@ class StateDictConfig(_Checked):
     """How a model's state dict is made."""
 
     offload_to_cpu: bool = False
-    """Move its tensors to host memory."""
+    """Whether its tensors are moved to host memory."""
 
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """How a state dict of whole tensors is made."""
+    """How a state dict of full tensors is made."""
 
     rank0_only: bool = False
-    """Only rank 0 gets it; the dict of other ranks is empty."""
+    """Whether only rank 0 gets it; the dict of other ranks is empty then."""
 
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """How a state dict of resting shards is made."""
+    """How a state dict of this rank's shards is made."""
 
 
 @dataclass
@@ -156,7 +156,7 @@ class ShardedStateDictConfig(StateDictConfig):
     """How a state dict of sharded tensors is made."""
 
     _use_dtensor: bool = False
-    """Whether they are DTensors; the wrapper sets it when it has a mesh."""
+    """Whether sharded tensors are DTensors; a wrapper with a mesh sets it."""
 
 
 @dataclass
@@ -164,23 +164,23 @@ class OptimStateDictConfig(_Checked):
     """How an optimizer's state dict is made."""
 
     offload_to_cpu: bool = True
-    """Move its tensors to host memory."""
+    """Whether its tensors are moved to host memory."""
 
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """How an optimizer's state dict of whole tensors is made."""
+    """How an optimizer's state dict of full tensors is made."""
 
     rank0_only: bool = False
-    """Only rank 0 gets it; the dict of other ranks is empty."""
+    """Whether only rank 0 gets it; the dict of other ranks is empty then."""
 
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """How an optimizer's state dict of resting shards is made."""
+    """How an optimizer's state dict of this rank's shards is made."""
 
     offload_to_cpu: bool = False
-    """Move its tensors to host memory."""
+    """Whether its tensors are moved to host memory."""
 
 
 @dataclass
@@ -188,7 +188,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """How an optimizer's state dict of sharded tensors is made."""
 
     _use_dtensor: bool = False
-    """Whether they are DTensors; the wrapper sets it when it has a mesh."""
+    """Whether sharded tensors are DTensors; a wrapper with a mesh sets it."""
 
 
 @dataclass
@@ -214,7 +214,7 @@ def _check_classes(name: str, value: object) -> None:
     others = [item for item in value if not isinstance(item, type)]
     if others:
         raise OptionTypeError(
-            f"{name} must hold classes, got also {others!r}. Use for example torch.nn.LayerNorm."
+            f"{name} must hold only classes, got also {others!r}. Use for example torch.nn.LayerNorm."
         )
 
 
@@ -227,7 +227,7 @@ _SWITCHES = {
     "rank0_only",
     "_use_dtensor",
 }
-"""Attributes that are on or off, in any of the options."""
+"""Attributes that are on or off, of all options."""
 
 _CHECKS: dict[str, Callable[[str, object], None]] = {
     "param_dtype": _check_dtype,
@@ -239,4 +239,4 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "state_dict_config": partial(check_type, expected=StateDictConfig),
     "optim_state_dict_config": partial(check_type, expected=OptimStateDictConfig),
 }
-"""By name of the attribute; a name means the same in all options."""
+"""Checks by name of the attribute; a name means the same in all options."""

@@ -1,18 +1,18 @@
-"""Which modules get a wrapper of their own: the names of `torch.distributed.fsdp.wrap`.
+"""Policies that choose which modules get wrappers of their own: the names of `torch.distributed.fsdp.wrap`.
 
     from fullshard.wrap import ModuleWrapPolicy
 
     policy = ModuleWrapPolicy({TransformerBlock})
 
-A policy is an object that names all modules at once (`ModuleWrapPolicy`, `CustomPolicy`) or a
-function that is asked about one module at a time:
+A policy is an object that chooses all modules at once (`ModuleWrapPolicy`, `CustomPolicy`), or a function that answers
+two questions about each module:
 
     policy(module=..., recurse=True, nonwrapped_numel=...)     look into this module?
-    policy(module=..., recurse=False, nonwrapped_numel=...)    wrap it? its children are decided
+    policy(module=..., recurse=False, nonwrapped_numel=...)    wrap it? its children are decided already
 
-``nonwrapped_numel`` counts the module's parameters; in the second question, without those of the
-modules below that are going to be wrapped. Functions with more arguments get them from
-`functools.partial`. `auto_wrap` asks a policy and does what it says.
+``nonwrapped_numel`` is the number of elements of the module's parameters; in the second question, without those of
+modules below that are going to be wrapped. `functools.partial` sets further arguments of a function. `auto_wrap` asks a
+policy and wraps the modules.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ def size_based_auto_wrap_policy(
     """Wrap a module once its parameters that are in no other wrapper have enough elements together.
 
     Args:
-        module: The module asked about.
-        recurse: Whether the question is to look into it, or to wrap it.
-        nonwrapped_numel: Elements of its parameters that are in no other wrapper.
-        min_num_params: So many elements are enough.
-        force_leaf_modules: Classes not to look into, and so not to wrap; by default
+        module: The module in question.
+        recurse: Whether the question is to look into the module, or to wrap it.
+        nonwrapped_numel: The number of elements of its parameters that are in no other wrapper.
+        min_num_params: The number of elements that is enough.
+        force_leaf_modules: Classes of modules that are neither looked into nor wrapped; by default
             ``size_based_auto_wrap_policy.FORCE_LEAF_MODULES``.
-        exclude_wrap_modules: Classes to look into, but not to wrap; by default
+        exclude_wrap_modules: Classes of modules that are looked into, but not wrapped; by default
             ``size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES``.
     """
     name, given = (
@@ -117,7 +117,7 @@ def size_based_auto_wrap_policy(
     return nonwrapped_numel >= min_num_params and not isinstance(module, classes)
 
 
-# Containers without a forward; attention that uses its child's weight without calling the child.
+# Containers have no forward. Attention uses its child's weight without calling the child.
 size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
 size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
 
@@ -137,7 +137,7 @@ def _or_policy(
 
 
 class _Policy(ABC):
-    """A policy that names all modules at once."""
+    """A policy that chooses all modules at once."""
 
     @abstractmethod
     def _run_policy(
@@ -146,17 +146,17 @@ class _Policy(ABC):
         ignored_modules: set[nn.Module],
         root_kwargs: dict[str, Any],
     ) -> dict[nn.Module, dict[str, Any]]:
-        """The modules to wrap, each with its wrapper's keyword arguments; the root may be among them."""
+        """Return the modules to wrap, each with its wrapper's keyword arguments; the root may be among them."""
 
 
 class ModuleWrapPolicy(_Policy):
-    """Wrap the modules of the given classes, with the root's keyword arguments."""
+    """A policy that wraps the modules of the given classes, with the root's keyword arguments."""
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         self._module_classes = _classes("module_classes", module_classes)
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """Answer as a policy function does, so that it can be one of several."""
+        """Answer as a policy function does, so that `_or_policy` can combine it with others."""
         return recurse or isinstance(module, self._module_classes)
 
     def __repr__(self) -> str:
@@ -176,13 +176,13 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Wrap what a function says, with keyword arguments of its choice.
+    """A policy that wraps the modules that a function chooses, with keyword arguments of its choice.
 
         CustomPolicy(lambda module: {"forward_prefetch": True} if module is model.head else False)
 
     Args:
-        lambda_fn: Takes a module. False or an empty dict: not wrapped; True: wrapped with the
-            root's keyword arguments; a dict: wrapped with the root's, overridden by these.
+        lambda_fn: Takes a module. False or an empty dict: it is not wrapped. True: it is wrapped with the root's keyword
+            arguments. A dict: it is wrapped with the root's keyword arguments, overridden by these.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
@@ -210,8 +210,9 @@ class CustomPolicy(_Policy):
         ]
         if wrong:
             raise ConfigurationError(
-                "lambda_fn of CustomPolicy must return True, False or a dict of keyword arguments; it returned\n  "
+                "lambda_fn of CustomPolicy must return True, False or a dict of keyword arguments, but it returned\n  "
                 + "\n  ".join(wrong)
+                + "\nReturn bool(...) for truth values."
             )
         chosen = {module: answer for module, (_, answer) in answers.items() if answer}
         overrides = _readable_again(
@@ -226,25 +227,27 @@ class CustomPolicy(_Policy):
 # --- by hand --------------------------------------------------------------------------------------
 
 _wrapper: ContextVar[Callable[..., nn.Module] | None] = ContextVar("_wrapper", default=None)
-"""What `wrap` calls, on this thread; None outside of `enable_wrap`."""
+"""The function that `wrap` calls on this thread; None outside of `enable_wrap`."""
 
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
-    """Let `wrap` wrap modules within this context, on this thread.
+    """Return a context in which `wrap` wraps modules, on this thread.
 
         with enable_wrap(wrapper_cls=FullyShardedDataParallel, device_id=0):
             self.layer = wrap(nn.Linear(5, 5))
 
     Args:
-        wrapper_cls: Called with a module and keyword arguments, returns its wrapper.
+        wrapper_cls: A class or function that takes a module and keyword arguments and returns the wrapper.
         **wrapper_kwargs: Keyword arguments for all wrappers made within.
     """
     if not callable(wrapper_cls):
-        raise OptionTypeError(f"wrapper_cls must be a class of wrappers, got {wrapper_cls!r}.")
+        raise OptionTypeError(
+            f"wrapper_cls must be a class of wrappers, got {wrapper_cls!r}. Pass for example FullyShardedDataParallel."
+        )
     if _wrapper.get() is not None:
         raise UnsupportedError(
-            "enable_wrap contexts cannot be nested. Override single arguments in the calls of wrap."
+            "enable_wrap contexts cannot be nested. Override arguments in the calls of wrap instead."
         )
     token = _wrapper.set(functools.partial(wrapper_cls, **_readable_again([wrapper_kwargs])[0]))
     try:
@@ -254,30 +257,30 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap a module if this happens within `enable_wrap`, and return it unchanged otherwise.
+    """Wrap a module within `enable_wrap`, and return it unchanged otherwise.
 
     Args:
         module: The module.
-        **wrap_overrides: Keyword arguments for its wrapper; they override those of `enable_wrap`.
+        **wrap_overrides: Keyword arguments of its wrapper; they override those of `enable_wrap`.
     """
     wrapper = _wrapper.get()
     return module if wrapper is None else wrapper(module, **wrap_overrides)
 
 
-# --- the engine -----------------------------------------------------------------------------------
+# --- by policy ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Wrapping:
-    """One module to wrap."""
+    """A module to wrap."""
 
     name: str
-    """Its full name below the root; of a shared module, the first."""
+    """The full name below the root; of a shared module, its first name."""
     module: nn.Module
     kwargs: dict[str, Any]
-    """Keyword arguments for its wrapper."""
+    """Keyword arguments of its wrapper."""
     places: list[tuple[nn.Module, str]]
-    """Its parents and its names in them."""
+    """The parents of the module, with its name in each."""
 
 
 def auto_wrap(
@@ -293,27 +296,27 @@ def auto_wrap(
 ) -> list[Wrapping]:
     """Wrap the modules below ``root`` that a policy chooses, children before their parents.
 
-    The root itself is left to the caller. A shared module gets one wrapper, which replaces it in
-    all its parents. Everything is decided and checked before the first module is replaced.
+    The caller wraps the root itself. A shared module gets one wrapper, which replaces it in all its parents. Everything is
+    checked before the first module is replaced.
 
-    Batch norm does not work in low precision, so with mixed precision it is wrapped whatever the
-    policy says, and computes in full precision:
+    Batch norm does not work in low precision. So with mixed precision it gets a wrapper whatever the policy says, and
+    computes in full precision:
 
         class_kwargs={cls: {"mixed_precision": None} for cls in classes_to_ignore}
 
     Args:
         root: The module whose submodules are wrapped.
-        policy: One of those above, or a function that answers the same questions.
-        wrapper_cls: Called as ``wrapper_cls(module, **kwargs)``.
-        root_kwargs: Keyword arguments for all wrappers, without the policy.
-        ignored_modules: Never wrapped, nor is anything below them; their parameters do not count.
-        ignored_params: Do not count in ``nonwrapped_numel``.
-        class_kwargs: Classes that are wrapped whatever the policy says, with keyword arguments
-            that override those of the root and of the policy.
-        check: Called with what is going to be wrapped; may raise.
+        policy: A policy of this module, or a function that answers the same questions.
+        wrapper_cls: The class of wrappers, called as ``wrapper_cls(module, **kwargs)``.
+        root_kwargs: Keyword arguments of all wrappers, without the policy.
+        ignored_modules: Modules that are not wrapped, nor is anything below them; their parameters do not count.
+        ignored_params: Parameters that do not count in ``nonwrapped_numel``.
+        class_kwargs: Classes of modules that are wrapped whatever the policy says, with keyword arguments that override
+            those of the root and of the policy.
+        check: Called with the modules that are going to be wrapped; it may raise.
 
     Returns:
-        What was wrapped, in this order.
+        The modules that were wrapped, in this order.
     """
     _check_policy(policy)
     _check_not_wrapped(root, wrapper_cls)
@@ -323,9 +326,9 @@ def auto_wrap(
     chosen = _chosen_by_policy(root, policy, root_kwargs, ignored, ignored_params, forced)
     for module, kwargs in forced.items():
         chosen[module] = {**chosen.get(module, root_kwargs), **kwargs}
-    places = _places(root)
+    parents = _parents(root)
     plan = [
-        Wrapping(name, module, chosen[module], places[module])
+        Wrapping(name, module, chosen[module], parents[module])
         for name, module in _children_first(root)
         if module in chosen and module is not root
     ]
@@ -344,7 +347,7 @@ def _of_classes(
     class_kwargs: Mapping[type[nn.Module], Mapping[str, Any]],
     ignored: Collection[nn.Module],
 ) -> dict[nn.Module, dict[str, Any]]:
-    """The modules that are wrapped whatever the policy says."""
+    """Return the modules that are wrapped whatever the policy says, with their keyword arguments."""
     found: dict[nn.Module, dict[str, Any]] = {}
     for module in root.modules():
         for cls, kwargs in class_kwargs.items():
@@ -376,7 +379,7 @@ def _ask(
     uncounted: Collection[nn.Parameter],
     forced: Iterable[nn.Module],
 ) -> set[nn.Module]:
-    """The modules below the root for which a policy function answers yes, and the forced ones."""
+    """Return the modules below the root that a policy function wraps, and the forced ones."""
     chosen, seen = set(forced), set(ignored)
 
     def numel(module: nn.Module, without: Collection[nn.Parameter] = ()) -> int:
@@ -409,7 +412,7 @@ def _ask(
 
 
 def _children_first(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, with its name, after all modules below it."""
+    """Yield every module once, with its name, after all modules below it."""
     seen: set[nn.Module] = set()
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -422,14 +425,14 @@ def _children_first(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return visit("", root)
 
 
-def _places(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """For every module below the root, its parents and its names in them."""
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+def _parents(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Return the parents of every module below the root, with its name in each."""
+    parents: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in root.modules():
         for name, child in child_table(parent).items():
             if child is not None:
-                places.setdefault(child, []).append((parent, name))
-    return places
+                parents.setdefault(child, []).append((parent, name))
+    return parents
 
 
 def reiterable(value: Any) -> Any:
@@ -438,7 +441,7 @@ def reiterable(value: Any) -> Any:
 
 
 def _readable_again(kwargs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Keyword arguments for several wrappers, with generators replaced by what they yield.
+    """Return keyword arguments that several wrappers can read, with generators replaced by what they yield.
 
     The first wrapper would exhaust a generator, and all others would find it empty.
     """
@@ -458,7 +461,7 @@ def _readable_again(kwargs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
 def _classes_of_function(
     argument: str, given: Iterable[type[nn.Module]]
 ) -> tuple[type[nn.Module], ...]:
-    """Classes for `isinstance` that a policy function reads in each of its calls."""
+    """Return classes for `isinstance` that a policy function reads in each of its calls."""
     _check_not_iterator(argument, given)
     return _classes(argument, given)
 
@@ -466,16 +469,18 @@ def _classes_of_function(
 def _check_not_iterator(argument: str, given: object) -> None:
     if isinstance(given, Iterator):
         raise ConfigurationError(
-            f"{argument} of a policy function is read for every module, but {type(given).__name__} can be read once. Pass "
-            "a set or a list."
+            f"{argument} of a policy function is read for every module, but a {type(given).__name__} can be read only once. "
+            "Pass a set or a list."
         )
 
 
 def _classes(argument: str, given: Iterable[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
-    """A set of classes as `isinstance` takes it."""
+    """Return a set of classes as `isinstance` takes it."""
     classes = tuple(given) if isinstance(given, Iterable) else (None,)
     if not all(isinstance(cls, type) for cls in classes):
-        raise OptionTypeError(f"{argument} must be a set of module classes, got {given!r}.")
+        raise OptionTypeError(
+            f"{argument} must be a set of module classes, got {given!r}. Pass for example {{torch.nn.Linear}}."
+        )
     return classes
 
 
@@ -496,13 +501,13 @@ def _check_not_wrapped(root: nn.Module, wrapper_cls: type[nn.Module]) -> None:
     ]
     if wrapped:
         raise ConfigurationError(
-            f"With a policy, no module may be a {wrapper_cls.__name__} yet, but these are: {wrapped}. "
-            "Leave all wrapping to the policy, or pass none."
+            f"With a policy, no module may be a {wrapper_cls.__name__} already, but these are: {wrapped}. Let the policy "
+            "choose all wrappers, or pass no policy."
         )
 
 
 def _check_kwargs(plan: Iterable[Wrapping], wrapper_cls: type[nn.Module]) -> None:
-    """Check that the wrapper takes the arguments it is going to get."""
+    """Refuse keyword arguments that the wrapper does not take."""
     signature = inspect.signature(wrapper_cls)
     faults = []
     for wrapping in plan:
@@ -512,6 +517,7 @@ def _check_kwargs(plan: Iterable[Wrapping], wrapper_cls: type[nn.Module]) -> Non
             faults.append(f"{wrapping.name}: {error}")
     if faults:
         raise OptionTypeError(
-            f"{wrapper_cls.__name__} does not take the arguments that the policy gives:\n  "
+            f"The policy must give arguments that {wrapper_cls.__name__} takes, but:\n  "
             + "\n  ".join(faults)
+            + "\nRemove these arguments from what the policy returns."
         )

@@ -323,8 +323,8 @@ def test_what_has_no_tensors_is_refused(wrong: object) -> None:
         with pytest.raises(ConfigurationError) as caught:
             started().scale(outputs)
         assert str(caught.value) == (
-            "Only tensors and lists, tuples or other iterables of tensors can be scaled, got "
-            f"{type(wrong).__name__}. Scale what backward() is called on, which is usually the loss."
+            f"scale takes a tensor or an iterable of tensors, got {type(wrong).__name__}. Pass the tensor that backward() is "
+            "called on, usually the loss."
         )
 
 
@@ -356,8 +356,8 @@ def test_the_default_group_may_come_after_the_scaler() -> None:
     with pytest.raises(LifecycleError) as caught:
         scaler.unscale_(optimizer)
     assert str(caught.value) == (
-        "Ranks agree on skipping a step over a process group, and there is no default one. "
-        "Call init_process_group() before unscale_() and step()."
+        "Ranks need a process group to agree on skipping a step, but there is no default one. Call "
+        "init_process_group() before unscale_() and step()."
     )
     assert param.grad is not None and param.grad[0] == 8.0, "nothing has been unscaled"
     with alone():

@@ -485,7 +485,9 @@ def test_policies_choose_wrappers_and_their_options() -> None:
         assert {each.mixed_precision.param_dtype for each in FSDP.fsdp_modules(model)} == {
             torch.bfloat16
         }
-        with pytest.raises(ConfigurationError, match="does not take the arguments"):
+        with pytest.raises(
+            ConfigurationError, match="must give arguments that FullyShardedDataParallel takes"
+        ):
             FSDP(make_net(), auto_wrap_policy=CustomPolicy(lambda module: {"colour": "red"}))
         with enable_wrap(wrapper_cls=FSDP, use_orig_params=True, mixed_precision=low):
             by_hand: Any = nn.Sequential(

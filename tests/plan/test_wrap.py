@@ -544,7 +544,9 @@ def test_arguments_that_the_wrapper_does_not_take_are_found_first(
     unchanged: nn.Module, wrong: Any
 ) -> None:
     policy = CustomPolicy(lambda module: wrong if isinstance(module, Block) else True)
-    with pytest.raises(ConfigurationError, match=r"Wrapper does not take.*\n  1\.2: .*\n  1: "):
+    with pytest.raises(
+        ConfigurationError, match=r"arguments that Wrapper takes.*\n  1\.2: .*\n  1: "
+    ):
         auto_wrap(unchanged, policy, Wrapper, root_kwargs={"tag": 1})
 
 
@@ -564,7 +566,9 @@ def test_modules_that_are_wrapped_already_are_refused_by_name(policy: str) -> No
     inside = Block(nn.ReLU(), Wrapper(nn.Linear(1, 1)))
     root = nn.Sequential(nn.Linear(1, 1), inside)
     for given_root, name in ((root, "1.1"), (inside[1], "the root")):
-        with pytest.raises(ConfigurationError, match=rf"Wrapper yet, but these are: \['{name}'\]"):
+        with pytest.raises(
+            ConfigurationError, match=rf"Wrapper already, but these are: \['{name}'\]"
+        ):
             auto_wrap(
                 given_root,
                 POLICIES[policy](fullshard.wrap),
@@ -583,6 +587,6 @@ def test_what_is_not_a_function_is_refused() -> None:
     ):
         with enable_wrap(wrapper_cls=None):
             pass
-    with pytest.raises(UnsupportedError, match="Override single arguments in the calls of wrap"):
+    with pytest.raises(UnsupportedError, match="Override arguments in the calls of wrap"):
         with enable_wrap(wrapper_cls=Wrapper), enable_wrap(wrapper_cls=Wrapper):
             pass

@@ -214,7 +214,7 @@ def test_classes_to_ignore_are_classes() -> None:
     with pytest.raises(ConfigurationError) as caught:
         MixedPrecision(_module_classes_to_ignore=mixed)
     assert str(caught.value) == (
-        "_module_classes_to_ignore must hold classes, got also ['Linear', 3]. "
+        "_module_classes_to_ignore must hold only classes, got also ['Linear', 3]. "
         "Use for example torch.nn.LayerNorm."
     )
 

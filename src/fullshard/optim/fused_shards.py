@@ -1,18 +1,18 @@
 """Ranges of shard memory that an elementwise optimizer can update as one tensor.
 
-The parameters of a group lie one after the other in its shard buffer, and their reduced gradients lie
-in the same order, at the same distances, in the memory they were reduced into. A **run** is a range of
-the shard buffer over parameters that are treated alike; its gradient, and each state an optimizer keeps
-of it, is one tensor, of which the parameters' own are views:
+The parameters of a group lie one after the other in its shard buffer. Their reduced gradients lie in the same order, at
+the same distances, in the memory of the reduction. A **fused shard** is a range of the shard buffer over parameters that
+are treated alike. Its gradient, and each state that an optimizer keeps of it, is one tensor; those of the parameters are
+views of it:
 
-    run         | w row 0 | w row 1 |  ?  | b 0..1 |      weight (3, 4) and bias (4,), rank 0 of 2
-    gradient    | w row 0 | w row 1 |  ?  | b 0..1 |
-    exp_avg     | w row 0 | w row 1 |  ?  | b 0..1 |
+    fused shard   | w row 0 | w row 1 |  ?  | b 0..1 |      weight (3, 4) and bias (4,), rank 0 of 2
+    gradient      | w row 0 | w row 1 |  ?  | b 0..1 |
+    exp_avg       | w row 0 | w row 1 |  ?  | b 0..1 |
 
-Between parameters is padding. Its values are arbitrary, NaN maybe: an elementwise optimizer carries
-them along, and nobody reads them.
+Between parameters is padding. Its values are arbitrary, perhaps NaN: an elementwise optimizer updates them, too, and
+nobody reads them.
 
-That gradients lie so is verified by their addresses in each step. Where they do not, they are copied.
+Each step compares the addresses of gradients with this picture. Gradients that lie otherwise are copied.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FusedShard:
     """Parameters of one group that are neighbours in its shard buffer, and the range they fill."""
 
     def __init__(self, sharded_params: Sequence[ShardedParam], views: Sequence[Tensor]) -> None:
-        """Over the memory ``views``, which the sharded parameters are over."""
+        """Fuse the memory of sharded parameters, which are over ``views``."""
         self.params = [sharded_param.param for sharded_param in sharded_params]
         self._names = [sharded_param.name for sharded_param in sharded_params]
         self._of_dtensors = isinstance(self.params[0], DTensor)
@@ -44,29 +44,31 @@ class FusedShard:
         self._shapes = [(local.shape, local.stride()) for local in locals_]
         filled = [index for index, local in enumerate(locals_) if local.numel()] or [0]
         self._filled = filled
-        """Those of which this rank holds something: only they have an address."""
+        """Indices of parameters of which this rank holds elements: only these have an address."""
         first, last = views[filled[0]], views[filled[-1]]
         begin = int(first.storage_offset())
         self._starts = [int(view.storage_offset()) - begin if view.numel() else 0 for view in views]
-        """Elements of the run before each parameter."""
-        whole = locals_[0]
-        if len(sharded_params) > 1 or not whole.ndim:
-            # At least one dimension, to tell an element's state from a number.
+        """The first element of each parameter in the fused shard."""
+        fused = locals_[0]
+        if len(sharded_params) > 1 or not fused.ndim:
+            # One dimension at least, so that the state of one element differs from a number.
             numel = int(last.storage_offset()) + last.numel() - begin
-            whole = first.as_strided((numel,), (1,), begin)
-        trainable = whole.is_floating_point() or whole.is_complex()
-        self.tensor = nn.Parameter(whole, requires_grad=trainable)
-        """What an optimizer updates."""
-        self._is_param = whole is locals_[0]
-        """Whether that is the one parameter's own local tensor."""
-        self._gradient_dtype = whole.dtype
-        """That of gradients in the last step; asking `tensor` takes longer."""
+            fused = first.as_strided((numel,), (1,), begin)
+        trainable = fused.is_floating_point() or fused.is_complex()
+        self.tensor = nn.Parameter(fused, requires_grad=trainable)
+        """The tensor that an optimizer updates."""
+        self._is_param = fused is locals_[0]
+        """Whether `tensor` is the local tensor of a single parameter."""
+        self._gradient_dtype = fused.dtype
+        """The dtype of gradients in the last step; reading it from `tensor` takes longer."""
 
     @torch.no_grad()
     def take_gradients(self) -> bool:
-        """Let `tensor` have the parameters' gradients, or none if they have none.
+        """Set the gradient of `tensor` to the parameters' gradients, or to None if they have none.
 
-        False if there is no such tensor now: the parameters are elsewhere, or differ in what gradients they have.
+        Returns:
+            Whether it was possible. It is not if parameters lie elsewhere now, if only some have gradients, or if
+            gradients have several dtypes.
         """
         params = self.params
         locals_ = torch_border.locals_of(params) if self._of_dtensors else params
@@ -83,7 +85,7 @@ class FusedShard:
             return False
         for dtype in dtypes - {self._gradient_dtype}:
             self._gradient_dtype = self.tensor.grad_dtype = dtype
-        self.tensor.grad = self.joined(present) if present else None
+        self.tensor.grad = self._fuse(present) if present else None
         return True
 
     @property
@@ -92,46 +94,43 @@ class FusedShard:
         return self.tensor.grad is not None
 
     def drop_gradient(self) -> None:
-        """Let go of what `take_gradients` took."""
+        """Release the gradient that `take_gradients` has set."""
         self.tensor.grad = None
 
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """One tensor over parts of the parameters' local shapes: the memory they lie in, or a copy.
-
-        They lie in it if it is one storage, and their distances are those of the parameters.
-        """
+    def _fuse(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return one tensor over the parameters' parts: a view if they lie in one storage as parameters do, else a copy."""
         if self._is_param:
             return parts[0]
         first = parts[self._filled[0]]
         base, itemsize = first.data_ptr(), first.itemsize
         room = first.untyped_storage().nbytes() - int(first.storage_offset()) * itemsize
-        # Neighbouring storages may have the right distances, too, but the first of them has not the room.
+        # Parts in neighbouring storages may have the same distances, but the first storage is too short then.
         if room >= self.tensor.numel() * itemsize and all(
             parts[index].data_ptr() - base == self._starts[index] * itemsize
             and parts[index].stride() == self._shapes[index][1]
             for index in self._filled
         ):
             return first.as_strided(self.tensor.shape, (1,), first.storage_offset())
-        whole = first.new_empty(self.tensor.shape)
-        torch._foreach_copy_(self._split(whole), list(parts))
-        return whole
+        fused = first.new_empty(self.tensor.shape)
+        torch._foreach_copy_(self._split(fused), list(parts))
+        return fused
 
-    def _split(self, whole: Tensor) -> list[Tensor]:
-        """The parameters' parts of a tensor over the run, in their local shapes."""
+    def _split(self, fused: Tensor) -> list[Tensor]:
+        """Return the parameters' parts of a tensor over the fused shard, in their local shapes."""
         if len(self.params) == 1:
-            return [whole.view(self._shapes[0][0])]
+            return [fused.view(self._shapes[0][0])]
         return [
-            whole.as_strided(shape, strides, int(whole.storage_offset()) + start)
+            fused.as_strided(shape, strides, int(fused.storage_offset()) + start)
             for (shape, strides), start in zip(self._shapes, self._starts, strict=True)
         ]
 
     # --- state ------------------------------------------------------------------------------------
 
-    def states_of_params(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """An optimizer's state of `tensor` as the states of the parameters.
+    def split_state(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return an optimizer's state of `tensor` as the states of the parameters.
 
-        What has an element for each of the run's is shown as views, of the parameters' own type; all else
-        belongs to each of them alike, and each gets a copy.
+        A state like `tensor` is split into views, each of its parameter's type. Of any other state each parameter gets
+        a copy.
         """
         states: list[dict[str, Any]] = [{} for _ in self.params]
         for key, value in state.items():
@@ -142,9 +141,9 @@ class FusedShard:
                 ]
             elif isinstance(value, Tensor) and value.ndim:
                 raise ConfigurationError(
-                    f"An elementwise optimizer keeps a tensor like the parameter, or one number; its {key!r} has shape "
-                    f"{tuple(value.shape)} for {self.tensor.numel()} elements. Use the optimizer itself, without "
-                    "ShardedOptimizer."
+                    "A state of an elementwise optimizer must be a tensor like the parameter or one number, but "
+                    f"{key!r} has shape {tuple(value.shape)} for {self.tensor.numel()} elements. Use the optimizer itself, "
+                    "without ShardedOptimizer."
                 )
             else:
                 parts = [copy.deepcopy(value) for _ in self.params]
@@ -152,24 +151,23 @@ class FusedShard:
                 own[key] = part
         return states
 
-    def state_of_run(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The other way round; the states agree in `kind_of_state`."""
-        strange = [
+    def fuse_states(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the state of `tensor` from those of the parameters, which are equal in `kind_of_state`."""
+        misplaced = [
             f"{name}: {key!r}"
             for name, param, state in zip(self._names, self.params, states, strict=True)
             for key, value in state.items()
-            if _is_like(param, value) and not _is_spread_like(param, value)
+            if _is_like(param, value) and not _is_placed_like(param, value)
         ]
-        if strange:
+        if misplaced:
             raise ConfigurationError(
-                "The optimizer state of a sharded parameter must be spread over the same mesh as the parameter; these "
-                "are not:\n  "
-                + "\n  ".join(strange)
-                + "\nLoad whole tensors, and those of other meshes, with "
+                "The optimizer state of a sharded parameter must be on the parameter's mesh, but these are not:\n  "
+                + "\n  ".join(misplaced)
+                + "\nLoad full tensors, and tensors on other meshes, with "
                 "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
             )
         return {
-            key: self.joined(
+            key: self._fuse(
                 [
                     _local_part(param, state[key])
                     for param, state in zip(self.params, states, strict=True)
@@ -182,23 +180,23 @@ class FusedShard:
 
 
 def plan_fused_shards(kinds: Mapping[nn.Parameter, Hashable]) -> list[FusedShard]:
-    """The longest runs of parameters of one kind, out of those given.
+    """Return the longest possible fused shards of parameters of one kind.
 
-    Parameters in none of them are best left to themselves: those of no group, those that no shard buffer
-    holds, plain ones without neighbours, and plain ones without dimensions, whose state could be a number.
+    These parameters are in none: those of no group, those that no shard buffer holds, plain tensors without neighbours,
+    and 0-d plain tensors, whose state could be a number.
     """
     groups = groups_of(kinds)
     for group in groups:
         if group.full_params_installed:
             raise LifecycleError(
-                f"The parameters of group {group.name!r} are shown whole now, and an optimizer updates shards. Make "
-                "the optimizer, load its state, and step, outside of FullyShardedDataParallel.summon_full_params."
+                f"An optimizer updates shards, but group {group.name!r} has its full parameters now. Build the optimizer, load "
+                "its state and step outside of FullyShardedDataParallel.summon_full_params."
             )
         group.notice_replacements()
     _check_current(
         kinds, {sharded_param.param for group in groups for sharded_param in group.sharded_params}
     )
-    runs: list[list[tuple[ShardedParam, Tensor]]] = []
+    ranges: list[list[tuple[ShardedParam, Tensor]]] = []
     for group in groups:
         open_kind: Hashable = None
         for sharded_param, view in group.shards.shard_views_in_order():
@@ -208,13 +206,13 @@ def plan_fused_shards(kinds: Mapping[nn.Parameter, Hashable]) -> list[FusedShard
                 continue
             kind = (kinds[param], param.dtype)
             if kind != open_kind:
-                runs.append([])
+                ranges.append([])
             open_kind = kind
-            runs[-1].append((sharded_param, view))
+            ranges[-1].append((sharded_param, view))
     return [
-        FusedShard([sharded_param for sharded_param, _ in run], [view for _, view in run])
-        for run in runs
-        if len(run) > 1 or isinstance(run[0][0].param, DTensor)
+        FusedShard([sharded_param for sharded_param, _ in each], [view for _, view in each])
+        for each in ranges
+        if len(each) > 1 or isinstance(each[0][0].param, DTensor)
     ]
 
 
@@ -222,20 +220,20 @@ def _check_current(params: Mapping[nn.Parameter, Hashable], current: set[nn.Para
     stale = [p for p in params if group_of(p) is not None and p not in current]
     if stale:
         raise LifecycleError(
-            "An optimizer updates the parameters that are on the modules; these were replaced there, by sharding, or "
-            "by another that was assigned or loaded with assign=True:\n  "
+            "An optimizer must have the parameters that are on the modules, but these were replaced there: by sharding, by "
+            "an assignment, or by load_state_dict(assign=True):\n  "
             + "\n  ".join(f"shape {tuple(p.shape)}, group {group_of(p)!r}" for p in stale)
-            + "\nMake the optimizer after that."
+            + "\nBuild the optimizer after that."
         )
 
 
 def kind_of_gradient(param: nn.Parameter) -> torch.dtype | None:
-    """What parameters must agree in to be updated together in this step."""
+    """Return what must be equal for parameters to be updated together in this step."""
     return None if param.grad is None else param.grad.dtype
 
 
 def kind_of_state(param: nn.Parameter, state: Mapping[str, Any] | None) -> Hashable:
-    """What parameters must agree in to be of one run: everything but the elements of their states."""
+    """Return what must be equal for parameters to be in one fused shard: all of their states but the elements."""
     if state is None:
         return None
     return frozenset(
@@ -251,13 +249,13 @@ def _hashable(value: object) -> Hashable:
 
 
 def _is_like(param: nn.Parameter, value: object) -> bool:
-    """Whether a state has an element for each of the parameter's, or is a number."""
+    """Return whether a state has one value for each of the parameter's elements, and is not a number."""
     if not isinstance(value, Tensor) or value.shape != param.shape:
         return False
     return param.ndim > 0 or isinstance(value, DTensor)
 
 
-def _is_spread_like(param: nn.Parameter, value: Tensor) -> bool:
+def _is_placed_like(param: nn.Parameter, value: Tensor) -> bool:
     if isinstance(param, DTensor):
         return isinstance(value, DTensor) and value.device_mesh == param.device_mesh
     return not isinstance(value, DTensor)
@@ -268,14 +266,14 @@ def _local(param: nn.Parameter) -> Tensor:
 
 
 def _local_part(param: nn.Parameter, value: Tensor) -> Tensor:
-    """This rank's part of a state of a parameter, spread as the parameter is."""
+    """Return this rank's part of a state, with the placements of its parameter."""
     if not isinstance(param, DTensor):
         return value
     return torch_border.redistributed_local(value, param.placements)
 
 
 def like_param(param: nn.Parameter, local: Tensor) -> Tensor:
-    """A tensor of the parameter's own type over a local part."""
+    """Return a tensor of the parameter's type over a local part."""
     if not isinstance(param, DTensor):
         return local
     spec = torch_border.spec_of(param)

@@ -1,13 +1,14 @@
-"""Optimizers that work on plain shard memory instead of one DTensor after the other.
+"""An optimizer that updates plain shard memory instead of one DTensor after the other.
 
     optimizer = ShardedOptimizer(torch.optim.AdamW, model.parameters(), lr=3e-4)
 
-To its users it is an optimizer of the sharded parameters, as any. Inside, an optimizer of the user's
-class updates `shard_runs.Run`s. Between steps, users may ask for the state, and it is shown for each
-parameter; whoever has looked at it may also have changed it, so the next step reads it back:
+To its users it is an ordinary optimizer of the sharded parameters. Inside, an optimizer of the user's class updates
+`FusedShard`s. The state is in one of two forms:
 
-    step, load_state_dict    state lies in the inner optimizer, a tensor per run     <- arrange
-    state, state_dict        ... is shown per parameter: views of the same memory    <- show
+    fused       in the inner optimizer, one tensor per fused shard: what `step` needs
+    per param   in `state`, views of the same memory: what users and `state_dict` see
+
+Asking for `state` splits it. A user may have changed it then, so the next step fuses it again.
 """
 
 from __future__ import annotations
@@ -46,22 +47,21 @@ ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
         optim.SGD,
     }
 )
-"""torch's optimizers that update each element from its own gradient and state, whatever their options."""
+"""Optimizers of torch that update each element from its own gradient and state only, with any options."""
 
 _OWN = ("params", "param_names")
-"""Entries of a parameter group that are not the same outside and inside."""
+"""Entries of a parameter group that differ between this optimizer and the inner one."""
 
 
 class ShardedOptimizer(torch_border.DelegatingOptimizer):
-    """An optimizer of sharded parameters that updates their memory in as few pieces as possible.
+    """An optimizer of sharded parameters that updates their memory in as few tensors as possible.
 
-    Use it where you would use ``optimizer_class`` itself, with its options. Hyper-parameters are in
-    `param_groups`, for schedulers and for you; `state` and state dicts are those of ``optimizer_class`` over
-    the same parameters, and either loads the other's.
+    Use it in the place of ``optimizer_class``, with its options. Hyper-parameters are in `param_groups`, as schedulers
+    expect. `state` and state dicts are those of ``optimizer_class`` over the same parameters: each loads the other's.
 
-    Parameters of one group of `fully_shard` (or of a wrapper with ``use_orig_params=True``) are updated together
-    if they are neighbours there, in the same parameter group here, and have gradients in the same steps.
-    Parameters that are not sharded are allowed.
+    Parameters of one group of `fully_shard`, or of a wrapper with ``use_orig_params=True``, are updated together if
+    they are neighbours there, are in the same parameter group here and have gradients in the same steps. Parameters
+    that are not sharded are allowed.
     """
 
     def __init__(
@@ -75,32 +75,31 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
         """Optimize sharded parameters.
 
         Args:
-            optimizer_class: Makes the updates: SGD, Adam, AdamW or another of torch's that treat each element
-                for itself.
-            params: As for any optimizer: parameters, named parameters, or groups of them.
-            elementwise: Promises that an ``optimizer_class`` which is not torch's does so, too: that an element's
-                update depends on this element, its gradient and its state only, and that besides numbers its
-                state is of tensors like the parameter.
-            options: Go to ``optimizer_class``.
+            optimizer_class: The class that computes updates: SGD, Adam, AdamW or another one of torch's that treats
+                each element for itself.
+            params: Parameters, named parameters or groups of them, as for any optimizer.
+            elementwise: A promise about an ``optimizer_class`` that is not torch's: an element's update depends on this
+                element, its gradient and its state only, and states are numbers or tensors like the parameter.
+            options: Options of ``optimizer_class``.
         """
         _check_class(optimizer_class, elementwise)
-        self._runs: list[FusedShard] = []
+        self._fused_shards: list[FusedShard] = []
         self._complete = False
         _check_options(options)
         super().__init__(params, {})
-        self.inner = optimizer_class(self._arranged(), **options)
+        self.inner = optimizer_class(self._plan_groups(), **options)
         self.defaults = self.inner.defaults
         self._complete = True
-        self._is_shown = False  # some make their state now
+        self._is_split = False  # some classes build their state in the constructor
         self._after_inner()
 
-    # --- arranging --------------------------------------------------------------------------------
+    # --- fusing -----------------------------------------------------------------------------------
 
-    def _arranged(self) -> list[dict[str, Any]]:
-        """Plan the runs of the parameters as they are now, and return the inner optimizer's groups.
+    def _plan_groups(self) -> list[dict[str, Any]]:
+        """Plan the fused shards of the parameters as they are now, and return the inner optimizer's groups.
 
-        Two for each outer one: plain tensors, and DTensors that are in no run. Operators on lists of
-        tensors, which optimizers use for all of a group, do not mix them.
+        Each group has two inner ones: plain tensors, and DTensors that are in no fused shard. Optimizers use operators
+        on lists of tensors for all of a group, and these operators do not mix the two.
         """
         state = self.state
         kinds = {
@@ -112,13 +111,13 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
             for index, group in enumerate(self.param_groups)
             for param in group["params"]
         }
-        self._runs = plan_fused_shards(kinds)
-        self._arranged_ids = self._ids()
-        run_of = {param: run for run in self._runs for param in run.params}
+        self._fused_shards = plan_fused_shards(kinds)
+        self._planned_ids = self._ids()
+        shard_of = {param: fused for fused in self._fused_shards for param in fused.params}
         groups = []
         for outer in self.param_groups:
             tensors = dict.fromkeys(
-                run_of[param].tensor if param in run_of else param for param in outer["params"]
+                shard_of[param].tensor if param in shard_of else param for param in outer["params"]
             )
             for of_dtensors in (False, True):
                 params = [t for t in tensors if isinstance(t, DTensor) is of_dtensors]
@@ -126,59 +125,61 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
         return groups
 
     @torch.no_grad()
-    def _arrange(self) -> None:
-        """Let the inner optimizer go on with the state that is shown, over the memory there is."""
+    def _fuse(self) -> None:
+        """Give the inner optimizer the state per parameter, fused over the shard memory as it is now."""
         state: dict[Any, Any] = dict(self.state)
-        self.inner.param_groups = self._arranged()
+        self.inner.param_groups = self._plan_groups()
         inner_state: defaultdict[Any, Any] = defaultdict(dict)
-        for run in self._runs:
-            states = [state.pop(param) for param in run.params if param in state]
+        for fused in self._fused_shards:
+            states = [state.pop(param) for param in fused.params if param in state]
             if states:
-                inner_state[run.tensor] = run.state_of_run(states)
-        inner_state.update(state)  # of parameters by themselves, and what belongs to no parameter
+                inner_state[fused.tensor] = fused.fuse_states(states)
+        inner_state.update(
+            state
+        )  # of parameters in no fused shard, and what belongs to no parameter
         self.inner.state = inner_state
-        self._is_shown = False
+        self._is_split = False
 
     # --- state ------------------------------------------------------------------------------------
 
     @property
     def state(self) -> defaultdict[Any, Any]:
-        """Per parameter, what the optimizer knows of it: sharded as the parameter is, and no copy.
+        """The state of each parameter, sharded as the parameter is, without a copy.
 
-        Writing to tensors takes effect at once, everything else with the next step.
+        Writing to its tensors takes effect at once, every other change with the next step.
         """
-        if not self._is_shown:
-            self._show()
-        return self._shown
+        if not self._is_split:
+            self._split()
+        return self._per_param
 
     @state.setter
     def state(self, state: defaultdict[Any, Any]) -> None:
-        self._shown = state
-        self._is_shown = True
+        self._per_param = state
+        self._is_split = True
 
-    def _show(self) -> None:
+    def _split(self) -> None:
+        """Fill `state` with views of the inner optimizer's state."""
         inner = dict(self.inner.state)
         states: dict[Any, Any] = {}
-        for run in self._runs:
-            if run.tensor in inner:
-                states.update(
-                    zip(run.params, run.states_of_params(inner.pop(run.tensor)), strict=True)
-                )
+        for fused in self._fused_shards:
+            if fused.tensor in inner:
+                split = fused.split_state(inner.pop(fused.tensor))
+                states.update(zip(fused.params, split, strict=True))
         states.update(inner)
-        self._shown.clear()
-        for group in self.param_groups:  # in the order in which other optimizers have it
+        self._per_param.clear()
+        for group in self.param_groups:  # in the order of other optimizers
             for param in group["params"]:
                 if param in states:
-                    self._shown[param] = states.pop(param)
-        self._shown.update(states)
-        self._is_shown = True
+                    self._per_param[param] = states.pop(param)
+        self._per_param.update(states)
+        self._is_split = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """For `load_state_dict`."""
+        """Take over what `load_state_dict` has loaded."""
         self.param_groups = state["param_groups"]
         self.state = state["state"]
-        self._arrange()
-        # The class may know how to read what older versions of it have written.
+        self._fuse()
+        # The class may convert what its older versions have written.
         self.inner.__setstate__(
             {"state": self.inner.state, "param_groups": self.inner.param_groups}
         )
@@ -186,8 +187,8 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
 
     def __getstate__(self) -> NoReturn:
         raise LifecycleError(
-            "A ShardedOptimizer cannot be copied or pickled: it belongs to the memory of its parameters. Make another one "
-            "and use state_dict and load_state_dict."
+            "A ShardedOptimizer cannot be copied or pickled, because it updates the memory of its parameters. Build another "
+            "one, and use state_dict and load_state_dict."
         )
 
     # --- steps ------------------------------------------------------------------------------------
@@ -195,17 +196,17 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
     @torch_border.opaque_to_compiler
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have gradients; ``closure``, if given, computes these first."""
+        """Update the parameters that have gradients; call ``closure`` first, if given, to compute them."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Users may also write to the groups' lists of parameters.
-        as_arranged = not self._is_shown and self._arranged_ids == self._ids()
-        if not as_arranged or not self._take_gradients():
-            self._arrange()
+        # Users may also change the groups' lists of parameters.
+        as_planned = not self._is_split and self._planned_ids == self._ids()
+        if not as_planned or not self._take_gradients():
+            self._fuse()
             taken = self._take_gradients()
-            assert taken, "runs are of parameters with gradients of one kind, where they lie"
+            assert taken, "a new plan fuses only parameters whose gradients fit together"
         self._before_inner()
         try:
             self.step_inner()
@@ -217,30 +218,36 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
         return [list(map(id, group["params"])) for group in self.param_groups]
 
     def _take_gradients(self) -> bool:
-        return all(run.take_gradients() for run in self._runs)
+        return all(fused.take_gradients() for fused in self._fused_shards)
 
     def _before_inner(self) -> None:
+        """Give the inner optimizer the hyper-parameters that users may have changed."""
         for index, inner in enumerate(self.inner.param_groups):
             inner.update(_options(self.param_groups[index // 2]))
 
     def _after_inner(self) -> None:
+        """Take back hyper-parameters, and count the writes to parameters."""
         for outer, inner in zip(self.param_groups, self.inner.param_groups[::2], strict=True):
             outer.update(_options(inner))
-        updated = [run for run in self._runs if run.has_gradient]
-        # Writing to runs is writing to their parameters, which operators do not know, and not all count.
-        torch.autograd.graph.increment_version([param for run in updated for param in run.params])
-        for run in updated:
-            run.drop_gradient()
+        updated = [fused for fused in self._fused_shards if fused.has_gradient]
+        # Autograd does not know that writes to a fused shard are writes to its parameters, and fused kernels do not
+        # count their writes at all.
+        torch.autograd.graph.increment_version(
+            [param for fused in updated for param in fused.params]
+        )
+        for fused in updated:
+            fused.drop_gradient()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own."""
+        """Add a group of parameters with its own options."""
         _check_options(param_group)
         super().add_param_group(param_group)
         if self._complete:
-            self._arrange()
+            self._fuse()
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group without its parameters."""
     return {key: value for key, value in group.items() if key not in _OWN}
 
 
@@ -250,14 +257,14 @@ def _check_class(optimizer_class: type[optim.Optimizer], elementwise: bool) -> N
     known = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
     raise ConfigurationError(
         "ShardedOptimizer updates many parameters as one tensor, so each element's update must depend on this element "
-        f"only. That is known of torch's {known}, not of {optimizer_class!r}. If it is true of this class, promise it "
-        "with elementwise=True; else use the class itself, on parameters that are whole (docs/optimizers.md)."
+        f"only. This is known of torch's {known}, but not of {optimizer_class!r}. If it is true of this class, pass "
+        "elementwise=True. Otherwise use the class itself, on parameters that are not sharded (docs/optimizers.md)."
     )
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
     if options.get("differentiable"):
         raise ConfigurationError(
-            "ShardedOptimizer writes to the memory of the parameters, which autograd does not see, so differentiable must "
-            "be False. Use the optimizer itself on model.parameters()."
+            "ShardedOptimizer takes no differentiable=True, because autograd does not see its writes to the memory of the "
+            "parameters. Use the optimizer itself on model.parameters()."
         )
