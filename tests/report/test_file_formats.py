@@ -19,7 +19,6 @@ from fullshard.programs.run_events import (
     Evaluation,
     Event,
     Samples,
-    Start,
     Step,
     Stopped,
     UnknownFormatError,
@@ -39,25 +38,12 @@ from fullshard.tracing.schema import (
     parse_trace,
     to_document,
 )
+from tests.programs.test_progress import START as FIRST_START
 
-START = Start(
-    world=2,
-    device="cuda",
-    parameters=1000,
-    unsharded_bytes=4000,
-    rank_bytes=(2000, 2001),
-    tokens_per_step=64,
-    steps=9,
-    model="decoder",
-    data="text",
-    training_tokens=5000,
-    held_out_tokens=50,
-    versions={"torch": "2.13"},
-    resumed_from=4,
-)
+START = replace(FIRST_START, rank_bytes=(2000, 2001), versions={"torch": "2.13"}, resumed_from=4)
 EVENTS: tuple[Event, ...] = (
     START,
-    replace(START, resumed_from=None),
+    FIRST_START,
     Step(step=5, loss=2.25, grad_norm=0.5, lr=1e-3, tokens=320, step_s=0.25, memory_bytes=1 << 40),
     Evaluation(step=5, loss=2.5),
     Checkpoint(step=5, path="checkpoints/step_00000005", blocked_s=0.125),

@@ -18,17 +18,33 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from torch import nn
 
-from fullshard.comm.spans import CollectiveSpan, Named, TraceRecorder
+from fullshard.comm.spans import (
+    CollectiveSpan,
+    ComputeSpan,
+    Mark,
+    Named,
+    StepSpan,
+    TraceRecorder,
+    WaitSpan,
+)
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.errors import ConfigurationError, LifecycleError
 from fullshard.files import atomic_write
 from fullshard.plan.mesh import global_rank, world_size
 from fullshard.tracing.group_facts import facts_of_groups, outermost_states, states_in
-from fullshard.tracing.schema import COLLECTIVES, MemorySample, Release, Span, Trace, to_document
+from fullshard.tracing.schema import (
+    COLLECTIVES,
+    Kind,
+    MemorySample,
+    Release,
+    Span,
+    Trace,
+    to_document,
+)
 
 
 def trace(
@@ -203,32 +219,20 @@ class _Export:
     def _spans(self) -> Iterator[Span]:
         recorder = self._recorder
         for step in recorder.steps:
-            yield Span(
-                kind="step",
-                name=f"step {step.step}",
-                step=step.step,
-                **self._times(step.begin, step.end),
-            )
+            yield self._span("step", f"step {step.step}", step)
         for compute in recorder.computes:
             group = self._name(compute.state)
-            yield Span(
-                kind="compute",
-                name=f"{compute.kind} {group}",
-                step=compute.step,
-                group=group,
-                phase=compute.within,
-                **self._times(compute.begin, compute.end),
-            )
+            name = f"{compute.kind} {group}"
+            yield self._span("compute", name, compute, group=group, phase=compute.within)
         for wait in recorder.waits:
             group = self._name(wait.group)
-            yield Span(
-                kind="wait",
-                name=f"wait for {group}",
-                step=wait.step,
+            yield self._span(
+                "wait",
+                f"wait for {group}",
+                wait,
                 group=group,
                 phase=wait.within,
                 awaited=wait.reason,
-                **self._times(wait.begin, wait.end),
             )
         for kind in COLLECTIVES:
             # A collective that nobody has waited for has no end.
@@ -237,6 +241,9 @@ class _Export:
 
     def _collective(self, span: CollectiveSpan) -> Span:
         group = self._name(span.group)
+        start_us, duration_us = self._times(
+            span.begin, max(span.ends, key=self._clock.microseconds)
+        )
         return Span(
             kind=span.collective,
             name=f"{span.collective} {group}",
@@ -245,12 +252,36 @@ class _Export:
             phase=span.within,
             nbytes=span.nbytes,
             issued_us=self._host_us(span.issued_ns),
-            **self._times(span.begin, max(span.ends, key=self._clock.microseconds)),
+            start_us=start_us,
+            duration_us=duration_us,
         )
 
-    def _times(self, begin: Any, end: Any) -> dict[str, float]:
+    def _span(
+        self,
+        kind: Kind,
+        name: str,
+        recorded: StepSpan | ComputeSpan | WaitSpan,
+        *,
+        group: str = "",
+        phase: str = "",
+        awaited: str = "",
+    ) -> Span:
+        start_us, duration_us = self._times(recorded.begin, recorded.end)
+        return Span(
+            kind=kind,
+            name=name,
+            step=recorded.step,
+            start_us=start_us,
+            duration_us=duration_us,
+            group=group,
+            phase=phase,
+            awaited=awaited,
+        )
+
+    def _times(self, begin: Mark, end: Mark) -> tuple[float, float]:
+        """Return start and duration in microseconds."""
         start, stop = (round(self._clock.microseconds(mark), 3) for mark in (begin, end))
-        return {"start_us": start, "duration_us": round(stop - start, 3)}
+        return start, round(stop - start, 3)
 
     def _host_us(self, at_ns: int) -> float:
         return round(self._clock.host_microseconds(at_ns), 3)

@@ -243,7 +243,7 @@ def _marks(starts: list[Start], events: list[Event]) -> Iterator[Mark]:
         if isinstance(event, Checkpoint):
             yield Mark(kind=event.kind, step=event.step, text="checkpoint")
         elif isinstance(event, BadStep):
-            text = f"{event.what or 'trouble'}; action: {event.action or 'none'}"
+            text = f"{event.what or 'trouble'}; action: {str(event.action) or 'none'}"
             yield Mark(kind=event.kind, step=event.step, text=text)
         elif isinstance(event, Stopped):
             yield Mark(kind=event.kind, step=event.step, text=f"stopped: {event.why or '?'}")
