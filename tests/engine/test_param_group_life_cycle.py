@@ -154,21 +154,25 @@ class Told:
         self._waited.append(True)
 
 
+def is_outdated(group: FSDPParamGroup) -> bool:
+    return group.outdated
+
+
 def test_gathered_parameters_are_used_again_only_if_they_may_stay_and_shards_are_as_they_were() -> (
     None
 ):
     with fake_world(4):
         group = make_group(nn.Linear(4, 6))
         group.unshard()
-        assert group.outdated  # nobody said that they may stay
+        assert is_outdated(group)  # nobody said that they may stay
         group.reshard()
-        assert not group.outdated  # there is nothing to use
+        assert not is_outdated(group)  # there is nothing to use
         group.unshard(may_stay=True)
         version = group.weight_version
-        assert not group.outdated
+        assert not is_outdated(group)
         with torch.no_grad():
             group.sharded_params[0].param.add_(1)
-        assert group.outdated
+        assert is_outdated(group)
         assert group.weight_version == version  # what was gathered has not changed
         group.reshard()
         assert group.weight_version != version  # what will be gathered has

@@ -257,9 +257,8 @@ class GatherBuffer:
     ) -> None:
         """Allocate on the current stream (the all-gather stream) and make every view a step needs.
 
-        With ``into``, the full parameters are those of another buffer, whose memory is present. That buffer
-        is for a multiple of this one's ranks: then its padding is at least as long, and all of this one's
-        segments fit.
+        With ``into``, the full parameters are those of another buffer, whose memory is present. It is for a
+        multiple of this one's ranks: then its padding is at least as long, and all segments fit.
         """
         self._layout, self._rank = layout, rank
         self.packed = packed
@@ -300,8 +299,7 @@ class GatherBuffer:
             self._prepare_packed(device)
         else:
             self._prepare_in_place(device)
-        # Views are made of present memory only, so all of it was allocated. Now only what `fill` would have
-        # allocated stays.
+        # Views are made of present memory only. Now only what `fill` would have allocated stays.
         if into is not None:
             self._staging.release()
         elif packed:

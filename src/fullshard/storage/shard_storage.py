@@ -124,10 +124,9 @@ class ShardStorage:
         self._tables = [torch_border.table_for(owner.module, value) for owner, value in entries]
         self._names = [owner.name for owner, _ in entries]
         self._values = [value for _, value in entries]
-        kind = type(self.sharded_params[0])  # those of a group are of one kind
-        self._memory_of, self._is_same_memory = kind.memory_of, kind.is_same_memory
+        self._identity = self.sharded_params[0].memory  # those of a group are of one kind
         self._in_buffer = [sharded_param.param for sharded_param in self.shard_views]
-        self._memory = [*map(kind.memory_of, self._in_buffer)]
+        self._memory = [*map(self._identity.of, self._in_buffer)]
         self._dtypes = [*map(_dtype_of, self._in_buffer)]
 
     @property
@@ -146,9 +145,9 @@ class ShardStorage:
         """
         if on_modules and not self.on_modules:
             return True
-        found = map(self._memory_of, self._in_buffer)
+        found = map(self._identity.of, self._in_buffer)
         return not (
-            all(map(self._is_same_memory, found, self._memory))
+            all(map(self._identity.is_same, found, self._memory))
             and all(map(operator.is_, map(_dtype_of, self._in_buffer), self._dtypes))
         )
 

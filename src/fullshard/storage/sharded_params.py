@@ -16,7 +16,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,17 +62,25 @@ class ParamModuleInfo:
         torch_border.parameter_table(self.module).pop(self.name, None)
 
 
+class MemoryIdentity(NamedTuple):
+    """How the memory of a parameter is told from other memory.
+
+    Asked for every parameter in every forward, so both are functions without a Python frame.
+    """
+
+    of: Callable[[Tensor], object]
+    """Returns what identifies a parameter's memory: its local tensor, or an address."""
+    is_same: Callable[[Any, Any], bool]
+    """Compares two of these."""
+
+
 class ShardedParam(ABC):
     """A parameter object that is on the modules while the group is sharded: of one parameter or several."""
 
     param: nn.Parameter
 
-    # How to tell that a parameter is over the memory it should be over. Asked for every parameter in every forward,
-    # so these are functions without a Python frame.
-    memory_of: ClassVar[Callable[[Tensor], object]]
-    """What identifies the memory of a parameter, or of a view."""
-    is_same_memory: ClassVar[Callable[[object, object], bool]]
-    """Whether two results of it are the same."""
+    memory: ClassVar[MemoryIdentity]
+    """How to tell that a parameter of this kind is over the memory it should be over."""
 
     def __init__(self, name: str, owners: Sequence[ParamModuleInfo], *, trainable: bool) -> None:
         self.name = name
@@ -181,8 +189,7 @@ class ShardedParam(ABC):
 class DTensorShardedParam(ShardedParam):
     """A DTensor over this rank's shard of one parameter."""
 
-    memory_of = staticmethod(torch_border.local_of)
-    is_same_memory = staticmethod(operator.is_)  # the very tensor: its data are never replaced
+    memory = MemoryIdentity(torch_border.local_of, operator.is_)
 
     def __init__(
         self,
@@ -263,8 +270,7 @@ class PlainShardedParam(ShardedParam):
     Full parameters can be installed in its place for a while, outside of training.
     """
 
-    memory_of = staticmethod(Tensor.data_ptr)
-    is_same_memory = staticmethod(operator.eq)
+    memory = MemoryIdentity(Tensor.data_ptr, operator.eq)
 
     stands_for_several = False
     """Whether it is one parameter for all of a segment."""
