@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 
 from fullshard import (
     ConfigurationError,
@@ -15,7 +16,9 @@ from fullshard import (
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    OptionTypeError,
 )
+from fullshard.plan.policies import check_type
 
 
 def test_by_default_nothing_is_cast_but_inputs_would_be() -> None:
@@ -130,3 +133,27 @@ def test_offloading_to_the_host_pins_memory_and_is_an_offload_policy() -> None:
     assert CPUOffloadPolicy(pin_memory=False) != CPUOffloadPolicy()
     assert OffloadPolicy() == OffloadPolicy()
     assert OffloadPolicy() != CPUOffloadPolicy()
+
+
+# --- types of options --------------------------------------------------------------------------------
+
+
+def test_a_value_of_another_class_is_refused_with_both_classes() -> None:
+    check_type("policy", OffloadPolicy(), OffloadPolicy)
+    with pytest.raises(OptionTypeError) as caught:
+        check_type("policy", 3, OffloadPolicy)
+    assert str(caught.value) == (
+        "policy must be an instance of fullshard.OffloadPolicy, got 3 (builtins.int)."
+    )
+
+
+def test_a_class_of_the_same_name_is_told_where_ours_is() -> None:
+    with pytest.raises(
+        OptionTypeError, match=r"\(torch\..*OffloadPolicy\)\. Import it from fullshard\.$"
+    ):
+        check_type("policy", torch.distributed.fsdp.OffloadPolicy(), OffloadPolicy)
+
+
+def test_a_long_value_is_described_by_its_class_only() -> None:
+    with pytest.raises(OptionTypeError, match=r"got torch\.nn\.modules\.container\.Sequential\.$"):
+        check_type("policy", torch.nn.Sequential(torch.nn.Linear(1, 1)), OffloadPolicy)
