@@ -1,27 +1,27 @@
 """Norms of gradients of which every rank has a part, and clipping to them.
 
     1. gradients by spread   the process groups over whose ranks a gradient is divided; () if each rank has all of it
-    2. this rank's part      per spread one number: a sum of powers, a maximum or a minimum
-    3. all ranks'            ... reduced over each of the spread's groups
+    2. this rank's part      per spread one number: a sum of powers, a maximum or a minimum (`gradient_norms`)
+    3. all ranks' parts      ... reduced over each of the spread's groups
     4. the norm              of all spreads together, the same on all ranks; gradients are scaled in place
 
 Parts are plain tensors in all steps: no operator on a DTensor. Every rank takes part in every reduction, also
-with no gradients, or empty ones: which reductions there are follows from the parameters.
+with no gradients, or with empty ones: the parameters alone decide which reductions there are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.comm import collectives
+from fullshard.engine.gradient_norms import reduction_for, wide_dtype
 from fullshard.engine.param_group import FSDPParamGroup, groups_of
 from fullshard.engine.state import named_states
 from fullshard.errors import ConfigurationError, LifecycleError
@@ -45,8 +45,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place such that their norm, over all parameters and ranks, is at most ``max_norm``.
 
-    `torch.nn.utils.clip_grad_norm_` for models of both doors: sharded, replicated, ignored and
-    tensor-parallel parameters together, on any meshes, with shards of any size. Call it on all ranks.
+    `torch.nn.utils.clip_grad_norm_` for models of `fully_shard` and of the wrapper: sharded, replicated, ignored
+    and tensor-parallel parameters together, on any meshes, with shards of any size. Call it on all ranks.
 
     Args:
         parameters: A model, or the parameters whose gradients are clipped.
@@ -100,7 +100,7 @@ class Clipping:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """What this rank holds of them."""
+        """What this rank holds of the gradients."""
         return [gradient for parts in self._parts.values() for gradient in parts.scaled]
 
     def _collect(self, params: list[Tensor]) -> None:
@@ -155,11 +155,11 @@ class Clipping:
                 scaled = None
 
     def norm(self, *, foreach: bool = True) -> Tensor:
-        """Of all gradients on all ranks."""
-        reduce = _REDUCTIONS.get(self._order, _SumOfPowers)(self._order)
+        """Return the norm of all gradients on all ranks."""
+        reduce = reduction_for(self._order)
         total: Tensor | None = None
         for (spread, device), parts in self._parts.items():
-            own = reduce.own(parts.measured, _wide(device), device, foreach=foreach)
+            own = reduce.own(parts.measured, wide_dtype(device), device, foreach=foreach)
             for process_group in spread:
                 reduce.over(own, process_group)
             value = reduce.value(own)
@@ -169,7 +169,7 @@ class Clipping:
         return reduce.norm(total).to(self._dtype)
 
     def clip(self, norm: Tensor, max_norm: float, *, foreach: bool = True) -> None:
-        """Scale the gradients by what brings ``norm`` down to ``max_norm``."""
+        """Scale the gradients by the factor that brings ``norm`` down to ``max_norm``."""
         max_norm = float(max_norm)
         if not max_norm >= 0:
             raise ConfigurationError(f"max_norm must not be negative, or nan, got {max_norm}.")
@@ -192,11 +192,11 @@ class Clipping:
 
 
 def _params_of(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """The parameters meant, sharded ones in their sharded form, each once."""
+    """Return the parameters that are meant, each once; sharded parameters, not unsharded ones."""
     if isinstance(parameters, Tensor):
         params = [parameters]
     elif isinstance(parameters, nn.Module):
-        # Modules may show unsharded parameters now; gradients are on the sharded ones.
+        # Modules may have unsharded parameters now; gradients are on the sharded ones.
         groups = [group for state in named_states(parameters) for group in state.groups]
         for group in groups:
             group.notice_replacements()
@@ -220,7 +220,7 @@ def _params_of(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor
 
 
 def _spread_of(param: Tensor, group: FSDPParamGroup | None) -> Spread:
-    """Over which process groups a parameter's elements, and so its gradient's, are divided."""
+    """Return the process groups over which a parameter's elements, and so its gradient's, are divided."""
     if isinstance(param, DTensor):
         spec = torch_border.spec_of(param)
         return tuple(
@@ -234,7 +234,7 @@ def _spread_of(param: Tensor, group: FSDPParamGroup | None) -> Spread:
 
 
 def _spread_before(placement: ParamPlacement) -> Spread:
-    """Over which process groups tensor parallelism had divided a parameter before it was sharded."""
+    """Return the process groups over which tensor parallelism had divided a parameter before it was sharded."""
     mesh = placement.unsharded_mesh
     if mesh is None:
         return ()
@@ -252,11 +252,11 @@ def _device_of(param: Tensor) -> torch.device:
 def _part_of(
     param: Tensor, gradient: Tensor, group: FSDPParamGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """What of a gradient this rank measures, and what it scales: mostly the same."""
+    """Return what of a gradient this rank measures, and what it scales: mostly the same."""
     if isinstance(gradient, DTensor):
         local = torch_border.local_of(gradient)
         if isinstance(param, DTensor) and gradient.placements != param.placements:
-            # Of unfinished sums, say, which tensor parallelism leaves: scaling them scales the sum.
+            # Tensor parallelism leaves unfinished sums, say: scaling them scales the sum.
             return torch_border.redistributed_local(gradient, param.placements), local
         return local, local
     if gradient.is_sparse:
@@ -268,156 +268,3 @@ def _part_of(
         own = used - group.mesh_info.shard_mesh_rank * param.numel()
         return gradient[: max(0, own)], gradient
     return gradient, gradient
-
-
-# --- 2. and 3. one number of this rank, and of all --------------------------------------------------
-
-
-def _wide(device: torch.device) -> torch.dtype:
-    """In which powers neither overflow nor vanish."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _norms(tensors: Iterable[Tensor | None], order: float, *, foreach: bool) -> list[Tensor]:
-    """Norms of tensors with elements, in few tensors; of narrow ones in float32."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor is not None and tensor.numel():
-            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    norms: list[Tensor] = []
-    for (_, dtype), together in by_kind.items():
-        wider = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else None
-        if foreach:
-            found = list(torch._foreach_norm(together, order, dtype=wider))
-        else:
-            found = [torch.linalg.vector_norm(each, order, dtype=wider) for each in together]
-        norms.append(torch.stack(found))
-    return norms
-
-
-class _SumOfPowers:
-    """How norms of parts become one; this is for all finite orders but 0."""
-
-    op: ReduceOp.RedOpType = ReduceOp.SUM
-
-    def __init__(self, order: float) -> None:
-        self.order = order
-
-    def own(
-        self,
-        tensors: Iterable[Tensor | None],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        foreach: bool,
-    ) -> Tensor:
-        """What this rank contributes."""
-        norms = [norm.to(device, dtype) for norm in _norms(tensors, self.order, foreach=foreach)]
-        if not norms:
-            return self.of_nothing(dtype, device)
-        return self.of_norms(torch.cat(norms))
-
-    def of_nothing(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros(1, dtype=dtype, device=device)
-
-    def of_norms(self, norms: Tensor) -> Tensor:
-        return (norms**self.order).sum().view(1)
-
-    def over(self, own: Tensor, group: ProcessGroup) -> None:
-        """Reduce over the ranks of a group, in place."""
-        collectives.all_reduce(own, group, self.op)
-
-    def value(self, reduced: Tensor) -> Tensor:
-        """The number that was reduced."""
-        return reduced[0]
-
-    def both(self, a: Tensor, b: Tensor) -> Tensor:
-        """Of two spreads together."""
-        return a + b
-
-    def norm(self, total: Tensor) -> Tensor:
-        """The norm, of what it was computed by."""
-        result: Tensor = total ** (1.0 / self.order)
-        return result
-
-
-class _Largest(_SumOfPowers):
-    """For order inf.
-
-    Collectives may lose a NaN in a maximum, or in one order only, so that ranks would differ. It travels
-    beside the number, as 1.
-    """
-
-    op = ReduceOp.MAX
-
-    def of_nothing(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros(2, dtype=dtype, device=device)
-
-    def of_norms(self, norms: Tensor) -> Tensor:
-        largest = norms.amax()
-        return torch.stack(
-            [largest.nan_to_num(0.0, math.inf, 0.0), largest.isnan().to(norms.dtype)]
-        )
-
-    def value(self, reduced: Tensor) -> Tensor:
-        return torch.where(reduced[1] != 0, math.nan, reduced[0])
-
-    def both(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.maximum(a, b)
-
-    def norm(self, total: Tensor) -> Tensor:
-        return total
-
-
-class _Smallest(_Largest):
-    """For order -inf; a NaN travels as -1."""
-
-    op = ReduceOp.MIN
-
-    def of_nothing(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.tensor([math.inf, 0.0], dtype=dtype, device=device)
-
-    def of_norms(self, norms: Tensor) -> Tensor:
-        smallest = norms.amin()
-        return torch.stack(
-            [smallest.nan_to_num(0.0, math.inf, 0.0), -smallest.isnan().to(norms.dtype)]
-        )
-
-    def both(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.minimum(a, b)
-
-
-class _Count(_SumOfPowers):
-    """For order 0: a parameter counts once, whoever has its elements that are not zero."""
-
-    op = ReduceOp.MAX
-
-    def own(
-        self,
-        tensors: Iterable[Tensor | None],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        foreach: bool,
-    ) -> Tensor:
-        flags = [
-            torch.zeros((), dtype=dtype, device=device)
-            if tensor is None
-            else tensor.count_nonzero().clamp(max=1).to(device, dtype)
-            for tensor in tensors
-        ]
-        return torch.stack(flags) if flags else torch.zeros(1, dtype=dtype, device=device)
-
-    def value(self, reduced: Tensor) -> Tensor:
-        return reduced.sum()
-
-    def norm(self, total: Tensor) -> Tensor:
-        return total
-
-
-_REDUCTIONS: Mapping[float, type[_SumOfPowers]] = {
-    math.inf: _Largest,
-    -math.inf: _Smallest,
-    0.0: _Count,
-}
-"""By order."""

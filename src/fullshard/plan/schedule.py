@@ -152,7 +152,7 @@ class Schedule(Generic[Unit]):
     def leave(self, call: Call[Unit]) -> None:
         """A call's forward has ended."""
         call.end = next(_CLOCK)
-        if self._in_forward and self._latest.get(call.living_unit()) is call:
+        if self._in_forward and self._latest.get(call.unit) is call:
             call.previous = self._last_ended
             self._last_ended = call
 
