@@ -207,7 +207,7 @@ def test_torch_s_options_are_refused(option: dict[str, Any]) -> None:
 
 def sharded(api: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
     model = shard(make_decoder(seed=seed), api, Run())
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -268,13 +268,13 @@ def from_the_wrapper_to_fully_shard() -> tuple[Any, Any]:
     wrapped = FSDP(
         make_decoder(seed=0), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
     )
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, fused=True)
     for number in range(2):
         step(wrapped, optimizer, number)
-    weights, states = wrapped.state_dict(), FSDP.optim_state_dict(wrapped, optimizer)
+    saved, states = wrapped.state_dict(), FSDP.optim_state_dict(wrapped, optimizer)
     model, other = sharded(FULLSHARD, seed=9)
     options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, weights, options=options)
+    set_model_state_dict(model, saved, options=options)
     set_optimizer_state_dict(model, other, states, options=options)
     step(wrapped, optimizer, 2)
     step(model, other, 2)

@@ -58,7 +58,7 @@ def compiled(what: str, checkpointing: str) -> tuple[int, int]:
     shard(model, FULLSHARD, Run())
     run: Any = torch.compile(model, backend="aot_eager") if what == "model" else model
     graphs = []
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=True) for m in (model, reference)]
     for step in range(5):
         run(mine(batch_of(step))).backward()
         reference(batch_of(step)).backward()
@@ -84,7 +84,7 @@ def test_compiled_models_train_and_are_compiled_once(world, what: str, checkpoin
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = shard(make_decoder(), FULLSHARD, Run())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for step in range(2):
         model(mine(batch_of(step))).backward()
         optimizer.step()
@@ -94,7 +94,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def untrained() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = shard(make_decoder(seed=9), FULLSHARD, Run())
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -181,10 +181,10 @@ def load_state_dict(assign: bool) -> None:
     target(mine(batch)).backward()
     assert_close(gradients(target), reference_gradients(batch), rtol=1e-5, atol=1e-6)
     if assign:  # parameters on the module are the ones that are trained
-        torch.optim.SGD(target.parameters(), lr=0.1).step()
+        torch.optim.SGD(target.parameters(), lr=0.1, foreach=True).step()
         expected = make_decoder()
         expected(batch).backward()
-        torch.optim.SGD(expected.parameters(), lr=0.1).step()
+        torch.optim.SGD(expected.parameters(), lr=0.1, foreach=True).step()
         actual = weights(target)
         assert_close(actual, dict(expected.named_parameters()), rtol=1e-5, atol=1e-6)
 
@@ -413,9 +413,9 @@ def shard_along(dim: int) -> None:
     model = sharded_decoder(shard_placement_fn=placement)
     assert model.blocks[0].up.weight.placements == (Shard(dim % 2),)
     batch = tokens_for(0, 2 * dist.get_world_size())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     reference = make_decoder()
-    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
     for _ in range(3):
         model(mine(batch)).backward()
         optimizer.step()

@@ -31,7 +31,7 @@ SPIKE = 2
 def scaled_training(api: str, run: Run, spike_in: str) -> list[dict[str, Any]]:
     """Scales and parameters after each step, of which one must be skipped on all ranks."""
     model = sharded(api, run)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     scaler = GradScaler(device="cpu", init_scale=2.0**10, growth_interval=2)
     record: list[dict[str, Any]] = [{"params": weights(model), "scale": scaler.get_scale()}]
     for step in range(5):

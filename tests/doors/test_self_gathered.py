@@ -112,7 +112,7 @@ def trained_as_int8(api: str, policy: dict[str, torch.dtype]) -> Any:
     }
     for module in (*model.blocks, model):
         library.fully_shard(module, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for step in range(3):
         optimizer.zero_grad()
         model(mine(batch_of(step))).backward()
@@ -153,7 +153,9 @@ def apply(model: Decoder, how: str) -> None:
 
 def train_both(model: Any, reference: Any) -> None:
     """Validate and train a sharded and an unsharded model side by side."""
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    optimizers = [
+        torch.optim.SGD(each.parameters(), lr=0.1, foreach=True) for each in (model, reference)
+    ]
     for step in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()

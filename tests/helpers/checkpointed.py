@@ -26,13 +26,13 @@ from fullshard import (
 from fullshard.optim import ShardedOptimizer
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.models import Block, ModelOptions, make_decoder, tokens_for
-from tests.helpers.training import all_whole, batch_of, mine, whole
+from tests.helpers.training import all_whole, batch_of, mine
 
 ODD = ModelOptions(depth=2, scalar=True, tied=True)
 """Uneven rows, ranks without any, 0-d and tied parameters."""
 
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
-    "AdamW": lambda params: optim.AdamW(params, lr=1e-2, foreach=True),
+    "AdamW": lambda params: optim.AdamW(params, lr=1e-2, fused=True),
     "SGD": lambda params: optim.SGD(params, lr=1e-2, momentum=0.9, foreach=True),
     "view": lambda params: ShardedOptimizer(optim.AdamW, params, lr=1e-2),
 }
@@ -112,16 +112,17 @@ def whole_state(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
     """Parameters and optimizer state by names, whole, on every rank."""
     if not isinstance(model, FullyShardedDataParallel):
         names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
-        return {
-            "model": all_whole(model.state_dict()),
-            "optimizer": {
-                names[param]: {
-                    key: whole(value) if isinstance(value, torch.Tensor) else value
-                    for key, value in state.items()
-                }
-                for param, state in optimizer.state.items()
-            },
-        }
+        tensors: dict[Any, Any] = {("model", k): v for k, v in model.state_dict().items()}
+        states: dict[str, dict[str, Any]] = {}
+        for param, state in optimizer.state.items():
+            states[names[param]] = dict(state)
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[names[param], key] = value
+        found: dict[str, dict[str, Any]] = {"model": {}, **states}
+        for (name, key), value in all_whole(tensors).items():
+            found[name][key] = value
+        return {"model": found.pop("model"), "optimizer": found}
     kind = StateDictType.FULL_STATE_DICT
     with FullyShardedDataParallel.state_dict_type(model, kind):
         states = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]

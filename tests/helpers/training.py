@@ -171,13 +171,13 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def all_whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
+def all_whole(tensors: dict[Any, Any]) -> dict[Any, Tensor]:
     """Like `whole`, for many.
 
     There is one exchange per group of ranks: DTensor's several operations per tensor took a third of the time of tests.
     """
     found = {}
-    parts: dict[dist.ProcessGroup, dict[str, Tensor]] = {}
+    parts: dict[dist.ProcessGroup, dict[Any, Tensor]] = {}
     for name, tensor in tensors.items():
         cut = _the_cut(tensor)
         if cut is None:
