@@ -1,9 +1,9 @@
-"""What happens in a run, as plain values, and as lines of `metrics.jsonl`: the trainer writes them, the report reads them.
+"""The events of a run, and the schema of `metrics.jsonl`: the trainer writes them, the report reads them.
 
-A line is a JSON object: the event's kind, the time it was written, and the event's fields under their own names. JSON has
-no NaN and no infinity, so these are null, and null reads as NaN. A process can be killed while it writes a line, so
-readers leave out what is not a record. All ranks make the same events, but for times and memory; the first one's are
-shown and written. Nothing here imports torch: the report works without it.
+A line is a JSON object with the event's kind, the time it was written, and the event's fields under their own names. JSON
+has no NaN and no infinity, so these are written as null, and null reads as NaN. A process can be killed while it writes a
+line, so readers leave out lines that are not records. All ranks have the same events, except for times and memory; those of
+the first rank are shown and written. Nothing here imports torch: the report works without it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import ClassVar, Literal, get_args
 from fullshard.tracing.json_values import read_fields
 
 FORMAT = 1
-"""Version of the records of `metrics.jsonl`; each `Start` names it. Files that name none have this one, too."""
+"""Version of the records. Each `Start` has it; files without it are of this version, too."""
 
 BadStepAction = Literal["stop", "skip", "ignore"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """What is about to be trained."""
+    """The start of a run, new or resumed: what is trained."""
 
     kind: ClassVar[str] = "start"
     format: int = FORMAT
@@ -39,33 +39,33 @@ class Start:
     unsharded_bytes: int
     """Bytes of all parameters."""
     rank_bytes: tuple[int, ...]
-    """Bytes of parameters each rank holds at rest, between steps."""
+    """Bytes of the parameters that each rank holds between steps."""
     tokens_per_step: int
     steps: int
     model: str
-    """In words, like the data."""
+    """For people, like the data."""
     data: str
     training_tokens: int
     held_out_tokens: int
     versions: dict[str, str]
     resumed_from: int | None
-    """Steps that were done already; None for a run that begins."""
+    """Steps done before; None for a new run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One optimizer step was taken, or skipped."""
+    """An optimizer step, taken or skipped."""
 
     kind: ClassVar[str] = "step"
     step: int
-    """Steps done, counted from 1."""
+    """Its number, counted from 1."""
     loss: float
     """Mean over the global batch, in nats per token, before the step's update."""
     grad_norm: float
     """Before clipping."""
     lr: float
     tokens: int
-    """Seen so far in the whole run, all ranks together."""
+    """Tokens of the whole run until now, of all ranks together."""
     step_s: float
     memory_bytes: int
     """Peak so far: of resident memory on CPU, of allocated memory on CUDA."""
@@ -82,7 +82,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A checkpoint is complete; later steps may have been taken meanwhile."""
+    """A checkpoint that is now complete. Later steps may have been taken meanwhile."""
 
     kind: ClassVar[str] = "checkpoint"
     step: int
@@ -94,7 +94,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadStep:
-    """A step was bad."""
+    """A bad step, and what was done about it."""
 
     kind: ClassVar[str] = "trouble"
     step: int
@@ -104,7 +104,7 @@ class BadStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
-    """The model has written these."""
+    """Texts that the model has generated."""
 
     kind: ClassVar[str] = "samples"
     step: int
@@ -113,7 +113,7 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stopped:
-    """The run ends before its last step, and can go on from a checkpoint of this one."""
+    """The end of a run before its last step. It can be resumed from a checkpoint of this step."""
 
     kind: ClassVar[str] = "stopped"
     step: int
@@ -122,17 +122,17 @@ class Stopped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """The last step was taken, and everything after it is done."""
+    """The end of a finished run, after its last step and everything that follows it."""
 
     kind: ClassVar[str] = "end"
     step: int
     seconds: float
-    """Of this process's part of the run."""
+    """Of this process only."""
 
 
 Event = Start | Step | Evaluation | Checkpoint | BadStep | Samples | Stopped | End
 Watcher = Callable[[Event], None]
-"""Whoever follows a run."""
+"""A function that is called with every event of a run."""
 
 _EVENTS: dict[str, type[Event]] = {event.kind: event for event in get_args(Event)}
 
@@ -167,12 +167,12 @@ def line_of(event: Event) -> bytes:
 
 
 def parse_line(line: bytes | str) -> Event | None:
-    """Return the event of a line; None if its kind is not known, as that of a later version. Texts in it may be anything.
+    """Return the event of a line; None if its kind is not known. Its texts may be anything.
 
     A field that is missing, or has another type, has its default or reads as 0, NaN, "" or empty.
 
     Raises:
-        UnknownFormatError: It is the start of a run that was written in another format.
+        UnknownFormatError: It is a start in another format.
         ValueError: It is not a record: cut off, damaged, or a step without a number.
     """
     try:

@@ -1,12 +1,12 @@
-// Draws the figures, and makes them usable with mouse, touch and keyboard. Figures name colours as var(--name);
-// the style sheet has their values.
+// Draws the figures, and handles mouse, touch and keyboard. Figures refer to colours as var(--name); the style sheet has
+// their values.
 "use strict";
 
 const root = document.documentElement;
 const figures = JSON.parse(document.getElementById("figures").textContent);
 const isTouch = matchMedia("(pointer: coarse)").matches;
 
-const PAN = 0.2; // part of the visible range
+const PAN = 0.2; // share of the visible range
 const ZOOM = 0.6;
 
 // --- colours
@@ -51,7 +51,7 @@ function draw(name) {
   const chart = chartOf(name);
   if (!view) return showEmpty(chart);
   const { data, layout } = coloured(view);
-  if (isTouch) layout.dragmode = name === "timeline" ? "pan" : false; // else a finger cannot scroll the page
+  if (isTouch) layout.dragmode = name === "timeline" ? "pan" : false; // otherwise a finger could not scroll the page
   for (const trace of data) trace.visible = !hiddenIn(name).has(trace.name);
   drawLegend(name, data);
   layout.font.family = getComputedStyle(document.body).fontFamily;
@@ -59,7 +59,7 @@ function draw(name) {
   return Plotly.react(chart, data, layout, config);
 }
 
-// A button for each thing shown; pressing one hides it. What is hidden stays so in other views.
+// A button for each trace; pressing it hides the trace, in all views.
 function drawLegend(name, data) {
   const legend = document.querySelector(`[data-legend="${name}"]`);
   const hidden = hiddenIn(name);
@@ -131,7 +131,7 @@ function listen(chart) {
     moveView(name, action);
   });
   chart.addEventListener("pointerdown", () => chart.focus({ preventScroll: true }), true);
-  // The wheel scrolls the page over a chart that nobody has turned to.
+  // Over a chart without focus the wheel scrolls the page.
   const pass = (event) => document.activeElement === chart || event.stopPropagation();
   chart.addEventListener("wheel", pass, { capture: true, passive: true });
 }
@@ -165,7 +165,7 @@ document.getElementById("theme").addEventListener("click", () => {
   drawAll();
   try {
     localStorage.setItem("fullshard-theme", theme);
-  } catch {} // then it is not remembered
+  } catch {} // without storage the choice is not remembered
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", (event) => {
   setTheme(event.matches ? "dark" : "light");

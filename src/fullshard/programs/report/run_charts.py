@@ -58,14 +58,14 @@ def _loss(metrics: Metrics) -> Chart:
     if metrics.evaluations:
         traces.append(_evaluations(metrics.evaluations))
     traces += _marks(metrics.marks, points)
-    told = [("held-out", each.step, each.loss) for each in metrics.evaluations]
+    listed = [("held-out", each.step, each.loss) for each in metrics.evaluations]
     if points:
         lowest = min(points, key=lambda point: point[1])
-        told += [("training, first", *points[0]), ("training, lowest", *lowest)]
+        listed += [("training, first", *points[0]), ("training, lowest", *lowest)]
     if metrics.steps:
         last = metrics.steps[-1]
-        told.append(("training, last", last.step, last.loss))
-    rows = [[f"step {step}", name, loss_value(loss, digits=4)] for name, step, loss in told]
+        listed.append(("training, last", last.step, last.loss))
+    rows = [[f"step {step}", name, loss_value(loss, digits=4)] for name, step, loss in listed]
     return Chart(
         name="loss",
         title="Loss",
