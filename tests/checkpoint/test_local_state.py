@@ -1,4 +1,4 @@
-"""What ranks hold, put together by its shardings, is the model: behind both doors, over any ranks."""
+"""What ranks hold, put together by its shardings, is the model: with both APIs, over any ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES = [
 ]
 
 
-def holdings(model: nn.Module) -> LocalModelState:
+def local_state(model: nn.Module) -> LocalModelState:
     return LocalModelState(model, "save")
 
 
@@ -64,11 +64,11 @@ def test_what_ranks_hold_is_the_model(world, door: str, ranks: int) -> None:
     assert_equal(found, {key: expected[key.removeprefix("model/")] for key in found})
 
 
-def test_what_is_held_is_the_memory_itself() -> None:
+def test_local_tensors_are_the_memory_itself() -> None:
     for door in ("none", "fully_shard", "wrapper", "flat wrapper"):
         with alone():
             model = odd_net_behind(door)
-            before = {held.key: held.local for held in holdings(model).tensors}
+            before = {tensor.key: tensor.local for tensor in local_state(model).tensors}
             with torch.no_grad():
                 for param in model.parameters():
                     param.add_(1.0)
@@ -81,15 +81,17 @@ def test_parts_are_blocks_of_the_model_s_tensor_and_views() -> None:
     for rank in range(3):
         with fake_world(3, rank):
             model = odd_net_behind("wrapper")
-            (held,) = (
-                each for each in holdings(model).tensors if each.key == "model/pixels.weight"
+            (tensor,) = (
+                each for each in local_state(model).tensors if each.key == "model/pixels.weight"
             )
-            assert held.sharding.order == (0, 2, 3, 1)
-            for block, view in held.parts():
+            assert tensor.sharding.order == (0, 2, 3, 1)
+            for block, view in tensor.parts():
                 place = tuple(slice(a, b) for a, b in zip(block.start, block.stop, strict=True))
                 assert torch.equal(view, weight[place])
-                assert held.local is not None
-                assert view.untyped_storage().data_ptr() == held.local.untyped_storage().data_ptr()
+                assert tensor.local is not None
+                assert (
+                    view.untyped_storage().data_ptr() == tensor.local.untyped_storage().data_ptr()
+                )
 
 
 # --- shardings -----------------------------------------------------------------------------------------
@@ -99,11 +101,11 @@ def test_thousands_of_ranks_cost_no_more_than_their_number() -> None:
     with fake_world(4096, 4095):
         model = nn.Linear(8192, 4, bias=False)
         fully_shard(model)
-        (held,) = holdings(model).tensors
-        assert held.sharding.cuts == ((0,), (0,)) or isinstance(held.sharding.cuts[0], range)
-        assert held.local is None  # 4 rows, 4096 ranks
+        (tensor,) = local_state(model).tensors
+        assert tensor.sharding.cuts == ((0,), (0,)) or isinstance(tensor.sharding.cuts[0], range)
+        assert tensor.local is None  # 4 rows, 4096 ranks
         wrapped = FullyShardedDataParallel(nn.Linear(8192, 4), device_id=torch.device("cpu"))
-        weight, bias = holdings(wrapped).tensors
+        weight, bias = local_state(wrapped).tensors
         assert weight.sharding.cuts == (range(0, 32768, 9),)
         assert bias.sharding.cuts == (range(-32768, 4, 9),)
         assert weight.sharding.holders is bias.sharding.holders
@@ -121,12 +123,12 @@ def test_axes_that_cut_one_dimension_cut_one_after_the_other() -> None:
                     distribute_tensor(whole, mesh["tp"], [Shard(0)], src_data_rank=None)
                 )
                 fully_shard(model, mesh=mesh["dp"])
-                (held,) = holdings(model).tensors
+                (tensor,) = local_state(model).tensors
                 mine = whole.tensor_split([-(-rows // 2)])[rank % 2]
                 size = -(-len(mine) // 3)
                 expected = mine[rank // 2 * size :][:size]
-                assert_equal(torch.cat([torch.zeros(0), *dict(held.parts()).values()]), expected)
-                for block, view in held.parts():
+                assert_equal(torch.cat([torch.zeros(0), *dict(tensor.parts()).values()]), expected)
+                for block, view in tensor.parts():
                     assert_equal(view, whole[block.start[0] : block.stop[0]])
 
 
@@ -166,8 +168,8 @@ def test_buffers_are_held_in_the_dtype_they_had() -> None:
         model = wrapped_odd_net(net, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
         odd_loss(model, 0)
         assert net.middle.shift.dtype == torch.bfloat16
-        found = holdings(model)
-        tensors = {held.key: held.local for held in found.tensors}
+        found = local_state(model)
+        tensors = {tensor.key: tensor.local for tensor in found.tensors}
         assert_equal(tensors["model/middle.shift"], shift)
         assert found.copied["model/middle.shift"] is net.middle.shift
 
@@ -175,7 +177,7 @@ def test_buffers_are_held_in_the_dtype_they_had() -> None:
 def test_names_know_nothing_of_compilers() -> None:
     compiled = nn.Module()
     compiled.add_module("_orig_mod", nn.Linear(2, 2))  # as torch.compile does
-    keys = {held.key for held in holdings(nn.Sequential(compiled)).tensors}
+    keys = {tensor.key for tensor in local_state(nn.Sequential(compiled)).tensors}
     assert keys == {"model/0.weight", "model/0.bias"}
 
 
@@ -184,7 +186,7 @@ def test_one_name_is_of_one_tensor() -> None:
     model.weight = nn.Parameter(torch.ones(1))
     model.add_module("_orig_mod", nn.Linear(1, 1))
     with pytest.raises(CheckpointError, match=r"each of these names:\n  weight\n"):
-        holdings(model)
+        local_state(model)
 
 
 def test_dtensor_buffers_are_sharded() -> None:
@@ -193,9 +195,9 @@ def test_dtensor_buffers_are_sharded() -> None:
         model = nn.Module()
         local = torch.ones(2)
         model.register_buffer("shared", DTensor.from_local(local, mesh, [Shard(0)]))
-        (held,) = holdings(model).tensors
-        assert held.sharding.cuts == (range(0, 4, 2),)
-        assert torch.equal(held.local, local)
+        (tensor,) = local_state(model).tensors
+        assert tensor.sharding.cuts == (range(0, 4, 2),)
+        assert torch.equal(tensor.local, local)
 
 
 # --- refusals ----------------------------------------------------------------------------------------
@@ -215,7 +217,7 @@ def test_what_cannot_be_saved_is_named() -> None:
         model.register_buffer("summands", summands)
         model.middle.seen = object()
         with pytest.raises(CheckpointError) as error:
-            holdings(model)
+            local_state(model)
         for line in (
             "pixels.bias\n  pixels.weight\nMaterialise",
             "summands: (Partial(sum),)",
@@ -228,16 +230,16 @@ def test_what_cannot_be_saved_is_named() -> None:
 def test_models_must_rest() -> None:
     with alone():
         model: Any = odd_net_behind("fully_shard")
-        model.middle.register_forward_hook(lambda *_: holdings(model))
+        model.middle.register_forward_hook(lambda *_: local_state(model))
         with pytest.raises(LifecycleError, match="save was called within forward"):
             odd_loss(model, 0)
         wrapped: Any = odd_net_behind("wrapper")
         with FullyShardedDataParallel.summon_full_params(wrapped):
             with pytest.raises(LifecycleError, match="within summon_full_params"):
-                holdings(wrapped)
+                local_state(wrapped)
 
 
-def is_held_alike_after_forward(door: str) -> bool:
+def is_the_same_after_forward(door: str) -> bool:
     model = odd_net_behind(door)
     before = snapshot(model)[0].digest()
     odd_loss(model, 0)  # the root stays gathered for a backward
@@ -246,4 +248,4 @@ def is_held_alike_after_forward(door: str) -> bool:
 
 @pytest.mark.parametrize("door", ["fully_shard", "wrapper", "flat wrapper"])
 def test_gathered_models_come_to_rest(world, door: str) -> None:
-    assert world(2).run(is_held_alike_after_forward, door) == [True, True]
+    assert world(2).run(is_the_same_after_forward, door) == [True, True]

@@ -155,7 +155,7 @@ ALL = tuple(OPTIMIZERS)
         (("flat wrapper", 1), ("flat no_shard", 1), ("AdamW",)),
     ],
 )
-def test_what_is_held_is_what_is_loaded(world, there: Any, here: Any, kinds: Any) -> None:
+def test_what_ranks_have_is_what_is_loaded(world, there: Any, here: Any, kinds: Any) -> None:
     frozen = "flat" not in there[0] + here[0]  # a FlatParameter is frozen as a whole, or not at all
     sources = sources_of(world(there[1]).run(train_each, there[0], kinds, frozen))
     again = world(here[1]).run(load_each, here[0], kinds, frozen, sources)

@@ -1,4 +1,4 @@
-"""Every element is in one cell, and whoever wants a block is told where to find each of its elements."""
+"""Every element is in one cell, and the parts of cells that make up a block are found."""
 
 from __future__ import annotations
 

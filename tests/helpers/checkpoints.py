@@ -60,16 +60,16 @@ Snapshot = tuple[Outline, list[LocalTensor]]
 
 
 def snapshot(model: nn.Module, optimizer: Optimizer | None = None) -> Snapshot:
-    holdings = LocalModelState(model, "save")
-    tree, tensors = None, holdings.tensors
+    local_state = LocalModelState(model, "save")
+    tree, tensors = None, local_state.tensors
     if optimizer is not None:
-        tree, of_optimizer = optimizer_tree(optimizer, holdings)
+        tree, of_optimizer = optimizer_tree(optimizer, local_state)
         tensors = [*tensors, *of_optimizer]
     copies = [
-        replace(held, local=None if held.local is None else held.local.to("cpu", copy=True))
-        for held in tensors
+        replace(tensor, local=None if tensor.local is None else tensor.local.to("cpu", copy=True))
+        for tensor in tensors
     ]
-    return outline_of(copies, holdings.tied, tree, holdings.updated_together), copies
+    return outline_of(copies, local_state.tied, tree, local_state.updated_together), copies
 
 
 def source_of(of_ranks: Sequence[Snapshot]) -> MemorySource:
@@ -80,10 +80,10 @@ def source_of(of_ranks: Sequence[Snapshot]) -> MemorySource:
 
 
 def load_into(model: nn.Module, optimizer: Optimizer | None, source: MemorySource) -> None:
-    holdings = LocalModelState(model, "load")
-    targets: list[Any] = [ModelTarget(holdings, source)]
+    local_state = LocalModelState(model, "load")
+    targets: list[Any] = [ModelTarget(local_state, source)]
     if optimizer is not None:
-        targets.append(OptimizerTarget(optimizer, holdings, source))
+        targets.append(OptimizerTarget(optimizer, local_state, source))
     for target in targets:
         assert not target.faults, target.faults
         _fill(source, target.requests)
@@ -124,15 +124,21 @@ def _assembled(key: str, known: StoredTensor, of_ranks: Sequence[LocalTensor | N
     sharding = known.sharding
     stored = torch.zeros(sharding.shape, dtype=known.dtype)
     times_written = torch.zeros(sharding.shape, dtype=torch.int)
-    for rank, held in enumerate(of_ranks):
+    for rank, local_tensor in enumerate(of_ranks):
         cell = sharding.cell_of(rank)
         if cell is None or not sharding.extent(cell).numel:
             continue
-        assert held is not None and held.local is not None, f"rank {rank} has nothing of {key}"
-        assert (held.dtype, held.local.dtype, held.shape) == (known.dtype, known.dtype, known.shape)
-        assert tuple(held.local.shape) == sharding.extent(cell).shape
+        assert local_tensor is not None and local_tensor.local is not None, (
+            f"rank {rank} has nothing of {key}"
+        )
+        assert (local_tensor.dtype, local_tensor.local.dtype, local_tensor.shape) == (
+            known.dtype,
+            known.dtype,
+            known.shape,
+        )
+        assert tuple(local_tensor.local.shape) == sharding.extent(cell).shape
         for block, offset in sharding.blocks(cell):
-            part = held.local
+            part = local_tensor.local
             if sharding.flat:
                 part = part[offset : offset + block.numel].view(block.shape)
             place = block.slices_in(whole(sharding.shape))
