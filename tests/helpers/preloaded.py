@@ -102,14 +102,14 @@ def _look_after(client: socket.socket) -> None:
         os.close(file)
     has_ended = os.pidfd_open(process)
     while True:
-        ready, _, _ = select.select([has_ended, client], [], [])
+        ready, _, _ = select.select([has_ended, client.fileno()], [], [])
         if has_ended in ready:
             _, status = os.waitpid(process, 0)
             client.sendall(bytes([abs(os.waitstatus_to_exitcode(status)), os.WIFSIGNALED(status)]))
             os._exit(0)
-        number = client.recv(1)
-        os.kill(process, number[0] if number else signal.SIGKILL)
-        if not number:
+        told = client.recv(1)
+        os.kill(process, told[0] if told else signal.SIGKILL)
+        if not told:
             os._exit(0)
 
 

@@ -56,7 +56,7 @@ class TransformersModel:
         configuration = copy.deepcopy(self._configuration)
         try:
             with parameters_on_meta():
-                model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                model: nn.Module = AutoModelForCausalLM.from_config(
                     configuration, trust_remote_code=False
                 )
         except (
