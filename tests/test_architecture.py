@@ -469,7 +469,6 @@ def test_the_glossary_names_classes_that_are_there() -> None:
     assert none([f"there is no class {name}" for name in named if name not in classes])
 
 
-@pytest.mark.xfail(reason="being split")
 def test_the_house_stays_small() -> None:
     sizes = {
         source.path: len((FOLDER / source.path).read_text().splitlines()) for source in SOURCES

@@ -1,4 +1,4 @@
-"""Parameters with an all-gather protocol of their own, alone and among plain ones."""
+"""Parameters with an all-gather extension of their own, alone and among plain ones."""
 
 from __future__ import annotations
 

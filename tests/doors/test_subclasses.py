@@ -1,4 +1,4 @@
-"""Tensor subclasses without an all-gather protocol, and shards that get one after sharding: as with torch."""
+"""Tensor subclasses without an all-gather extension, and shards that get one after sharding: as with torch."""
 
 from __future__ import annotations
 

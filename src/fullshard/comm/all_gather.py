@@ -118,13 +118,16 @@ class GroupAllGather:
         if self._custom is not None:
             return self._start_custom(self._custom, extra, async_op, span)
         buffer = self.buffer
+        # The cast into the buffer and the collective are on one stream, so no event is needed between them.
         buffer.fill(self._source)
-        if self._group is None:
+        if self._group is None:  # there is one rank, and the cast was all there is to gather
             if extra is not None:
                 extra.copy_to_outputs()
             return AllGatherState()
         outputs, inputs = buffer.outputs, buffer.inputs
-        if extra is not None:
+        if (
+            extra is not None
+        ):  # one call for all: each call costs the host, and a small message the network's latency
             outputs, inputs = outputs + extra.outputs, inputs + extra.inputs
         if span is not None:
             extra_bytes = extra.received_bytes if extra is not None else 0
@@ -153,6 +156,7 @@ class GroupAllGather:
         if not numel:
             return AllGatherState()
         output = custom.allocate((numel * self._world,), dtype=self._dtype, device=self._device)
+        # Kept here until `finish`, so that nothing else gets this memory while the collective writes it.
         self._staged = rows = output.view(torch.uint8).view(self._world, -1)
         self._source.copy_into(self.buffer.shard_in(rows))
         own = output.view(self._world, -1)[self._rank]
@@ -169,6 +173,8 @@ class GroupAllGather:
         On the all-gather stream, which has waited for memory that was given back.
         """
         span = state.span
+        # NCCL's collectives order their stream, and return no work. Gloo's are done by a thread, for which the host
+        # waits here: as late as possible, when compute needs the parameters.
         if state.work is not None:
             if span is None:
                 state.work.wait()
@@ -202,6 +208,7 @@ class UnshardedInPlace:
     held_bytes = 0
 
     def __init__(self, shards: ShardBuffer) -> None:
+        # What an optimizer writes to the shards is seen here at once, so these parameters are never outdated.
         self.params = shards.full_params()
 
     def start(

@@ -169,7 +169,7 @@ class GroupAllGathers:
             return None
         if self.post_forward is not None:
             raise ConfigurationError(
-                "reshard_after_forward as an int keeps plain tensors, but the shards of these got an all-gather protocol: "
+                "reshard_after_forward as an int keeps plain tensors, but the shards of these got an all-gather extension: "
                 f"{[param.name for param in late]}. Use True or False."
             )
         return late

@@ -60,6 +60,8 @@ class PostForwardShard:
         """
         if self._buffer is None:
             self._buffer = self._prepare(full, dtypes, custom, context)
+        # The compute stream copies, not the all-gather stream: it is the last to read the full parameters, so one
+        # event of it ends both.
         self._buffer.allocate()
         torch._foreach_copy_(self._buffer.locals, self._sources)
 
@@ -72,7 +74,8 @@ class PostForwardShard:
     ) -> ShardBuffer:
         layout, rank = self._layout, self._group.rank()
         if custom is not None:
-            custom = custom.moved_to(self._group)
+            custom = custom.moved_to(self._group)  # it was made for the process group of all shards
+        # Tensors made under inference_mode could not be saved for a later backward.
         with torch.inference_mode(False):
             buffer = ShardBuffer(layout, rank, dtypes, context.device)
             with context.all_gather:
@@ -84,6 +87,7 @@ class PostForwardShard:
                     dtypes,
                     context.device,
                     custom,
+                    # The same memory: what autograd saved in forward are views of it.
                     into=full,
                 )
             self._sources = [

@@ -113,7 +113,7 @@ def check_can_be_owned(found: Sequence[OwnedParam], remedy: str) -> None:
     if faults:
         raise ConfigurationError(
             "Parameters to be sharded must be strided, floating-point or complex where they are trainable, and have "
-            "both methods of the all-gather protocol or none; gradients must be dense:\n  "
+            "both methods of the all-gather extension or none; gradients must be dense:\n  "
             + "\n  ".join(faults)
             + "\nFreeze them, or leave them out: ignored_params, or ignored_states of the wrapper."
         )

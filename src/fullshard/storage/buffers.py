@@ -133,9 +133,8 @@ class FlatShard:
     def copy_into(self, target: FlatShard) -> None:
         """Cast and copy to another flat shard of the same layout, on the current stream."""
         if self.row is not None and target.row is not None:
-            target.row.copy_(
-                self.row
-            )  # pieces have the same offsets in every dtype, so one copy will do
+            # Pieces have the same offsets in every dtype, so one copy casts all of them, gaps included.
+            target.row.copy_(self.row)
         elif self.segments:
             torch._foreach_copy_(target.segments, self.segments)
 
@@ -229,6 +228,7 @@ class UploadBuffer:
 
     def copy_into(self, target: FlatShard) -> None:
         """Upload the shards, then cast and copy them to ``target``; the host does not wait."""
+        # All on one stream: its allocator gives the memory only to work that comes after these reads.
         self._on_device.allocate()
         self._on_device.bytes.copy_(self._shards.bytes, non_blocking=True)
         self._on_device.flat_shard.copy_into(target)
@@ -343,6 +343,7 @@ class GatherBuffer:
         self._staging = Buffer(staging.nbytes, device)
         for index, segment in enumerate(layout.segments):
             dtype = self._dtypes[index]
+            # A zero-copy segment is gathered where its parameters lie; the others are gathered beside, and copied.
             buffer, start = (
                 (self._staging, staging.starts[index])
                 if staged[index]
@@ -363,6 +364,7 @@ class GatherBuffer:
         rows = self._staging.view(torch.uint8, 0, (self._layout.world, nbytes))
         self.own_shard = self.shard_in(rows)
         self._copy_out = (self._packed_targets(), self._packed_sources(rows))
+        # On accelerators one kernel splits all rows. A foreach copy starts one for each dtype and many parameters.
         if device.type != "cpu" and self._is_uniform and min(map(Tensor.numel, self._copy_out[0])):
             order = sorted(range(len(self._dtypes)), key=self._packing.starts.__getitem__)
             parts = [self._copy_out[0][index] for index in order]
@@ -465,7 +467,7 @@ class GatherBuffer:
     def release(self) -> None:
         """Give the memory back."""
         self.full.release()
-        self._staging.release()
+        self._staging.release()  # it has memory if nobody has finished the gather
 
 
 class _Split:
