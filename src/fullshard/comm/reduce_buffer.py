@@ -202,10 +202,8 @@ class ReduceBuffer(Buffer):
         """How many ranks have gradients of the same parameter."""
         self._contributor = replica[0] * layout.world + rank
         """This rank's number among them."""
-        self.layout = layout
-        self._rank = rank
-        self._by_segment = by_segment
-        self._wire_dtype = wire_dtype
+        self.layout, self._rank = layout, rank
+        self._by_segment, self._wire_dtype = by_segment, wire_dtype
         flat = any(slot.division is Division.FLAT for slot in layout.slots)
         self._always_whole = flat
         """Whether all segments always travel. Ranks may use different parameters of a flat group, and must call the
