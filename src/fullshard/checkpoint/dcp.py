@@ -245,7 +245,7 @@ class DcpCheckpoint:
             kind = f"is {found.dtype} {tuple(found.shape)}"
         if kind is not None:
             raise CheckpointError(
-                f"{self._place(chunk.item, key)} must be {dtype} {shape}, and {kind}. The checkpoint is damaged. Load another."
+                f"{self._location(chunk.item, key)} must be {dtype} {shape}, and {kind}. The checkpoint is damaged. Load another."
             )
         tensor: Tensor = found.detach()
         self._last = chunk.item, tensor
@@ -261,7 +261,7 @@ class DcpCheckpoint:
         except Exception as error:  # a damaged item can raise anything
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise CheckpointError(
-                f"{self._place(item, key)} cannot be read by torch.load(weights_only=True): {reason}"
+                f"{self._location(item, key)} cannot be read by torch.load(weights_only=True): {reason}"
             ) from error
 
     def _faults(self, item: Item, key: str) -> list[str]:
@@ -273,12 +273,12 @@ class DcpCheckpoint:
                 has_checksums = any(record.CRC for record in archive.infolist())
                 damaged = archive.testzip() if has_checksums else None
         except Exception as error:  # a damaged item can raise anything
-            return [f"{self._place(item, key)}: {error}"]
+            return [f"{self._location(item, key)}: {error}"]
         if damaged is None:
             return []
-        return [f"{self._place(item, key)}: the checksum of {damaged} is wrong"]
+        return [f"{self._location(item, key)}: the checksum of {damaged} is wrong"]
 
-    def _place(self, item: Item, key: str) -> str:
+    def _location(self, item: Item, key: str) -> str:
         span = f"bytes {item.offset} to {item.offset + item.nbytes}"
         return f"{self.path / item.file}, {key} ({span})"
 

@@ -1,8 +1,8 @@
-"""What a torch distributed checkpoint (DCP) says of itself, read without trusting it.
+"""The metadata of a torch distributed checkpoint (DCP), read without trusting the file.
 
-Its ``.metadata`` is a pickle; `metadata_pickle` makes plain values of it, and all that can be wrong with these is
-checked here. Parts of the values may be the same object in many places, so numbers and lengths are bounded before
-anything is done for each: time and memory are a small multiple of the file's size.
+``.metadata`` is a pickle. `metadata_pickle` reads it as plain values, which are checked here. A small file can refer to one
+object many times. So numbers and lengths are limited before any work is done for each: time and memory are a small
+multiple of the file's size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face models: read straight into shards, and written from them.
+"""Folders of Hugging Face models: read directly into shards, and written from them.
 
     folder/model.safetensors                         all weights, or
     folder/model.safetensors.index.json              {"weight_map": {name: file}}
@@ -89,19 +89,19 @@ class HuggingFaceFolder:
         self.tied: Mapping[str, str] = {}
         self.optimizer: Mapping[str, Any] | None = None
         self.extra: Any = None
-        self._places: dict[str, tuple[TensorFile, str]] = {}
+        self._locations: dict[str, tuple[TensorFile, str]] = {}
         """By key, the file of each tensor and its name there."""
         files = {name: file for file in _files(self.path) for name in file.entries}
         for name, renamed in _renamed({name: name for name in files}, rename, self.path).items():
-            self._places[f"{MODEL}{renamed}"] = files[name], name
+            self._locations[f"{MODEL}{renamed}"] = files[name], name
         self.tensors: Mapping[str, TensorInfo] = {
             key: TensorInfo(file.entries[name].dtype, file.entries[name].shape)
-            for key, (file, name) in self._places.items()
+            for key, (file, name) in self._locations.items()
         }
 
     def read(self, key: str, wanted: Block, out: Tensor) -> None:
         """Read a block of a weight."""
-        file, name = self._places[key]
+        file, name = self._locations[key]
         file.read_block(name, wanted, out, of=whole(self.tensors[key].shape))
 
     def verify(self, wanted: Iterable[tuple[str, Block]]) -> list[str]:
@@ -110,7 +110,7 @@ class HuggingFaceFolder:
 
     def close(self) -> None:
         """Close the files."""
-        for file, _ in self._places.values():
+        for file, _ in self._locations.values():
             file.close()
 
 

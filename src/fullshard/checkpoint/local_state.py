@@ -337,7 +337,7 @@ def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _buffer_dtypes(states: list[FSDPState]) -> dict[tuple[nn.Module, str], torch.dtype]:
     """Return the dtypes that buffers had before they were cast for compute, by owner and name."""
     return {
-        place: dtype for state in states for place, dtype in state.original_buffer_dtypes.items()
+        owner: dtype for state in states for owner, dtype in state.original_buffer_dtypes.items()
     }
 
 

@@ -88,4 +88,4 @@ def in_model_order(sharding: Sharding, block: Block) -> Block:
 
 def inverse(order: Sequence[int]) -> tuple[int, ...]:
     """Return the index of each of the model's dimensions in ``order``."""
-    return tuple(sorted(range(len(order)), key=lambda place: order[place]))
+    return tuple(sorted(range(len(order)), key=lambda dim: order[dim]))

@@ -278,11 +278,11 @@ def _read_back(rank_group: RankGroup, path: Path, manifest: Manifest, thorough: 
 
     Length and header are checked and, if ``thorough``, every byte.
     """
-    place = rank_group.ranks.index(rank_group.rank)
+    index = rank_group.ranks.index(rank_group.rank)
     source = StoredCheckpoint(path, manifest)
     try:
         faults = source.verify_file(
-            rank_group.ranks[(place + 1) % len(rank_group.ranks)], thorough=thorough
+            rank_group.ranks[(index + 1) % len(rank_group.ranks)], thorough=thorough
         )
     finally:
         source.close()

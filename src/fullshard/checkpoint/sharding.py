@@ -7,8 +7,8 @@ is cut as one range of elements, and a cell is a part of that range:
     flat, in a segment with shards     cuts: (range(-4, 12, 8),)         cells: elements 0 to 4, 4 to 12
     of 8 elements, 4 before it
 
-Regular cuts are `range`s: a sharding over thousands of ranks takes no more room than one over two, and whoever
-wants a block finds the cells it needs without looking at the others. That is why a checkpoint needs no
+Regular cuts are `range`s: a sharding over thousands of ranks takes no more room than one over two, and a reader
+of a block finds the cells it needs without looking at the others. That is why a checkpoint needs no
 global plan: every rank computes what is where from shapes and ranks.
 """
 
