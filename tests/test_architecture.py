@@ -43,8 +43,8 @@ def layers_in(page: str) -> list[str]:
 ORDER = layers_in(DESIGN)
 WHERE = "Layers in docs/design.md"
 PROGRAMS = ("programs", "report", "__main__")
-DOORS = ("fsdp1", "fsdp2", "fsdp_module", "fully_sharded_data_parallel")
-BELOW_THE_DOORS = ("plan", "storage", "comm", "engine", "optim", "tracing", "checkpoint")
+APIS = ("fsdp1", "fsdp2", "fsdp_module", "fully_sharded_data_parallel")
+BELOW_THE_APIS = ("plan", "storage", "comm", "engine", "optim", "tracing", "checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,14 +177,14 @@ def wrong_way_imports(all_sources: Sequence[Source]) -> list[str]:
     ]
 
 
-def imports_of_doors(all_sources: Sequence[Source]) -> list[str]:
+def imports_of_apis(all_sources: Sequence[Source]) -> list[str]:
     """The two APIs do not import each other, and what is below them or beside them imports neither."""
     of_fsdp1 = ("fsdp1", "fully_sharded_data_parallel")
     faults = []
     for source in all_sources:
         for node, name, unit in units_imported(source):
-            is_other = source.unit in DOORS and (source.unit in of_fsdp1) != (unit in of_fsdp1)
-            if unit in DOORS and (is_other or source.unit in BELOW_THE_DOORS):
+            is_other = source.unit in APIS and (source.unit in of_fsdp1) != (unit in of_fsdp1)
+            if unit in APIS and (is_other or source.unit in BELOW_THE_APIS):
                 faults.append(source.fault(node, f"{source.unit} imports {name}, which is an API"))
     return faults
 
@@ -437,7 +437,7 @@ def test_no_file_imports_itself_through_others() -> None:
 
 
 def test_the_apis_are_imported_neither_by_each_other_nor_from_below() -> None:
-    assert none(imports_of_doors(SOURCES))
+    assert none(imports_of_apis(SOURCES))
 
 
 def test_every_folder_says_what_it_holds_may_import_and_owns() -> None:
@@ -565,9 +565,9 @@ BREACHES: list[tuple[Callable[[Sequence[Source]], list[str]], str, str, str]] = 
         "fullshard.programs.train.loop.train",
     ),
     (wrong_way_imports, "programs/train/loop.py", "from ...report import x", "fullshard.report.x"),
-    (imports_of_doors, "fsdp1/wrapper.py", "from fullshard.fsdp2 import x", "fullshard.fsdp2.x"),
-    (imports_of_doors, "fsdp2/group_plan.py", "from fullshard.fsdp1.a import b", "fsdp1.a.b"),
-    (imports_of_doors, "checkpoint/save.py", "def f():\n  import fullshard.fsdp1", "fsdp1"),
+    (imports_of_apis, "fsdp1/wrapper.py", "from fullshard.fsdp2 import x", "fullshard.fsdp2.x"),
+    (imports_of_apis, "fsdp2/group_plan.py", "from fullshard.fsdp1.a import b", "fsdp1.a.b"),
+    (imports_of_apis, "checkpoint/save.py", "def f():\n  import fullshard.fsdp1", "fsdp1"),
     (private_torch_names_outside_the_border, "fsdp1/a.py", "super()._apply(f)", "_apply"),
     (
         private_torch_names_outside_the_border,

@@ -1,4 +1,4 @@
-"""Which parameters and buffers belong to one call of a door: all below its modules that no other call has taken."""
+"""Which parameters and buffers belong to one `fully_shard` call or wrapper: all below it that no other one has taken."""
 
 from __future__ import annotations
 

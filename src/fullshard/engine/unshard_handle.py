@@ -1,4 +1,4 @@
-"""Gathers that a user asks for: `unshard`, which both doors have."""
+"""Gathers that a user asks for: `unshard`, which both APIs have."""
 
 from __future__ import annotations
 
