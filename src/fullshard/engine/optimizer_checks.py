@@ -65,7 +65,7 @@ def _is_piece(param: nn.Parameter, group: FSDPParamGroup) -> bool:
 
 
 def _is_not_its_matrix(param: nn.Parameter, group: FSDPParamGroup) -> bool:
-    """Whether what is updated is no whole matrix: a part of one, or several parameters in one."""
+    """Whether what is updated is not one full matrix: it is a part of one, or several parameters in one."""
     return _has_part(param, group) or isinstance(param, FlatParameter)
 
 
@@ -163,7 +163,7 @@ def check(optimizer: optim.Optimizer) -> None:
 
 
 def params_of(optimizer: optim.Optimizer) -> list[Tensor]:
-    """All parameters of an optimizer."""
+    """Return all parameters of an optimizer."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
@@ -176,5 +176,5 @@ def _rule_of(cls: type[optim.Optimizer]) -> Rule | None:
 
 
 def _step_of(cls: type[optim.Optimizer]) -> object:
-    """The function behind the decorators: torch puts some on a class when the first instance is made."""
+    """Return the function behind its decorators: torch decorates a class when its first instance is made."""
     return inspect.unwrap(cls.step)

@@ -36,7 +36,7 @@ def has_forward(module: nn.Module) -> bool:
 def managed_modules(
     modules: Iterable[nn.Module], ignored: Collection[nn.Module] = ()
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Modules whose parameters belong to a call: the given ones and those below, up to other states."""
+    """Yield the modules whose parameters belong to a call: the given ones and those below, up to other states."""
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, name: str, given: bool) -> Iterator[tuple[str, nn.Module]]:
@@ -54,7 +54,7 @@ def managed_modules(
 def owned_params(
     modules: Iterable[tuple[str, nn.Module]], ignored_params: Iterable[nn.Parameter]
 ) -> list[OwnedParam]:
-    """The parameters of these modules themselves, each once, with all who have it."""
+    """Return the parameters of these modules themselves, each once, with all modules that have it."""
     ignored = {id(param) for param in ignored_params}
     found: dict[int, OwnedParam] = {}
     for prefix, module in modules:
@@ -86,7 +86,7 @@ def ignored_below(
     ignored_params: Iterable[nn.Parameter],
     ignored_modules: Collection[nn.Module] = (),
 ) -> IgnoredParams:
-    """Where the parameters are that a call leaves alone: names, since a user may replace the parameters."""
+    """Return the names of ignored parameters: a user may replace the parameters themselves."""
     ignored = {id(param) for param in ignored_params}
     found: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
     for each in modules:
@@ -120,7 +120,7 @@ def check_can_be_owned(found: Sequence[OwnedParam], remedy: str) -> None:
 
 
 def _is_sparse(owned: OwnedParam) -> bool:
-    """Whether an embedding is to have sparse gradients, which cannot be reduced with others."""
+    """Whether an embedding makes sparse gradients, which cannot be reduced with others."""
     return owned.param.requires_grad and any(
         isinstance(owner.module, (nn.Embedding, nn.EmbeddingBag)) and owner.module.sparse
         for owner in owned.owners
@@ -138,7 +138,7 @@ def check_real_for_wire(params: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def check_all_on_meta_or_none(found: Sequence[OwnedParam]) -> None:
-    """Refuse parameters of which only some have memory."""
+    """Refuse parameters if only some of them are on the meta device."""
     on_meta = [each.name for each in found if each.param.is_meta]
     if on_meta and not all(each.param.is_meta for each in found):
         raise ConfigurationError(
@@ -148,7 +148,7 @@ def check_all_on_meta_or_none(found: Sequence[OwnedParam]) -> None:
 
 
 def move_buffers(modules: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
-    """Move buffers to the device; what is on meta stays there."""
+    """Move buffers to the device; those on the meta device stay there."""
     for _, module in modules:
         for name, buffer in list(module.named_buffers(recurse=False)):
             if not buffer.is_meta and buffer.device != device:

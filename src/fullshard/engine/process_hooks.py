@@ -2,12 +2,12 @@
 
     optimizer.step()      the optimizer cannot update shards (`optimizer_checks`), or has tensors that are not the
                           model's parameters, or gradients that were not reduced; writes that no version counter counts
-    zero_grad()           gradients that wait to be reduced, and are not in `.grad`, are to be cleared, too
+    zero_grad()           gradients that wait to be reduced, outside of `.grad`, must be cleared, too
     backward()            see `backward_hooks.run_backward`
     module.name = ...     modules and parameters that join a sharded model
 
-They are installed once per process, when a sharded model first runs, and leave everything alone that
-is not sharded by fullshard.
+They are installed once per process, when a sharded model first runs. They do nothing to models that
+fullshard has not sharded.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     unreduced = not_to_be_updated(lambda: params_of(optimizer))
     if unreduced:
         raise LifecycleError(
-            "Gradients must be reduced before an optimizer updates sharded parameters; those of these were only added up, "
-            f"in no_sync(): {unreduced}. Run the last backward before step() outside of no_sync()."
+            "Gradients must be reduced before an optimizer updates sharded parameters. The gradients of these parameters were "
+            f"only accumulated, in no_sync(): {unreduced}. Run the last backward before step() outside of no_sync()."
         )
 
 
 def _check_params(optimizer: Optimizer) -> None:
-    """Refuse tensors that stand, or stood, for sharded parameters: their gradients never arrive."""
+    """Refuse tensors that are not, or no longer, the model's parameters: they would never get gradients."""
     params = [param for param in params_of(optimizer) if param.grad is None]
     unsharded = [name for param in params if (name := unsharded_name(param))]
     if unsharded:
@@ -127,13 +127,13 @@ def _cleared_by_module(module: nn.Module, set_to_none: bool) -> None:
 # --- modules and parameters that join a model -----------------------------------------------------
 
 _WATCHED: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
-"""Modules of sharded models, and whom to tell that something joins them."""
+"""Modules of sharded models, and what to call when something joins them."""
 
 
 def watch(modules: Iterable[nn.Module], changed: Callable[[], None]) -> None:
-    """Have ``changed`` called when a module or parameter is put on one of the modules.
+    """Call ``changed`` when a module or parameter is put on one of the modules.
 
-    It must not keep a module alive.
+    ``changed`` must not keep a module alive.
     """
     for module in modules:
         _WATCHED[module] = changed

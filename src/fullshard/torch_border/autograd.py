@@ -31,16 +31,16 @@ backward_pass_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
-"""How often a tensor has been written in place, by operators that count; inference tensors have no count."""
+"""How often a tensor was written in place, by operators that count; inference tensors have no count."""
 
 
 def versions_kept(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Within it, writing to tensors does not look to autograd like a change of them."""
+    """Return a context in which writes to tensors do not look to autograd like changes."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def hidden_from_compiler(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, at which the compiler breaks its graph instead of looking inside.
+    """Return the same function, at which the compiler breaks its graph instead of looking inside.
 
     The guard takes longer than some functions do: call it only if the compiler is there.
     """
@@ -48,7 +48,7 @@ def hidden_from_compiler(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def opaque_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function; the compiler goes through `hidden_from_compiler`, and nobody else."""
+    """Return the same function. Only the compiler goes through `hidden_from_compiler`."""
     guarded = hidden_from_compiler(function)
 
     @functools.wraps(function)
@@ -61,18 +61,18 @@ def opaque_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """What autograd compares to notice that a tensor it saved is not what it was."""
+    """Return the versions that autograd compares to notice that a saved tensor has changed."""
     return tuple(map(version_of, tensors))
 
 
 set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
 )
-"""Set them."""
+"""Sets the versions of tensors."""
 
 
 def move_hooks(old: Tensor, new: Tensor) -> None:
-    """Let the hooks that a user registered on one leaf be those of another; their handles still remove them."""
+    """Move a user's hooks from one leaf to another; their handles still remove them."""
     if tensor_hooks(old):
         cast(Any, new)._backward_hooks = tensor_hooks(old)
     if post_accumulate_grad_hooks(old):
@@ -93,12 +93,12 @@ inputs_of_backward: Callable[[tuple[Any, ...]], tuple[Any, ...]] = operator.item
 def with_inputs_of_backward(
     args: tuple[Any, ...], translate: Callable[[tuple[Any, ...]], tuple[Any, ...]]
 ) -> tuple[Any, ...]:
-    """The arguments of a backward pass with other named inputs."""
+    """Return the arguments of a backward pass with other named inputs."""
     return (*args[:4], translate(args[4]), *args[5:])
 
 
 def version_found(error: RuntimeError) -> int | None:
-    """At which version a saved tensor is, if ``error`` says that it was saved at another."""
+    """Return the version of a saved tensor, if ``error`` says that it was saved at another one."""
     version = re.search(r"is at version (\d+); expected version", str(error))
     return None if version is None else int(version.group(1))
 
@@ -116,5 +116,5 @@ profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
 
 
 def profiler_range(label: str) -> contextlib.AbstractContextManager[Any]:
-    """A labelled range in the trace while a profiler runs, and next to nothing otherwise."""
+    """Return a labelled range for a running profiler; without one it costs next to nothing."""
     return torch.profiler.record_function(label) if profiler_enabled() else NO_RANGE

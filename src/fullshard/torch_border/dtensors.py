@@ -24,7 +24,7 @@ def dtensor_spec(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> DTensorSpec:
-    """How a contiguous tensor of ``shape`` is spread over a mesh; made once per parameter."""
+    """Return the spec of a contiguous tensor of ``shape`` on a mesh; made once per parameter."""
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(size, stride, dtype))
@@ -37,22 +37,22 @@ dtensor: Callable[[Tensor, DTensorSpec], DTensor] = functools.partial(
     DTensor,
     requires_grad=False,
 )
-"""Wraps this rank's piece without communication, checks or autograd."""
+"""Makes a DTensor of this rank's local tensor without communication, checks or autograd."""
 
 spec_of: Callable[[Tensor], DTensorSpec] = operator.attrgetter("_spec")
 """The spec of a DTensor."""
 
 local_of: Callable[[Tensor], Tensor] = operator.attrgetter("_local_tensor")
-"""This rank's piece of a DTensor, itself and not an autograd view of it."""
+"""The local tensor of a DTensor itself, not an autograd view of it."""
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same of several DTensors, in less time."""
+    """Return the local tensors of several DTensors, in less time."""
     return [tensor._local_tensor for tensor in cast("Sequence[DTensor]", tensors)]
 
 
 def local_gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
-    """This rank's pieces of the gradients of DTensors, spread as these are."""
+    """Return the local gradients of DTensors, with the placements of the DTensors."""
     pieces: list[Tensor | None] = []
     for param in cast("Sequence[Any]", params):
         gradient = param.grad
@@ -66,12 +66,12 @@ def local_gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def replace_local(tensor: Tensor, local: Tensor) -> None:
-    """Let a DTensor keep its identity and stand for another local tensor of the same shape and dtype."""
+    """Give a DTensor another local tensor of the same shape and dtype; it stays the same object."""
     cast(DTensor, tensor)._local_tensor = local
 
 
 def dtensor_parameter(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:
-    """A DTensor parameter over ``local`` itself."""
+    """Make a DTensor parameter over ``local`` itself."""
     param = nn.Parameter(dtensor(local, spec), requires_grad=requires_grad)
     replace_local(param, local)  # the Parameter was made over an alias of it
     return param
@@ -80,7 +80,7 @@ def dtensor_parameter(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) 
 def redistributed_local(
     tensor: Tensor, placements: Sequence[Placement], *, untouched_axes: Collection[int] = ()
 ) -> Tensor:
-    """This rank's piece of a DTensor once it has ``placements``, on all axes but ``untouched_axes``."""
+    """Redistribute a DTensor to ``placements`` on all axes but ``untouched_axes``, and return its local tensor."""
     found = cast(DTensor, tensor)
     target = [
         old if axis in untouched_axes else new
@@ -92,25 +92,25 @@ def redistributed_local(
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Sharding of a dimension that other axes have cut into ``split_factor`` parts before."""
+    """Return the placement that shards a dimension which other axes have cut into ``split_factor`` parts before."""
     return _StridedShard(dim, split_factor=split_factor)
 
 
 def sharded_dim(placement: Placement) -> int | None:
-    """Which dimension a placement cuts, if any."""
+    """Return the dimension that a placement shards, if any."""
     return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
 
 
 def split_factor(placement: Placement) -> int:
-    """Into how many parts other axes have cut a dimension before this placement does."""
+    """Return into how many parts other axes have cut a dimension before this placement does."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
 def joined_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """One mesh of the axes of several, which must be axes of the same larger mesh."""
+    """Make one mesh of the axes of several, which must be axes of the same larger mesh."""
     return DeviceMesh._concatenate(meshes)
 
 
 def flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """A mesh with one axis made of all axes of ``mesh``."""
+    """Make a mesh with one axis of all axes of ``mesh``."""
     return mesh._flatten(name)

@@ -21,7 +21,7 @@ EXTRA_STATE = "_extra_state"
 """The last part of the name under which torch saves what a module's `get_extra_state` returns."""
 
 BatchNorm: type[nn.Module] = _BatchNorm
-"""What all batch norms derive from, synchronised ones too."""
+"""The base class of all batch norms, synchronised ones too."""
 
 parameter_table: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter(
     "_parameters"
@@ -30,17 +30,17 @@ parameter_table: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operato
 
 
 def table_for(module: nn.Module, value: Tensor) -> dict[str, Any]:
-    """Where a module keeps ``value`` and its like: parameters apart from other tensors."""
+    """Return the dict in which a module keeps ``value``: parameters have one of their own."""
     return parameter_table(module) if isinstance(value, nn.Parameter) else module.__dict__
 
 
 def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's children under all their names; None where there is none yet, or no longer."""
+    """Return a module's children under all their names; None stands for a child that was not set or was removed."""
     return module._modules
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own buffers that are saved."""
+    """Return a module's own buffers that state dicts have."""
     hidden = module._non_persistent_buffers_set
     return {
         name: buffer
@@ -50,7 +50,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def without_activation_wrapper(module: nn.Module) -> nn.Module:
-    """The module inside torch's wrapper for activation checkpointing, or the module itself."""
+    """Return the module inside of torch's wrapper for activation checkpointing, or the module itself."""
     return child_table(module).get(ACTIVATION_CHECKPOINTED) or module
 
 
@@ -71,7 +71,7 @@ def in_optimizer_state_dict() -> bool:
 
 
 def dcp_item_place(file: str, offset: int, nbytes: int) -> Any:
-    """Where an item of a torch distributed checkpoint is, as its metadata says it."""
+    """Return the location of an item of a torch distributed checkpoint, as its metadata has it."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, nbytes)

@@ -1,4 +1,4 @@
-"""Base classes of optimizers and loss scalers, and what they are told."""
+"""Base classes of optimizers and loss scalers, and an observer of ``zero_grad``."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class DelegatingOptimizer(torch.optim.Optimizer):
     """torch's base class, for an optimizer whose updates another one makes."""
 
     inner: torch.optim.Optimizer
-    """Who makes them; known to nobody else, and its hooks are not run."""
+    """The optimizer that makes the updates. Nobody else knows it, and its hooks do not run."""
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What a loss scaler asks: whether `step` unscales gradients, as fused ones do."""
+        """Whether `step` unscales gradients, as fused optimizers do; loss scalers read this."""
         return getattr(self.inner, "_step_supports_amp_scaling", False)
 
     def step_inner(self) -> None:
-        """Let the other make a step, with what a loss scaler has told this one."""
+        """Step the inner optimizer, with what a loss scaler has set on this one."""
         scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         self.inner.__dict__.update(scaling)
         # The constructor of every optimizer wraps its class's step, to run hooks: some are for all optimizers.
@@ -68,7 +68,7 @@ def observe_zero_grad(
     by_optimizer: Callable[[torch.optim.Optimizer, bool], None],
     by_module: Callable[[nn.Module, bool], None],
 ) -> None:
-    """Have functions called after ``zero_grad`` of every optimizer and module, with it and ``set_to_none``.
+    """Call functions after ``zero_grad`` of every optimizer and module, with it and ``set_to_none``.
 
     torch has no hook for it. Classes that override it without calling the one they inherit are not observed.
     """

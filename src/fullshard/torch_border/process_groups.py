@@ -33,7 +33,7 @@ _REDUCE_SCATTER = (
 
 @contextlib.contextmanager
 def fake_process_group(world: int) -> Iterator[None]:
-    """Be rank 0 of a default process group whose other ranks are not there, and whose collectives do nothing."""
+    """Be rank 0 of a default process group without other ranks, whose collectives send nothing."""
     # Importing it is what makes the backend known; nothing else that trains needs it.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -45,14 +45,14 @@ def fake_process_group(world: int) -> Iterator[None]:
 
 
 def all_gather_options(*, async_op: bool) -> AllgatherOptions:
-    """Options to reuse for every all-gather; with ``async_op`` False, NCCL runs on the current stream."""
+    """Make options to reuse for every all-gather; with ``async_op`` False, NCCL runs on the current stream."""
     options = AllgatherOptions()
     options.asyncOp = async_op
     return options
 
 
 def reduce_scatter_options(op: ReduceOp.RedOpType, *, async_op: bool) -> ReduceScatterOptions:
-    """Options to reuse for every reduce-scatter with this ``op``."""
+    """Make options to reuse for every reduce-scatter with this ``op``."""
     options = ReduceScatterOptions()
     options.reduceOp = cast(ReduceOp, op)  # the enum converts; the stub does not say so
     options.asyncOp = async_op
@@ -84,7 +84,7 @@ reduce_scatter_single: Callable[
 
 
 def all_to_all_options(*, async_op: bool) -> AllToAllOptions:
-    """Options to reuse for every all-to-all."""
+    """Make options to reuse for every all-to-all."""
     options = AllToAllOptions()
     options.asyncOp = async_op
     return options
@@ -106,7 +106,7 @@ def allocates_tensors(group: ProcessGroup, device: torch.device) -> bool:
 def allocate_tensor(
     group: ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A flat tensor from the backend's allocator, cached by stream as ordinary memory is.
+    """Allocate a flat tensor from the backend's allocator, cached by stream as ordinary memory is.
 
     NCCL's wants a group that has communicated.
     """
@@ -114,14 +114,14 @@ def allocate_tensor(
 
 
 def choose_symmetric_backend(name: str) -> None:
-    """Take symmetric memory from ``name`` in this process; RuntimeError if it cannot be had, or not any more."""
+    """Take symmetric memory from backend ``name`` in this process; RuntimeError if that is impossible, or too late."""
     import torch.distributed._symmetric_memory as symmetric_memory  # slow, and rarely needed
 
     symmetric_memory.set_backend(cast(Any, name))
 
 
 def symmetric_bytes(nbytes: int, device: torch.device, group: ProcessGroup) -> Tensor:
-    """New symmetric memory, known to all ranks of a group that has communicated. Collective and slow."""
+    """Allocate symmetric memory that all ranks of a group know, which must have communicated. Collective and slow."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     tensor = symmetric_memory.empty((nbytes,), dtype=torch.uint8, device=device)
@@ -130,7 +130,7 @@ def symmetric_bytes(nbytes: int, device: torch.device, group: ProcessGroup) -> T
 
 
 def timeout_of(group: ProcessGroup) -> timedelta | None:
-    """How long a collective of a group waits for other ranks; None if its backends do not say."""
+    """Return how long a collective of a group waits for other ranks; None if its backends do not say."""
     timeouts = []
     for device in group._device_types:
         with contextlib.suppress(RuntimeError):  # a device for which the group has no backend
@@ -140,10 +140,10 @@ def timeout_of(group: ProcessGroup) -> timedelta | None:
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Let the collectives of a group wait for other ranks so long."""
+    """Set how long the collectives of a group wait for other ranks."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def arrived(tensor: Tensor) -> Tensor:
-    """The tensor itself; one that a collective is still filling is waited for."""
+    """Return the tensor itself, after waiting for a collective that still writes it."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

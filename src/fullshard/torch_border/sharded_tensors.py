@@ -1,4 +1,4 @@
-"""ShardedTensors, torch's older class of tensors that are spread over ranks; importing it takes time."""
+"""ShardedTensors, torch's older class of tensors that are sharded over ranks. Importing the class takes time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensorParts:
-    """What a ShardedTensor consists of, flat."""
+    """The parts of a ShardedTensor, flat."""
 
     local: Tensor | None
     """This rank's part."""
@@ -27,12 +27,12 @@ class ShardedTensorParts:
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """Whether a value is a ShardedTensor, torch's older class of tensors that are spread over ranks."""
+    """Whether a value is a ShardedTensor, torch's older class of sharded tensors."""
     return type(value).__name__ == "ShardedTensor"  # importing the class takes time
 
 
 def sharded_tensor(whole: Tensor, shapes: Sequence[Sequence[int]], group: ProcessGroup) -> Any:
-    """A ShardedTensor of which rank r of the group has as many rows of ``whole`` as ``shapes[r]`` says.
+    """Make a ShardedTensor: rank r of the group has as many rows of ``whole`` as ``shapes[r]`` says.
 
     The last ranks may have none.
     """
@@ -46,7 +46,7 @@ def sharded_tensor(whole: Tensor, shapes: Sequence[Sequence[int]], group: Proces
 
 
 def local_sharded_tensor(piece: Tensor, numels: Sequence[int], group: ProcessGroup) -> Any:
-    """A ShardedTensor of flat pieces that lie one after the other."""
+    """Make a ShardedTensor of flat pieces that follow each other."""
     local = piece.detach() if piece.numel() else None
     shapes = [(numel,) for numel in numels if numel]
     return _sharded_tensor(piece, local, shapes, (sum(numels),), group)
@@ -82,7 +82,7 @@ def _sharded_tensor(
 
 
 def parts_of_sharded_tensor(value: Any) -> ShardedTensorParts:
-    """The parts of a ShardedTensor that is sharded in rows."""
+    """Return the parts of a ShardedTensor that is sharded by rows."""
     group = value._process_group
     numels = dict.fromkeys(dist.get_process_group_ranks(group), 0)
     metadata = value.metadata()  # asking the tensor itself warns

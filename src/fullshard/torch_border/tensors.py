@@ -13,26 +13,26 @@ TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 def current_stream_id(device: torch.device) -> int:
-    """A number for the stream that work on ``device`` is issued to; 0 where there are none."""
+    """Return a number for the current stream of ``device``; 0 if it has none."""
     return 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
 
 
 def tensor_without_memory(
     cls: type[TensorT], shape: Sequence[int], strides: Sequence[int], like: Tensor
 ) -> TensorT:
-    """A tensor of a subclass with the dtype and device of another, and no data."""
+    """Make a tensor of a subclass with the dtype and device of another, and no data."""
     return Tensor._make_wrapper_subclass(
         cls, torch.Size(shape), strides=tuple(strides), dtype=like.dtype, device=like.device
     )
 
 
 def storage_id(tensor: Tensor) -> int:
-    """The same for tensors over the same storage, whatever memory that has now."""
+    """Return a number that is equal for tensors over the same storage, whatever memory it has now."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of as many elements are at the same place of the same storage, in the same dtype."""
+    """Whether two tensors of equally many elements have the same storage, offset and dtype."""
     return (
         storage_id(one) == storage_id(other)
         and one.storage_offset() == other.storage_offset()
@@ -45,18 +45,18 @@ base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 
 
 def sparse_values(tensor: Tensor) -> Tensor:
-    """The values of a sparse tensor themselves; several may be of the same element."""
+    """Return the values of a sparse tensor themselves; several may belong to one element."""
     return tensor._values()
 
 
 def pin(memory: Tensor) -> None:
-    """Let CUDA write to host memory by itself, without a copy; no other device is known to need it."""
+    """Page-lock host memory for CUDA, which then copies to it without staging; no other device is known to need it."""
     if memory.numel() and torch.cuda.is_available():
         error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         torch.cuda.check_error(int(error))
 
 
 def unpin(memory: Tensor) -> None:
-    """Undo `pin`, before the memory is given back."""
+    """Undo `pin`, before the memory is freed."""
     if memory.numel() and torch.cuda.is_available():
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))

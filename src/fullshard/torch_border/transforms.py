@@ -14,7 +14,7 @@ from torch._C import _functorch
 from torch.autograd import forward_ad
 
 innermost_transform: Callable[[], Any] = _functorch.peek_interpreter_stack
-"""The transform of `torch.func` that operations go through first, or None outside of all."""
+"""The innermost transform of `torch.func` on this thread, or None."""
 
 forward_ad_level: Callable[[], int] = functools.partial(
     operator.attrgetter("_current_level"), forward_ad
@@ -47,7 +47,7 @@ _NO_TRANSFORM = contextlib.nullcontext()
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[None]:
-    """Within it, operations on tensors that no transform made are ordinary ones.
+    """Return a context in which operations on tensors that no transform made are ordinary ones.
 
     A transform (`torch.func.jvp`, `grad`, `vmap`, ...) forbids in-place writes to tensors from outside
     of it, and makes wrapped tensors of new ones. Tensors that it has wrapped must not be touched within.
@@ -58,7 +58,7 @@ def outside_transforms() -> contextlib.AbstractContextManager[None]:
 
 
 def with_tangent(tensor: Tensor) -> Sequence[Tensor]:
-    """The tensor, and its tangent if it is a dual number of forward-mode differentiation."""
+    """Return the tensor, and its tangent if it is a dual number of forward-mode differentiation."""
     if forward_ad_level() < 0:
         return (tensor,)
     tangent = forward_ad.unpack_dual(tensor).tangent
@@ -66,7 +66,7 @@ def with_tangent(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def graph_tensors(tensor: Tensor) -> Sequence[Tensor]:
-    """All tensors that make up one: each may have a backward graph of its own.
+    """Return all tensors that make up one: each may have a backward graph of its own.
 
     Outside of transforms these are the tensor and its tangent. A transform wraps tensors; it builds its
     graph on the wrapper, and the transforms outside of it, or ordinary autograd, build theirs on what is
@@ -102,7 +102,7 @@ def graph_tensors(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _without_batch_dimension(tensor: Tensor) -> Tensor:
-    """What a tensor of the older vmap wraps.
+    """Return what a tensor of the older vmap wraps.
 
     The very tensor if its batch dimension is the first one, as it is unless an operator has moved it.
     """
@@ -114,7 +114,7 @@ def _without_batch_dimension(tensor: Tensor) -> Tensor:
 
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:
-    """Of `graph_tensors`, those that have memory of their own: no wrapper, and of no other class."""
+    """Return those of `graph_tensors` that have memory of their own: no wrappers, no subclasses."""
     return [
         part
         for part in graph_tensors(tensor)
