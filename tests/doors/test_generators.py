@@ -193,5 +193,5 @@ def test_a_generator_is_as_good_as_a_list(case):
 )
 def test_policy_functions_refuse_what_can_be_read_once(policy):
     # They are called for every module, and a partial function is the user's: it cannot be read once for all.
-    with alone(), pytest.raises(ConfigurationError, match="can be read once"):
+    with alone(), pytest.raises(ConfigurationError, match="can be read only once"):
         on_cpu(make_model(), auto_wrap_policy=policy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,8 @@ def test_the_earliest_difference_of_all_ranks_is_told() -> None:
 def test_numbers_of_another_torch_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def train(*_: Any) -> dict[str, Outcome]:
-        return {"a, 2 ranks": Outcome(digests=[[["step 0, loss", "a"]]])}
+    def train(checkout: Path, device: str, chosen: Sequence[str]) -> dict[str, Outcome]:
+        return {chosen[0]: Outcome(digests=[[["step 0, loss", "a"]]])}
 
     monkeypatch.setattr(same_numbers, "train_checkout", train)
     file = tmp_path / "old.json"
