@@ -181,15 +181,15 @@ def test_hsdp_accumulates_without_all_reduce(world) -> None:
 
 
 class Halves(nn.Module):
-    """Uses one of two layers."""
+    """Uses one of two layers, or both."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor, side: str) -> Tensor:
-        result: Tensor = self.left(x) if side == "left" else self.right(x)
-        return result
+        result: Tensor = self.right(x) if side == "right" else self.left(x)
+        return result + self.right(x) if side == "both" else result
 
 
 def partial_sums_of_different_parameters() -> None:
@@ -268,6 +268,43 @@ def ranks_use_different_parameters() -> dict[str, Tensor]:
 
 def test_ranks_may_use_different_parameters_of_a_group(world) -> None:
     world(3).run(ranks_use_different_parameters)
+
+
+class FirstLayerAndHead(nn.Module):
+    """Uses the halves of its first layer that it is told to; the head is in the root's group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = Halves(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, side: str) -> Tensor:
+        y: Tensor = self.head(self.first(x, side))
+        return y
+
+
+def side_of_rank(rank: int) -> str:
+    return "both" if rank == 0 else "left"
+
+
+def first_layer_is_complete_on_one_rank() -> None:
+    """Only rank 0 has all gradients of the first layer, and could send them before backward ends."""
+    torch.manual_seed(0)
+    model: Any = FirstLayerAndHead()
+    fully_shard(model.first)
+    fully_shard(model)
+    model.set_reduce_scatter_unused_params(True)
+    ranks = dist.get_world_size()
+    x = torch.randn(2 * ranks, 4)
+    model(mine(x), side_of_rank(dist.get_rank())).square().mean().backward()
+    torch.manual_seed(0)
+    reference = FirstLayerAndHead()
+    for rank, part in enumerate(x.chunk(ranks)):
+        (reference(part, side_of_rank(rank)).square().mean() / ranks).backward()
+    assert_close(gradients(model), gradients(reference), rtol=1e-5, atol=1e-7)
+
+
+def test_ranks_reduce_in_one_order_whatever_they_used_of_the_first_layer(world) -> None:
+    world(2).run(first_layer_is_complete_on_one_rank)
 
 
 def unused_everywhere(enabled: bool) -> list[str]:

@@ -246,7 +246,9 @@ class BackwardPasses:
         """A backward pass has executed its last node."""
         if self._graphs is not None and self._graphs.latest is not None:
             backward_hooks.note_added_at_end(self._added_to_graph(this_pass))
-        for state, reached in tuple(self.reached.items()):
+        # The state reached last is finished first. It is the first of forward, whose gradients are sent before the end
+        # where all of them have arrived. Ranks may differ in that, but must reduce in one order.
+        for state, reached in reversed(tuple(self.reached.items())):
             if reached.backward_pass == this_pass:
                 self._finish(state)
         self.running.remove(this_pass)
