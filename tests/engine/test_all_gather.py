@@ -192,8 +192,9 @@ def test_without_other_ranks_a_gather_is_a_cast() -> None:
 
 
 def from_the_post_forward_shard() -> None:
-    torch.manual_seed(0)
     module = nn.Linear(3, 5)
+    for param in module.parameters():  # not random: ranks are threads, and draw from one generator
+        param.data = torch.arange(param.numel(), dtype=torch.float32).view_as(param)
     expected = {name: param.detach().clone() for name, param in module.named_parameters()}
     group = make_group(module, param_dtype=torch.bfloat16, post_forward_size=2)
 

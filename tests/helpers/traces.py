@@ -1,4 +1,4 @@
-"""Reading what `fullshard.trace` wrote."""
+"""Reading what `fullshard.trace` wrote, and slow gathers for it on a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,40 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from fullshard.comm.collectives import DefaultAllGather
+
 Event = dict[str, Any]
+
+
+class HostClock:
+    """In the place of `spans.host_ns`: reading it takes a microsecond, and only slow gathers take more."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> int:
+        self.ns += 1_000
+        return self.ns
+
+
+class SlowAllGather(DefaultAllGather):
+    """Gathers that are over some time after they were issued, by a test's clock."""
+
+    def __init__(self, clock: HostClock, pause_s: float) -> None:
+        self._clock, self._pause_ns = clock, round(pause_s * 1e9)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False) -> Any:
+        work = super().__call__(output_tensor, input_tensor, group, async_op)
+        return _SlowWork(work, self._clock, self._clock.ns + self._pause_ns)
+
+
+class _SlowWork:
+    def __init__(self, work: Any, clock: HostClock, over_at_ns: int) -> None:
+        self._work, self._clock, self._over_at_ns = work, clock, over_at_ns
+
+    def wait(self) -> None:
+        self._clock.ns = max(self._clock.ns, self._over_at_ns)
+        self._work.wait()
 
 
 class Trace:
