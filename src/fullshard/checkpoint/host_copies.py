@@ -48,9 +48,8 @@ class HostMemory:
             self._writes.pop().synchronize()
         if self._pinned.numel() < nbytes:
             torch_border.unpin(self._pinned)
-            self._pinned = torch.empty(
-                0, dtype=torch.uint8
-            )  # free the old memory before allocating the new
+            # Free the old memory before allocating the new.
+            self._pinned = torch.empty(0, dtype=torch.uint8)
             self._pinned = torch.empty(nbytes, dtype=torch.uint8)
             torch_border.pin(self._pinned)
         return self._pinned

@@ -244,9 +244,8 @@ class _NewStates:
         dtype = dtypes.pop()
         memory = self._old_like(param, key, dtype)
         if memory is None:
-            memory = torch.zeros_like(
-                param.local, dtype=dtype
-            )  # zeros, because there may be padding
+            # Zeros, because there may be padding.
+            memory = torch.zeros_like(param.local, dtype=dtype)
         for member, value in values:
             self._fill(member, value, member.part_of(memory))
         return memory

@@ -382,9 +382,8 @@ class TensorFile:
         return bytes(data)
 
     def _read(self, into: memoryview, position: int, what: str) -> None:
-        descriptor = (
-            self._descriptor or self._reopened()
-        )  # this reference keeps it open if another thread calls `close`
+        # This reference keeps it open if another thread calls `close`.
+        descriptor = self._descriptor or self._reopened()
         while into:
             try:
                 count = os.preadv(descriptor.number, [into], position)

@@ -125,9 +125,8 @@ class GroupAllGather:
                 extra.copy_to_outputs()
             return AllGatherState()
         outputs, inputs = buffer.outputs, buffer.inputs
-        if (
-            extra is not None
-        ):  # one call for all: each call costs the host, and a small message the network's latency
+        # One call for all: each call costs the host, and a small message the network's latency.
+        if extra is not None:
             outputs, inputs = outputs + extra.outputs, inputs + extra.inputs
         if span is not None:
             extra_bytes = extra.received_bytes if extra is not None else 0

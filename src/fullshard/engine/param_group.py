@@ -567,17 +567,17 @@ _GUARDED: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDi
 
 
 def group_without_memory(version: int) -> FSDPParamGroup | None:
-    """The group whose unsharded parameters are at ``version`` because they have no memory; see `VersionGuard`."""
+    """Return the group whose unsharded parameters are at ``version`` because they have no memory; see `VersionGuard`."""
     return _GUARDED.get(version)
 
 
 def groups_of(params: Iterable[Tensor]) -> list[FSDPParamGroup]:
-    """The groups to which some of the parameters belong, and maybe others."""
+    """Return the groups of the parameters; a stale id may add another group."""
     found = (_GROUPS.get(id(param)) for param in params)
     return list(dict.fromkeys(group for group in found if group is not None))
 
 
 def unsharded_groups() -> list[FSDPParamGroup]:
-    """All groups of this process whose unsharded parameters are on the modules; between steps usually none."""
+    """Return all groups of this process whose unsharded parameters are on the modules; between steps usually none."""
     alive = (reference() for reference in _ALIVE.valuerefs())
     return [group for group in alive if group and group.sharded_state is _UNSHARDED]

@@ -297,10 +297,8 @@ def _add_values(
     for member in entry.names if result.keeps else ():
         for name in names:
             value = planned.values[name]
-            if name in own and same(
-                own[name], value
-            ):  # the plan's value is on the CPU, this one may not be
-                value = own[name]
+            if name in own and same(own[name], value):
+                value = own[name]  # on its own device: the plan's value is on the CPU
             result.add(member, {name: result.copied(value)})
 
 

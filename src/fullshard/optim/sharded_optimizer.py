@@ -134,9 +134,8 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
             states = [state.pop(param) for param in fused.params if param in state]
             if states:
                 inner_state[fused.tensor] = fused.fuse_states(states)
-        inner_state.update(
-            state
-        )  # of parameters in no fused shard, and what belongs to no parameter
+        # What is left belongs to parameters in no fused shard, or to no parameter.
+        inner_state.update(state)
         self.inner.state = inner_state
         self._is_split = False
 

@@ -99,9 +99,8 @@ class FlatShardedParam(PlainShardedParam):
     def fault(self, candidate: Tensor | None) -> str | None:
         """See `ShardedParam`."""
         faults = [super().fault(candidate)]
-        dtype = (
-            self.param.dtype if candidate is None else candidate.dtype
-        )  # both may have been cast
+        # Both may have been cast.
+        dtype = self.param.dtype if candidate is None else candidate.dtype
         for index, value in self.assigned_members().items():
             name, shape, _ = self._shapes[index]
             foreign = isinstance(value, DTensor) and not self._placements[index].is_as_before(value)

@@ -51,9 +51,8 @@ class ParamModuleInfo:
 
     def install(self, value: Tensor) -> None:
         """Put a parameter, or a stand-in for one, on the module."""
-        if not isinstance(
-            value, nn.Parameter
-        ):  # the module would refuse it while it has a parameter of that name
+        # A module refuses a plain tensor while it has a parameter of that name.
+        if not isinstance(value, nn.Parameter):
             self.remove()
         setattr(self.module, self.name, value)
 
