@@ -7,6 +7,7 @@
       LifecycleError       (RuntimeError)   the right call at the wrong time
         UsageError         (ValueError)     ... or a call that does not fit the state of the model or machine
       CommunicationError   (RuntimeError)   a collective or a comm object broke its contract
+      DivergenceError      (RuntimeError)   ranks do different things, or one of them has gone
       CheckpointError      (RuntimeError)   a checkpoint is damaged, does not fit, or cannot be written
       UnsupportedError     (NotImplementedError)   torch offers it, this version does not yet
 
@@ -48,6 +49,10 @@ class UsageError(ConfigurationError, LifecycleError):
 
 class CommunicationError(FullshardError, RuntimeError):
     """A collective, or a comm object supplied by the user, broke its contract."""
+
+
+class DivergenceError(FullshardError, RuntimeError):
+    """Ranks do different things where all must do the same, or one of them has gone."""
 
 
 class CheckpointError(FullshardError, RuntimeError):

@@ -23,9 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
 from fullshard.comm import collectives
+from fullshard.comm.journal import tag
 from fullshard.errors import LifecycleError, OptionTypeError
 
 __all__ = ["ShardedGradScaler"]
+
+_FOUND_INF = tag("loss scaler: is a gradient infinite?")
 
 
 class ShardedGradScaler(torch_border.OpenGradScaler):
@@ -102,7 +105,7 @@ class ShardedGradScaler(torch_border.OpenGradScaler):
         if collectives.backend_of(group, found_inf.device) == "nothing":
             # The loss is on the host, and NCCL does not communicate host memory.
             carried = found_inf.to(self._compute_device)
-        collectives.all_reduce(carried, group, ReduceOp.MAX)
+        collectives.all_reduce(carried, group, ReduceOp.MAX, _FOUND_INF)
         found_inf.copy_(carried)
 
     def _group(self) -> ProcessGroup:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import collectives
+from fullshard.comm.journal import tag
 from tests.helpers.traffic import GATHER, Traffic
 
 NOT_COALESCED = "allgather_base"
@@ -37,7 +38,7 @@ def gather_in_place(num_messages: int, async_op: bool) -> None:
     for index, own in enumerate(inputs):
         own.fill_(10 * index + rank)
     with Traffic() as traffic:
-        work = collectives.all_gather(outputs, inputs, group, async_op=async_op)
+        work = collectives.all_gather(outputs, inputs, group, tag("all-gather"), async_op=async_op)
     assert traffic.sizes(NOT_COALESCED) == traffic.sizes(GATHER) == {sum(sizes) * world: 1}
     assert (work is not None) is async_op
     if work is not None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.comm import collectives
+from fullshard.comm.journal import Tag
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.training import gradients, weights
 
@@ -90,17 +91,19 @@ def recorded_collectives() -> Iterator[Counter[tuple[str, int, int]]]:
         collectives.all_reduce,
     )
 
-    def all_gather(outputs: Any, inputs: Any, group: Any, **options: Any) -> Any:
+    def all_gather(outputs: Any, inputs: Any, group: Any, tag: Tag, **options: Any) -> Any:
         record("all_gather", group, outputs)
-        return gather(outputs, inputs, group, **options)
+        return gather(outputs, inputs, group, tag, **options)
 
-    def reduce_scatter(outputs: Any, inputs: Any, group: Any, op: Any, **options: Any) -> Any:
+    def reduce_scatter(
+        outputs: Any, inputs: Any, group: Any, op: Any, tag: Tag, **options: Any
+    ) -> Any:
         record("reduce_scatter", group, inputs)
-        return scatter(outputs, inputs, group, op, **options)
+        return scatter(outputs, inputs, group, op, tag, **options)
 
-    def all_reduce(tensor: Tensor, group: Any, op: Any) -> None:
+    def all_reduce(tensor: Tensor, group: Any, op: Any, tag: Tag) -> None:
         record("all_reduce", group, [tensor])
-        reduce(tensor, group, op)
+        reduce(tensor, group, op, tag)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         for replacement in (all_gather, reduce_scatter, all_reduce):

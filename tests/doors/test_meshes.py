@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from fullshard import ConfigurationError, DataParallelMeshDims, fully_shard, replicate
 from fullshard.comm import collectives
+from fullshard.comm.journal import Tag
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.plan import mesh
 from tests.helpers.compare import assert_close, assert_equal
@@ -49,9 +50,9 @@ def recorded_gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     original = collectives.all_gather
 
-    def all_gather(outputs: Any, inputs: Any, group: Any, **options: Any) -> Any:
+    def all_gather(outputs: Any, inputs: Any, group: Any, tag: Tag, **options: Any) -> Any:
         sizes.append(group.size())
-        return original(outputs, inputs, group, **options)
+        return original(outputs, inputs, group, tag, **options)
 
     monkeypatch.setattr(collectives, "all_gather", all_gather)
     return sizes

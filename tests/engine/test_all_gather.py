@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fullshard.plan.layout
 from fullshard.comm.all_gather import GroupAllGather, Messages, UnshardedInPlace, all_gather_full
 from fullshard.comm.collectives import DefaultAllGather
+from fullshard.comm.journal import tag
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.plan.layout import Layout, flat_layout, per_row_layout
 from fullshard.storage.buffers import FlatShard, ShardBuffer, UploadBuffer, shard_of
@@ -67,7 +68,7 @@ def make(
 
 
 def run(all_gather: GroupAllGather, extra: Messages | None = None) -> None:
-    all_gather.finish(all_gather.start(extra, async_op=True, span=None))
+    all_gather.finish(all_gather.start(extra, tag("all-gather"), async_op=True, span=None))
 
 
 def gathers_twice(source: str, dtype: torch.dtype) -> None:
@@ -123,7 +124,7 @@ def with_a_comm_object(source: str) -> None:
     assert all_gather.held_bytes == comm.balance == 0 and comm.calls == 1
     staged = torch.zeros(3 * WORLD, dtype=torch.uint8)
     extra = Messages([staged], [torch.full((3,), dist.get_rank(), dtype=torch.uint8)])
-    state = all_gather.start(extra, async_op=True, span=None)
+    state = all_gather.start(extra, tag("all-gather"), async_op=True, span=None)
     assert all_gather.held_bytes == comm.balance > 0, (
         "it is staged in memory of the comm object only"
     )
@@ -161,7 +162,7 @@ def test_one_rank_alone_computes_with_its_shards() -> None:
     shards = ShardBuffer(per_row_layout(shapes, world=1), 0, [torch.float32] * 2, CPU)
     in_place = UnshardedInPlace(shards)
     message = Messages([torch.zeros(1, dtype=torch.uint8)], [torch.ones(1, dtype=torch.uint8)])
-    in_place.finish(in_place.start(message, async_op=True, span=None))
+    in_place.finish(in_place.start(message, tag("all-gather"), async_op=True, span=None))
     shards.locals[0].fill_(5)
     in_place.release()
     assert [tuple(param.shape) for param in in_place.params] == shapes
@@ -271,9 +272,9 @@ def gather_flat() -> None:
     for index, (local, param) in enumerate(zip(shards.locals, full, strict=True)):
         local.copy_(shard_of(flat, index, rank, param))
     pieces: list[Tensor | None] = [shards.pieces[0], None]
-    assert_equal(all_gather_full(flat, pieces, dist.group.WORLD)[:2], full[:2])
-    assert all_gather_full(flat, pieces, dist.group.WORLD)[2] is None
-    assert_equal(all_gather_full(flat, shards.pieces, dist.group.WORLD), full)
+    assert_equal(all_gather_full(flat, pieces, dist.group.WORLD, tag("full"))[:2], full[:2])
+    assert all_gather_full(flat, pieces, dist.group.WORLD, tag("full"))[2] is None
+    assert_equal(all_gather_full(flat, shards.pieces, dist.group.WORLD, tag("full")), full)
 
 
 def test_full_parameters_are_gathered_segment_by_segment() -> None:

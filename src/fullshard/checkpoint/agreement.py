@@ -28,10 +28,10 @@ from fullshard.checkpoint import json_values
 from fullshard.checkpoint.blocks import whole
 from fullshard.checkpoint.local_state import LocalTensor
 from fullshard.checkpoint.manifest import StoredTensor
-from fullshard.checkpoint.rank_group import ranks_text
 from fullshard.checkpoint.sharding import Sharding
 from fullshard.checkpoint.source import CLASS, MODEL, TensorRef
 from fullshard.errors import CheckpointError, fault_paragraphs
+from fullshard.names import ranks_text
 
 Tree = Mapping[str, Any]
 

@@ -6,7 +6,7 @@ raise the same error. So no rank waits in a collective for one that has given up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -14,10 +14,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fullshard.comm import collectives
+from fullshard.comm.journal import tag
 from fullshard.errors import CheckpointError, ConfigurationError, FullshardError
+from fullshard.names import ranks_text
 from fullshard.plan import mesh
 
 T = TypeVar("T")
+_TOGETHER = tag("checkpoint (save or load)")
 
 
 class RankGroup:
@@ -44,9 +47,9 @@ class RankGroup:
 
     def collect(self, value: T) -> list[T]:
         """Return a small value of every rank, in the order of `ranks`."""
-        return (
-            [value] if self._group is None else collectives.values_of_all_ranks(value, self._group)
-        )
+        if self._group is None:
+            return [value]
+        return collectives.values_of_all_ranks(value, self._group, _TOGETHER)
 
     def on_each(self, function: Callable[[], T]) -> T:
         """Call a function on every rank, and return its result; an error on one rank is an error on all.
@@ -71,7 +74,7 @@ class RankGroup:
         result, error = _outcome(function) if self.is_first else (None, None)
         outcome = (result, None if error is None else (type(error), str(error)))
         if self._group is not None:
-            outcome = collectives.value_of_first_rank(outcome, self._group)
+            outcome = collectives.value_of_first_rank(outcome, self._group, _TOGETHER)
         if outcome[1] is not None:
             raise _joined({outcome[1]: [self.ranks[0]]}, 1) from error
         return outcome[0]  # type: ignore[return-value]  # the function's, of any type
@@ -97,11 +100,6 @@ def _joined(found: dict[tuple[type[Exception], str], list[int]], ranks: int) -> 
         for (kind, text), ranks in found.items()
     ]
     return CheckpointError("\n".join(lines))
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return a list of ranks as a message says it."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _named(kind: type[Exception], text: str) -> str:

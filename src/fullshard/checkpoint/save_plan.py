@@ -26,7 +26,7 @@ from fullshard.checkpoint.agreement import Outline, agreed, outline_of, parts_to
 from fullshard.checkpoint.local_state import LocalModelState, LocalTensor
 from fullshard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, StoredTensor, file_name
 from fullshard.checkpoint.optimizer_local_state import optimizer_tree
-from fullshard.checkpoint.rank_group import RankGroup, ranks_text
+from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.retention import TrainingRun, remove_old_checkpoints, training_run_of
 from fullshard.checkpoint.sharding import Sharding
 from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
@@ -34,6 +34,7 @@ from fullshard.checkpoint.tensor_files import NewEntry, write_file
 from fullshard.checkpoint.tensor_memory import contiguous_values
 from fullshard.checkpoint.unfinished_save import UnfinishedSave
 from fullshard.errors import CheckpointError, ConfigurationError, FullshardError
+from fullshard.names import ranks_text
 
 log = logging.getLogger("fullshard.checkpoint")
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from fullshard.comm import collectives
+from fullshard.comm.journal import Tag
 from fullshard.comm.spans import CollectiveSpan
 from fullshard.plan.layout import Layout, gathers_in_place
 from fullshard.storage.buffers import FlatShard, GatherBuffer, ShardBuffer, UploadBuffer
@@ -109,14 +110,14 @@ class GroupAllGather:
         """Memory of the comm object, while something is in flight in it."""
 
     def start(
-        self, extra: Messages | None, *, async_op: bool, span: CollectiveSpan | None
+        self, extra: Messages | None, tag: Tag, *, async_op: bool, span: CollectiveSpan | None
     ) -> AllGatherState:
         """Take memory, copy this rank's shard to it, and issue the collective, with ``extra`` beside it.
 
         On the all-gather stream. ``span`` is told when, if somebody records it.
         """
         if self._custom is not None:
-            return self._start_custom(self._custom, extra, async_op, span)
+            return self._start_custom(self._custom, extra, tag, async_op, span)
         buffer = self.buffer
         # The cast into the buffer and the collective are on one stream, so no event is needed between them.
         buffer.fill(self._source)
@@ -131,7 +132,7 @@ class GroupAllGather:
         if span is not None:
             extra_bytes = extra.received_bytes if extra is not None else 0
             span.begins(self.received_bytes + extra_bytes)
-        work = collectives.all_gather(outputs, inputs, self._group, async_op=async_op)
+        work = collectives.all_gather(outputs, inputs, self._group, tag, async_op=async_op)
         if span is not None:
             span.called((work,))
         return AllGatherState(work, span)
@@ -140,6 +141,7 @@ class GroupAllGather:
         self,
         custom: collectives.AllGather,
         extra: Messages | None,
+        tag: Tag,
         async_op: bool,
         span: CollectiveSpan | None,
     ) -> AllGatherState:
@@ -148,7 +150,9 @@ class GroupAllGather:
         # One message per call is all a comm object promises, so extra messages are calls of their own. They
         # are small, and the next one may be staged in the same memory, so each is waited for.
         for full, own in () if extra is None else zip(extra.outputs, extra.inputs, strict=True):
-            work = collectives.packed_all_gather(custom, full, own, self._group, async_op=async_op)
+            work = collectives.packed_all_gather(
+                custom, full, own, self._group, tag, async_op=async_op
+            )
             if work is not None:
                 work.wait()
         numel = self.buffer.packed_nbytes // self._dtype.itemsize
@@ -161,7 +165,9 @@ class GroupAllGather:
         own = output.view(self._world, -1)[self._rank]
         if span is not None:
             span.begins(self.received_bytes)
-        work = collectives.packed_all_gather(custom, output, own, self._group, async_op=async_op)
+        work = collectives.packed_all_gather(
+            custom, output, own, self._group, tag, async_op=async_op
+        )
         if span is not None:
             span.called((work,))
         return AllGatherState(work, span, rows)
@@ -211,7 +217,7 @@ class UnshardedInPlace:
         self.params = shards.full_params()
 
     def start(
-        self, extra: Messages | None, *, async_op: bool, span: CollectiveSpan | None
+        self, extra: Messages | None, tag: Tag, *, async_op: bool, span: CollectiveSpan | None
     ) -> AllGatherState:
         """Bring ``extra`` to its outputs; the parameters are in memory."""
         if extra is not None:
@@ -226,7 +232,7 @@ class UnshardedInPlace:
 
 
 def all_gather_full(
-    layout: Layout, pieces: Sequence[Tensor | None], process_group: ProcessGroup | None
+    layout: Layout, pieces: Sequence[Tensor | None], process_group: ProcessGroup | None, tag: Tag
 ) -> list[Tensor | None]:
     """Gather the ranks' pieces of each segment, and return per parameter what they make up.
 
@@ -250,6 +256,7 @@ def all_gather_full(
             [segment.view(torch.uint8) for segment, _ in pairs],
             [piece.view(torch.uint8) for _, piece in pairs],
             process_group,
+            tag,
             async_op=False,
         )
         assert work is None, "not asynchronous"

@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard import torch_border
 from fullshard.comm import collectives
 from fullshard.comm.all_gather import Messages
+from fullshard.comm.journal import tag
 from fullshard.errors import ConfigurationError
 from fullshard.plan.layout import contiguous_strides
 from fullshard.plan.policies import MixedPrecisionPolicy
@@ -47,6 +48,8 @@ from fullshard.storage.param import (
     FSDPParam,
     has_all_gather_extension,
 )
+
+_SIZES = tag("sizes of all-gather extensions")
 
 
 class UnbufferedAllGather(ABC):
@@ -277,10 +280,10 @@ def agree_on_sizes(members: Sequence[UnbufferedAllGather], group: ProcessGroup) 
         ConfigurationError: some rank's inputs can not be padded to that size; on all ranks.
     """
     mine: list[list[int]] = [[tensor.nbytes for tensor in member.inputs] for member in members]
-    everybody = collectives.values_of_all_ranks(mine, group)
+    everybody = collectives.values_of_all_ranks(mine, group, _SIZES)
     sizes = everybody[0]
     fits = [member.pad(wanted) for member, wanted in zip(members, sizes, strict=True)]
-    verdicts = collectives.values_of_all_ranks(fits, group)
+    verdicts = collectives.values_of_all_ranks(fits, group, _SIZES)
     faults = [
         f"{member.param.name}: ranks would send {[ranks[index] for ranks in everybody]} bytes"
         for index, member in enumerate(members)

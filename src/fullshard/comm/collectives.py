@@ -14,11 +14,12 @@ A comm object, a user's or one of ours, implements `AllGather` or `ReduceScatter
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -28,10 +29,15 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
+from fullshard.comm.journal import Tag, tag as make_tag
+from fullshard.comm.meetings import WatchedWork, meet, waiting_for
 from fullshard.errors import CommunicationError, ConfigurationError
 from fullshard.plan.mesh import DataParallelAxes, global_rank
 
 T = TypeVar("T")
+
+_CPU = torch.device("cpu")
+_CONNECTING = make_tag("first collective of a process group")
 
 
 class Comm(ABC):  # noqa: B024 (what it shares is concrete)
@@ -98,7 +104,9 @@ class DefaultAllGather(AllGather):
         """Gather through the process group."""
         options = _gather_options(async_op=async_op)
         work = torch_border.all_gather_single(group)(output_tensor, input_tensor, options)
-        return work if async_op else _ordered(work, group, output_tensor.device)
+        backend = backend_of(group, output_tensor.device)
+        work = _watched(work, group, backend)
+        return work if async_op else _ordered(work, backend)
 
 
 class DefaultReduceScatter(ReduceScatter):
@@ -115,7 +123,9 @@ class DefaultReduceScatter(ReduceScatter):
         """Reduce and scatter through the process group."""
         options = torch_border.reduce_scatter_options(op, async_op=async_op)
         work = torch_border.reduce_scatter_single(group)(output_tensor, input_tensor, options)
-        return work if async_op else _ordered(work, group, output_tensor.device)
+        backend = backend_of(group, output_tensor.device)
+        work = _watched(work, group, backend)
+        return work if async_op else _ordered(work, backend)
 
 
 class _InMemoryOf(Comm):
@@ -285,12 +295,17 @@ def connect(group: ProcessGroup, device: torch.device) -> None:
     Collective, the first time.
     """
     if group not in _CONNECTED:
-        all_reduce(torch.zeros(1, device=device), group, ReduceOp.SUM)
+        all_reduce(torch.zeros(1, device=device), group, ReduceOp.SUM, _CONNECTING)
         _CONNECTED.add(group)
 
 
 def all_gather(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup, *, async_op: bool
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    group: ProcessGroup,
+    tag: Tag,
+    *,
+    async_op: bool,
 ) -> Work | None:
     """Gather ``inputs[i]`` of all ranks into ``outputs[i]``, in one call; all are bytes.
 
@@ -308,13 +323,20 @@ def all_gather(
     if not outputs:
         return None
     options = _gather_options(async_op=async_op)
-    if backend_of(group, outputs[0].device) != "gloo":
-        work = torch_border.all_gather_coalesced(group)(outputs, inputs, options)
-    elif len(outputs) == 1:
+    backend = backend_of(group, outputs[0].device)
+    joined = None
+    if backend == "gloo" and len(outputs) > 1:
+        joined = _JoinedGather(outputs, inputs, group)  # takes memory, so before the ranks meet
+    meet(group, tag, backend)
+    if joined is not None:
+        joined.start(group, options)
+        work = cast(Work, joined)
+    elif backend == "gloo":
         work = torch_border.all_gather_single(group)(outputs[0], inputs[0], options)
+        work = cast(Work, WatchedWork(work, group))
     else:
-        work = cast(Work, _JoinedGather(outputs, inputs, group, options))
-    return work if async_op else _ordered(work, group, outputs[0].device)
+        work = torch_border.all_gather_coalesced(group)(outputs, inputs, options)
+    return work if async_op else _ordered(work, backend)
 
 
 class _JoinedGather:
@@ -323,19 +345,21 @@ class _JoinedGather:
     A `Work` for [Note: names of gloo's work]. Nobody may read the outputs before `wait`, as with any other work.
     """
 
+    _work: WatchedWork
+
     def __init__(
-        self,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        group: ProcessGroup,
-        options: Any,
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup
     ) -> None:
-        own = torch.cat(list(inputs))
-        gathered = own.new_empty(group.size() * own.numel())
+        self._own = torch.cat(list(inputs))
+        self._message = self._own.new_empty(group.size() * self._own.numel())
         self._outputs = [output.view(group.size(), -1) for output in outputs]
         sizes = [tensor.numel() for tensor in inputs]
-        self._gathered = gathered.view(group.size(), -1).split(sizes, dim=1)
-        self._work = torch_border.all_gather_single(group)(gathered, own, options)
+        self._gathered = self._message.view(group.size(), -1).split(sizes, dim=1)
+
+    def start(self, group: ProcessGroup, options: Any) -> None:
+        """Send the message."""
+        work = torch_border.all_gather_single(group)(self._message, self._own, options)
+        self._work = WatchedWork(work, group)
 
     def get_future(self) -> Any:
         """Return a future that is completed when the message has arrived."""
@@ -352,6 +376,7 @@ def reduce_scatter(
     inputs: Sequence[Tensor],
     group: ProcessGroup,
     op: ReduceOp.RedOpType,
+    tag: Tag,
     *,
     async_op: bool,
 ) -> Work | None:
@@ -364,8 +389,11 @@ def reduce_scatter(
     options = _reduce_options(op, async_op=async_op)
     if outputs[0].is_complex():  # as are all others, then
         outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
+    backend = backend_of(group, outputs[0].device)
+    meet(group, tag, backend)
     work = torch_border.reduce_scatter_coalesced(group)(outputs, inputs, options)
-    return work if async_op else _ordered(work, group, outputs[0].device)
+    work = _watched(work, group, backend)
+    return work if async_op else _ordered(work, backend)
 
 
 def check_exchanges(wire_dtype: torch.dtype, axes: DataParallelAxes, device: torch.device) -> None:
@@ -397,26 +425,34 @@ def check_exchanges(wire_dtype: torch.dtype, axes: DataParallelAxes, device: tor
 
 
 def all_to_all(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup, *, async_op: bool
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    group: ProcessGroup,
+    tag: Tag,
+    *,
+    async_op: bool,
 ) -> list[Work | None]:
     """Send block r of ``inputs[i]`` to rank r; ``outputs[i]`` gets what all ranks sent, in their order.
 
     One call for each, since no backend coalesces them: small ones should be in one message.
     """
     options = _exchange_options(async_op=async_op)
-    return [
-        work if async_op else _ordered(work, group, output.device)
-        for output, work in (
-            (output, torch_border.all_to_all_single(group, output, tensor, options))
-            for output, tensor in zip(outputs, inputs, strict=True)
-            if tensor.numel()
-        )
+    pairs = [pair for pair in zip(outputs, inputs, strict=True) if pair[0].numel()]
+    if not pairs:
+        return []
+    backend = backend_of(group, pairs[0][0].device)
+    meet(group, tag, backend)
+    works = [
+        _watched(torch_border.all_to_all_single(group, output, tensor, options), group, backend)
+        for output, tensor in pairs
     ]
+    return [work if async_op else _ordered(work, backend) for work in works]
 
 
-def all_reduce(tensor: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType) -> None:
+def all_reduce(tensor: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType, tag: Tag) -> None:
     """Reduce ``tensor`` over the group in place; the current stream is ordered after it."""
-    dist.all_reduce(as_real(tensor), op=op, group=group)
+    with _in_order(group, tag, tensor.device):
+        dist.all_reduce(as_real(tensor), op=op, group=group)
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -427,43 +463,58 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-def broadcast(tensor: Tensor, group: ProcessGroup) -> None:
+def broadcast(tensor: Tensor, group: ProcessGroup, tag: Tag) -> None:
     """Give all ranks of the group the tensor of its first rank; the current stream is ordered after it."""
-    dist.broadcast(tensor, group=group, group_src=0)
+    with _in_order(group, tag, tensor.device):
+        dist.broadcast(tensor, group=group, group_src=0)
 
 
-def whole_of_dtensor(tensor: DTensor) -> Tensor:
+def whole_of_dtensor(tensor: DTensor, tag: Tag) -> Tensor:
     """Return the full tensor of which each rank of a DTensor has a shard."""
-    return tensor.full_tensor()
+    with contextlib.ExitStack() as stack:
+        for group in tensor.device_mesh.get_all_groups():
+            if group.size() > 1:
+                stack.enter_context(_in_order(group, tag, tensor.device))
+        return tensor.full_tensor()
 
 
-def values_of_all_ranks(value: T, group: ProcessGroup) -> list[T]:
+def values_of_all_ranks(value: T, group: ProcessGroup, tag: Tag) -> list[T]:
     """Return a small picklable value of every rank, by rank; the host waits for it."""
     values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group)
+    with _in_order(group, tag, None):
+        dist.all_gather_object(values, value, group)
     return values
 
 
-def values_by_rank(value: T, groups: Iterable[ProcessGroup]) -> dict[int, T]:
+def values_by_rank(value: T, groups: Iterable[ProcessGroup], tag: Tag) -> dict[int, T]:
     """Return a small picklable value of all ranks in the groups, or reached through them, by global rank."""
     values = {global_rank(): value}
     for group in groups:
-        everyones = values_of_all_ranks(values, group)
+        everyones = values_of_all_ranks(values, group, tag)
         values = {rank: each for theirs in everyones for rank, each in theirs.items()}
     return dict(sorted(values.items()))
 
 
-def value_of_first_rank(value: T, group: ProcessGroup) -> T:
+def value_of_first_rank(value: T, group: ProcessGroup, tag: Tag) -> T:
     """Return the value of the group's first rank, on all of them; the host waits for it."""
     values: list[Any] = [value]
-    dist.broadcast_object_list(values, group=group, group_src=0)
+    with _in_order(group, tag, None):
+        dist.broadcast_object_list(values, group=group, group_src=0)
     return cast("T", values[0])
 
 
 def packed_all_gather(
-    comm: AllGather, output: Tensor, own: Tensor, group: ProcessGroup, *, async_op: bool
+    comm: AllGather,
+    output: Tensor,
+    own: Tensor,
+    group: ProcessGroup,
+    tag: Tag,
+    *,
+    async_op: bool,
 ) -> Work | None:
     """Gather one staged shard per rank with a comm object."""
+    backend = backend_of(group, output.device)
+    meet(group, tag, backend)
     return _checked(comm, comm(output, own, group, async_op=async_op))
 
 
@@ -473,10 +524,12 @@ def packed_reduce_scatter(
     packed: Tensor,
     group: ProcessGroup,
     op: ReduceOp.RedOpType,
+    tag: Tag,
     *,
     async_op: bool,
 ) -> Work | None:
     """Reduce one staged input with a comm object."""
+    meet(group, tag, backend_of(group, output.device))
     return _checked(comm, comm(as_real(output), as_real(packed), group, op, async_op=async_op))
 
 
@@ -493,11 +546,32 @@ ON_CURRENT_STREAM = ("nccl", "fake")
 """Backends that issue a collective to the current stream, if it is not asynchronous."""
 
 
-def _ordered(work: Work, group: ProcessGroup, device: torch.device) -> Work | None:
+def _ordered(work: Work, backend: str) -> Work | None:
     """Order the current stream after ``work``, and return None: nothing is left to wait for."""
-    if backend_of(group, device) not in ON_CURRENT_STREAM:
+    if backend not in ON_CURRENT_STREAM:
         work.wait()
     return None
+
+
+def _watched(work: Work, group: ProcessGroup, backend: str) -> Work:
+    """Return a work that the host waits for in slices, if the host waits for it."""
+    return cast(Work, WatchedWork(work, group)) if backend == "gloo" else work
+
+
+@contextlib.contextmanager
+def _in_order(group: ProcessGroup, tag: Tag, device: torch.device | None) -> Iterator[None]:
+    """Let the ranks meet before a collective of torch's that returns when it is done.
+
+    Without a device, the collective goes where torch sends objects: over the CPU, if the group can.
+    """
+    if device is None:
+        cpu = backend_of(group, _CPU)
+        backend = cpu if cpu != "nothing" else "other"
+    else:
+        backend = backend_of(group, device)
+    meet(group, tag, backend)
+    with waiting_for(group, tag):
+        yield
 
 
 # Options are the same for every call, so each is made once.

@@ -22,6 +22,7 @@ from fullshard.comm.reduce_scatter import (
     ReducedGroup,
     ReduceEvents,
     ReduceScatterState,
+    ReduceTags,
     all_reduce_bytes,
 )
 from fullshard.comm.reduce_settings import ReduceSettings
@@ -94,13 +95,18 @@ class GradientReducer:
         self._reduced_group: ReducedGroup
         self._group: weakref.ref[Group]
 
-    def connect(self, context: FSDPCommContext, group: Group) -> None:
+    def connect(self, context: FSDPCommContext, group: Group, tags: ReduceTags) -> None:
         """Join a model's streams; spans of reductions are recorded as those of ``group``."""
         self._context = context
         self._group = weakref.ref(group)  # which holds us
         self.unreduced.connect(context)
         self._reduced_group = ReducedGroup(
-            context, ReduceEvents.new(context), self._mesh_info, self._params, self.unreduced
+            context,
+            ReduceEvents.new(context),
+            self._mesh_info,
+            self._params,
+            self.unreduced,
+            tags,
         )
 
     def derive_dtypes(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from fullshard import torch_border
 from fullshard.comm import collectives
+from fullshard.comm.journal import Tag, tag
 from fullshard.comm.reduce_buffer import OutputView, ReduceBucket, ReduceBuffer
 from fullshard.comm.reduce_settings import UNDIVIDED, DivideRule, ReduceSettings, divide_rule
 from fullshard.comm.spans import CollectiveSpan
@@ -59,6 +61,19 @@ class ReduceEvents:
         return cls(context.new_event(), context.new_event(), context.new_event())
 
 
+class ReduceTags(NamedTuple):
+    """Tags of one group's collectives in a reduction."""
+
+    reduce: Tag
+    """The reduce-scatter, or the exchange in its place."""
+    all_reduce: Tag
+
+    @classmethod
+    def of(cls, name: str) -> ReduceTags:
+        """Return the tags of the group of this name."""
+        return cls(tag(f"reduce-scatter of {name}"), tag(f"all-reduce of {name}"))
+
+
 @dataclass(frozen=True, slots=True)
 class ReducedGroup:
     """What all reductions of one group share; made when the group joins a model's streams."""
@@ -70,6 +85,7 @@ class ReducedGroup:
     params: Sequence[FSDPParam]
     unreduced: UnreducedGradients
     """Where partial sums over shards are kept, and taken from."""
+    tags: ReduceTags
 
 
 @dataclass(slots=True)
@@ -151,6 +167,7 @@ class ReduceScatterState:
         self._mesh_info = group.mesh_info
         self._params = group.params
         self._unreduced = group.unreduced
+        self._tags = group.tags
         self._settings = settings
         self._custom = settings.custom if settings.process_group is not None else None
         self._buffer = buffer
@@ -272,7 +289,9 @@ class ReduceScatterState:
         group = self._settings.process_group
         assert group is not None, "what stays on its rank is not in a dtype for the wire"
         async_op = not self._context.asynchronous
-        return collectives.all_to_all(each.outputs, each.inputs, group, async_op=async_op)
+        return collectives.all_to_all(
+            each.outputs, each.inputs, group, self._tags.reduce, async_op=async_op
+        )
 
     def _scatter(self, each: _BucketState) -> Work | None:
         async_op = not self._context.asynchronous
@@ -291,9 +310,11 @@ class ReduceScatterState:
             return None
         if custom is not None:
             return collectives.packed_reduce_scatter(
-                custom, outputs[0], inputs[0], group, op, async_op=async_op
+                custom, outputs[0], inputs[0], group, op, self._tags.reduce, async_op=async_op
             )
-        return collectives.reduce_scatter(outputs, inputs, group, op, async_op=async_op)
+        return collectives.reduce_scatter(
+            outputs, inputs, group, op, self._tags.reduce, async_op=async_op
+        )
 
     def _bring_out(self) -> None:
         """Bring results out of memory that is given back with the input; after the collectives, on their stream."""
@@ -400,7 +421,7 @@ class ReduceScatterState:
         span = None if self._span is None else self._span.followed_by("all-reduce")
         if span is not None:
             span.begins(all_reduce_bytes(reduced.nbytes, group.size()))
-        collectives.all_reduce(reduced, group, rule.op)
+        collectives.all_reduce(reduced, group, rule.op, self._tags.all_reduce)
         if span is not None:
             span.called(())
             span.host_waited()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fullshard import torch_border
+from fullshard.comm.journal import POSITION
 from fullshard.engine.param_group import group_without_memory, groups_of
 from fullshard.errors import LifecycleError
 from fullshard.plan.schedule import Call
@@ -47,7 +48,10 @@ def run_backward(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
         )
     try:
         gradients = run(*args, **options)
-    except RuntimeError as error:
+    except Exception as error:
+        POSITION.note_exception(error)
+        if not isinstance(error, RuntimeError):
+            raise
         told = _needed_too_late(torch_border.version_found(error))
         if told is None:
             raise

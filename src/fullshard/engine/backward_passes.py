@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from fullshard import torch_border
+from fullshard.comm.journal import POSITION
 from fullshard.engine import backward_hooks
 from fullshard.engine.state import FSDPState
 from fullshard.engine.training_state import TrainingState
@@ -113,6 +114,7 @@ class BackwardPasses:
             return
         if not self.running and self._runtime.context.asynchronous:
             self._runtime.context.gathers_wait_for()
+        POSITION.phase = "backward"
         self.running.append(this_pass)
         torch_border.queue_end_of_backward(
             functools.partial(backward_hooks.end_of_pass, weakref.ref(self), this_pass)

@@ -22,10 +22,13 @@ from torch.distributed import ReduceOp
 
 from fullshard.comm import collectives
 from fullshard.comm.all_gather import all_gather_full
+from fullshard.comm.journal import tag
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.errors import ConfigurationError
 from fullshard.storage.buffers import in_memory_order, shard_of
 from fullshard.storage.sharded_params import OrigParamShard, PlainShardedParam
+
+_AGREEING = tag("full parameters (state_dict, load_state_dict or summon_full_params)")
 
 
 def refresh_shards_together(groups: Sequence[FSDPParamGroup]) -> None:
@@ -54,11 +57,11 @@ def refresh_shards_together(groups: Sequence[FSDPParamGroup]) -> None:
     found = [bool(faults), kind, -kind]
     for process_group, device in process_groups:
         message = torch.tensor(found, dtype=torch.int64, device=device)
-        collectives.all_reduce(message, process_group, ReduceOp.MAX)
+        collectives.all_reduce(message, process_group, ReduceOp.MAX, _AGREEING)
         found = message.tolist()
     if found[0] or found[1] != -found[2]:
         everyone = collectives.values_by_rank(
-            (faults, dtypes), [each for each, _ in process_groups]
+            (faults, dtypes), [each for each, _ in process_groups], _AGREEING
         )
         _raise_together(everyone)
 
@@ -102,6 +105,7 @@ def gather(group: FSDPParamGroup, pieces: Sequence[Tensor | None]) -> list[Tenso
         group.layout,
         [None if piece is None else piece.to(group.device) for piece in pieces],
         group.mesh_info.shard_peers,
+        tag(f"all-gather of {group.name}, outside of a step"),
     )
 
 
@@ -156,7 +160,9 @@ def gather_gradients(group: FSDPParamGroup) -> list[Tensor | None]:
     present = [param.sharded_param.param.grad is not None for param in group.params]
     peers = group.mesh_info.shard_peers
     if peers is not None:
-        everybody = collectives.values_of_all_ranks(present, peers)
+        everybody = collectives.values_of_all_ranks(
+            present, peers, tag(f"all-gather of gradients of {group.name}")
+        )
         present = [any(found) for found in zip(*everybody, strict=True)]
     pieces = [
         torch.zeros(

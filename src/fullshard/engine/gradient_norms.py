@@ -14,6 +14,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from fullshard.comm import collectives
+from fullshard.comm.journal import tag
+
+_GRADIENT_NORM = tag("gradient norm (clip_grad_norm_)")
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -70,7 +73,7 @@ class SumOfPowers:
 
     def over(self, own: Tensor, group: ProcessGroup) -> None:
         """Reduce over the ranks of a group, in place."""
-        collectives.all_reduce(own, group, self.op)
+        collectives.all_reduce(own, group, self.op, _GRADIENT_NORM)
 
     def value(self, reduced: Tensor) -> Tensor:
         """Return the number that was reduced."""

@@ -11,6 +11,7 @@ The memory of unsharded parameters is given back after forward. A module may ret
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import torch_border
+from fullshard.comm.journal import POSITION
 from fullshard.engine import backward_hooks
 from fullshard.engine.lazy_init import lazy_init
 from fullshard.engine.runtime import Runtime
@@ -120,6 +122,8 @@ def _post_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
     runtime = state.runtime
     if runtime is None:
         return output  # the first forward was refused
+    if output is None and (error := sys.exception()) is not None:
+        POSITION.note_exception(error)
     if runtime.context.recorder is not None:
         runtime.context.recorder.forward_ends(state)
     with (

@@ -27,6 +27,8 @@ from fullshard.comm import collectives
 from fullshard.comm.all_gather import AllGatherState, GroupAllGather, UnshardedInPlace
 from fullshard.comm.gradient_reducer import GradientReducer
 from fullshard.comm.group_all_gathers import GroupAllGathers
+from fullshard.comm.journal import tag
+from fullshard.comm.reduce_scatter import ReduceTags
 from fullshard.comm.spans import TraceRecorder
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine.sharded_state import ShardedState
@@ -241,19 +243,23 @@ class FSDPParamGroup:
                 "FullyShardedDataParallel, within summon_full_params."
             )
 
-    def connect(self, context: FSDPCommContext, name: str) -> None:
-        """Join a model's streams, under the group's full name in it."""
+    def connect(self, context: FSDPCommContext, name: str, *, part: str = "") -> None:
+        """Join a model's streams, under the group's full name in it.
+
+        ``part`` tells groups of the same name apart.
+        """
         self._wait_for_gather()  # one issued before, on streams of its own
         self._notice_extensions()
         self._context = context
         self.name = name
+        self._gather_tag = tag(f"all-gather of {name}{part}")
         self._labels = _Labels(f"FSDP::all_gather ({name})", f"FSDP::all_gather_copy_out ({name})")
         context.host_reads_results = context.host_reads_results or self.all_gathers.uploads
         self._gathered_event = context.new_event()
         """On the all-gather stream: the full parameters are complete."""
         self._released_event = context.new_event()
         """On the compute stream: the last read of the gathered memory."""
-        self.reducer.connect(context, self)
+        self.reducer.connect(context, self, ReduceTags.of(name + part))
 
     @property
     def context(self) -> FSDPCommContext:
@@ -324,7 +330,9 @@ class FSDPParamGroup:
                 self._gathered_version = self._shard_version
                 if gathers.unbuffered is not None:
                     extra = gathers.unbuffered.messages()
-            in_flight = all_gather.start(extra, async_op=not context.asynchronous, span=span)
+            in_flight = all_gather.start(
+                extra, self._gather_tag, async_op=not context.asynchronous, span=span
+            )
             # A gather is finished at once where the stream alone can wait for it. It is not where the host must
             # wait, nor where finishing takes memory that others give back before compute needs this one.
             if (

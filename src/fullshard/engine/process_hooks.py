@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -31,6 +32,8 @@ from torch.optim.optimizer import (
 )
 
 from fullshard import torch_border
+from fullshard.comm.journal import POSITION
+from fullshard.comm.meetings import step_taken
 from fullshard.comm.unreduced_gradients import gradients_were_cleared, not_to_be_updated
 from fullshard.engine import backward_hooks, optimizer_checks
 from fullshard.engine.optimizer_checks import params_of
@@ -64,6 +67,7 @@ _CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary(
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    POSITION.phase = "optimizer"
     optimizer_checks.check(optimizer)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _CHECKED.get(optimizer) != count:
@@ -100,11 +104,24 @@ def _check_params(optimizer: Optimizer) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Count the writes to sharded parameters: fused operators, and those on lists of DTensors, do not."""
+    """Count the step, and the writes to sharded parameters: fused operators, and those on lists of DTensors, do not."""
+    POSITION.phase = "outside"
+    process_groups = _process_groups(optimizer)
+    if process_groups:
+        step_taken(process_groups)
     if isinstance(optimizer, torch_border.DelegatingOptimizer):
         return  # does so itself
     written = [p for p in params_of(optimizer) if p.grad is not None and group_of(p)]
     torch.autograd.graph.increment_version(written)
+
+
+def _process_groups(optimizer: Optimizer) -> set[ProcessGroup]:
+    """Return the process groups over which the optimizer's parameters are sharded or replicated."""
+    axes = [group.mesh_info for group in groups_of(params_of(optimizer))]
+    found = {
+        group for each in axes for group in (each.shard_process_group, each.replicate_process_group)
+    }
+    return {group for group in found if group is not None}
 
 
 # --- zero_grad ------------------------------------------------------------------------------------

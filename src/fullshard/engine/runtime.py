@@ -27,6 +27,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from fullshard import torch_border
+from fullshard.comm.journal import POSITION
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import process_hooks
 from fullshard.engine.backward_passes import BackwardPasses
@@ -63,8 +64,10 @@ class Runtime:
     def connect(self) -> None:
         """Let all groups use the model's streams."""
         for state in self.states:
-            for group in state.groups:
-                group.connect(self.context, state.name)
+            for number, group in enumerate(state.groups, 1):
+                several = len(state.groups) > 1
+                part = f" (group {number} of {len(state.groups)})" if several else ""
+                group.connect(self.context, state.name, part=part)
         self.limit_reductions()
 
     def limit_reductions(self) -> None:
@@ -115,6 +118,7 @@ class Runtime:
         if torch_border.backward_pass_id() != -1:
             self.backward.enter_recomputation(state)
             return
+        POSITION.phase = "forward"
         if state is self.root and state.depth == 0:
             self._begin_forward()
         elif self.root.call is None and state.depth == 0:  # a part of the model is run on its own
@@ -131,6 +135,7 @@ class Runtime:
 
     def begin_call(self, state: FSDPState, call: Call[FSDPState]) -> None:
         """Unshard ``state`` for a forward or its recomputation."""
+        POSITION.module = state.name
         state.call = call
         state.training_state = TrainingState.FORWARD
         self._prefetched.discard(state)
@@ -149,6 +154,7 @@ class Runtime:
             state.training_state = TrainingState.IDLE
 
     def _begin_forward(self) -> None:
+        POSITION.raised = None
         if self.backward.running:
             warnings.warn(
                 "The last backward pass did not finish (an exception?): its gradients that were not reduced "
@@ -253,6 +259,7 @@ class Runtime:
         if self.context.host_reads_results and not torch.is_grad_enabled():
             self.context.synchronize()  # no backward will; the host may write the shards now
         self.schedule.end_forward()
+        POSITION.phase = "outside"
 
     # --- gathers and releases, in both passes ------------------------------------------------------
 
@@ -263,6 +270,7 @@ class Runtime:
             if torch_border.profiler_enabled()
             else torch_border.NO_RANGE
         ):
+            POSITION.module = state.name
             if self._reshard_later is state:
                 self._reshard_later = None
             self._prefetched.discard(state)
@@ -333,6 +341,7 @@ class Runtime:
                             group.drop_post_forward_shard()
             # Always: nobody can be told to wait who reads `.grad` after a backward, the last one or not.
             self.context.join()
+            POSITION.phase = "outside"
 
 
 def _tree_changed(runtime: weakref.ref[Runtime]) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import torch_border
 from fullshard.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.comm import collectives
+from fullshard.comm.journal import tag
 from fullshard.engine.options import StateOptions
 from fullshard.engine.ownership import (
     OwnedParam,
@@ -44,6 +45,7 @@ _KEPT_AFTER_FORWARD = (
     ShardingStrategy.NO_SHARD,
     ShardingStrategy._HYBRID_SHARD_ZERO2,
 )
+_SENDING = tag("sync_module_states of FullyShardedDataParallel")
 _ALIGNMENT = 16
 """Parameters start at multiples of so many bytes in a flat array, as torch's do: enough for any vector load."""
 
@@ -119,7 +121,7 @@ def _check_all_ranks_can_receive(
     for group in (axes.shard_process_group, axes.replicate_process_group):
         if group is None:
             continue
-        reports = collectives.values_of_all_ranks((own, failure), group)
+        reports = collectives.values_of_all_ranks((own, failure), group, _SENDING)
         failures = [error for _, error in reports if error is not None]
         if failure is not None or failures:
             raise failure or failures[0]
@@ -147,7 +149,7 @@ def send_from_rank_0(
         held = local_tensor(tensor)
         for group in (axes.shard_process_group, axes.replicate_process_group):
             if group is not None:
-                collectives.broadcast(held, group)
+                collectives.broadcast(held, group, _SENDING)
 
 
 # --- sharding -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from fullshard.api import FullOptimStateDictConfig, StateDictType
 from fullshard.comm import collectives
+from fullshard.comm.journal import tag
 from fullshard.errors import ConfigurationError, fault_paragraphs
 from fullshard.fsdp1.optimizer_agreement import Agreement, Membership, membership_of, same
 from fullshard.fsdp1.optimizer_params import (
@@ -133,7 +134,7 @@ def _agree_on_keys(
         unknown_params,
         {} if outline is None else outline.tensors,
     )
-    reports = collectives.values_by_rank(own, process_groups)
+    reports = collectives.values_by_rank(own, process_groups, tag("optim_state_dict_to_load"))
     refuse_unknown_params(fault for report in reports.values() for fault in report.unknown_params)
     agreement = Agreement(
         {rank: report.membership for rank, report in reports.items()}, model_params, global_rank()

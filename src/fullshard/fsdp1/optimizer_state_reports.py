@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fullshard.comm import collectives
+from fullshard.comm.journal import tag
 from fullshard.engine.tensor_trees import map_tensors, tensors_in
 from fullshard.errors import ConfigurationError, fault_paragraphs
 from fullshard.fsdp1.optimizer_agreement import Agreement, Membership, same
@@ -121,7 +122,7 @@ def plan_states(
     model_params: ModelParams, own: RankReport, process_groups: Sequence[ProcessGroup]
 ) -> tuple[dict[str, PlannedStates], Agreement]:
     """Return what to gather by keys of entries, and what ranks agree on; the same on all ranks. Collective."""
-    reports = collectives.values_by_rank(own, process_groups)
+    reports = collectives.values_by_rank(own, process_groups, tag("optimizer state dict"))
     _refuse_unreadable([*reports.values()])
     agreement = Agreement(
         {rank: report.membership for rank, report in reports.items()}, model_params, global_rank()

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fullshard.comm import collectives
+from fullshard.comm.journal import tag
 from fullshard.engine.tensor_trees import map_tensors
 from fullshard.errors import fault_paragraphs
 from fullshard.fsdp1.optimizer_params import ModelParams, is_first, state_dict_faults
@@ -158,7 +159,7 @@ class TensorsOfRank0(StateSource):
                 "Choose SHARDED_STATE_DICT with set_state_dict_type to load it.",
             )
         own = (self.outline, self.faults) if self._has_tensors else None
-        sent = collectives.values_by_rank(own, process_groups)
+        sent = collectives.values_by_rank(own, process_groups, tag("optim_state_dict_to_load"))
         self.outline, self.faults = next(each for each in sent.values() if each is not None)
 
     def fetch(
@@ -175,5 +176,7 @@ class TensorsOfRank0(StateSource):
             for key, part in zip(wanted, parts, strict=True):
                 part.copy_(self.tensors[key].detach().reshape(-1))
         for process_group in self._process_groups:
-            collectives.broadcast(message.view(torch.uint8), process_group)
+            collectives.broadcast(
+                message.view(torch.uint8), process_group, tag("optim_state_dict_to_load")
+            )
         return (part.view(each.shape) for part, each in zip(parts, outlines, strict=True))

@@ -14,8 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard import torch_border
 from fullshard.comm import collectives
+from fullshard.comm.journal import tag
 from fullshard.fsdp1.wrapper_base import WrapperBase
 from fullshard.plan.placement import ParamPlacement
+
+_FULL_TENSOR = tag("all-gather of an entry of a sharded state dict")
 
 
 def shard_rows(
@@ -67,7 +70,7 @@ def unshard_rows(value: Any, device: torch.device) -> Any:
     if isinstance(value, DTensor):
         if value.device.type != device.type:
             value = value.to(device)
-        return collectives.whole_of_dtensor(value)
+        return collectives.whole_of_dtensor(value, _FULL_TENSOR)
     if torch_border.is_sharded_tensor(value):
         return _full_sharded_tensor(value, device)
     return value
@@ -83,7 +86,11 @@ def _full_sharded_tensor(value: Any, device: torch.device) -> Tensor:
         own[: parts.local.numel()] = parts.local.reshape(-1)
     gathered = own.new_empty(largest * len(parts.numels))
     collectives.all_gather(
-        [gathered.view(torch.uint8)], [own.view(torch.uint8)], parts.group, async_op=False
+        [gathered.view(torch.uint8)],
+        [own.view(torch.uint8)],
+        parts.group,
+        _FULL_TENSOR,
+        async_op=False,
     )
     rows = gathered.view(-1, largest)
     flat = torch.cat([row[:numel] for row, numel in zip(rows, parts.numels, strict=True)])

@@ -29,6 +29,7 @@ from fullshard.api import (
     StateDictType,
 )
 from fullshard.comm import collectives
+from fullshard.comm.journal import tag
 from fullshard.engine import full_params
 from fullshard.engine.ownership import params_by_owner
 from fullshard.engine.param_group import FSDPParamGroup
@@ -300,7 +301,7 @@ def _check_sharded_entries(wrapper: WrapperBase, sharded: list[str]) -> None:
     process_group = wrapper._fsdp_state.groups and _groups(wrapper)[0].mesh_info.shard_process_group
     if not process_group:
         return
-    by_rank = collectives.values_of_all_ranks(sharded, process_group)
+    by_rank = collectives.values_of_all_ranks(sharded, process_group, tag("load_state_dict"))
     common = set(by_rank[0]).intersection(*by_rank[1:])
     faults = [
         f"rank {rank}: {clean_name(key)}"

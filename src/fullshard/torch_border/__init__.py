@@ -80,6 +80,8 @@ from fullshard.torch_border.process_groups import (
     reduce_scatter_options as reduce_scatter_options,
     reduce_scatter_single as reduce_scatter_single,
     set_timeout as set_timeout,
+    store_host as store_host,
+    store_of as store_of,
     symmetric_bytes as symmetric_bytes,
     timeout_of as timeout_of,
 )

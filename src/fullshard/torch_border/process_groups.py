@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
@@ -142,6 +142,18 @@ def timeout_of(group: ProcessGroup) -> timedelta | None:
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     """Set how long the collectives of a group wait for other ranks."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def store_of(group: ProcessGroup) -> Store:
+    """Return the store through which the ranks of a group found each other, with keys of the group's own."""
+    return dist.distributed_c10d._world.pg_map[group][1]
+
+
+def store_host(store: Store) -> str | None:
+    """Return the host that serves a store, as its clients name it; None if no host does."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else None
 
 
 def arrived(tensor: Tensor) -> Tensor:

@@ -1,0 +1,229 @@
+"""A channel beside the collectives: ranks of a process group agree on what they do next.
+
+Plain sockets between the ranks of one process group, whatever its backend is. Messages are a few bytes, which the
+thread that trains sends and receives by itself, so an agreement of two ranks takes some tens of microseconds.
+
+[Note: dissemination]
+In round k, a rank sends to the one 2**k places after it, and receives from the one 2**k places before it. After
+log2(n) rounds, rounded up, each rank has heard from all, directly or not. What is sent must be the same if it is heard
+twice: the smallest and largest number so far, or a union of what ranks have said. All ranks come to the same result.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from torch.distributed import ProcessGroup, Store
+
+from fullshard import torch_border
+from fullshard.comm.journal import Journal
+from fullshard.comm.verdict import SLICE_S, VERDICT
+from fullshard.errors import DivergenceError
+
+_NUMBERS = struct.Struct("<qq")
+_LENGTH = struct.Struct("<q")
+_HELLO = struct.Struct("<16sqq")
+_POLL_S = 0.001
+DIAL_S = 2.0
+"""How long one attempt to connect may take."""
+
+
+class ControlChannel:
+    """The sockets of this rank to others of one process group."""
+
+    def __init__(self, group: ProcessGroup, journal: Journal) -> None:
+        """Connect to the other ranks; collective.
+
+        Raises:
+            DivergenceError: a rank does not come.
+        """
+        self._journal = journal
+        self._size = group.size()
+        self._rounds: list[tuple[socket.socket, socket.socket]] = []
+        """Per round, the socket to send to and the one to receive from: [Note: dissemination]."""
+        timeout = torch_border.timeout_of(group)
+        self._connect(torch_border.store_of(group), timeout.total_seconds() if timeout else 1800.0)
+
+    # --- agreement ----------------------------------------------------------------------------------
+
+    def agree(self, number: int) -> bool:
+        """Return whether all ranks bring the same number; all ranks get the same answer.
+
+        Raises:
+            DivergenceError: a rank has gone, or the watchdog has proven a divergence.
+        """
+        low = high = number
+        for after, before in self._rounds:
+            self._send(after, _NUMBERS.pack(low, high))
+            other_low, other_high = _NUMBERS.unpack(self._receive(before, _NUMBERS.size))
+            low, high = min(low, other_low), max(high, other_high)
+        return low == high
+
+    def exchange(self, text: str) -> list[str]:
+        """Return what each rank says, by its place in the group."""
+        said = {self._journal.rank: text}
+        for after, before in self._rounds:
+            message = json.dumps(said).encode()
+            self._send(after, _LENGTH.pack(len(message)) + message)
+            (length,) = _LENGTH.unpack(self._receive(before, _LENGTH.size))
+            said |= {
+                int(rank): each for rank, each in json.loads(self._receive(before, length)).items()
+            }
+        return [said[rank] for rank in range(self._size)]
+
+    # --- sockets --------------------------------------------------------------------------------------
+
+    def _send(self, to: socket.socket, message: bytes) -> None:
+        try:
+            to.sendall(message)
+        except OSError as error:
+            raise self._lost(to) from error
+
+    def _receive(self, sender: socket.socket, size: int) -> bytes:
+        message = b""
+        while len(message) < size:
+            try:
+                part = sender.recv(size - len(message))
+            except TimeoutError:
+                VERDICT.raise_if_diverged()
+                continue
+            except OSError as error:
+                raise self._lost(sender) from error
+            if not part:
+                raise self._lost(sender)
+            message += part
+        return message
+
+    def _lost(self, peer: socket.socket) -> DivergenceError:
+        """Return the error about a rank that has closed its connection."""
+        size, rank, ranks = self._size, self._journal.rank, self._journal.ranks
+        places = {}
+        for distance, (after, before) in zip(self._distances, self._rounds, strict=True):
+            places |= {after: (rank + distance) % size, before: (rank - distance) % size}
+        tag = self._journal.last_tag
+        return VERDICT.explain(
+            f"Ranks must call the same collectives, but rank {ranks[places[peer]]} has ended, or left its process group, "
+            f"while rank {ranks[rank]} was about to call: {tag.text if tag else 'the first one'}. See what that rank "
+            "printed last."
+        )
+
+    @property
+    def _distances(self) -> list[int]:
+        return [2**k for k in range((self._size - 1).bit_length())]
+
+    def _connect(self, store: Store, timeout_s: float) -> None:
+        rank, ranks = self._journal.rank, self._journal.ranks
+        end = time.monotonic() + timeout_s
+
+        def value_of(key: str, other: int) -> str:
+            _wait_until(
+                lambda: store.check([key]),
+                end,
+                f"rank {ranks[other]} has not come to the first collective of process group {self._journal.name!r}",
+            )
+            return store.get(key).decode()
+
+        with _listener() as listener:
+            if rank == 0:
+                store.set("fullshard/token", secrets.token_hex(8))
+            port = listener.getsockname()[1]
+            store.set(f"fullshard/address/{rank}", json.dumps([_own_hosts(store), port]))
+            token = value_of("fullshard/token", 0).encode()
+            outgoing = []
+            for distance in self._distances:
+                place = (rank + distance) % self._size
+                hosts, port = json.loads(value_of(f"fullshard/address/{place}", place))
+                hello = _HELLO.pack(token, place, distance)
+                outgoing.append(_dial(hosts, port, hello, end))
+            incoming = _accept(listener, token, rank, self._distances, end)
+        for after, before in zip(outgoing, incoming, strict=True):
+            for each in (after, before):
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                each.settimeout(SLICE_S)
+            self._rounds.append((after, before))
+
+
+# --- connecting -------------------------------------------------------------------------------------
+
+
+def _listener() -> socket.socket:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    listener = socket.create_server(("", 0), family=family, backlog=64, dualstack_ipv6=both)
+    listener.settimeout(SLICE_S)
+    return listener
+
+
+def _own_hosts(store: Store) -> list[str]:
+    """Return addresses under which other ranks may reach this one, the most likely first."""
+    found = []
+    serving = torch_border.store_host(store)
+    for name in (serving, socket.gethostname()):
+        with suppress(OSError):
+            for family, _, _, _, address in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM):
+                if name != serving:
+                    found.append(str(address[0]))
+                    continue
+                # The address of the interface that leads to the store's host. Nothing is sent.
+                with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.connect(address)
+                    found.append(probe.getsockname()[0])
+    return list(dict.fromkeys([*found, "127.0.0.1"]))
+
+
+def _dial(hosts: Sequence[str], port: int, hello: bytes, end: float) -> socket.socket:
+    """Connect to the rank that listens at one of the addresses and knows the token."""
+    found: list[socket.socket] = []
+
+    def dialled() -> bool:
+        for host in hosts:
+            with suppress(OSError):
+                connection = socket.create_connection((host, port), timeout=DIAL_S)
+                with suppress(OSError):
+                    connection.sendall(hello)
+                    found.append(connection)
+                    return True
+        return False
+
+    _wait_until(dialled, end, f"no rank could be reached at port {port} of {', '.join(hosts)}")
+    return found[0]
+
+
+def _accept(
+    listener: socket.socket, token: bytes, rank: int, distances: Sequence[int], end: float
+) -> list[socket.socket]:
+    """Return the connections of the ranks before this one, by their distances."""
+    found: dict[int, socket.socket] = {}
+
+    def accepted() -> bool:
+        with suppress(TimeoutError):
+            connection, _ = listener.accept()
+            connection.settimeout(DIAL_S)
+            with suppress(OSError, struct.error):  # whoever it is, it is none of ours
+                hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+                sent, place, distance = _HELLO.unpack(hello)
+                if (sent, place) == (token, rank):
+                    found[distance] = connection
+        return len(found) == len(distances)
+
+    _wait_until(accepted, end, "a rank has not connected to this one")
+    return [found[distance] for distance in distances]
+
+
+def _wait_until(done: Callable[[], bool], end: float, otherwise: str) -> None:
+    pause = _POLL_S
+    while not done():
+        VERDICT.raise_if_diverged()
+        if time.monotonic() > end:
+            raise VERDICT.explain(
+                f"Ranks must call the same collectives, but within the process group's timeout {otherwise}. See where that "
+                "rank is, or what it printed last."
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)

@@ -1,0 +1,131 @@
+"""Where this rank is: which collectives it has called, and what it does now.
+
+A `Journal` belongs to a process group. It numbers the collectives that fullshard calls there. Ranks that call the same
+collectives in the same order have equal journals; `meetings` and the watchdog compare them.
+
+`POSITION` is about the whole process: step, phase, module. The thread that trains writes both, at the cost of a few
+attributes per collective. The watchdog's thread reads them at any time. No lock is needed: each attribute is written
+at once, and a reader that sees one old attribute beside a new one only reports a place that was left just now.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+import weakref
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+RING = 256
+"""How many of the last collectives a journal remembers."""
+_MASK = (1 << 63) - 1
+
+
+class Tag(NamedTuple):
+    """What a collective is for; equal on all ranks that call it together."""
+
+    text: str
+    """For people: "all-gather of layers.3"."""
+    number: int
+    """A hash of the text, the same in every process; 63 bits."""
+
+
+@functools.cache
+def tag(text: str) -> Tag:
+    """Return the tag with this text."""
+    return Tag(text, int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) & _MASK)
+
+
+class Journal:
+    """The collectives that fullshard has called on one process group."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.name = group.group_name
+        self.rank = group.rank()
+        """This rank's place in the group."""
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        """Global ranks, in the group's order."""
+        self.count = 0
+        """How many collectives have been called."""
+        self.digest = 0
+        """A hash of all their tags, in order."""
+        self.step = 0
+        """Steps of optimizers that have parameters which this group shards or replicates."""
+        self.tags: list[Tag | None] = [None] * RING
+        """Collective number n, counted from 1, is at n % RING."""
+
+    def note(self, tag: Tag) -> None:
+        """Note a collective that is about to be called."""
+        self.count = count = self.count + 1
+        self.tags[count % RING] = tag
+        self.digest = (self.digest * 31 + tag.number) & _MASK
+
+    @property
+    def last_tag(self) -> Tag | None:
+        """The collective that was called last."""
+        return self.tags[self.count % RING]
+
+    def last_tags(self, number: int) -> list[tuple[int, str]]:
+        """Return the last collectives, oldest first: how many had been called with each, and its text."""
+        counts = range(max(1, self.count - min(number, RING) + 1), self.count + 1)
+        found = ((count, self.tags[count % RING]) for count in counts)
+        return [(count, tag.text) for count, tag in found if tag is not None]
+
+
+class Waiting(NamedTuple):
+    """A wait of the thread that trains for other ranks."""
+
+    journal: Journal | None
+    """Of the process group; None if the wait is in no group's collective."""
+    text: str
+    """What is waited for: the text of a tag, or "agreement on the model"."""
+    since: float
+    """By `time.monotonic`."""
+
+
+class Position:
+    """What this process does now."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        """Steps of optimizers over sharded parameters."""
+        self.phase = "outside"
+        """One of forward, backward, optimizer, outside."""
+        self.module = ""
+        """The sharded module that was entered last."""
+        self.moved = time.monotonic()
+        """When a step last began or ended, or a collective was last called."""
+        self.waiting: Waiting | None = None
+        self.raised: str | None = None
+        """Type and message of an exception that has left a sharded forward or backward; None after a new forward."""
+
+    def note_exception(self, error: BaseException) -> None:
+        """Note an exception that leaves a sharded forward or backward."""
+        self.raised = f"{type(error).__name__}: {error}"
+
+    def text(self) -> str:
+        """Return the place for a message: step, phase, module."""
+        module = f" of {self.module}" if self.module and self.phase != "outside" else ""
+        return f"step {self.step}, {self.phase}{module}"
+
+
+POSITION = Position()
+"""Ranks that are threads share it; they have no watchdog."""
+
+_JOURNALS: weakref.WeakKeyDictionary[ProcessGroup, Journal] = weakref.WeakKeyDictionary()
+
+
+def journal_of(group: ProcessGroup) -> Journal:
+    """Return the journal of a process group, which lives as long as the group."""
+    found = _JOURNALS.get(group)
+    if found is None:
+        found = _JOURNALS[group] = Journal(group)
+    return found
+
+
+def journals() -> list[Journal]:
+    """Return the journals of all process groups that fullshard has used and that still exist."""
+    return list(_JOURNALS.values())

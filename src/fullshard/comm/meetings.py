@@ -1,0 +1,194 @@
+"""Before a collective: do all ranks call the same one?
+
+`meet` is called right before each collective, when all its memory has been taken and nothing can fail any more. It
+notes the collective in the journal. On gloo it also lets the ranks agree on it through the control channel. If they
+call different collectives, or are in different steps, all of them raise the same `DivergenceError` instead.
+
+So on gloo
+- no two different collectives ever meet: nothing is computed with another layer's weights, and gloo, which aborts the
+  process when sizes differ, never sees different sizes;
+- a collective that has been issued has been issued by all ranks, so after an exception the ranks can go on together
+  (`guarded_step`).
+
+A backend with streams would have to stop the host for it. There, the watchdog compares the journals in the background;
+`debug("order")` and guarded steps let the hosts meet before every collective there, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import ProcessGroup, Work
+
+from fullshard.comm.control_channel import ControlChannel
+from fullshard.comm.journal import POSITION, Journal, Tag, Waiting, journal_of
+from fullshard.comm.verdict import SLICE_S, VERDICT
+from fullshard.errors import ConfigurationError, DivergenceError, FullshardError
+from fullshard.names import ranks_text
+
+_SLICE = timedelta(seconds=SLICE_S * 5)
+_STEP = 0x9E3779B97F4A7C15
+"""An odd number that spreads steps over the bits of a tag's number."""
+_MASK = (1 << 63) - 1
+
+_WITHOUT_CHANNEL = ("fake", "threaded")
+"""Backends whose ranks are not processes of their own."""
+
+
+class Rules:
+    """When ranks meet."""
+
+    def __init__(self) -> None:
+        self.every_collective = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
+        """Whether ranks meet before every collective, on every backend."""
+        self.guarded = 0
+        """How many guarded steps are running: they meet before every collective, too."""
+
+
+RULES = Rules()
+
+
+def debug(*what: str) -> None:
+    """Turn checks on that cost time; without arguments, turn them off. Call it on all ranks.
+
+    Args:
+        *what: ``"order"``: before every collective, on every backend, the ranks check that they call the same one.
+
+    Raises:
+        ConfigurationError: there is no such check.
+    """
+    unknown = sorted(set(what) - {"order"})
+    if unknown:
+        raise ConfigurationError(f"fullshard.debug knows 'order' only; it was given {unknown}.")
+    RULES.every_collective = "order" in what
+
+
+# --- meeting ----------------------------------------------------------------------------------------
+
+
+def meet(group: ProcessGroup, tag: Tag, backend: str) -> None:
+    """Note that a collective is about to be called through ``backend``, and let the ranks agree on it where they meet.
+
+    Raises:
+        DivergenceError: ranks are about to call different collectives, or a rank has gone.
+    """
+    journal = journal_of(group)
+    journal.note(tag)
+    POSITION.moved = time.monotonic()
+    if backend == "gloo" or RULES.every_collective or RULES.guarded:
+        channel = channel_of(group, journal, backend)
+        if channel is not None:
+            _agree(channel, journal, tag)
+
+
+def _agree(channel: ControlChannel, journal: Journal, tag: Tag) -> None:
+    POSITION.waiting = Waiting(journal, tag.text, POSITION.moved)
+    try:
+        if channel.agree((tag.number + journal.step * _STEP) & _MASK):
+            return
+        said = channel.exchange(f"{tag.text} ({POSITION.text()})")
+    finally:
+        POSITION.waiting = None
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, text in zip(journal.ranks, said, strict=True):
+        ranks_by_text.setdefault(text, []).append(rank)
+    lines = [f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+    raise DivergenceError(
+        "Ranks must call the same collectives in the same order, but they are about to call\n  "
+        + "\n  ".join(lines)
+        + "\nLet all ranks run the same modules in the same order, as many microbatches "
+        "and as many steps; see docs/divergence.md."
+    )
+
+
+_CHANNELS: weakref.WeakKeyDictionary[ProcessGroup, ControlChannel] = weakref.WeakKeyDictionary()
+
+
+def channel_of(group: ProcessGroup, journal: Journal, backend: str) -> ControlChannel | None:
+    """Return the control channel of a group, made at its first use, which is collective; None if it can have none."""
+    found = _CHANNELS.get(group)
+    if found is None and len(journal.ranks) > 1 and backend not in _WITHOUT_CHANNEL:
+        POSITION.waiting = Waiting(
+            journal, "the first collective of a process group", POSITION.moved
+        )
+        try:
+            found = _CHANNELS[group] = ControlChannel(group, journal)
+        finally:
+            POSITION.waiting = None
+    return found
+
+
+def step_taken(groups: Iterable[ProcessGroup]) -> None:
+    """Note that an optimizer has updated parameters which these groups shard or replicate."""
+    POSITION.step += 1
+    for group in groups:
+        journal_of(group).step += 1
+
+
+# --- waiting ----------------------------------------------------------------------------------------
+
+
+class WatchedWork:
+    """A `Work` of gloo, for which the host waits in slices: see `verdict`."""
+
+    def __init__(self, work: Work, group: ProcessGroup) -> None:
+        self._work = work
+        self._journal = journal_of(group)
+        self._tag = self._journal.last_tag
+
+    def get_future(self) -> Any:
+        """Return a future that is completed when the work is done."""
+        return self._work.get_future()
+
+    def is_completed(self) -> bool:
+        """Return whether the work is done, or has failed."""
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        """Wait for the work.
+
+        Raises:
+            DivergenceError: a rank has gone meanwhile.
+        """
+        work = self._work
+        text = self._tag.text if self._tag is not None else ""
+        POSITION.waiting = Waiting(self._journal, text, time.monotonic())
+        try:
+            while True:
+                try:
+                    work.wait(_SLICE)
+                    return
+                except RuntimeError as error:
+                    VERDICT.raise_if_diverged()
+                    if work.is_completed():
+                        raise lost_within(text, error) from error
+        finally:
+            POSITION.waiting = None
+
+
+@contextlib.contextmanager
+def waiting_for(group: ProcessGroup, tag: Tag) -> Iterator[None]:
+    """Say that the host waits for a collective within, and name the collective if it fails."""
+    POSITION.waiting = Waiting(journal_of(group), tag.text, time.monotonic())
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, FullshardError):
+            raise
+        raise lost_within(tag.text, error) from error
+    finally:
+        POSITION.waiting = None
+
+
+def lost_within(text: str, error: RuntimeError) -> DivergenceError:
+    """Return the error for a collective that has failed after all ranks had called it."""
+    return VERDICT.explain(
+        f"A collective failed after all ranks had called it: {text}. A rank has ended, or the network between ranks is cut. "
+        f"See what the other ranks printed last. The backend says: {error}"
+    )

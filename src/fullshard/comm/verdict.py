@@ -1,0 +1,49 @@
+"""What the watchdog has found out, for the thread that trains.
+
+A wait of ours is a loop: wait for a slice of time, look here, wait again. So a thread that waits for other ranks leaves
+with `DivergenceError` as soon as a divergence is proven, whatever it waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from fullshard.errors import DivergenceError
+
+SLICE_S = 0.2
+"""How long a wait may last before it looks at the verdict."""
+EXPLANATION_S = 6.0
+"""How long a rank that has lost another one waits for the watchdog to say why."""
+
+
+class Verdict:
+    """The verdict of this process, and the wish for one."""
+
+    def __init__(self) -> None:
+        self.message: str | None = None
+        """Why ranks have diverged; None as long as nothing is proven."""
+        self.wanted = threading.Event()
+        """Set by a thread that has lost another rank, and wants to know why at once."""
+        self.watched = False
+        """Whether a watchdog is running that gives verdicts."""
+
+    def raise_if_diverged(self) -> None:
+        """Raise what the watchdog has proven, if anything.
+
+        Raises:
+            DivergenceError: ranks have diverged.
+        """
+        if self.message is not None:
+            raise DivergenceError(self.message)
+
+    def explain(self, otherwise: str) -> DivergenceError:
+        """Return the error for a rank that has lost another one: the watchdog's verdict, or ``otherwise`` if none comes."""
+        self.wanted.set()
+        end = time.monotonic() + EXPLANATION_S
+        while self.watched and self.message is None and time.monotonic() < end:
+            time.sleep(SLICE_S / 10)
+        return DivergenceError(self.message or otherwise)
+
+
+VERDICT = Verdict()
