@@ -19,6 +19,7 @@ import torch
 from tests.helpers import preloaded
 from tests.helpers.life_cycle import check_every_change_of_state
 from tests.helpers.ranks import RankPool, World
+from tests.helpers.torch_costs import spare_torch_costs
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +51,11 @@ def no_ignored_signals() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def life_cycle() -> None:
     check_every_change_of_state()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def torch_costs() -> None:
+    spare_torch_costs()
 
 
 @pytest.fixture(autouse=True)

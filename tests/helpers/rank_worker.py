@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from tests.helpers.groups import leave_group
 from tests.helpers.life_cycle import check_every_change_of_state
+from tests.helpers.torch_costs import spare_torch_costs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +82,7 @@ def serve(connection: Connection, folder: Path, number: int) -> None:
 
     torch.set_num_threads(1)
     check_every_change_of_state()
+    spare_torch_costs()
     connection.send_bytes(pickle.dumps(Report()))
     while True:
         connection.send_bytes(pickle.dumps(_run(pickle.loads(inbox.get()))))
