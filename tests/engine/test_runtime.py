@@ -175,6 +175,38 @@ def test_a_forecast_that_was_wrong_is_given_back_when_forward_ends(log: list[str
     assert not any(state(layer).gathered for layer in net.layers.values())
 
 
+def test_a_layer_used_twice_in_a_row_is_gathered_once_with_and_without_a_forecast(
+    log: list[str],
+) -> None:
+    net = sharded(log)
+    net.order = "aabc"
+    gathers = [
+        [event for event in step(net, log)[0] if event.startswith("gather")] for _ in range(2)
+    ]
+    assert gathers == [["gather a", "gather b", "gather c"]] * 2
+
+
+def test_layers_that_need_no_gather_do_not_delay_those_that_do(log: list[str]) -> None:
+    net = sharded(log, "abcd")
+    kept = net.layers["c"].requires_grad_(False)
+    kept.set_reshard_after_forward(False)
+    kept.set_reshard_after_backward(False)
+    step(net, log)
+    for order in ("acbd", "abd", "abcd", "acbccd", "acbd"):
+        net.order = order
+        forward, backward = step(net, log)
+        assert [event for event in forward if event in ("gather b", "compute a")] == [
+            "gather b",
+            "compute a",
+        ]
+        assert [event for event in backward if event.startswith("gather")] == [
+            "gather d",
+            "gather b",
+            "gather a",
+        ]
+        assert backward.index("gather b") < backward.index("release d")
+
+
 def test_prefetch_lists_replace_the_forecast(log: list[str]) -> None:
     net = sharded(log)
     a, b, c = net.layers.values()
@@ -210,15 +242,16 @@ def test_nothing_is_left_when_backward_ends(log: list[str]) -> None:
         assert each.call is None and not each.left_unsharded and not each.gathered
 
 
-def test_a_reset_gives_everything_back_and_forgets_the_forecast(log: list[str]) -> None:
+def test_a_reset_gives_everything_back_and_keeps_the_forecast(log: list[str]) -> None:
     net = sharded(log)
     step(net, log)
+    order = list(runtime_of(net).schedule.forecast)
     loss = net(torch.ones(1, 4)).sum()
     state(net.layers["c"]).groups[0].unshard()
     net.reset_iter_state()
     runtime = runtime_of(net)
     assert not any(each.gathered for each in runtime.states)
-    assert not runtime.busy and not runtime.schedule.forecast
+    assert not runtime.busy and runtime.schedule.forecast == order
     del loss
 
 

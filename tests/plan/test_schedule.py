@@ -115,6 +115,62 @@ def test_a_unit_more_than_before_stops_the_forecast(schedule: Schedule[str]) -> 
     assert not schedule.on_track
 
 
+def test_units_that_need_no_gather_are_passed_over_and_do_not_end_the_forecast(
+    schedule: Schedule[str],
+) -> None:
+    def forecast(*order: str) -> list[str | None]:
+        schedule.begin_forward()
+        found = []
+        for unit in map(unit_of, ("root", *order)):
+            call, expected = schedule.enter(unit, lambda each: each != "kept")
+            schedule.leave(call)
+            found.append(expected)
+        schedule.end_forward()
+        return found
+
+    forecast("a", "kept", "b", "c")
+    assert forecast("a", "kept", "b", "c") == ["a", "b", "b", "c", None]
+    assert forecast("a", "b", "c") == ["a", "b", "c", None]
+    assert forecast("kept", "kept", "a", "b", "kept", "c") == ["a", "a", "a", "b", "c", "c", None]
+
+
+def test_a_unit_repeats_if_it_is_the_next_to_be_gathered(schedule: Schedule[str]) -> None:
+    order = ["a", "kept", "a", "b"]
+    for repeats in ([False] * 4, [True, False, False, False]):
+        schedule.begin_forward()
+        found = []
+        for unit in map(unit_of, order):
+            call, _ = schedule.enter(unit, lambda each: each != "kept")
+            schedule.leave(call)
+            found.append(schedule.repeats(unit))
+        schedule.end_forward()
+        assert found == repeats
+
+
+def test_backward_looks_past_calls_that_need_no_gather_once(schedule: Schedule[str]) -> None:
+    recorded = run(schedule, CHAIN)
+    asked: list[str] = []
+
+    def needs_gather(call: Call[str]) -> bool:
+        asked.append(call.unit)
+        return call.unit == "a"
+
+    assert recorded["root"].gathered_before(needs_gather) is recorded["a"]
+    assert recorded["c"].gathered_before(needs_gather) is recorded["a"]
+    assert asked == ["c", "b", "a", "a"]
+    assert recorded["a"].gathered_before(needs_gather) is None
+    assert recorded["c"].previous is recorded["b"]
+
+
+def test_an_abandoned_forward_leaves_the_forecast(schedule: Schedule[str]) -> None:
+    run(schedule, CHAIN)
+    schedule.begin_forward()
+    schedule.enter(unit_of("root"))
+    schedule.abandon_forward()
+    assert not schedule.on_track
+    assert run(schedule, CHAIN).forecast == ["a", "b", "c", None]
+
+
 def test_a_forward_that_ends_early_was_on_track(schedule: Schedule[str]) -> None:
     run(schedule, CHAIN)
     assert run(schedule, ["root", ["a"]]).forecast == ["a", "b"]

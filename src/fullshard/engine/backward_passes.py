@@ -140,12 +140,19 @@ class BackwardPasses:
         chosen = state.options.backward_prefetch
         if chosen is not None:
             return chosen
-        if call.previous is None:
-            return ()
-        before = call.previous.living_unit()
-        if before is None or not before.options.unshard_in_backward:
-            return ()
-        return (before,) if call.previous.has_backward or before.recomputes else ()
+        before = call.gathered_before(self._needs_gather)
+        unit = None if before is None else before.living_unit()
+        return () if unit is None else (unit,)
+
+    def _needs_gather(self, call: Call[FSDPState]) -> bool:
+        """Whether the backward of ``call``, which comes later, needs a gather."""
+        state = call.living_unit()
+        return (
+            state is not None
+            and (call.has_backward or state.recomputes)
+            and state.options.unshard_in_backward
+            and self._runtime.needs_gather(state)
+        )
 
     def enter_recomputation(self, state: FSDPState) -> None:
         """A module of ``state`` begins its forward again, within backward: [Note: recomputation]."""

@@ -109,7 +109,7 @@ class Runtime:
             state.reshard()
             for group in state.groups:
                 group.reducer.drop()
-        self.schedule = Schedule()
+        self.schedule.abandon_forward()
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Runtime:
         state.depth += 1
         if state.call is not None:
             return  # a module inside a module of the same state, or another module of a shared group
-        call, expected = self.schedule.enter(state)
+        call, expected = self.schedule.enter(state, self.needs_gather)
         self.begin_call(state, call)
         following = state.options.forward_prefetch
         if following is None:
@@ -138,12 +138,12 @@ class Runtime:
         POSITION.module = state.name
         state.call = call
         state.training_state = TrainingState.FORWARD
-        self._prefetched.discard(state)
-        if self._reshard_later is not None:
-            if self._reshard_later is not state:
-                self._issue_gathers(state)
-                self._reshard_now()
+        if self._reshard_later is state:
             self._reshard_later = None
+        elif self._reshard_later is not None and self.needs_gather(state):
+            self._issue_gathers(state)
+            self._reshard_now()
+        self._prefetched.discard(state)
         call.weight_versions = self._unshard(state)
 
     def end_call(self, state: FSDPState) -> None:
@@ -225,7 +225,9 @@ class Runtime:
             state.left_unsharded = options.kept_for_backward_only
             if options.kept_for_backward_only:
                 state.use_sharded_params()
-        elif in_forward and self.schedule.on_track:
+        elif not state.groups:
+            pass  # there is nothing to give back, now or later
+        elif in_forward and self.schedule.on_track and not self.schedule.repeats(state):
             for group in state.groups:
                 group.reshard_after_forward()
         else:
@@ -262,6 +264,19 @@ class Runtime:
         POSITION.phase = "outside"
 
     # --- gathers and releases, in both passes ------------------------------------------------------
+
+    def needs_gather(self, state: FSDPState) -> bool:
+        """Whether the next use of ``state`` needs a gather, or one that has been issued on a forecast.
+
+        See [Note: one order of collectives]. A state in forward that is resharded after it needs one for its next use.
+        """
+        if state.runtime is not self:
+            return False  # it has gone to another root
+        if state in self._prefetched or state is self._reshard_later:
+            return True
+        if state.call is not None and state.options.reshard_after_forward:
+            return bool(state.groups)
+        return any(group.sharded_state in _NOT_GATHERED for group in state.groups)
 
     def unshard_for_backward(self, state: FSDPState, following: Sequence[FSDPState]) -> None:
         """Unshard ``state`` for its backward, if it needs that, and prefetch ``following``."""

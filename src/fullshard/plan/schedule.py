@@ -10,9 +10,28 @@ so that calls of units that went from one schedule to another can be compared.
 
 Three questions are answered from this record, without tensors, streams or hooks:
 
-    enter          which unit comes next?        the one that followed here in the previous forward
-    call.previous  which came before this call?  the one whose backward comes next
+    enter          which unit is gathered next?  the one that followed here in the previous forward
+    gathered_before   ... and in backward?       the one that was used before this call, in this forward
     has_left       whose backward is over?       see the note
+
+[Note: one order of collectives]
+Ranks must issue the same collectives in the same order. What follows is what this order depends on:
+
+    forward     the units that this forward and the previous one have used, in order
+    backward    the units that this forward has used, in order
+
+No more, and of the units only those that need a gather when they are used. A unit that needs none (it has no parameters, or
+it was kept) may be used on some ranks and not on others, any number of times: `enter` and `gathered_before`
+look past it, and it does not end a forecast. Otherwise such a unit would delay the next gather on some ranks until after
+a reduction, or after a collective of the user.
+
+A forecast that holds issues the same gathers, in the same order, as no forecast: it only issues them earlier. So a
+rank without one (after its first forward failed, say) still agrees with the others, if no collective of the user comes
+in between. For this a unit that is used twice in a row is gathered once, with a forecast and without (`repeats`). A reset
+keeps the previous order, since other ranks may not have been reset.
+
+A forecast that is wrong issues one gather that a rank with another previous order does not issue. Ranks whose orders
+differ have used different units, and so differ by a gather anyway, maybe of equal size; comparing tags of collectives finds out.
 
 [Note: whose backward is over]
 Autograd executes, among the nodes that are ready, the one created last. So when the node that
@@ -43,7 +62,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 Unit = TypeVar("Unit", bound=Hashable)
@@ -77,6 +96,8 @@ class Call(Generic[Unit]):
         """None while running."""
         self.previous = previous
         """The call that ended just before this one, in the same forward."""
+        self._gathered_before = previous
+        """The same, without calls that `gathered_before` has looked past."""
         self.has_backward = False
         """Whether an output can receive a gradient."""
         self.finished_in = -1
@@ -91,8 +112,29 @@ class Call(Generic[Unit]):
         assert unit is not None, "a schedule belongs to the model whose units it orders"
         return unit
 
+    def follows(self, previous: Call[Unit] | None) -> None:
+        """Come after ``previous`` in this forward."""
+        self.previous = self._gathered_before = previous
+
+    def gathered_before(self, needs_gather: Callable[[Call[Unit]], bool]) -> Call[Unit] | None:
+        """Return the latest of the calls before this one whose backward needs a gather, or None.
+
+        Calls that need none are looked at once in a backward, not once for each call after them.
+        """
+        found, passed = self._gathered_before, [self]
+        while found is not None and not needs_gather(found):
+            passed.append(found)
+            found = found._gathered_before
+        for call in passed:
+            call._gathered_before = found
+        return found
+
 
 _CLOCK = itertools.count(1)
+
+
+def _always(_: object) -> bool:
+    return True
 
 
 class Schedule(Generic[Unit]):
@@ -104,6 +146,10 @@ class Schedule(Generic[Unit]):
         self.on_track = False
         """Whether this forward has used units in the order of the previous one so far."""
         self._in_forward = False
+        self._place = 0
+        """In the previous order, behind the unit that was entered last."""
+        self._next = 0
+        """... and that of the unit to be gathered next, not before `_place`."""
         self._last_ended: Call[Unit] | None = None
         self._latest: dict[Unit, Call[Unit]] = {}
 
@@ -112,6 +158,7 @@ class Schedule(Generic[Unit]):
         self._order = []
         self._latest = {}
         self._last_ended = None
+        self._place = self._next = 0
         self._in_forward = True
         self.on_track = bool(self._previous_order)
 
@@ -120,20 +167,47 @@ class Schedule(Generic[Unit]):
         """The order of the previous forward; empty before the first has ended."""
         return self._previous_order
 
-    def enter(self, unit: Unit) -> tuple[Call[Unit], Unit | None]:
-        """A unit's forward begins; returns its call and the unit expected next, if the order holds so far."""
+    def enter(
+        self, unit: Unit, needs_gather: Callable[[Unit], bool] = _always
+    ) -> tuple[Call[Unit], Unit | None]:
+        """A unit's forward begins; returns its call and the unit to gather next, if the order holds so far.
+
+        ``needs_gather`` tells whether a unit's next use needs a gather, or did need one that has been issued on a
+        forecast: [Note: one order of collectives].
+        """
         call = self._latest[unit] = Call(unit, next(_CLOCK))
-        previous, position = self._previous_order, len(self._order)
         if self._in_forward:
             self._order.append(unit)
-        self.on_track = (
-            self.on_track
-            and self._in_forward
-            and position < len(previous)
-            and previous[position] is unit
-        )
-        following = position + 1
-        return call, previous[following] if self.on_track and following < len(previous) else None
+        self.on_track = self.on_track and self._in_forward and self._find_place(unit, needs_gather)
+        return call, self._find_next(unit, needs_gather) if self.on_track else None
+
+    def _find_place(self, unit: Unit, needs_gather: Callable[[Unit], bool]) -> bool:
+        """Find ``unit`` in the previous order, behind what needs no gather; return whether the order still holds."""
+        previous, place = self._previous_order, self._place
+        while place < len(previous) and previous[place] is not unit:
+            if needs_gather(previous[place]):
+                return not needs_gather(unit)
+            place += 1
+        if place == len(previous):
+            return not needs_gather(unit)
+        self._place = place + 1
+        return True
+
+    def _find_next(self, unit: Unit, needs_gather: Callable[[Unit], bool]) -> Unit | None:
+        """Return what the previous order says is gathered after ``unit``, maybe the same unit once more."""
+        previous, following = self._previous_order, max(self._place, self._next)
+        while following < len(previous):
+            expected = previous[following]
+            if expected is unit or needs_gather(expected):
+                break
+            following += 1
+        self._next = following
+        return previous[following] if following < len(previous) else None
+
+    def repeats(self, unit: Unit) -> bool:
+        """Whether ``unit``, whose forward ends now, is the next to be gathered, so that it can stay."""
+        previous, following = self._previous_order, max(self._place, self._next)
+        return self.on_track and following < len(previous) and previous[following] is unit
 
     def recompute(self, unit: Unit, backward_pass: int) -> Call[Unit]:
         """A unit's forward begins again, within backward; its place in the order is that of its latest call."""
@@ -153,13 +227,20 @@ class Schedule(Generic[Unit]):
         """A call's forward has ended."""
         call.end = next(_CLOCK)
         if self._in_forward and self._latest.get(call.unit) is call:
-            call.previous = self._last_ended
+            call.follows(self._last_ended)
             self._last_ended = call
 
     def end_forward(self) -> None:
         """The forward of the whole model has ended; its order is the forecast for the next."""
         self._previous_order, self._order = self._order, []
         self._in_forward = False
+
+    def abandon_forward(self) -> None:
+        """Forget the forward that is running, and all calls; the order of the last one that ended stays."""
+        self._order = []
+        self._latest = {}
+        self._last_ended = None
+        self._in_forward = self.on_track = False
 
 
 class BackwardGraphs(Generic[Unit]):
