@@ -61,6 +61,7 @@ CHAPTERS = {
         "StateDictSettings",
         "OptimStateKeyType",
     ],
+    "Ranks that diverge": ["debug"],
     "Tracing": ["trace", "Recording"],
     "Errors": [
         "FullshardError",
@@ -71,6 +72,7 @@ CHAPTERS = {
         "UsageError",
         "CheckpointError",
         "CommunicationError",
+        "DivergenceError",
         "UnsupportedError",
     ],
 }

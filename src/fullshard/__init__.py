@@ -34,12 +34,14 @@ if _TYPE_CHECKING:
         StateDictSettings,
         StateDictType,
     )
+    from fullshard.comm.meetings import debug
     from fullshard.engine.clip_grad import clip_grad_norm_
     from fullshard.engine.unshard_handle import UnshardHandle
     from fullshard.errors import (
         CheckpointError,
         CommunicationError,
         ConfigurationError,
+        DivergenceError,
         FullshardError,
         LayoutError,
         LifecycleError,
@@ -73,6 +75,7 @@ __all__ = [
     "CommunicationError",
     "ConfigurationError",
     "DataParallelMeshDims",
+    "DivergenceError",
     "FSDPModule",
     "FlatParameter",
     "FullOptimStateDictConfig",
@@ -103,6 +106,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "clip_grad_norm_",
+    "debug",
     "fully_shard",
     "plan_groups",
     "register_fsdp_forward_method",
@@ -140,6 +144,7 @@ _MODULES = {
     "StateDictType": "api",
     "UnshardHandle": "engine.unshard_handle",
     "clip_grad_norm_": "engine.clip_grad",
+    "debug": "comm.meetings",
     "fully_shard": "fsdp2.fully_shard",
     "plan_groups": "fsdp2.group_plan",
     "register_fsdp_forward_method": "fsdp2.fsdp_module",

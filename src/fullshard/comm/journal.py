@@ -107,9 +107,10 @@ class Position:
         self.raised = f"{type(error).__name__}: {error}"
 
     def text(self) -> str:
-        """Return the place for a message: step, phase, module."""
-        module = f" of {self.module}" if self.module and self.phase != "outside" else ""
-        return f"step {self.step}, {self.phase}{module}"
+        """Return the place in the step for a message: "backward of layers.3"."""
+        if self.phase in ("forward", "backward") and self.module:
+            return f"{self.phase} of {self.module}"
+        return "outside of forward and backward" if self.phase == "outside" else self.phase
 
 
 POSITION = Position()

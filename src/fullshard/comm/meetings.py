@@ -92,7 +92,7 @@ def _agree(channel: ControlChannel, journal: Journal, tag: Tag) -> None:
     try:
         if channel.agree((tag.number + journal.step * _STEP) & _MASK):
             return
-        said = channel.exchange(f"{tag.text} ({POSITION.text()})")
+        said = channel.exchange(f"{tag.text} (step {journal.step}, {POSITION.text()})")
     finally:
         POSITION.waiting = None
     ranks_by_text: dict[str, list[int]] = {}
