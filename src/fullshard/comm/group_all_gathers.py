@@ -25,7 +25,7 @@ from fullshard.comm.all_gather_extensions import (
 )
 from fullshard.comm.post_forward_shard import PostForwardShard
 from fullshard.errors import ConfigurationError
-from fullshard.plan.mesh import DataParallelAxes, DataParallelMeshInfo, block_group
+from fullshard.plan.mesh import DataParallelAxes, DataParallelMeshInfo
 from fullshard.plan.policies import MixedPrecisionPolicy
 from fullshard.storage.buffers import UploadBuffer
 from fullshard.storage.param import FSDPParam, has_all_gather_extension
@@ -74,9 +74,7 @@ class GroupAllGathers:
             shard_group = mesh_info.shard_process_group
             assert shard_group is not None, "there is nothing to divide otherwise"
             layout = shard_format.layout(shards.buffered, post_forward_size)
-            self.post_forward = PostForwardShard(
-                block_group(shard_group, post_forward_size), layout
-            )
+            self.post_forward = PostForwardShard(shard_group, layout)
 
     def derive_dtypes(self, policy: MixedPrecisionPolicy) -> list[torch.dtype]:
         """Gather in the dtypes that follow from policy and shards; return those of all parameters.

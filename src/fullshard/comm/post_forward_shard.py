@@ -20,6 +20,7 @@ from fullshard.comm import collectives
 from fullshard.comm.all_gather import GroupAllGather
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.plan.layout import Layout
+from fullshard.plan.mesh import block_group
 from fullshard.storage.buffers import ShardBuffer, shard_of
 
 
@@ -29,15 +30,20 @@ class PostForwardShard:
     Its memory is taken from the compute stream, which fills it, and given back to that stream.
     """
 
-    def __init__(self, post_forward_group: ProcessGroup, layout: Layout) -> None:
-        """Keep shards over the ranks of ``post_forward_group``, which are divided by ``layout``."""
-        self._group = post_forward_group
+    def __init__(self, shard_group: ProcessGroup, layout: Layout) -> None:
+        """Keep shards over blocks of ranks of ``shard_group``, each as large as ``layout`` is for."""
+        self._shard_group = shard_group
         self._layout = layout
         self.all_gather: GroupAllGather | None = None
         """Gathers what is kept; None until something has been."""
         self._buffer: ShardBuffer | None = None
         self._sources: list[Tensor] = []
         """Views of the full parameters, parallel to the buffer's `locals`."""
+
+    @property
+    def size(self) -> int:
+        """Over how many ranks it is sharded."""
+        return self._layout.world
 
     @property
     def held_bytes(self) -> int:
@@ -72,9 +78,13 @@ class PostForwardShard:
         custom: collectives.AllGather | None,
         context: FSDPCommContext,
     ) -> ShardBuffer:
-        layout, rank = self._layout, self._group.rank()
+        layout = self._layout
+        # Not earlier: making a process group is collective, and before the first forward ranks have not compared
+        # whether all of them ask for one.
+        group = block_group(self._shard_group, layout.world)
+        rank = group.rank()
         if custom is not None:
-            custom = custom.moved_to(self._group)  # it was made for the process group of all shards
+            custom = custom.moved_to(group)  # it was made for the process group of all shards
         # Tensors made under inference_mode could not be saved for a later backward.
         with torch.inference_mode(False):
             buffer = ShardBuffer(layout, rank, dtypes, context.device)
@@ -83,7 +93,7 @@ class PostForwardShard:
                     buffer.flat_shard,
                     layout,
                     rank,
-                    self._group,
+                    group,
                     dtypes,
                     context.device,
                     custom,

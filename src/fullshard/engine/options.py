@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fullshard.engine.model_changes import CHANGES
 from fullshard.errors import ConfigurationError, OptionTypeError
 from fullshard.plan.policies import MixedPrecisionPolicy, switch
 
@@ -49,6 +50,7 @@ class StateOptions:
             )
         self.reshard_after_forward = reshard_after_forward
         self.auto_reshard = False
+        CHANGES.note()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool) -> None:
         """Choose whether to give the unsharded parameters back after backward."""
@@ -61,6 +63,17 @@ class StateOptions:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Choose whether backward needs the parameters."""
         self.unshard_in_backward = switch("unshard_in_backward", unshard_in_backward)
+        CHANGES.note()
+
+    def set_forward_prefetch(self, states: tuple[FSDPState, ...]) -> None:
+        """Gather these while this state computes its forward."""
+        self.forward_prefetch = states
+        CHANGES.note()
+
+    def set_backward_prefetch(self, states: tuple[FSDPState, ...]) -> None:
+        """Gather these while this state computes its backward."""
+        self.backward_prefetch = states
+        CHANGES.note()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last one of the forwards that have run."""

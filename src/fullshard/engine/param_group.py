@@ -17,7 +17,8 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from fullshard.comm.journal import tag
 from fullshard.comm.reduce_scatter import ReduceTags
 from fullshard.comm.spans import TraceRecorder
 from fullshard.comm.streams import FSDPCommContext
+from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.errors import ConfigurationError
 from fullshard.plan.mesh import DataParallelAxes
@@ -135,6 +137,7 @@ class FSDPParamGroup:
     def _prepare_dtypes(self) -> None:
         """Derive compute and reduce dtypes from the shards' dtypes, and drop what was built on older ones."""
         self._drop_unsharded_params()
+        CHANGES.note()
         compute_dtypes = self.all_gathers.derive_dtypes(self.mp_policy)
         self.reducer.derive_dtypes(self.mp_policy, compute_dtypes)
 
@@ -163,7 +166,14 @@ class FSDPParamGroup:
             self.reshard()
             self._drop_unsharded_params()
             self.all_gathers.custom = all_gather
+            CHANGES.note()
             self.all_gathers.forget()
+
+    def change_reduction(self, **changes: Any) -> None:
+        """Change settings of how gradients are reduced, from the next reduction on."""
+        self.reducer.settings = replace(self.reducer.settings, **changes)
+        if changes.keys() != {"all_reduce"}:  # differs from one microbatch to the next
+            CHANGES.note()
 
     def _drop_unsharded_params(self) -> None:
         """Make the unsharded parameters anew: they will be in other memory.
@@ -286,6 +296,8 @@ class FSDPParamGroup:
         """
         self.drop_post_forward_shard()
         self.notice_replacements()
+        if self.shards.frozen_or_unfrozen():
+            CHANGES.note()
         if left_unsharded or self.outdated:
             self.reshard()
 
@@ -328,22 +340,11 @@ class FSDPParamGroup:
             else:
                 all_gather = gathers.from_shards or gathers.build()
                 self._gathered_version = self._shard_version
-            try:
-                if gathers.unbuffered is not None and state is _SHARDED:
-                    extra = gathers.unbuffered.messages()
-                self._in_flight = all_gather.start(
-                    extra, self._gather_tag, async_op=not context.asynchronous, span=span
-                )
-            except BaseException:
-                # No collective was issued, and nobody will wait for one.
-                all_gather.abandon(None)
                 if gathers.unbuffered is not None:
-                    gathers.unbuffered.abandon()
-                raise
-            # From here on a failed step finds the gather, and waits for it (`drop_gather`).
-            self._all_gather = all_gather
-            self._may_stay = may_stay
-            self.sharded_state = _GATHERING
+                    extra = gathers.unbuffered.messages()
+            in_flight = all_gather.start(
+                extra, self._gather_tag, async_op=not context.asynchronous, span=span
+            )
             # A gather is finished at once where the stream alone can wait for it. It is not where the host must
             # wait, nor where finishing takes memory that others give back before compute needs this one.
             if (
@@ -351,9 +352,14 @@ class FSDPParamGroup:
                 and gathers.unbuffered is None
                 and not all_gather.takes_memory_late
             ):
-                all_gather.finish(self._in_flight)
+                all_gather.finish(in_flight)
                 self._in_flight = None
+            else:
+                self._in_flight = in_flight
             self._gathered_event.record()
+        self._all_gather = all_gather
+        self._may_stay = may_stay
+        self.sharded_state = _GATHERING
         if recorder is not None:
             recorder.note_gathered(self)
         return True
@@ -462,23 +468,6 @@ class FSDPParamGroup:
             self._give_memory_back(_SHARDED)
             self.drop_post_forward_shard()
 
-    def drop_gather(self) -> None:
-        """Give the memory of a gather in flight back after a failed step, without using what it brings.
-
-        Memory may have run out, and to finish a gather can take more of it.
-
-        Before: any state. After: not GATHERING.
-        """
-        if self.sharded_state is not _GATHERING or self._in_flight is None:
-            return
-        assert self._all_gather is not None, "a gather is in flight"
-        with self.context.all_gather:
-            self._all_gather.abandon(self._in_flight)
-            if self.all_gathers.unbuffered is not None:
-                self.all_gathers.unbuffered.abandon()
-            self._gathered_event.record()
-        self._in_flight = None
-
     def reshard_after_forward(self) -> None:
         """Reshard, but keep a post-forward shard for backward to gather from, if the group was told to.
 
@@ -501,6 +490,7 @@ class FSDPParamGroup:
         self._wait_for_gather()  # it may be reading the post-forward shard
         self.drop_post_forward_shard()
         self.all_gathers.post_forward = None
+        CHANGES.note()
 
     def drop_post_forward_shard(self) -> None:
         """Give back what was kept for a backward to gather from, unless it is being gathered.

@@ -30,6 +30,7 @@ from fullshard import torch_border
 from fullshard.comm.journal import POSITION
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import process_hooks
+from fullshard.engine.agreement import ModelAgreement
 from fullshard.engine.backward_passes import BackwardPasses
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import FSDPState, unmanaged_params
@@ -52,6 +53,7 @@ class Runtime:
         self.context = context
         self.schedule: Schedule[FSDPState] = Schedule()
         self.backward = BackwardPasses(self)
+        self._agreement = ModelAgreement()
         self._reshard_later: FSDPState | None = None
         """Whose memory is given back after the next gather: [Note: two gather buffers]."""
         self._prefetched: set[FSDPState] = set()
@@ -95,12 +97,8 @@ class Runtime:
         """Whether a forward or backward is running."""
         return bool(self.backward.running) or any(state.call is not None for state in self.states)
 
-    def reset(self, *, together: bool = False) -> None:
-        """Return to the state between steps, whatever happened: see `FSDPModule.reset_iter_state`.
-
-        With ``together``, all ranks do so after the same step, though in different places of it. What they have
-        learned from it may differ, and is forgotten.
-        """
+    def reset(self) -> None:
+        """Return to the state between steps, whatever happened: see `FSDPModule.reset_iter_state`."""
         if self.context.recorder is not None:
             self.context.recorder.abandon(self.states)
         self.context.join(accumulate=False)
@@ -110,16 +108,10 @@ class Runtime:
         for state in self.states:
             self.end_call(state)
             state.training_state = TrainingState.IDLE
-            state.left_unsharded = False
+            state.reshard()
             for group in state.groups:
-                group.drop_gather()
-                group.reshard()
                 group.reducer.drop()
         self.schedule.abandon_forward()
-        if together:
-            self.schedule = Schedule()
-            for state in self.states:
-                state.recomputes = False
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -133,6 +125,7 @@ class Runtime:
             self._begin_forward()
         elif self.root.call is None and state.depth == 0:  # a part of the model is run on its own
             self._begin_gathers((state,))
+            self._agreement.renew(self.root, self.states)
         state.depth += 1
         if state.call is not None:
             return  # a module inside a module of the same state, or another module of a shared group
@@ -180,6 +173,7 @@ class Runtime:
         self._begin_gathers(self.states)
         if self._tree_changed:
             self._check_tree()
+        self._agreement.renew(self.root, self.states)
         self.schedule.begin_forward()
 
     def _begin_gathers(self, states: Sequence[FSDPState]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -43,9 +42,7 @@ def register(wrapper: WrapperBase, state: object, hook: Callable[..., Any]) -> N
     for each in wrappers:
         each._comm_hook = hook
         for group in each._fsdp_state.groups:
-            group.reducer.settings = replace(
-                group.reducer.settings, replacement=functools.partial(_call, hook, state)
-            )
+            group.change_reduction(replacement=functools.partial(_call, hook, state))
 
 
 def _call(hook: Callable[..., Any], state: object, gradient: Tensor, output: Tensor | None) -> None:

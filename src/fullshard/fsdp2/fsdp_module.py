@@ -10,7 +10,6 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from numbers import Real
 from types import MethodType
 from typing import Any, ClassVar, NoReturn, cast
@@ -150,11 +149,11 @@ class FSDPModule(torch_border.ConvertibleModule):
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
         """Gather these modules' parameters during this one's forward, instead of those of the next in order."""
-        _state(self).options.forward_prefetch = _sharded_states(modules)
+        _state(self).options.set_forward_prefetch(_sharded_states(modules))
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
         """Gather these modules' parameters during this one's backward, instead of those of the next in order."""
-        _state(self).options.backward_prefetch = _sharded_states(modules)
+        _state(self).options.set_backward_prefetch(_sharded_states(modules))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Gather this module's parameters for backward, or not.
@@ -203,7 +202,7 @@ class FSDPModule(torch_border.ConvertibleModule):
         if not enable:
             for group in groups:
                 group.set_custom_all_gather(None)
-                group.reducer.settings = replace(group.reducer.settings, custom=None)
+                group.change_reduction(custom=None)
             return
         for group in groups:
             for process_group in _process_groups(group):
@@ -213,7 +212,7 @@ class FSDPModule(torch_border.ConvertibleModule):
             if group.all_gathers.custom is None:
                 group.set_custom_all_gather(ProcessGroupAllGather(gathers, group.device))
                 custom = ProcessGroupReduceScatter(reduces, group.device)
-                group.reducer.settings = replace(group.reducer.settings, custom=custom)
+                group.change_reduction(custom=custom)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Stage this module's gathers in symmetric memory, so that NCCL can use its faster algorithms.
@@ -241,7 +240,7 @@ class FSDPModule(torch_border.ConvertibleModule):
                 group.set_custom_all_gather(SymmetricAllGather(gathers, group.device))
             if group.reducer.settings.force_sum and group.reducer.settings.custom is None:
                 custom = SymmetricReduceScatter(reduces, group.device)
-                group.reducer.settings = replace(group.reducer.settings, custom=custom)
+                group.change_reduction(custom=custom)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` with this group's reduced shards before they are accumulated into `.grad`.
@@ -342,9 +341,7 @@ class FSDPModule(torch_border.ConvertibleModule):
                 custom = group.reducer.settings.custom
                 if custom is not None:
                     custom = custom.moved_to(own)
-                group.reducer.settings = replace(
-                    group.reducer.settings, process_group=own, custom=custom
-                )
+                group.change_reduction(process_group=own, custom=custom)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Do nothing; accepted for compatibility. Gathers never stop the host or the compute stream."""
@@ -471,7 +468,7 @@ def _change_reduction(module: FSDPModule, recurse: bool, **changes: Any) -> None
     """Change settings of how the gradients of a module's groups are reduced."""
     for state in _states(module, recurse):
         for group in state.groups:
-            group.reducer.settings = replace(group.reducer.settings, **changes)
+            group.change_reduction(**changes)
 
 
 def _process_groups(group: FSDPParamGroup) -> tuple[ProcessGroup, ProcessGroup]:

@@ -128,6 +128,13 @@ class ShardStorage:
         self._in_buffer = [sharded_param.param for sharded_param in self.shard_views]
         self._memory = [*map(self._identity.of, self._in_buffer)]
         self._dtypes = [*map(_dtype_of, self._in_buffer)]
+        self._all = [sharded_param.param for sharded_param in self.sharded_params]
+        self._trainable = [*map(_requires_grad_of, self._all)]
+
+    @property
+    def format_name(self) -> str:
+        """The class of the shard format, for messages."""
+        return type(self._format).__name__
 
     @property
     def on_modules(self) -> bool:
@@ -150,6 +157,16 @@ class ShardStorage:
             all(map(self._identity.is_same, found, self._memory))
             and all(map(operator.is_, map(_dtype_of, self._in_buffer), self._dtypes))
         )
+
+    def frozen_or_unfrozen(self) -> bool:
+        """Return whether `requires_grad` of a sharded parameter is another than when this was last asked.
+
+        Asked in every forward, so no loop in Python.
+        """
+        if all(map(operator.is_, map(_requires_grad_of, self._all), self._trainable)):
+            return False
+        self._trainable = [*map(_requires_grad_of, self._all)]
+        return True
 
     def replacements(self, group: str) -> dict[ShardedParam, Tensor]:
         """Return what is on the modules where sharded parameters should be; empty if all is as it was.
@@ -282,6 +299,7 @@ class ShardStorage:
 
 
 _dtype_of = operator.attrgetter("dtype")
+_requires_grad_of = operator.attrgetter("requires_grad")
 
 
 def _copy_of(shard: Tensor) -> Tensor:

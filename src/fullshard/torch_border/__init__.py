@@ -76,6 +76,7 @@ from fullshard.torch_border.process_groups import (
     arrived as arrived,
     choose_symmetric_backend as choose_symmetric_backend,
     fake_process_group as fake_process_group,
+    own_store_client as own_store_client,
     reduce_scatter_coalesced as reduce_scatter_coalesced,
     reduce_scatter_options as reduce_scatter_options,
     reduce_scatter_single as reduce_scatter_single,

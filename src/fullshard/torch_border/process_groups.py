@@ -156,6 +156,14 @@ def store_host(store: Store) -> str | None:
     return store.host if isinstance(store, dist.TCPStore) else None
 
 
+def own_store_client() -> Store:
+    """Return a client of the default process group's store that no other thread uses.
+
+    A client that waits for a key blocks all who share it.
+    """
+    return dist.distributed_c10d._get_default_store().clone()
+
+
 def arrived(tensor: Tensor) -> Tensor:
     """Return the tensor itself, after waiting for a collective that still writes it."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

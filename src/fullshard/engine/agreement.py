@@ -1,0 +1,125 @@
+"""Ranks compare their models before the first collective, and again when something has changed that must be equal.
+
+Collectives meet by order alone: if ranks have different models, or the same with different options, their collectives
+hang, abort, or mix the weights of one layer with those of another. So a digest of `model_description` goes through the
+store of the default process group (`store_agreement`) at the beginning of the first forward. All ranks go on, or all
+raise the same `DivergenceError` before a collective is issued, and the model can be used after what differs has been
+mended.
+
+A description is made anew only when `CHANGES` has grown, and compared only if it differs from what the ranks have agreed
+on. A rank that changes an option alone therefore waits here while the others go on. Where ranks meet before their
+collectives, on gloo, all of them get an error at once; elsewhere the watchdog sees it.
+
+Ranks that are threads compare through the store that they share. A process group without other ranks, or of the backend
+`fake`, has nothing to compare.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from fullshard import torch_border
+from fullshard.comm.collectives import backend_of
+from fullshard.comm.journal import POSITION, Waiting, tag
+from fullshard.comm.meetings import meet
+from fullshard.comm.store_agreement import StoreAgreement
+from fullshard.comm.verdict import VERDICT
+from fullshard.engine.model_changes import CHANGES
+from fullshard.engine.model_description import Description, describe, process_groups
+from fullshard.engine.model_differences import changes, message_about
+from fullshard.engine.state import FSDPState
+from fullshard.errors import DivergenceError
+
+_TIMEOUT_S = 1800.0
+"""Of process groups that have none."""
+_FAULT = "fault"
+"""The key of a message that a rank brings instead of a description: it differs from others already."""
+
+
+class ModelAgreement:
+    """What the ranks have agreed on about one model; lives as long as its runtime."""
+
+    def __init__(self) -> None:
+        self._changes_seen = -1
+        self._agreed: dict[tuple[int, ...], str] = {}
+        """By ranks, the description that they have in common."""
+
+    def renew(self, root: FSDPState, states: Sequence[FSDPState]) -> None:
+        """Compare with the other ranks what has not been compared yet. No collective.
+
+        Called in every forward, so it begins with a comparison of two numbers.
+
+        Raises:
+            DivergenceError: ranks differ, or a rank does not come.
+        """
+        if self._changes_seen == CHANGES.count:
+            return
+        seen = CHANGES.count
+        descriptions = {
+            ranks: json.dumps(description)
+            for ranks, description in describe(root.modules[0], states).items()
+        }
+        # Small sets of ranks come first, and in the same order on all ranks: so no two wait for each other, and a
+        # difference that a small set finds is made known to the larger ones.
+        changed = sorted(
+            (ranks for ranks, text in descriptions.items() if self._agreed.get(ranks) != text),
+            key=lambda ranks: (len(ranks), ranks),
+        )
+        if changed:
+            if self._agreed:
+                self._meet(descriptions[changed[0]], changed[0], states)
+            _compare({ranks: descriptions[ranks] for ranks in changed}, states)
+        self._agreed = descriptions
+        self._changes_seen = seen
+
+    def _meet(self, new: str, ranks: tuple[int, ...], states: Sequence[FSDPState]) -> None:
+        """Let ranks that have not changed anything find out that this one has, where ranks meet at all."""
+        before = json.loads(self._agreed.get(ranks, "{}"))
+        text = f"agreement on the model, in which {changes(before, json.loads(new))}"
+        for group, device in process_groups(states).items():
+            meet(group, tag(text), backend_of(group, device))
+
+
+def _compare(descriptions: dict[tuple[int, ...], str], states: Sequence[FSDPState]) -> None:
+    """Compare descriptions, each over the ranks that it is for, in this order."""
+    timeouts = [torch_border.timeout_of(group) for group in process_groups(states)]
+    timeout_s = min((each.total_seconds() for each in timeouts if each), default=_TIMEOUT_S)
+    store = torch_border.own_store_client()
+    fault: str | None = None
+    POSITION.waiting = Waiting(None, "agreement on the model", time.monotonic())
+    try:
+        for ranks, own in descriptions.items():
+            text = own if fault is None else json.dumps({_FAULT: fault})
+            comparison = StoreAgreement(
+                store,
+                ranks,
+                dist.get_rank(),
+                timeout_s=timeout_s,
+                between_looks=VERDICT.raise_if_diverged,
+            )
+            message = comparison.compare(_digest(text), functools.partial(str, text), _compose)
+            fault = fault or message
+    finally:
+        POSITION.waiting = None
+    if fault is not None:
+        raise DivergenceError(fault)
+
+
+def _compose(reports: Sequence[tuple[list[int], str]]) -> str:
+    """Return the message about descriptions of several ranks, or what a rank has brought instead of one."""
+    decoded: list[tuple[list[int], Any]] = [(ranks, json.loads(text)) for ranks, text in reports]
+    faults = dict.fromkeys(each[_FAULT] for _, each in decoded if _FAULT in each)
+    if faults:
+        return "\n".join(faults)
+    return message_about(cast("list[tuple[list[int], Description]]", decoded))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

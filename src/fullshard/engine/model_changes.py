@@ -1,0 +1,20 @@
+"""A count of changes of what all ranks must have in common: options, dtypes, which parameters are trainable.
+
+`ModelAgreement` looks at it in every forward, which costs one comparison, and compares the ranks again if it has grown.
+A change that is noted though nothing differs afterwards costs this rank a look at its own model, and no communication.
+"""
+
+from __future__ import annotations
+
+
+class ModelChanges:
+    """How often something has changed in the models of this process."""
+
+    count = 0
+
+    def note(self) -> None:
+        """Let every model be described again in its next forward."""
+        self.count += 1
+
+
+CHANGES = ModelChanges()

@@ -1,0 +1,223 @@
+"""What must be equal on all ranks that share a model, as text: names, shapes, dtypes, meshes, policies, options.
+
+A description has sections, one for the software and one for each group of parameters, in the order of the model. A
+section has items, and an item has a text:
+
+    layers.7      mesh of layers.7                    [[0, 1, 2, 3]]
+                  reduce_dtype of layers.7            float32
+                  layers.7.mlp.up.weight              (1024, 2048)
+                  dtype of layers.7.mlp.up.weight     float32
+
+Only what is equal by right is in it. Ranks of other pipeline stages have other modules, and those of other places along
+a tensor-parallel axis have other local shapes: they share no process group of data parallelism with this rank, and a
+description is for the ranks of one such group. Not in it are what differs by right from one microbatch to the next
+(whether gradients are synchronised, whether parameters stay after backward), which changes the order of collectives and
+is found there; the number of a device; where shards are offloaded to; and how many reductions are in flight.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from fullshard import __version__
+from fullshard.comm.reduce_settings import ReduceSettings
+from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.engine.state import FSDPState
+from fullshard.errors import ConfigurationError
+from fullshard.names import clean_name
+from fullshard.plan.layout import Division
+from fullshard.plan.mesh import DataParallelAxes, ranks_by_replica
+from fullshard.plan.policies import MixedPrecisionPolicy
+from fullshard.storage.param import FSDPParam
+
+Section = dict[str, str]
+Description = dict[str, Section]
+"""Sections by title, and texts by item; the order counts."""
+
+SOFTWARE = "software"
+_LISTED_RANKS = 64
+"""Of larger meshes, a digest stands for the ranks: they would be in the text of every group."""
+
+
+def describe(root: nn.Module, states: Sequence[FSDPState]) -> dict[tuple[int, ...], Description]:
+    """Return what must be equal, by the ranks that must have it in common, this one among them.
+
+    Groups without other ranks are left out.
+    """
+    paths = {module: clean_name(name) for name, module in root.named_modules()}
+    found: dict[tuple[int, ...], Description] = {}
+    software = _software()
+    meshes: dict[object, tuple[list[tuple[int, ...]], str]] = {}
+    for state in states:
+        options = _options(state)
+        for group in state.groups:
+            axes = group.mesh_info
+            if axes.communicates_over not in meshes:
+                meshes[axes.communicates_over] = ranks_in_common(axes), _mesh(axes)
+            sharing, mesh = meshes[axes.communicates_over]
+            if not sharing:
+                continue
+            section = _section(group, state.name, mesh, paths) | options
+            for ranks in sharing:
+                description = found.setdefault(ranks, {SOFTWARE: software})
+                description[_title(description, state.name)] = section
+    return found
+
+
+def ranks_in_common(axes: DataParallelAxes) -> list[tuple[int, ...]]:
+    """Return the global ranks that have the same parameters as this one, in order; without others, none.
+
+    Replicas and shards are one set where every rank knows all of it. Two process groups that form no grid are two.
+    """
+    groups = [each for each in (axes.shard_peers, axes.replicate_process_group) if _has_peers(each)]
+    if len(groups) == 2:
+        try:
+            return [tuple(sorted(rank for row in ranks_by_replica(axes) for rank in row))]
+        except ConfigurationError:
+            pass
+    return [tuple(sorted(dist.get_process_group_ranks(group))) for group in groups]
+
+
+def process_groups(states: Sequence[FSDPState]) -> dict[ProcessGroup, torch.device]:
+    """Return the process groups over which states communicate with other ranks, and on which device."""
+    return {
+        process_group: group.device
+        for state in states
+        for group in state.groups
+        for process_group in (group.mesh_info.shard_peers, group.mesh_info.replicate_process_group)
+        if process_group is not None and _has_peers(process_group)
+    }
+
+
+def _has_peers(group: ProcessGroup | None) -> bool:
+    return group is not None and group.size() > 1 and dist.get_backend(group) != "fake"
+
+
+def _title(description: Mapping[str, Section], name: str) -> str:
+    """Return the name of a group, numbered if its state has several."""
+    title, number = name, 1
+    while title in description:
+        number += 1
+        title = f"{name} ({number})"
+    return title
+
+
+def _software() -> Section:
+    return {
+        "version of fullshard": __version__,
+        "version of torch": str(torch.__version__),
+    }
+
+
+def _mesh(axes: DataParallelAxes) -> str:
+    """Return the ranks by replica and shard."""
+    try:
+        rows = ranks_by_replica(axes)
+    except ConfigurationError:  # known on every rank: the sizes of its own two process groups
+        return f"{axes.replicate_mesh_size} replicas of {axes.shard_mesh_size} shards"
+    text = str([list(row) for row in rows])
+    if sum(map(len, rows)) > _LISTED_RANKS:
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        text = f"{len(rows)} x {len(rows[0])} ranks ({digest})"
+    return text
+
+
+def _options(state: FSDPState) -> Section:
+    """Return the options of a state that change which collectives it calls, or when."""
+    options, name = state.options, state.name
+    return {
+        f"reshard_after_forward of {name}": str(options.reshard_after_forward),
+        f"forward prefetch of {name}": _prefetch(options.forward_prefetch),
+        f"backward prefetch of {name}": _prefetch(options.backward_prefetch)
+        + (", late" if options.prefetches_late else ""),
+        f"unshard_in_backward of {name}": str(options.unshard_in_backward),
+    }
+
+
+def _prefetch(states: Sequence[FSDPState] | None) -> str:
+    return "what comes next" if states is None else f"[{', '.join(each.name for each in states)}]"
+
+
+def _section(
+    group: FSDPParamGroup, name: str, mesh: str, paths: Mapping[nn.Module, str]
+) -> Section:
+    post_forward = group.all_gathers.post_forward
+    section = {
+        f"mesh of {name}": mesh,
+        f"device of {name}": group.device.type,
+        f"shard format of {name}": group.shards.format_name,
+        f"post-forward mesh size of {name}": str(
+            group.layout.world if post_forward is None else post_forward.size
+        ),
+        f"all-gather of {name}": _class_of(group.all_gathers.custom),
+    }
+    for option, text in _policy(group.mp_policy):
+        section[f"{option} of {name}"] = text
+    for option, text in _reduction(group.reducer.settings, group.mesh_info).items():
+        section[f"{option} of {name}"] = text
+    for param, slot in zip(group.params, group.layout.slots, strict=True):
+        param_name = _full_name(param, paths)
+        _add_param(section, param, param_name)
+        if slot.division is Division.FLAT:
+            section[f"strides of {param_name}"] = str(slot.strides)
+        if param.sharded_param not in group.shards.shard_views:
+            section[f"class of {param_name}"] = type(param.sharded_param.local).__name__
+    return section
+
+
+def _full_name(param: FSDPParam, paths: Mapping[nn.Module, str]) -> str:
+    owner = param.owners[0]
+    path = paths.get(owner.module)
+    if path is None:  # the module has been taken out of the model
+        return param.name
+    return f"{path}.{owner.name}" if path else owner.name
+
+
+@functools.cache
+def _policy(policy: MixedPrecisionPolicy) -> list[tuple[str, str]]:
+    return [(field.name, _plain(getattr(policy, field.name))) for field in fields(policy)]
+
+
+def _reduction(settings: ReduceSettings, axes: DataParallelAxes) -> Section:
+    separate = settings.process_group is not axes.shard_peers
+    return {
+        "gradient divide factor": "the number of ranks"
+        if settings.divide_by is None
+        else str(settings.divide_by),
+        "force_sum": str(settings.force_sum),
+        "reduce_scatter_unused_params": str(settings.zero_unused),
+        "reduce-scatter": _class_of(settings.custom),
+        "process group of reductions": "its own" if separate else "that of gathers",
+        "communication hook": "none" if settings.replacement is None else "set",
+        "all-reduce hook": "none" if settings.hook is None else "set",
+    }
+
+
+def _add_param(section: Section, param: FSDPParam, name: str) -> None:
+    section[name] = str(param.shape)
+    section[f"dtype of {name}"] = _plain(param.dtype)
+    section[f"requires_grad of {name}"] = str(param.sharded_param.param.requires_grad)
+    section[f"shard dimension of {name}"] = str(param.shard_dim)
+    placement = param.placement
+    if placement.unsharded_mesh is not None:
+        mesh, placements = placement.unsharded_mesh, placement.unsharded_placements
+        section[f"tensor parallelism of {name}"] = (
+            f"{placement.shape} as {placements} on {mesh.mesh_dim_names or ''}{tuple(mesh.shape)}"
+        )
+
+
+def _class_of(comm: object) -> str:
+    return "the process group's" if comm is None else type(comm).__name__
+
+
+@functools.cache
+def _plain(value: object) -> str:
+    return str(value).removeprefix("torch.")
