@@ -20,7 +20,6 @@ from torch.distributed.tensor import Replicate, Shard
 from fullshard import MixedPrecisionPolicy
 from fullshard.comm.gradient_reducer import GradientReducer
 from fullshard.comm.reduce_buffer import ReduceBuffer
-from fullshard.comm.reduce_scatter import ReduceTags
 from fullshard.comm.reduce_settings import DivideRule, divide_rule
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.comm.unreduced_gradients import gradients_were_cleared
@@ -119,7 +118,7 @@ def make_group(
     )
     reducer.derive_dtypes(policy, [policy.param_dtype or FP32] * len(params))
     context, named = FSDPCommContext(CPU), Named()
-    reducer.connect(context, named, ReduceTags.of("group"))
+    reducer.connect(context, named, "group")
     return Group(params, reducer, context, named)
 
 
@@ -318,7 +317,7 @@ def a_group_waits_for_its_own_buffer() -> None:
     group.context.join()
     group.has(7.0, 7.0, 7.0)
     other = make_group()
-    other.reducer.connect(group.context, other.named, ReduceTags.of("other"))
+    other.reducer.connect(group.context, other.named, "other")
     for each in (group, other):
         each.backward(1.0, 1.0, 1.0)
         each.reducer.reduce()

@@ -327,7 +327,7 @@ def all_gather(
     joined = None
     if backend == "gloo" and len(outputs) > 1:
         joined = _JoinedGather(outputs, inputs, group)  # takes memory, so before the ranks meet
-    meet(group, tag, backend)
+    meet(group, tag, backend, inputs)
     if joined is not None:
         joined.start(group, options)
         work = cast(Work, joined)
@@ -390,7 +390,7 @@ def reduce_scatter(
     if outputs[0].is_complex():  # as are all others, then
         outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
     backend = backend_of(group, outputs[0].device)
-    meet(group, tag, backend)
+    meet(group, tag, backend, inputs)
     work = torch_border.reduce_scatter_coalesced(group)(outputs, inputs, options)
     work = _watched(work, group, backend)
     return work if async_op else _ordered(work, backend)
@@ -441,7 +441,7 @@ def all_to_all(
     if not pairs:
         return []
     backend = backend_of(group, pairs[0][0].device)
-    meet(group, tag, backend)
+    meet(group, tag, backend, inputs)
     works = [
         _watched(torch_border.all_to_all_single(group, output, tensor, options), group, backend)
         for output, tensor in pairs
@@ -451,7 +451,7 @@ def all_to_all(
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType, tag: Tag) -> None:
     """Reduce ``tensor`` over the group in place; the current stream is ordered after it."""
-    with _in_order(group, tag, tensor.device):
+    with _in_order(group, tag, tensor.device, [tensor]):
         dist.all_reduce(as_real(tensor), op=op, group=group)
 
 
@@ -465,7 +465,7 @@ def as_real(tensor: Tensor) -> Tensor:
 
 def broadcast(tensor: Tensor, group: ProcessGroup, tag: Tag) -> None:
     """Give all ranks of the group the tensor of its first rank; the current stream is ordered after it."""
-    with _in_order(group, tag, tensor.device):
+    with _in_order(group, tag, tensor.device, [tensor]):
         dist.broadcast(tensor, group=group, group_src=0)
 
 
@@ -514,7 +514,7 @@ def packed_all_gather(
 ) -> Work | None:
     """Gather one staged shard per rank with a comm object."""
     backend = backend_of(group, output.device)
-    meet(group, tag, backend)
+    meet(group, tag, backend, [own])
     return _checked(comm, comm(output, own, group, async_op=async_op))
 
 
@@ -529,7 +529,7 @@ def packed_reduce_scatter(
     async_op: bool,
 ) -> Work | None:
     """Reduce one staged input with a comm object."""
-    meet(group, tag, backend_of(group, output.device))
+    meet(group, tag, backend_of(group, output.device), [packed])
     return _checked(comm, comm(as_real(output), as_real(packed), group, op, async_op=async_op))
 
 
@@ -559,7 +559,9 @@ def _watched(work: Work, group: ProcessGroup, backend: str) -> Work:
 
 
 @contextlib.contextmanager
-def _in_order(group: ProcessGroup, tag: Tag, device: torch.device | None) -> Iterator[None]:
+def _in_order(
+    group: ProcessGroup, tag: Tag, device: torch.device | None, inputs: Sequence[Tensor] = ()
+) -> Iterator[None]:
     """Let the ranks meet before a collective of torch's that returns when it is done.
 
     Without a device, the collective goes where torch sends objects: over the CPU, if the group can.
@@ -569,7 +571,7 @@ def _in_order(group: ProcessGroup, tag: Tag, device: torch.device | None) -> Ite
         backend = cpu if cpu != "nothing" else "other"
     else:
         backend = backend_of(group, device)
-    meet(group, tag, backend)
+    meet(group, tag, backend, inputs)
     with waiting_for(group, tag):
         yield
 

@@ -22,7 +22,6 @@ from fullshard.comm.reduce_scatter import (
     ReducedGroup,
     ReduceEvents,
     ReduceScatterState,
-    ReduceTags,
     all_reduce_bytes,
 )
 from fullshard.comm.reduce_settings import ReduceSettings
@@ -95,8 +94,8 @@ class GradientReducer:
         self._reduced_group: ReducedGroup
         self._group: weakref.ref[Group]
 
-    def connect(self, context: FSDPCommContext, group: Group, tags: ReduceTags) -> None:
-        """Join a model's streams; spans of reductions are recorded as those of ``group``."""
+    def connect(self, context: FSDPCommContext, group: Group, name: str) -> None:
+        """Join a model's streams; spans of reductions are recorded as those of ``group``, tags have ``name``."""
         self._context = context
         self._group = weakref.ref(group)  # which holds us
         self.unreduced.connect(context)
@@ -106,7 +105,8 @@ class GradientReducer:
             self._mesh_info,
             self._params,
             self.unreduced,
-            tags,
+            name,
+            self._by_segment,
         )
 
     def derive_dtypes(

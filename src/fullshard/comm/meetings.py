@@ -2,7 +2,8 @@
 
 `meet` is called right before each collective, when all its memory has been taken and nothing can fail any more. It
 notes the collective in the journal. On gloo it also lets the ranks agree on it through the control channel. If they
-call different collectives, or are in different steps, all of them raise the same `DivergenceError` instead.
+call different collectives, bring messages of different sizes, or are in different steps, all of them raise the same
+`DivergenceError` instead.
 
 So on gloo
 - no two different collectives ever meet: nothing is computed with another layer's weights, and gloo, which aborts the
@@ -20,10 +21,11 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from fullshard.comm.control_channel import ControlChannel
@@ -35,6 +37,8 @@ from fullshard.names import ranks_text
 _SLICE = timedelta(seconds=SLICE_S * 5)
 _STEP = 0x9E3779B97F4A7C15
 """An odd number that spreads steps over the bits of a tag's number."""
+_BYTES = 0xC2B2AE3D27D4EB4F
+"""Another one, for the sizes of messages."""
 _MASK = (1 << 63) - 1
 
 _WITHOUT_CHANNEL = ("fake", "threaded")
@@ -72,8 +76,15 @@ def debug(*what: str) -> None:
 # --- meeting ----------------------------------------------------------------------------------------
 
 
-def meet(group: ProcessGroup, tag: Tag, backend: str) -> None:
+def meet(group: ProcessGroup, tag: Tag, backend: str, inputs: Sequence[Tensor] = ()) -> None:
     """Note that a collective is about to be called through ``backend``, and let the ranks agree on it where they meet.
+
+    Args:
+        group: The ranks that call it.
+        tag: What it is for.
+        backend: The backend that carries it.
+        inputs: What it reads, if that must have the same size on all ranks. Where ranks meet, they compare the sizes,
+            too: gloo aborts the process when they differ.
 
     Raises:
         DivergenceError: ranks are about to call different collectives, or a rank has gone.
@@ -84,15 +95,16 @@ def meet(group: ProcessGroup, tag: Tag, backend: str) -> None:
     if backend == "gloo" or RULES.every_collective or RULES.guarded:
         channel = channel_of(group, journal, backend)
         if channel is not None:
-            _agree(channel, journal, tag)
+            _agree(channel, journal, tag, sum(tensor.nbytes for tensor in inputs))
 
 
-def _agree(channel: ControlChannel, journal: Journal, tag: Tag) -> None:
+def _agree(channel: ControlChannel, journal: Journal, tag: Tag, nbytes: int) -> None:
     POSITION.waiting = Waiting(journal, tag.text, POSITION.moved)
     try:
-        if channel.agree((tag.number + journal.step * _STEP) & _MASK):
+        if channel.agree((tag.number + journal.step * _STEP + nbytes * _BYTES) & _MASK):
             return
-        said = channel.exchange(f"{tag.text} (step {journal.step}, {POSITION.text()})")
+        size = f", {nbytes:,} bytes" if nbytes else ""
+        said = channel.exchange(f"{tag.text}{size} (step {journal.step}, {POSITION.text()})")
     finally:
         POSITION.waiting = None
     ranks_by_text: dict[str, list[int]] = {}

@@ -20,7 +20,7 @@ division comes after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -62,16 +62,11 @@ class ReduceEvents:
 
 
 class ReduceTags(NamedTuple):
-    """Tags of one group's collectives in a reduction."""
+    """Tags of the collectives that reduce one bucket of a group."""
 
     reduce: Tag
     """The reduce-scatter, or the exchange in its place."""
     all_reduce: Tag
-
-    @classmethod
-    def of(cls, name: str) -> ReduceTags:
-        """Return the tags of the group of this name."""
-        return cls(tag(f"reduce-scatter of {name}"), tag(f"all-reduce of {name}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +80,27 @@ class ReducedGroup:
     params: Sequence[FSDPParam]
     unreduced: UnreducedGradients
     """Where partial sums over shards are kept, and taken from."""
-    tags: ReduceTags
+    name: str
+    """For tags; no two groups of a model have the same."""
+    by_segment: bool
+    """Whether a segment gets one gradient. Then all parameters are always reduced."""
+    tags: dict[tuple[int, ...], ReduceTags] = field(default_factory=dict)
+    """By the parameters in a bucket."""
+
+    def tags_of(self, bucket: ReduceBucket) -> ReduceTags:
+        """Return the tags of a bucket's collectives, which say which parameters are in it if not all of the group are.
+
+        Ranks that reduce different parameters of equal sizes would otherwise add up what does not belong together.
+        """
+        found = self.tags.get(bucket.params)
+        if found is None:
+            name = self.name
+            if not self.by_segment and len(bucket.params) < len(self.params):
+                names = ", ".join(self.params[index].name for index in bucket.params)
+                name = f"{name} (only {names})"
+            found = ReduceTags(tag(f"reduce-scatter of {name}"), tag(f"all-reduce of {name}"))
+            self.tags[bucket.params] = found
+        return found
 
 
 @dataclass(slots=True)
@@ -167,7 +182,7 @@ class ReduceScatterState:
         self._mesh_info = group.mesh_info
         self._params = group.params
         self._unreduced = group.unreduced
-        self._tags = group.tags
+        self._group = group
         self._settings = settings
         self._custom = settings.custom if settings.process_group is not None else None
         self._buffer = buffer
@@ -289,9 +304,8 @@ class ReduceScatterState:
         group = self._settings.process_group
         assert group is not None, "what stays on its rank is not in a dtype for the wire"
         async_op = not self._context.asynchronous
-        return collectives.all_to_all(
-            each.outputs, each.inputs, group, self._tags.reduce, async_op=async_op
-        )
+        tag = self._group.tags_of(each.bucket).reduce
+        return collectives.all_to_all(each.outputs, each.inputs, group, tag, async_op=async_op)
 
     def _scatter(self, each: _BucketState) -> Work | None:
         async_op = not self._context.asynchronous
@@ -308,13 +322,12 @@ class ReduceScatterState:
             return None
         if group is None:
             return None
+        tag = self._group.tags_of(each.bucket).reduce
         if custom is not None:
             return collectives.packed_reduce_scatter(
-                custom, outputs[0], inputs[0], group, op, self._tags.reduce, async_op=async_op
+                custom, outputs[0], inputs[0], group, op, tag, async_op=async_op
             )
-        return collectives.reduce_scatter(
-            outputs, inputs, group, op, self._tags.reduce, async_op=async_op
-        )
+        return collectives.reduce_scatter(outputs, inputs, group, op, tag, async_op=async_op)
 
     def _bring_out(self) -> None:
         """Bring results out of memory that is given back with the input; after the collectives, on their stream."""
@@ -381,7 +394,7 @@ class ReduceScatterState:
                     continue
                 self._add_partial(bucket, reduced)
                 if info.replicate_mesh_size > 1:
-                    self._all_reduce(reduced, info.replicate_process_group, each.rule)
+                    self._all_reduce(reduced, info.replicate_process_group, each)
             if bucket.has_copies:
                 bucket.sum_copies(reduced)
             if settings.hook is not None:
@@ -416,12 +429,13 @@ class ReduceScatterState:
                 local.add_(kept)
                 self._kept.append(kept)
 
-    def _all_reduce(self, reduced: Tensor, group: ProcessGroup, rule: DivideRule) -> None:
+    def _all_reduce(self, reduced: Tensor, group: ProcessGroup, each: _BucketState) -> None:
         """Sum over replicas, on the current stream; the host waits where there are no streams."""
         span = None if self._span is None else self._span.followed_by("all-reduce")
         if span is not None:
             span.begins(all_reduce_bytes(reduced.nbytes, group.size()))
-        collectives.all_reduce(reduced, group, rule.op, self._tags.all_reduce)
+        tag = self._group.tags_of(each.bucket).all_reduce
+        collectives.all_reduce(reduced, group, each.rule.op, tag)
         if span is not None:
             span.called(())
             span.host_waited()

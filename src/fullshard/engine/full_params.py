@@ -28,7 +28,9 @@ from fullshard.errors import ConfigurationError
 from fullshard.storage.buffers import in_memory_order, shard_of
 from fullshard.storage.sharded_params import OrigParamShard, PlainShardedParam
 
-_AGREEING = tag("full parameters (state_dict, load_state_dict or summon_full_params)")
+_AGREEING = tag(
+    "full parameters (state_dict, optim_state_dict, load_state_dict or summon_full_params)"
+)
 
 
 def refresh_shards_together(groups: Sequence[FSDPParamGroup]) -> None:

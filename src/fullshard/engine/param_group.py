@@ -29,7 +29,6 @@ from fullshard.comm.all_gather import AllGatherState, GroupAllGather, UnshardedI
 from fullshard.comm.gradient_reducer import GradientReducer
 from fullshard.comm.group_all_gathers import GroupAllGathers
 from fullshard.comm.journal import tag
-from fullshard.comm.reduce_scatter import ReduceTags
 from fullshard.comm.spans import TraceRecorder
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine.model_changes import CHANGES
@@ -269,7 +268,7 @@ class FSDPParamGroup:
         """On the all-gather stream: the full parameters are complete."""
         self._released_event = context.new_event()
         """On the compute stream: the last read of the gathered memory."""
-        self.reducer.connect(context, self, ReduceTags.of(name + part))
+        self.reducer.connect(context, self, name + part)
 
     @property
     def context(self) -> FSDPCommContext:
