@@ -116,13 +116,11 @@ def _look_after(client: socket.socket) -> None:
 def _become(arguments: list[str], environment: dict[str, str], folder: str) -> None:
     """Be an interpreter that was started like this, from its first line to its end."""
     import atexit
-    import multiprocessing.process
     import runpy
     import threading
     import traceback
 
-    multiprocessing.current_process().name = "MainProcess"
-    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    be_main_process()
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
@@ -156,6 +154,14 @@ def _become(arguments: list[str], environment: dict[str, str], folder: str) -> N
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code or 0)
+
+
+def be_main_process() -> None:
+    """Let this process be nobody's child in the eyes of `multiprocessing`."""
+    import multiprocessing.process
+
+    multiprocessing.current_process().name = "MainProcess"
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
 
 
 # --- in the client -----------------------------------------------------------------------------------------

@@ -1,0 +1,252 @@
+"""Programs in which one rank does something else than the others, and what must become of each.
+
+    @kind(names=["layers.1"])
+    def a_rank_skips_a_layer(me: Rank) -> None:
+        run = Training(me)
+        run.steps(2)
+        if me.diverges():
+            run.net.order.remove(1)
+        run.go_on()
+
+All ranks run the program; `me.diverges()` is true on the odd one. A divergence must end every rank that survives in
+`DivergenceError` within `LIMIT_S`, and the message must name the odd rank and a module or a function. A legal
+difference (`legal=True`) must end well.
+
+    python -m tests.helpers.divergences            # prints the table of all kinds
+
+The kinds are in the modules of this package; `all_kinds` imports them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard import FullyShardedDataParallel, fully_shard
+from fullshard.wrap import ModuleWrapPolicy
+from tests.helpers.rank_programs import Job, JobResult, Rank
+
+LIMIT_S = 15.0
+"""How long after the divergence the last rank may end."""
+
+MODULES = ("legal", "exits", "collectives", "steps", "meshes", "wrapper", "modules")
+"""The modules with kinds. Those that wait longest come first."""
+
+NOBODY = -1
+"""Instead of the odd rank, where all ranks do the same."""
+
+FULLY_SHARD = "fully_shard"
+WRAPPER = "wrapper"
+
+Program = Callable[[Rank], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of divergence, or of a difference that is legal."""
+
+    name: str
+    job: Job
+    api: str
+    legal: bool
+    odd_ends: str
+    """How the odd rank ends: the type of an exception, "well", "exit CODE", "SIGKILL" or "stopped"."""
+    names: tuple[str, ...]
+    """Modules or functions, of which the message must name one."""
+    known_failure: str
+    """Why this kind does not end as it should yet."""
+
+    def without_divergence(self) -> Kind:
+        """Return the same program without an odd rank: all must end well."""
+        return replace(self, legal=True, job=replace(self.job, odd=NOBODY))
+
+    def problems(self, result: JobResult) -> list[str]:
+        """Return what is wrong with the way a job of this kind ended."""
+        odd = self.job.odd
+        problems = []
+        if result.diverged is None and odd != NOBODY:
+            problems.append(f"rank {odd} did not get to the divergence")
+        for rank, end in enumerate(result.ends):
+            expected = "well" if self.legal else self.odd_ends if rank == odd else "DivergenceError"
+            actual = outcome(end)
+            if actual not in expected.split(" or "):
+                problems.append(f"rank {rank}: {actual}, and not {expected}")
+            elif actual == "DivergenceError":
+                problems += [f"rank {rank}: {each}" for each in self._missing_in(end.message)]
+            if not self.legal and actual != "stopped" and result.seconds(rank) > LIMIT_S:
+                problems.append(
+                    f"rank {rank} ended {result.seconds(rank):.1f} s after the divergence"
+                )
+        return problems
+
+    def _missing_in(self, message: str) -> list[str]:
+        missing = []
+        if not re.search(rf"\branks? ([\d, ]|and )*\b{self.job.odd}\b", message, re.IGNORECASE):
+            missing.append(f"the message does not name rank {self.job.odd}")
+        if self.names and not any(name in message for name in self.names):
+            missing.append(f"the message names none of {', '.join(self.names)}")
+        return missing
+
+
+def outcome(end: Any) -> str:
+    """Return in a word or two how a rank ended."""
+    if end.hung:
+        return "hung"
+    if end.code is None:
+        return "stopped"
+    if end.code < 0:
+        return signal.Signals(-end.code).name
+    if end.raised and end.raised != "SystemExit":
+        return str(end.raised) if end.code == 1 else f"{end.raised}, then exit {end.code}"
+    return "well" if end.code == 0 else f"exit {end.code}"
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def kind(
+    *,
+    ranks: int = 2,
+    odd: int = 1,
+    api: str = FULLY_SHARD,
+    legal: bool = False,
+    odd_ends: str = "DivergenceError",
+    names: Sequence[str] = (),
+    store_on_rank_0: bool = False,
+    resumed_after_s: float | None = None,
+    tears_down: bool = False,
+    known_failure: str = "",
+) -> Callable[[Program], Program]:
+    """Add a program to the kinds."""
+
+    def add(program: Program) -> Program:
+        job = Job(
+            program=program,
+            ranks=ranks,
+            odd=odd,
+            store_on_rank_0=store_on_rank_0,
+            resumed_after_s=resumed_after_s,
+            tears_down=tears_down,
+        )
+        name = program.__name__
+        assert name not in KINDS, f"two kinds are called {name}"
+        KINDS[name] = Kind(
+            name=name,
+            job=job,
+            api=api,
+            legal=legal,
+            odd_ends=odd_ends,
+            names=tuple(names),
+            known_failure=known_failure,
+        )
+        return program
+
+    return add
+
+
+def all_kinds() -> dict[str, Kind]:
+    """Return all kinds by name."""
+    for module in MODULES:
+        importlib.import_module(f"{__name__}.{module}")
+    return KINDS
+
+
+# --- what the programs train --------------------------------------------------------------------------------------
+
+WIDTH = 4
+MANY_STEPS = 12
+"""How many steps follow a divergence: enough to notice it, few enough to end soon where nobody does."""
+
+
+class Block(nn.Module):
+    """Two parameters of equal size."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, width, bias=False)
+        self.second = nn.Linear(width, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+class Net(nn.Module):
+    """Three equal blocks, a branch of another size, and a head."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block(width), Block()])
+        self.branch = Block(7)
+        self.head = nn.Linear(WIDTH, 3)
+        self.order = [0, 1, 2]
+        """Which layers are called."""
+        self.takes_branch = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.layers[index](x)
+        if self.takes_branch:
+            x = self.branch(x)
+        return self.head(x)
+
+
+def shard(net: Net, **options: Any) -> Net:
+    """Shard each block and the root."""
+    for module in [*net.layers, net.branch]:
+        fully_shard(module, **options)
+    fully_shard(net, **options)
+    return net
+
+
+def wrap(net: Net, **options: Any) -> FullyShardedDataParallel:
+    """Wrap each block and the root."""
+    policy = ModuleWrapPolicy({Block})
+    arguments = {"auto_wrap_policy": policy, "device_id": torch.device("cpu"), **options}
+    return FullyShardedDataParallel(net, **arguments)
+
+
+class Training:
+    """A rank that trains a small net: by default one that `fully_shard` was applied to."""
+
+    def __init__(self, me: Rank, model: nn.Module | None = None) -> None:
+        self.me = me
+        self.model: Any = shard(Net()) if model is None else model
+        self.net: Any = getattr(self.model, "module", self.model)
+        trainable = [each for each in self.model.parameters() if each.requires_grad]
+        self.optimizer = torch.optim.SGD(trainable, lr=0.01, momentum=0.9)
+
+    def batch(self, rows: int = 2) -> Tensor:
+        """Return this rank's next batch."""
+        return torch.randn(rows, WIDTH)
+
+    def loss(self, rows: int = 2) -> Tensor:
+        """Return the loss of the next batch."""
+        return self.model(self.batch(rows)).square().mean()
+
+    def update(self) -> None:
+        """Step, and drop the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, number: int, rows: int = 2) -> None:
+        """Train for some steps."""
+        for _ in range(number):
+            self.loss(rows).backward()
+            self.update()
+
+    def go_on(self) -> None:
+        """Train for long enough that a divergence must show, and end as a good program does."""
+        self.steps(MANY_STEPS)
+        self.end()
+
+    def end(self) -> None:
+        """End as a good program does."""
+        dist.destroy_process_group()

@@ -1,0 +1,122 @@
+"""Ranks that call alone what all must call: norms, state dicts, checkpoints, torch's own collectives."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+
+from fullshard import checkpoint, clip_grad_norm_
+from tests.helpers.divergences import Training, kind
+from tests.helpers.rank_programs import Rank
+
+FULL = StateDictOptions(full_state_dict=True)
+
+
+@kind(names=["clip_grad_norm_", "norm"], ranks=3, tears_down=True)
+def a_rank_clips_alone(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    run.loss().backward()
+    if me.diverges():
+        clip_grad_norm_(run.model, 1.0)
+    run.update()
+    run.go_on()
+
+
+@kind(names=["clip_grad_norm_", "norm"])
+def a_rank_clips_alone_with_torch(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    run.loss().backward()
+    if me.diverges():
+        norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+        print(norm.full_tensor())
+    run.update()
+    run.go_on()
+
+
+@kind(names=["full_tensor"])
+def a_rank_asks_for_a_full_tensor(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        run.net.layers[1].first.weight.full_tensor()
+    run.go_on()
+
+
+@kind(names=["state_dict"], ranks=3, odd=0)
+def a_rank_asks_for_a_full_state_dict(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        get_model_state_dict(run.model, options=FULL)
+    run.go_on()
+
+
+@kind(names=["state_dict"])
+def a_rank_asks_for_a_full_optimizer_state_dict(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        get_optimizer_state_dict(run.model, run.optimizer, options=FULL)
+    run.go_on()
+
+
+@kind(names=["checkpoint"], ranks=3, odd=0)
+def a_rank_saves_alone(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        checkpoint.save(me.folder / "saved", run.model, run.optimizer)
+    run.go_on()
+
+
+@kind(names=["checkpoint"])
+def a_rank_saves_alone_in_the_background(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        checkpoint.async_save(me.folder / "saved", run.model, run.optimizer).wait()
+    run.go_on()
+
+
+@kind(names=["checkpoint"])
+def a_rank_loads_alone(me: Rank) -> None:
+    run = Training(me)
+    run.steps(1)
+    checkpoint.save(me.folder / "saved", run.model, run.optimizer)
+    if me.diverges():
+        checkpoint.load(me.folder / "saved", run.model, run.optimizer)
+    run.go_on()
+
+
+@kind(names=["all_reduce"], odd=0)
+def a_rank_averages_its_loss_alone(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        dist.all_reduce(torch.ones(()))
+    run.go_on()
+
+
+@kind(names=["barrier"], ranks=3)
+def a_rank_waits_at_a_barrier(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        dist.barrier()
+    run.go_on()
+
+
+@kind(names=["broadcast_object_list", "broadcast"])
+def a_rank_broadcasts_alone(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        dist.broadcast_object_list([1, 2], src=0)
+    run.go_on()

@@ -1,0 +1,316 @@
+"""Ranks that raise, leave, are killed or are stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.helpers.divergences import WRAPPER, Net, Training, kind, shard, wrap
+from tests.helpers.rank_programs import Rank
+
+
+class Mishap(Exception):
+    """What goes wrong on one rank."""
+
+
+def raise_mishap(*_: Any) -> None:
+    raise Mishap("a bad sample")
+
+
+class FailingBackward(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise Mishap("in backward")
+
+
+# --- that raise ---------------------------------------------------------------------------------------------------
+
+
+@kind(ranks=3, odd_ends="Mishap", names=["layers.1"], tears_down=True)
+def a_rank_raises_in_forward(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        run.net.layers[1].second.register_forward_pre_hook(raise_mishap)
+    run.go_on()
+
+
+@kind(odd=0, odd_ends="Mishap", names=["layers"])
+def a_rank_raises_in_its_first_forward(me: Rank) -> None:
+    run = Training(me)
+    if me.diverges():
+        run.net.layers[1].first.register_forward_pre_hook(raise_mishap)
+    run.go_on()
+
+
+@kind(ranks=3, odd_ends="Mishap", names=["layers.1"], tears_down=True)
+def a_rank_raises_in_backward(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        run.net.layers[1].first.register_forward_hook(lambda *args: FailingBackward.apply(args[2]))
+    run.go_on()
+
+
+@kind(api=WRAPPER, odd=0, odd_ends="Mishap", names=["layers.1"])
+def a_wrapped_rank_raises_in_forward(me: Rank) -> None:
+    run = Training(me, wrap(Net()))
+    run.steps(2)
+    if me.diverges():
+        run.net.layers[1].second.register_forward_pre_hook(raise_mishap)
+    run.go_on()
+
+
+@kind(api=WRAPPER, ranks=3, odd_ends="Mishap", names=["layers.1"])
+def a_wrapped_rank_raises_in_backward(me: Rank) -> None:
+    run = Training(me, wrap(Net(), use_orig_params=True))
+    run.steps(2)
+    if me.diverges():
+        run.net.layers[1].first.register_forward_hook(lambda *args: FailingBackward.apply(args[2]))
+    run.go_on()
+
+
+@kind(odd_ends="OutOfMemoryError", names=["layers.2", "branch"])
+def a_rank_runs_out_of_memory(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+
+    def run_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    if me.diverges():
+        run.net.layers[2].first.register_forward_pre_hook(run_out)
+    run.go_on()
+
+
+@kind(odd_ends="Mishap", names=["optimizer"])
+def a_rank_raises_in_the_optimizer(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        run.optimizer.register_step_pre_hook(raise_mishap)
+    run.go_on()
+
+
+@kind(
+    ranks=3,
+    odd_ends="FloatingPointError",
+    names=["a_rank_raises_after_its_loss", "backward of root", "forward of root", "root"],
+)
+def a_rank_raises_after_its_loss(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    loss = run.loss()
+    if me.diverges():
+        raise FloatingPointError("the loss is not finite")
+    loss.backward()
+    run.go_on()
+
+
+@kind(odd_ends="Mishap", names=["data", "batch"], store_on_rank_0=True, odd=0)
+def the_rank_with_the_store_raises_in_its_data(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        run.batch = raise_mishap  # type: ignore[assignment]
+    run.go_on()
+
+
+@kind(
+    ranks=3,
+    odd_ends="Mishap",
+    names=["a_rank_raises_before_its_model_is_built", "root", "no such file"],
+)
+def a_rank_raises_before_its_model_is_built(me: Rank) -> None:
+    if me.diverges():
+        raise Mishap("no such file")
+    Training(me).go_on()
+
+
+@kind(names=["layers", "root"])
+def a_rank_catches_an_error_and_skips_the_batch(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        hook = run.net.layers[1].second.register_forward_pre_hook(raise_mishap)
+        try:
+            run.steps(1)
+        except Mishap:
+            hook.remove()
+            run.model.reset_iter_state()
+    run.go_on()
+
+
+@kind(names=["layers", "root"], ranks=3)
+def a_rank_catches_an_error_of_backward(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        layer = run.net.layers[1].first
+        hook = layer.register_forward_hook(lambda *args: FailingBackward.apply(args[2]))
+        try:
+            run.steps(1)
+        except Mishap:
+            hook.remove()
+            run.model.reset_iter_state()
+            run.optimizer.zero_grad()
+    run.go_on()
+
+
+# --- that leave ---------------------------------------------------------------------------------------------------
+
+
+@kind(ranks=3, odd_ends="well", names=["root", "layers"], tears_down=True)
+def a_rank_has_less_data(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if not me.diverges():
+        run.steps(3)
+    run.end()
+
+
+@kind(api=WRAPPER, odd=0, odd_ends="well", names=["root", "layers"])
+def a_wrapped_rank_has_less_data(me: Rank) -> None:
+    run = Training(me, wrap(Net()))
+    run.steps(2)
+    if not me.diverges():
+        run.steps(3)
+    run.end()
+
+
+@kind(odd_ends="well", names=["layers", "root"], tears_down=True)
+def a_rank_ends_without_destroying_its_groups(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if not me.diverges():
+        run.go_on()
+
+
+@kind(ranks=3, odd_ends="well", names=["layers", "root"])
+def a_rank_has_no_data_at_all(me: Rank) -> None:
+    run = Training(me)
+    if not me.diverges():
+        run.go_on()
+
+
+@kind(odd_ends="exit 0 or well", names=["layers", "root"])
+def a_rank_calls_sys_exit(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        sys.exit(0)
+    run.go_on()
+
+
+@kind(ranks=3, odd_ends="exit 3", names=["layers", "root"])
+def a_rank_calls_os_exit(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        os._exit(3)
+    run.go_on()
+
+
+@kind(odd_ends="KeyboardInterrupt", names=["layers", "root"])
+def a_rank_is_interrupted(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        signal.raise_signal(signal.SIGINT)
+    run.go_on()
+
+
+@kind(odd_ends="SIGTERM", names=["layers", "root"])
+def a_rank_is_terminated(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        signal.raise_signal(signal.SIGTERM)
+    run.go_on()
+
+
+@kind(ranks=3, odd_ends="well", names=["layers", "root"])
+def a_rank_destroys_its_groups_and_lives_on(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        run.end()
+        time.sleep(4)
+    else:
+        run.go_on()
+
+
+# --- that are killed or stopped -----------------------------------------------------------------------------------
+
+
+def kill_at(run: Training, number: int) -> None:
+    """Let a signal reach this rank in the middle of its next forward."""
+    run.net.layers[1].first.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), number))
+
+
+@kind(ranks=3, odd_ends="SIGKILL", names=["layers.1"], tears_down=True)
+def a_rank_is_killed(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        kill_at(run, signal.SIGKILL)
+    run.go_on()
+
+
+@kind(api=WRAPPER, odd=0, odd_ends="SIGKILL", names=["layers.1"])
+def a_wrapped_rank_is_killed(me: Rank) -> None:
+    run = Training(me, wrap(Net()))
+    run.steps(2)
+    if me.diverges():
+        kill_at(run, signal.SIGKILL)
+    run.go_on()
+
+
+@kind(ranks=3, odd=0, odd_ends="SIGKILL", names=["layers.1"], store_on_rank_0=True)
+def the_rank_with_the_store_is_killed(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        kill_at(run, signal.SIGKILL)
+    run.go_on()
+
+
+@kind(odd_ends="SIGSEGV", names=["layers.1"])
+def a_rank_crashes(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        kill_at(run, signal.SIGSEGV)
+    run.go_on()
+
+
+@kind(ranks=3, odd_ends="stopped", names=["layers.1"], tears_down=True)
+def a_rank_is_stopped(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        kill_at(run, signal.SIGSTOP)
+    run.go_on()
+
+
+@kind(ranks=4, odd=2, odd_ends="SIGKILL", names=["layers.1"])
+def a_rank_of_a_hybrid_mesh_is_killed(me: Rank) -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    run = Training(me, shard(Net(), mesh=mesh))
+    run.steps(2)
+    if me.diverges():
+        kill_at(run, signal.SIGKILL)
+    run.go_on()

@@ -1,0 +1,252 @@
+"""Ranks whose steps are not equal: other layers, branches, microbatches, backwards and updates."""
+
+from __future__ import annotations
+
+import torch
+
+from fullshard import register_fsdp_forward_method
+from tests.helpers.divergences import Block, Net, Training, kind, shard
+from tests.helpers.rank_programs import Rank
+
+
+@kind(names=["layers.1"], tears_down=True)
+def a_rank_skips_a_layer(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        run.net.order.remove(1)
+    run.go_on()
+
+
+@kind(names=["layers.1"], ranks=4, odd=2)
+def a_rank_skips_a_layer_from_the_start(me: Rank) -> None:
+    run = Training(me)
+    if me.diverges():
+        run.net.order.remove(1)
+    run.go_on()
+
+
+@kind(names=["layers.2", "layers.1"], ranks=3)
+def a_rank_calls_equal_layers_in_another_order(me: Rank) -> None:
+    run = Training(me)
+    if me.diverges():
+        run.net.order = [0, 2, 1]
+    run.go_on()
+
+
+@kind(names=["layers.2", "layers.1"])
+def a_rank_calls_equal_layers_in_another_order_later(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        run.net.order = [0, 2, 1]
+    run.go_on()
+
+
+@kind(names=["layers.0", "layers.1"])
+def a_rank_calls_layers_of_other_sizes_in_another_order(me: Rank) -> None:
+    net = Net()
+    net.layers[0] = Block(7)
+    run = Training(me, shard(net))
+    run.steps(2)
+    if me.diverges():
+        net.order = [1, 0, 2]
+    run.go_on()
+
+
+@kind(names=["branch"], ranks=3)
+def a_rank_takes_another_branch(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        run.net.takes_branch = True
+    run.go_on()
+
+
+@kind(names=["branch", "layers.2"])
+def a_rank_no_longer_takes_a_branch(me: Rank) -> None:
+    run = Training(me)
+    run.net.takes_branch = True
+    run.steps(3)
+    if me.diverges():
+        run.net.takes_branch = False
+    run.go_on()
+
+
+@kind(names=["layers", "root"], ranks=4)
+def ranks_drop_layers_at_random(me: Rank) -> None:
+    run = Training(me)
+    run.steps(1)
+    if me.diverges():
+        torch.manual_seed(7)
+    for _ in range(12):
+        run.net.order = [index for index in range(3) if torch.rand(()) < 0.5]
+        run.steps(1)
+    run.end()
+
+
+@kind(names=["layers", "root"])
+def a_rank_has_three_microbatches_instead_of_two(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    for _ in range(3):
+        microbatches = 3 if me.diverges() else 2
+        for index in range(microbatches):
+            run.model.set_requires_gradient_sync(index == microbatches - 1)
+            run.loss().backward()
+        run.update()
+    run.end()
+
+
+@kind(names=["layers", "root"], ranks=3)
+def a_rank_reduces_one_microbatch_later(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    last = 1 if me.diverges() else 0
+    for index in range(2):
+        run.model.set_requires_gradient_sync(index == last)
+        run.loss().backward()
+    run.update()
+    run.go_on()
+
+
+@kind(names=["layers.1"])
+def a_rank_does_not_reduce_one_layer(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        run.net.layers[1].set_requires_gradient_sync(False)
+    run.go_on()
+
+
+@kind(names=["layers", "root"], ranks=3)
+def a_rank_evaluates_alone(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        with torch.no_grad():
+            run.model(run.batch())
+    run.go_on()
+
+
+@kind(names=["layers", "root"])
+def a_rank_generates_more_tokens(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    with torch.inference_mode():
+        for _ in range(5 if me.diverges() else 3):
+            run.model(run.batch(rows=1))
+    run.go_on()
+
+
+@kind(names=["layers", "head", "forward", "backward"])
+def a_rank_does_not_run_backward(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    loss = run.loss()
+    if not me.diverges():  # its loss was not finite, say
+        loss.backward()
+        run.update()
+    run.go_on()
+
+
+@kind(names=["layers", "root"])
+def a_rank_runs_backward_twice(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    loss = run.loss()
+    if me.diverges():
+        loss.backward(retain_graph=True)
+    loss.backward()
+    run.update()
+    run.go_on()
+
+
+@kind(names=["layers.2", "layers.1"], ranks=3)
+def a_rank_has_another_loss(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    outputs = []
+    run.net.layers[0].register_forward_hook(lambda *args: outputs.append(args[2]))
+    loss = run.loss()
+    if me.diverges():
+        loss = outputs[0].sum()
+    loss.backward()
+    run.update()
+    run.go_on()
+
+
+@kind(names=["layers.1", "encode"])
+def a_rank_calls_another_method(me: Rank) -> None:
+    net = Net()
+    layer = net.layers[1]
+    layer.encode = layer.forward
+    run = Training(me, shard(net))
+    register_fsdp_forward_method(layer, "encode")
+    run.steps(2)
+    if me.diverges():
+        layer.encode(run.batch())
+    run.go_on()
+
+
+@kind(names=["step "])
+def a_rank_does_not_update(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    run.loss().backward()
+    if me.diverges():
+        run.optimizer.step = lambda: None  # type: ignore[method-assign]
+    run.update()
+    run.go_on()
+
+
+@kind(names=["step "], ranks=3)
+def a_rank_updates_twice(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    run.loss().backward()
+    if me.diverges():
+        run.optimizer.step()
+    run.update()
+    run.go_on()
+
+
+@kind(names=["layers", "grad"])
+def a_rank_does_not_drop_its_gradients(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    run.loss().backward()
+    run.optimizer.step()
+    if not me.diverges():
+        run.optimizer.zero_grad()
+    run.go_on()
+
+
+@kind(names=["layers", "reshard_after_forward"])
+def a_rank_keeps_parameters_after_forward_from_now_on(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        run.model.set_reshard_after_forward(False)
+    run.go_on()
+
+
+@kind(names=["layers", "reshard_after_backward"])
+def a_rank_keeps_parameters_after_backward(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        run.model.set_reshard_after_backward(False)
+    for _ in range(2):
+        run.loss().backward()
+    run.update()
+    run.go_on()
+
+
+@kind(names=["layers.2", "layers.0"])
+def a_rank_unshards_alone(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        run.net.layers[2].unshard()
+    run.go_on()
