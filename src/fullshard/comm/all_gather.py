@@ -194,8 +194,23 @@ class GroupAllGather:
         else:
             assert self._custom is not None, "it staged the rows"
             self.buffer.copy_out_of(state.rows)
-            self._custom.release(state.rows)  # on the stream that allocated it
+            self._release_staged()
+
+    def _release_staged(self) -> None:
+        """Give memory of a comm object back, on the stream that allocated it."""
+        if self._custom is not None and self._staged is not None:
+            self._custom.release(self._staged)
             self._staged = None
+
+    def abandon(self, state: AllGatherState | None) -> None:
+        """Give all memory back after a failure, in the place of `finish`, which may take more of it.
+
+        On the all-gather stream. ``state`` is None if no collective was issued.
+        """
+        if state is not None and state.work is not None:
+            state.work.wait()
+        self._release_staged()
+        self.release()
 
     @property
     def held_bytes(self) -> int:
@@ -226,6 +241,9 @@ class UnshardedInPlace:
 
     def finish(self, state: AllGatherState) -> None:
         """Do nothing: there is nothing to wait for."""
+
+    def abandon(self, state: AllGatherState | None) -> None:
+        """Do nothing: the shards stay."""
 
     def release(self) -> None:
         """Do nothing: the shards stay."""

@@ -171,10 +171,13 @@ class ReduceScatterState:
             span: Told when the collective begins and ends, if a trace is recorded.
         """
         reduction = cls(group, settings, buffer)
-        # All memory is taken before the first collective is called: a failure here leaves nothing in flight.
-        reduction._buckets = [reduction._prepare(bucket) for bucket in buckets]
-        reduction.issue(span)
+        # The context knows it before anything can fail, and ends it after a failure, too: it may hold memory of a
+        # comm object, and the collectives of its first buckets may be in flight.
         group.context.note_reduction(reduction)
+        # All memory is taken before the first collective is called: a failure here leaves nothing in flight.
+        for bucket in buckets:
+            reduction._buckets.append(reduction._prepare(bucket))
+        reduction.issue(span)
 
     def __init__(self, group: ReducedGroup, settings: ReduceSettings, buffer: ReduceBuffer) -> None:
         self._context = group.context
@@ -190,6 +193,8 @@ class ReduceScatterState:
         self._works: list[Work | None] = []
         self._kept: list[Tensor] = []
         """Memory that the last steps use besides that of the buckets."""
+        self._issued = False
+        """Whether all collectives were called, so that there are results."""
         self._accumulated = False
         self._span: CollectiveSpan | None = None
         """The span of the reduce-scatter, if a trace is recorded."""
@@ -269,21 +274,32 @@ class ReduceScatterState:
         with context.reduce_scatter:
             # Compute fills the input, and may still use what was in the memory of the outputs before.
             events.ready.wait()
-            self._call_collectives(span)
-            if context.asynchronous:
-                # Before the event: behind it, compute may reuse what was received or staged.
-                self._bring_out()
-            events.input_read.record()
+            try:
+                self._call_collectives(span)
+                if context.asynchronous:
+                    # Before the event: behind it, compute may reuse what was received or staged.
+                    self._bring_out()
+            except BaseException:
+                events.done.record()  # nothing follows, but collectives of some buckets may be in flight
+                raise
+            finally:
+                events.input_read.record()
             if context.asynchronous and not replicated:
-                self._accumulate()
-                events.done.record()
+                self._accumulate_until(events.done)
         if context.asynchronous and replicated:
             # The all-reduce has a stream of its own, so that the next group's reduce-scatter does not queue
             # behind it. The reduce-scatter's last write is before `input_read`, too.
             with context.all_reduce:
                 events.input_read.wait()
-                self._accumulate()
-                events.done.record()
+                self._accumulate_until(events.done)
+        self._issued = True
+
+    def _accumulate_until(self, done: Event) -> None:
+        """Accumulate, and mark the end; after an exception, too, as some of it may be in the stream."""
+        try:
+            self._accumulate()
+        finally:
+            done.record()
 
     def _call_collectives(self, span: CollectiveSpan | None) -> None:
         settings = self._settings
@@ -346,7 +362,7 @@ class ReduceScatterState:
             for work in self._works:
                 if work is not None:
                     work.wait()
-        if not context.asynchronous:
+        if not context.asynchronous and self._issued:
             self._bring_out()
         self._wait_for(self._events.input_read)
         # The compute stream is behind the last read now, so the memory may go back to its pool.
@@ -361,7 +377,7 @@ class ReduceScatterState:
 
     def finish(self, *, accumulate: bool = True) -> None:
         """See `InFlight`."""
-        if accumulate and not self._accumulated:
+        if accumulate and self._issued and not self._accumulated:
             self._accumulate()
         if self._mesh_info.replicate_process_group is None:
             self._events.done.wait()  # right behind the read of the input, which has been waited for

@@ -339,11 +339,22 @@ class FSDPParamGroup:
             else:
                 all_gather = gathers.from_shards or gathers.build()
                 self._gathered_version = self._shard_version
-                if gathers.unbuffered is not None:
+            try:
+                if gathers.unbuffered is not None and state is _SHARDED:
                     extra = gathers.unbuffered.messages()
-            in_flight = all_gather.start(
-                extra, self._gather_tag, async_op=not context.asynchronous, span=span
-            )
+                self._in_flight = all_gather.start(
+                    extra, self._gather_tag, async_op=not context.asynchronous, span=span
+                )
+            except BaseException:
+                # No collective was issued, and nobody will wait for one.
+                all_gather.abandon(None)
+                if gathers.unbuffered is not None:
+                    gathers.unbuffered.abandon()
+                raise
+            # From here on a failed step finds the gather, and waits for it (`drop_gather`).
+            self._all_gather = all_gather
+            self._may_stay = may_stay
+            self.sharded_state = _GATHERING
             # A gather is finished at once where the stream alone can wait for it. It is not where the host must
             # wait, nor where finishing takes memory that others give back before compute needs this one.
             if (
@@ -351,14 +362,9 @@ class FSDPParamGroup:
                 and gathers.unbuffered is None
                 and not all_gather.takes_memory_late
             ):
-                all_gather.finish(in_flight)
+                all_gather.finish(self._in_flight)
                 self._in_flight = None
-            else:
-                self._in_flight = in_flight
             self._gathered_event.record()
-        self._all_gather = all_gather
-        self._may_stay = may_stay
-        self.sharded_state = _GATHERING
         if recorder is not None:
             recorder.note_gathered(self)
         return True
@@ -466,6 +472,23 @@ class FSDPParamGroup:
         if self.sharded_state is not _SHARDED:
             self._give_memory_back(_SHARDED)
             self.drop_post_forward_shard()
+
+    def drop_gather(self) -> None:
+        """Give the memory of a gather in flight back after a failed step, without using what it brings.
+
+        Memory may have run out, and to finish a gather can take more of it.
+
+        Before: any state. After: not GATHERING.
+        """
+        if self.sharded_state is not _GATHERING or self._in_flight is None:
+            return
+        assert self._all_gather is not None, "a gather is in flight"
+        with self.context.all_gather:
+            self._all_gather.abandon(self._in_flight)
+            if self.all_gathers.unbuffered is not None:
+                self.all_gathers.unbuffered.abandon()
+            self._gathered_event.record()
+        self._in_flight = None
 
     def reshard_after_forward(self) -> None:
         """Reshard, but keep a post-forward shard for backward to gather from, if the group was told to.

@@ -97,8 +97,12 @@ class Runtime:
         """Whether a forward or backward is running."""
         return bool(self.backward.running) or any(state.call is not None for state in self.states)
 
-    def reset(self) -> None:
-        """Return to the state between steps, whatever happened: see `FSDPModule.reset_iter_state`."""
+    def reset(self, *, together: bool = False) -> None:
+        """Return to the state between steps, whatever happened: see `FSDPModule.reset_iter_state`.
+
+        With ``together``, all ranks do so after the same step, though in different places of it. What they have
+        learned from it may differ, and is forgotten.
+        """
         if self.context.recorder is not None:
             self.context.recorder.abandon(self.states)
         self.context.join(accumulate=False)
@@ -108,10 +112,16 @@ class Runtime:
         for state in self.states:
             self.end_call(state)
             state.training_state = TrainingState.IDLE
-            state.reshard()
+            state.left_unsharded = False
             for group in state.groups:
+                group.drop_gather()
+                group.reshard()
                 group.reducer.drop()
         self.schedule.abandon_forward()
+        if together:
+            self.schedule = Schedule()
+            for state in self.states:
+                state.recomputes = False
 
     # --- forward ----------------------------------------------------------------------------------
 
