@@ -174,17 +174,19 @@ BUILDERS: Mapping[str, Callable[[Setting], nn.Module]] = MappingProxyType(
         "unsharded": build_unsharded,
         "fsdp2": build_fsdp2,
         "fullshard": build_fullshard,
+        "unmet": build_fullshard,
         "fsdp1": partial(build_wrapped, "torch.distributed.fsdp", flat=False),
         "wrapper": partial(build_wrapped, "fullshard", flat=False),
         "fsdp1-flat": partial(build_wrapped, "torch.distributed.fsdp", flat=True),
         "wrapper-flat": partial(build_wrapped, "fullshard", flat=True),
     }
 )
-"""`fsdp1` and `wrapper` have ``use_orig_params=True``, the flat ones a `FlatParameter` per block."""
+"""`unmet` is fullshard without the meetings of ranks before each collective (`gloo_step.py`). `fsdp1` and `wrapper` have ``use_orig_params=True``, the flat ones a `FlatParameter` per block."""
 
 RIVALS: Mapping[str, str] = MappingProxyType(
     {
         "fullshard": "fsdp2",
+        "unmet": "fullshard",
         "fsdp1": "fsdp1",
         "wrapper": "fsdp1",
         "fsdp1-flat": "fsdp1-flat",

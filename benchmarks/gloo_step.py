@@ -9,6 +9,7 @@ turn of a few steps (forward, backward, AdamW), at the same time on all ranks.
 step        from a barrier until the slowest rank is done. Here ranks also wait for each other and for
             the machine, which must have a free core per rank for this figure to mean something
 processor   time that all threads of all ranks computed, waiting not counted: what a step costs
+unmet       fullshard whose ranks do not agree on each collective before they call it
 unsharded   trains on each rank for itself, without communication
 """
 
@@ -34,6 +35,7 @@ from benchmarks.measure import Quantity, Record, collector_paused
 from benchmarks.profiling import profiler_of
 from benchmarks.report import header, headline, markdown, milliseconds, remarks, write_json
 from benchmarks.transformer import PRESETS, Shape
+from fullshard.comm import meetings
 from fullshard.programs.train.processes import run_in_processes
 
 COLUMNS = ("contestant", "step ms", "x rival", "processor ms", "x rival")
@@ -112,6 +114,7 @@ def compare(job: Job) -> dict[str, Record]:
         names = list(present)
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
+            meetings.RULES.on_gloo = name != "unmet"
             take_turn(present[name], records[name], job.steps)
     if job.profile is not None:
         look = profiler_of(job.profile / f"rank{dist.get_rank()}", "gloo", setting.device)

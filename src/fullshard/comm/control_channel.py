@@ -12,10 +12,12 @@ twice: the smallest and largest number so far, or a union of what ranks have sai
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -47,8 +49,15 @@ class ControlChannel:
         self._size = group.size()
         self._rounds: list[tuple[socket.socket, socket.socket]] = []
         """Per round, the socket to send to and the one to receive from: [Note: dissemination]."""
+        _CHANNELS.add(self)
         timeout = torch_border.timeout_of(group)
         self._connect(torch_border.store_of(group), timeout.total_seconds() if timeout else 1800.0)
+
+    def close(self) -> None:
+        """Close the sockets of this process."""
+        for pair in self._rounds:
+            for connection in pair:
+                connection.close()
 
     # --- agreement ----------------------------------------------------------------------------------
 
@@ -147,6 +156,21 @@ class ControlChannel:
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 each.settimeout(SLICE_S)
             self._rounds.append((after, before))
+
+
+_CHANNELS: weakref.WeakSet[ControlChannel] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close what a forked process (a worker of a data loader) has inherited.
+
+    Otherwise other ranks would not see that this one has ended while its child is alive.
+    """
+    for channel in list(_CHANNELS):
+        channel.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 # --- connecting -------------------------------------------------------------------------------------

@@ -51,6 +51,8 @@ class Rules:
     def __init__(self) -> None:
         self.every_collective = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
         """Whether ranks meet before every collective, on every backend."""
+        self.on_gloo = True
+        """Whether they meet on gloo; False only to measure what that costs."""
         self.guarded = 0
         """How many guarded steps are running: they meet before every collective, too."""
 
@@ -92,7 +94,7 @@ def meet(group: ProcessGroup, tag: Tag, backend: str, inputs: Sequence[Tensor] =
     journal = journal_of(group)
     journal.note(tag)
     POSITION.moved = time.monotonic()
-    if backend == "gloo" or RULES.every_collective or RULES.guarded:
+    if (backend == "gloo" and RULES.on_gloo) or RULES.every_collective or RULES.guarded:
         channel = channel_of(group, journal, backend)
         if channel is not None:
             _agree(channel, journal, tag, sum(tensor.nbytes for tensor in inputs))
