@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.journal import POSITION
 from tests.helpers.groups import leave_group
 from tests.helpers.life_cycle import check_every_change_of_state
 from tests.helpers.torch_costs import spare_torch_costs
@@ -119,6 +120,8 @@ def _run(job: Job) -> Report:
         fn, args, kwargs = pickle.loads(job.call)
         return Report(result=pickle.dumps(fn(*args, **kwargs)))
     except BaseException as error:
+        # The process goes on, as no other does: what others learn from an exception that ends a process.
+        POSITION.note_exception(error)
         return _failure(error)
 
 

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import time
 import weakref
+from collections import deque
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from torch.distributed import ProcessGroup
 
 RING = 256
 """How many of the last collectives a journal remembers."""
+MARKS = 64
+"""How many of the last steps a journal remembers."""
 _MASK = (1 << 63) - 1
 
 
@@ -56,12 +59,27 @@ class Journal:
         """Steps of optimizers that have parameters which this group shards or replicates."""
         self.tags: list[Tag | None] = [None] * RING
         """Collective number n, counted from 1, is at n % RING."""
+        self.marks: deque[tuple[int, int, int]] = deque(maxlen=MARKS)
+        """Step, count and digest at the end of the last steps; the watchdogs of two ranks compare them."""
 
     def note(self, tag: Tag) -> None:
         """Note a collective that is about to be called."""
         self.count = count = self.count + 1
         self.tags[count % RING] = tag
         self.digest = (self.digest * 31 + tag.number) & _MASK
+
+    def withdraw(self, digest: int) -> None:
+        """Forget the collective that was noted last, since it will not be called; ``digest`` is the one before it.
+
+        All ranks of a meeting that fails do so. Their journals stay equal, and they may go on together.
+        """
+        self.count -= 1
+        self.digest = digest
+
+    def end_step(self) -> None:
+        """Note that a step has ended."""
+        self.step += 1
+        self.marks.append((self.step, self.count, self.digest))
 
     @property
     def last_tag(self) -> Tag | None:
@@ -98,6 +116,8 @@ class Position:
         """The sharded module that was entered last."""
         self.moved = time.monotonic()
         """When a step last began or ended, or a collective was last called."""
+        self.journal: Journal | None = None
+        """Of the process group on which a collective was last called."""
         self.waiting: Waiting | None = None
         self.raised: str | None = None
         """Type and message of an exception that has left a sharded forward or backward; None after a new forward."""

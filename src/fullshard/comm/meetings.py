@@ -91,13 +91,21 @@ def meet(group: ProcessGroup, tag: Tag, backend: str, inputs: Sequence[Tensor] =
     Raises:
         DivergenceError: ranks are about to call different collectives, or a rank has gone.
     """
+    if VERDICT.message is not None:
+        VERDICT.raise_if_diverged()
     journal = journal_of(group)
+    digest = journal.digest
     journal.note(tag)
+    POSITION.journal = journal
     POSITION.moved = time.monotonic()
     if (backend == "gloo" and RULES.on_gloo) or RULES.every_collective or RULES.guarded:
-        channel = channel_of(group, journal, backend)
-        if channel is not None:
-            _agree(channel, journal, tag, sum(tensor.nbytes for tensor in inputs))
+        try:
+            channel = channel_of(group, journal, backend)
+            if channel is not None:
+                _agree(channel, journal, tag, sum(tensor.nbytes for tensor in inputs))
+        except DivergenceError:
+            journal.withdraw(digest)
+            raise
 
 
 def _agree(channel: ControlChannel, journal: Journal, tag: Tag, nbytes: int) -> None:
@@ -142,7 +150,7 @@ def step_taken(groups: Iterable[ProcessGroup]) -> None:
     """Note that an optimizer has updated parameters which these groups shard or replicate."""
     POSITION.step += 1
     for group in groups:
-        journal_of(group).step += 1
+        journal_of(group).end_step()
 
 
 # --- waiting ----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ Code may ask one question, `asynchronous`: can work be issued now and waited for
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
 from typing import Any, Protocol
 
@@ -80,6 +81,7 @@ class FSDPCommContext:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.asynchronous = device.type != "cpu"
+        _CONTEXTS.add(self)
         self.max_reductions = 1
         """How many reduce inputs may be in flight; before one more, compute waits for the oldest."""
 
@@ -168,6 +170,30 @@ class FSDPCommContext:
         if self.asynchronous:
             for stream in (self.all_gather, self.reduce_scatter, self.all_reduce):
                 stream.synchronize()
+
+    def is_behind(self) -> bool:
+        """Return whether the device has collectives left to do that the host has issued. The host does not wait.
+
+        For another thread than the one that trains, which calls it only when nothing has been issued for some time.
+        """
+        if not self.asynchronous:
+            return False
+        streams = (self.all_gather, self.reduce_scatter, self.all_reduce)
+        for stream in streams if self.device.type == "cuda" else ():
+            with stream:
+                if (
+                    torch.cuda.is_current_stream_capturing()
+                ):  # to ask for its end would break the capture
+                    return False
+        return not all(stream.query() for stream in streams)
+
+
+_CONTEXTS: weakref.WeakSet[FSDPCommContext] = weakref.WeakSet()
+
+
+def comm_contexts() -> list[FSDPCommContext]:
+    """Return the contexts of all models of this process."""
+    return list(_CONTEXTS)
 
 
 _HOST_STREAM = contextlib.nullcontext()

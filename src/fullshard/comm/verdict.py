@@ -25,6 +25,8 @@ class Verdict:
         """Why ranks have diverged; None as long as nothing is proven."""
         self.wanted = threading.Event()
         """Set by a thread that has lost another rank, and wants to know why at once."""
+        self.taken = False
+        """Whether the thread that trains has raised the verdict."""
         self.watched = False
         """Whether a watchdog is running that gives verdicts."""
 
@@ -35,6 +37,7 @@ class Verdict:
             DivergenceError: ranks have diverged.
         """
         if self.message is not None:
+            self.taken = True
             raise DivergenceError(self.message)
 
     def explain(self, otherwise: str) -> DivergenceError:
@@ -43,6 +46,7 @@ class Verdict:
         end = time.monotonic() + EXPLANATION_S
         while self.watched and self.message is None and time.monotonic() < end:
             time.sleep(SLICE_S / 10)
+        self.taken = True
         return DivergenceError(self.message or otherwise)
 
 

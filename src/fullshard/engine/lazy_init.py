@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fullshard.comm import watchdog
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import process_hooks
 from fullshard.engine.runtime import Runtime
@@ -42,6 +43,7 @@ def lazy_init(state: FSDPState) -> Runtime:
         found.set_name(name or "root")
     runtime.connect()
     process_hooks.install()
+    watchdog.start()
     return runtime
 
 

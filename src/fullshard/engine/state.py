@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import torch_border
+from fullshard.comm import watchdog
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import backward_hooks
 from fullshard.engine.installed_full_params import InstalledFullParams
@@ -69,6 +70,7 @@ class FSDPState:
         self.ignored: IgnoredParams = {} if ignored is None else ignored
         """Parameters below the modules that the user wants to be left alone."""
         self.set_name("")
+        watchdog.start()  # before the first forward: a rank may fail earlier, while others run theirs
         self.shared_context: FSDPCommContext | None = None
         """Of a root: streams it shares with other models."""
         self.runtime: Runtime | None = None

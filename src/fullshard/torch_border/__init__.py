@@ -66,6 +66,7 @@ from fullshard.torch_border.optimizers import (
     unscale_and_check as unscale_and_check,
 )
 from fullshard.torch_border.process_groups import (
+    aborts as aborts,
     all_gather_coalesced as all_gather_coalesced,
     all_gather_options as all_gather_options,
     all_gather_single as all_gather_single,
@@ -75,16 +76,21 @@ from fullshard.torch_border.process_groups import (
     allocates_tensors as allocates_tensors,
     arrived as arrived,
     choose_symmetric_backend as choose_symmetric_backend,
+    default_store as default_store,
     fake_process_group as fake_process_group,
+    own_client as own_client,
     own_store_client as own_store_client,
+    pending_in_backend as pending_in_backend,
     reduce_scatter_coalesced as reduce_scatter_coalesced,
     reduce_scatter_options as reduce_scatter_options,
     reduce_scatter_single as reduce_scatter_single,
     set_timeout as set_timeout,
     store_host as store_host,
     store_of as store_of,
+    store_port as store_port,
     symmetric_bytes as symmetric_bytes,
     timeout_of as timeout_of,
+    uses_gloo as uses_gloo,
 )
 from fullshard.torch_border.sharded_tensors import (
     ShardedTensorParts as ShardedTensorParts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -156,12 +157,66 @@ def store_host(store: Store) -> str | None:
     return store.host if isinstance(store, dist.TCPStore) else None
 
 
+def store_port(store: Store) -> int | None:
+    """Return the port at which a store is served; None if it is not served by a host."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, dist.TCPStore) else None
+
+
+def default_store() -> Store:
+    """Return the store that the default process group was made with."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def own_client(store: Store) -> Store:
+    """Return a client of the store that no other thread uses: the operations of one client wait for each other.
+
+    Of a store that is served by a host. Others are returned as they are: their operations are short, and the destructor
+    of a second `FileStore` would count as the end of a rank.
+    """
+    return cast(Any, store).clone() if store_port(store) is not None else store
+
+
 def own_store_client() -> Store:
     """Return a client of the default process group's store that no other thread uses.
 
     A client that waits for a key blocks all who share it.
     """
-    return dist.distributed_c10d._get_default_store().clone()
+    return own_client(default_store())
+
+
+def uses_gloo() -> bool:
+    """Return whether a process group of this process communicates by gloo."""
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return any("gloo" in dist.get_backend_config(group) for group in groups)
+
+
+def aborts() -> list[Callable[[], None]]:
+    """Return functions that end all collectives of a process group, one for each NCCL backend; each may take long."""
+    found = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if "nccl" in dist.get_backend_config(group):
+            with contextlib.suppress(RuntimeError):
+                found.append(group._get_backend(torch.device("cuda")).abort)
+    return found
+
+
+def pending_in_backend() -> str:
+    """Return what NCCL's flight recorder says about the oldest collective that has not ended; "" if it says nothing."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return ""
+    try:
+        entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", [])
+    except (RuntimeError, TypeError, ValueError):
+        return ""
+    if not entries:
+        return ""
+    oldest = min(entries, key=lambda entry: entry.get("record_id", 0))
+    seen = (oldest.get(key, "?") for key in ("profiling_name", "state", "collective_seq_id"))
+    name, state, number = seen
+    return f"{name}, {state}, number {number} of its process group"
 
 
 def arrived(tensor: Tensor) -> Tensor:

@@ -1,0 +1,20 @@
+"""The watchdog: a thread per process that finds out why ranks wait, and ends waits that are in vain.
+
+    observation   where this rank is
+    probes        whether the other processes of this host run
+    store_client  the store, which may block, in a thread of its own
+    rounds        one rank asks, all answer, through the store
+    judge         what the answers mean
+    release       brings a blocked thread back
+    peers         the other ranks on this host
+    stalls        what is noted and printed about slow ranks
+    thread        when to ask, and what to do with a judgement
+    process_end   what a process says before it ends
+
+The verdict is in `comm.verdict`, where waits look at it.
+"""
+
+from fullshard.comm.watchdog.stalls import Stall, stalls
+from fullshard.comm.watchdog.thread import start
+
+__all__ = ["Stall", "stalls", "start"]

@@ -1,0 +1,172 @@
+"""What a watchdog says about its rank, as it travels through the store.
+
+An `Answer` is short, since every rank sends one in every round: some hundred bytes. The last collectives of a rank
+(`History`) are longer, so the asker asks few ranks for them: one of those that are at the same place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+ALIVE, DEAD, STOPPED = "alive", "dead", "stopped"
+"""States of a process, as another process on its host sees them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Registration:
+    """Which process is a rank. Written once, when its watchdog starts."""
+
+    rank: int
+    host: str
+    """The host's name, for people."""
+    host_key: str
+    """Equal for processes that can see each other; see `probes`."""
+    pid: int
+    started: int
+    """When the process was started, in the kernel's clock ticks: tells it from a later one with the same number."""
+
+    def text(self) -> str:
+        """Return where the rank is, for a message."""
+        return f"host {self.host}, process {self.pid}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupAnswer:
+    """How far a rank has come in one process group."""
+
+    ranks: tuple[int, ...]
+    count: int
+    """How many collectives of fullshard it has called there."""
+    digest: int
+    """A hash of their tags."""
+    marks: tuple[tuple[int, int, int], ...] = ()
+    """Step, count and digest at the end of some of the last steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wait:
+    """A wait of the thread that trains for other ranks."""
+
+    text: str
+    """What it waits for: the text of a tag, or a function of torch.distributed."""
+    kind: str
+    """ "fullshard": a collective of ours; "torch": one that the user has called; "device": the host has issued
+    all that it can, and the device has not come to the end of it."""
+    group: str | None
+    """The process group's name; None if it is not known: then any rank may be meant."""
+    count: int
+    """Of a collective of ours: its number in the group."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """Where a rank is."""
+
+    rank: int
+    step: int = 0
+    phase: str = "outside"
+    module: str = ""
+    host: str = ""
+    """Host and process, for people."""
+    line: str = ""
+    """The line of Python that the thread which trains is at: the user's, if there is one."""
+    moved: int = 0
+    """A number that is another one after every collective and step."""
+    wait: Wait | None = None
+    raised: str | None = None
+    """Type and message of an exception that has left a sharded forward or backward."""
+    limit_s: float | None = None
+    """How long a collective may take before it counts as hung."""
+    groups: Mapping[str, GroupAnswer] = field(default_factory=dict)
+    states: Mapping[int, str] = field(default_factory=dict)
+    """States of the processes of the ranks on the same host, this one excluded."""
+
+    def place(self) -> str:
+        """Return step, phase and module, for a message."""
+        module = f" of {self.module}" if self.module and self.phase != "outside" else ""
+        return f"step {self.step}, {self.phase}{module}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """The last collectives of a rank, and what the backend knows about those that are pending."""
+
+    tags: Mapping[str, Mapping[int, str]]
+    """By process group: number and text of collectives."""
+    backend: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Absence:
+    """Why a rank has not answered."""
+
+    rank: int
+    state: str
+    """ "left", "raised", "dead", "stopped"; "busy" if its process runs and does not answer; "lost" if nobody can see it;
+    "unregistered" if it has no watchdog yet."""
+    text: str = ""
+    """Of a rank that has raised: type and message."""
+    host: str = ""
+    last: str = ""
+    """The last position that it has published, and when."""
+
+
+# --- encoding ---------------------------------------------------------------------------------------
+
+
+def encode(value: Registration | Answer | History) -> str:
+    """Return a value as text."""
+    fields = asdict(value)
+    if isinstance(value, Answer):
+        fields["groups"] = {
+            name: [_packed(each.ranks), each.count, each.digest, each.marks]
+            for name, each in value.groups.items()
+        }
+        fields = {key: found for key, found in fields.items() if found not in (None, "", {})}
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def registration_from(text: str | bytes) -> Registration:
+    """Return the registration that `encode` has made this text of."""
+    return Registration(**json.loads(text))
+
+
+def answer_from(text: str | bytes) -> Answer:
+    """Return the answer that `encode` has made this text of."""
+    fields: dict[str, Any] = json.loads(text)
+    groups = {
+        name: GroupAnswer(
+            ranks=_unpacked(ranks), count=count, digest=digest, marks=tuple(map(tuple, marks))
+        )
+        for name, (ranks, count, digest, marks) in fields.pop("groups", {}).items()
+    }
+    states = {int(rank): state for rank, state in fields.pop("states", {}).items()}
+    wait = fields.pop("wait", None)
+    return Answer(**fields, groups=groups, states=states, wait=Wait(**wait) if wait else None)
+
+
+def history_from(text: str | bytes) -> History:
+    """Return the history that `encode` has made this text of."""
+    fields = json.loads(text)
+    tags = {
+        name: {int(count): each for count, each in found.items()}
+        for name, found in fields["tags"].items()
+    }
+    return History(tags=tags, backend=fields["backend"])
+
+
+def _packed(ranks: Sequence[int]) -> list[Any]:
+    """Return ranks with even distances as a range: groups of a mesh are such."""
+    if len(ranks) > 2:
+        span = range(ranks[0], ranks[-1] + 1, max(1, ranks[1] - ranks[0]))
+        if tuple(span) == tuple(ranks):
+            return ["range", span.start, span.stop, span.step]
+    return list(ranks)
+
+
+def _unpacked(ranks: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(range(*ranks[1:])) if ranks[:1] == ["range"] else tuple(ranks)

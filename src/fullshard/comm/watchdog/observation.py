@@ -1,0 +1,204 @@
+"""Where this process is, as its watchdog sees it: the answer that it gives.
+
+Everything here is read by the watchdog's thread while another thread trains. It takes no lock, calls nothing that
+communicates, and asks a device only when nothing has moved for some time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from types import CodeType, FrameType
+
+import torch
+import torch.distributed as dist
+
+from fullshard import torch_border
+from fullshard.comm.journal import POSITION, Journal, journals
+from fullshard.comm.streams import comm_contexts
+from fullshard.comm.watchdog.answers import Answer, GroupAnswer, History, Wait
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_FULLSHARD = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_C10D = dist.distributed_c10d.__file__
+_COMMUNICATING = (_C10D, _TORCH + os.path.join("distributed", "_functional_collectives.py"))
+"""Files of torch whose functions wait for other ranks."""
+_DISPATCH = (_TORCH + "_ops.py", _TORCH + os.path.join("distributed", "c10d_logger.py"))
+"""Files of torch that may stand between such a function and its caller, or below it."""
+_LOCAL = frozenset({"_object_to_tensor", "_tensor_to_object"})
+"""Functions there that compute: pickling may take long."""
+SETTLED_S = 2.0
+"""How long nothing must have moved before a device is asked."""
+
+
+class Observer:
+    """Looks at the thread that trains."""
+
+    def __init__(self, rank: int, thread: int, host: str, limit_s: float | None) -> None:
+        self.rank = rank
+        self.thread = thread
+        """The number of the thread that trains."""
+        self.host = host
+        self.limit_s = limit_s
+
+    def wait(self) -> Wait | None:
+        """Return what the thread that trains waits for; None if it does not wait for other ranks."""
+        now = time.monotonic()
+        waiting = POSITION.waiting
+        if waiting is not None:
+            journal = waiting.journal
+            return Wait(
+                text=waiting.text,
+                kind="fullshard",
+                group=None if journal is None else group_key(journal),
+                count=0 if journal is None else journal.count,
+                seconds=round(now - waiting.since, 1),
+            )
+        frame = sys._current_frames().get(self.thread)
+        called = _collective_of_torch(frame)
+        if called is not None:
+            text, group = called
+            return Wait(
+                text=text, kind="torch", group=group, count=0, seconds=self._since(now, frame)
+            )
+        return _device_wait(now)
+
+    _place: tuple[CodeType | None, int] = (None, -1)
+    _arrived = 0.0
+
+    def _since(self, now: float, frame: FrameType | None) -> float:
+        """Return how long the thread has been at one place, as far as this observer has looked."""
+        place = (None, -1) if frame is None else (frame.f_code, frame.f_lasti)
+        if place != self._place or self._arrived < POSITION.moved:
+            self._place, self._arrived = place, now
+        return round(now - self._arrived, 1)
+
+    def answer(self, states: dict[int, str]) -> Answer:
+        """Return where this rank is; ``states`` are those of other processes on this host."""
+        wait = self.wait()
+        groups = {
+            group_key(journal): GroupAnswer(
+                ranks=journal.ranks,
+                count=journal.count,
+                digest=journal.digest,
+                marks=marks_of(journal),
+            )
+            for journal in journals()
+        }
+        return Answer(
+            rank=self.rank,
+            host=self.host,
+            step=POSITION.step,
+            phase=POSITION.phase,
+            module=POSITION.module,
+            line=line_of(sys._current_frames().get(self.thread)),
+            moved=moves(),
+            wait=wait,
+            raised=POSITION.raised,
+            limit_s=self.limit_s,
+            groups=groups,
+            states=states,
+        )
+
+
+def history() -> History:
+    """Return the last collectives of this rank."""
+    tags = {group_key(journal): dict(journal.last_tags(256)) for journal in journals()}
+    return History(tags=tags, backend=torch_border.pending_in_backend())
+
+
+def moves() -> int:
+    """Return a number that is another one after every collective and step."""
+    return POSITION.step + sum(journal.count for journal in journals())
+
+
+def group_key(journal: Journal) -> str:
+    """Return a name of a process group that no other group has: torch names groups that are split off alike."""
+    ranks = journal.ranks
+    return f"{journal.name} ({len(ranks)} ranks, {ranks[0]} to {ranks[-1]})"
+
+
+MARKED = (1, 16, 256)
+"""Ranks compare the ends of the last steps that are multiples of these."""
+
+
+def marks_of(journal: Journal) -> tuple[tuple[int, int, int], ...]:
+    """Return step, count and digest at the end of the last step, and of some before it."""
+    marks = list(journal.marks)
+    found = {
+        max((mark for mark in marks if mark[0] % multiple == 0), default=None)
+        for multiple in MARKED
+    }
+    return tuple(sorted(mark for mark in found if mark is not None))
+
+
+# --- the Python line --------------------------------------------------------------------------------
+
+
+def line_of(frame: FrameType | None) -> str:
+    """Return the innermost line outside of torch and fullshard, or the innermost one: "train.py:12 in main"."""
+    innermost = frame
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_TORCH, _FULLSHARD, "<")):
+            break
+        frame = frame.f_back
+    found = frame or innermost
+    if found is None:
+        return ""
+    file = os.path.join(*found.f_code.co_filename.split(os.sep)[-2:])
+    return f"{file}:{found.f_lineno} in {found.f_code.co_name}"
+
+
+def _collective_of_torch(frame: FrameType | None) -> tuple[str, str | None] | None:
+    """Return the function of torch.distributed that a thread is in, and its process group if that is known.
+
+    Only if the innermost frame is one that waits for ranks: torch.distributed has much that works for long by itself
+    (checkpoints, tensor operations).
+    """
+    while frame is not None and frame.f_code.co_filename in _DISPATCH:
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename not in _COMMUNICATING:
+        return None
+    if frame.f_code.co_name in _LOCAL:
+        return None
+    outermost = frame
+    while frame is not None and frame.f_code.co_filename in (*_COMMUNICATING, *_DISPATCH):
+        if frame.f_code.co_filename in _COMMUNICATING:
+            outermost = frame
+        frame = frame.f_back
+    found = outermost.f_locals.get("group")
+    group = found if isinstance(found, dist.ProcessGroup) else dist.group.WORLD
+    return outermost.f_code.co_name, group_name(group)
+
+
+def group_name(group: dist.ProcessGroup | None) -> str | None:
+    """Return the key of a process group, as `group_key` has it."""
+    if group is None:
+        return None
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):  # destroyed meanwhile
+        return None
+    return f"{group.group_name} ({len(ranks)} ranks, {ranks[0]} to {ranks[-1]})"
+
+
+# --- devices ----------------------------------------------------------------------------------------
+
+
+def _device_wait(now: float) -> Wait | None:
+    """Return a wait of the device: nothing was called for some time, and the streams of collectives are not done."""
+    seconds = now - POSITION.moved
+    if seconds < SETTLED_S or not any(context.is_behind() for context in comm_contexts()):
+        return None
+    last = POSITION.journal
+    if last is None or last.last_tag is None:
+        return None
+    return Wait(
+        text=last.last_tag.text,
+        kind="device",
+        group=group_key(last),
+        count=last.count,
+        seconds=round(seconds, 1),
+    )

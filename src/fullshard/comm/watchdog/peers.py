@@ -1,0 +1,68 @@
+"""The other ranks on this host: who they are, and whether their processes run."""
+
+from __future__ import annotations
+
+from fullshard.comm.watchdog.answers import (
+    ALIVE,
+    Absence,
+    Registration,
+    encode,
+    registration_from,
+)
+from fullshard.comm.watchdog.probes import state_of
+from fullshard.comm.watchdog.store_client import StoreClient
+
+
+class Peers:
+    """The ranks whose processes this one can see.
+
+    All ranks of a host write themselves into one list of the store, one after the other. Nobody reads the
+    registrations of all ranks: in a large world that would be too much.
+    """
+
+    def __init__(self, store: StoreClient, own: Registration) -> None:
+        self._store = store
+        self._own = own
+        self._key = f"host/{own.host_key}"
+        self._peers: dict[int, Registration] = {}
+        self.states: dict[int, str] = {}
+        """Their states when they were last looked at."""
+        self._gone: set[int] = set()
+        """Ranks that were found dead or stopped before."""
+
+    def register(self) -> None:
+        """Say that this process is a rank on this host."""
+        rank = self._own.rank
+        self._store.set(f"final/{rank}", "")  # of an earlier process group that had this store
+        self._store.set(f"registration/{rank}", encode(self._own))
+        place = self._store.add(self._key, 1)
+        self._store.set(f"{self._key}/{place}", encode(self._own))
+
+    def find(self) -> None:
+        """Find ranks that have registered since."""
+        keys = [f"{self._key}/{place}" for place in range(1, self._store.add(self._key, 0) + 1)]
+        if len(keys) == len(self._peers) + 1 or not self._store.has(keys):
+            return  # nobody is new, or somebody is about to say who it is
+        found = map(registration_from, self._store.get_all(keys))
+        self._peers = {each.rank: each for each in found if each.rank != self._own.rank}
+
+    def look(self) -> None:
+        """Look whether their processes run."""
+        self.states = {rank: state_of(peer) for rank, peer in self._peers.items()}
+
+    def has_newly_gone(self) -> bool:
+        """Return whether a process was found dead or stopped that was not before."""
+        gone = {rank for rank, state in self.states.items() if state != ALIVE}
+        new = gone - self._gone
+        self._gone |= new
+        return bool(new)
+
+    def absences(self, last: dict[int, str]) -> dict[int, Absence]:
+        """Return those that are dead or stopped; ``last`` are the last positions that are known."""
+        return {
+            rank: Absence(
+                rank=rank, state=state, host=self._peers[rank].text(), last=last.get(rank, "")
+            )
+            for rank, state in self.states.items()
+            if state != ALIVE
+        }

@@ -1,0 +1,76 @@
+"""Stalls: times in which ranks waited for others that were slow, and what is printed about them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from fullshard.comm.watchdog.judge import Judgement
+
+logger = logging.getLogger("fullshard")
+
+FIRST_REPEAT_S = 20.0
+LONGEST_REPEAT_S = 600.0
+"""A stall is reported again after these times, which double."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Stall:
+    """A time in which ranks waited for others that were slow."""
+
+    began: float
+    """By `time.time`."""
+    seconds: float
+    """How long it lasted; grows until it ends."""
+    ranks: tuple[int, ...]
+    """Who was waited for."""
+    report: str
+    """Who was where, when it was first noticed."""
+
+
+_STALLS: deque[Stall] = deque(maxlen=256)
+
+
+def stalls() -> list[Stall]:
+    """Return the stalls that this process has seen, oldest first."""
+    return list(_STALLS)
+
+
+class StallReports:
+    """Notes stalls, and prints them: once, then less and less often."""
+
+    def __init__(self) -> None:
+        self._stall: Stall | None = None
+        """The one that lasts."""
+        self._next_report = 0.0
+        self._repeat_s = FIRST_REPEAT_S
+
+    def note(self, judgement: Judgement, waited: float, now: float) -> None:
+        """Note that ranks are slow; nothing has moved here for ``waited`` seconds."""
+        if self._stall is None:
+            self._stall = Stall(
+                began=time.time() - waited,
+                seconds=waited,
+                ranks=judgement.culprits,
+                report=judgement.message,
+            )
+            _STALLS.append(self._stall)
+            self._next_report = now
+            self._repeat_s = FIRST_REPEAT_S
+        if now >= self._next_report:
+            logger.warning("%s", judgement.message)
+            self._next_report = now + self._repeat_s
+            self._repeat_s = min(2 * self._repeat_s, LONGEST_REPEAT_S)
+
+    def grow(self) -> None:
+        """Note that nothing has moved yet."""
+        if self._stall is not None:
+            self._stall.seconds = time.time() - self._stall.began
+
+    def end(self) -> bool:
+        """Note that this rank has moved; return whether a stall has ended by that."""
+        ended = self._stall is not None
+        self._stall = None
+        return ended

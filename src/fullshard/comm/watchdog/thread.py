@@ -1,0 +1,401 @@
+"""The watchdog's thread: when it asks, and what it does with a judgement.
+
+    every 0.25 s   looks at this process: has the thread that trains waited for longer than the patience?
+    every tick     one operation on the store: has another rank asked? A tick is a second, more in a large world.
+                   Are the processes of the other ranks on this host alive?
+                   The position is published, for the case that the process is killed.
+    every 5 ticks  compares its journal with that of the rank before it in each process group
+
+If the store does not answer, each rank judges alone, by what it sees on its own host.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from fullshard import torch_border
+from fullshard.comm.journal import POSITION, journals
+from fullshard.comm.verdict import VERDICT
+from fullshard.comm.watchdog import process_end, release
+from fullshard.comm.watchdog.answers import Wait
+from fullshard.comm.watchdog.judge import AGAIN, DIVERGED, SLOW, Judgement, judge
+from fullshard.comm.watchdog.observation import Observer, group_key, history, marks_of, moves
+from fullshard.comm.watchdog.peers import Peers
+from fullshard.comm.watchdog.probes import register
+from fullshard.comm.watchdog.rounds import LOST_S, Member, Rounds
+from fullshard.comm.watchdog.stalls import StallReports
+from fullshard.comm.watchdog.store_client import StoreClient, StoreFailedError
+
+logger = logging.getLogger("fullshard")
+
+LOOK_S = 0.25
+"""How often the thread looks at its own process."""
+PATIENCE_S = 5.0
+MAX_PATIENCE_S = 7.0
+"""Where the patience stops growing with the steps: a proven divergence is found within 15 s."""
+FINDING_S = 20.0
+"""For how long a watchdog looks for other ranks on its host at every tick; later, it does so less often."""
+REPEAT_S = 10.0
+"""How often a rank asks again that goes on waiting."""
+AGAIN_S = 1.0
+"""How long the asker of a round waits before it looks whether anybody has moved."""
+URGENT_S = 6.0
+"""How long a rank that has lost another one keeps asking why."""
+FAREWELL_S = 1.5
+"""How long the end of a process may be delayed by a store that does not answer."""
+RELEASE_S = 1.0
+"""How long a blocked thread has to come back by itself, before it is made to."""
+EXIT_S = 60.0
+"""How long a blocked thread has to come back after its collectives were aborted, before the process is ended."""
+_NOT_WATCHED = ("fake", "threaded")
+"""Backends whose ranks are not processes of their own."""
+
+
+# --- starting and ending ----------------------------------------------------------------------------
+
+
+class _Process:
+    """The watchdog of this process."""
+
+    lock = threading.Lock()
+    watchdog: Watchdog | None = None
+    forgotten: list[Watchdog] = []  # noqa: RUF012
+    """Of a forked process: watchdogs of its parent. Their stores must not be destroyed here."""
+
+
+def start() -> None:
+    """Watch the ranks of the default process group, unless that is done already or is turned off."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is None or os.environ.get("FULLSHARD_WATCHDOG") == "0":
+        return
+    with _Process.lock:
+        running = _Process.watchdog
+        if running is not None and running.group() is group:
+            return
+        backend = dist.get_backend_config(group)
+        is_alone = group.size() == 1 and "nccl" not in backend
+        if is_alone or any(name in backend for name in _NOT_WATCHED):
+            return
+        if running is not None:
+            running.end()
+        _Process.watchdog = Watchdog(group, thread=threading.get_ident())
+        process_end.at_end(_process_ends, forked=_forget)
+
+
+def _process_ends(error: BaseException | None) -> None:
+    watchdog = _Process.watchdog
+    if watchdog is not None:
+        watchdog.farewell(error)
+
+
+def _forget() -> None:
+    """Let a forked process begin without a watchdog."""
+    if _Process.watchdog is not None:
+        _Process.forgotten.append(_Process.watchdog)
+    _Process.lock = threading.Lock()
+    _Process.watchdog = None
+    VERDICT.message, VERDICT.taken, VERDICT.watched = None, False, False
+
+
+# --- the thread -------------------------------------------------------------------------------------
+
+
+class Watchdog:
+    """Watches this process as a rank of one default process group, and ends with it."""
+
+    def __init__(self, group: ProcessGroup, thread: int) -> None:
+        self.group = weakref.ref(group, lambda _: self.end())
+        self._wake = threading.Event()
+        self._is_over = False
+        self._final: tuple[str, str] | None = None
+        """What this rank says when it ends: left or raised, and the exception."""
+        self._said_farewell = threading.Event()
+
+        rank, world = group.rank(), group.size()
+        store = torch_border.default_store()
+        self._port = torch_border.store_port(store)
+        self._own = register(rank)
+        timeout = torch_border.timeout_of(group)
+        limit = os.environ.get("FULLSHARD_WATCHDOG_ABORT")
+        limit_s = float(limit) if limit else timeout.total_seconds() if timeout else None
+        self._observer = Observer(rank, thread, self._own.text(), limit_s)
+        self._least_patience = float(os.environ.get("FULLSHARD_WATCHDOG_PATIENCE") or PATIENCE_S)
+        self._tick_s = max(1.0, world / 1000)
+        self._is_small = world <= 64
+        """Whether positions are published at every tick, not only at every fifth."""
+
+        stores = [store]  # the thread must not keep a store alive that serves others
+        self._store = StoreClient(
+            lambda: torch_border.own_client(stores.pop()), "fullshard/watchdog/"
+        )
+        member = Member(
+            rank=rank,
+            world=world,
+            answer=lambda: self._observer.answer(self._peers.states),
+            history=history,
+            clock=time.monotonic,
+        )
+        self._rounds = Rounds(self._store, member)
+        self._is_registered = False
+        self._peers = Peers(self._store, self._own)
+        self._seen: dict[int, str] = {}
+        """The last positions of some other ranks."""
+        self._published = ""
+        """The position that was published last."""
+
+        self._began = now = time.monotonic()
+        self._next_tick = self._next_beat = self._next_poll = now
+        self._next_ask = 0.0
+        self._urgent_until = 0.0
+        self._is_suspicious = False
+        """Whether this rank's journal differs from another one's."""
+        self._failed_since: float | None = None
+        """When the store has last begun to fail."""
+        self._moves, self._moved = moves(), now
+        self._gaps: deque[float] = deque(maxlen=16)
+        """How long the last times were in which nothing moved."""
+        self._reports = StallReports()
+
+        VERDICT.message, VERDICT.taken, VERDICT.watched = None, False, True
+        VERDICT.wanted.clear()
+        POSITION.raised = None  # with another process group
+        self.thread = threading.Thread(target=self._run, name="fullshard-watchdog", daemon=True)
+        self.thread.start()
+
+    def end(self) -> None:
+        """Stop watching: the process group is gone, and so is what was found out about it."""
+        self._is_over = True
+        if _Process.watchdog is self or _Process.watchdog is None:
+            VERDICT.message, VERDICT.taken, VERDICT.watched = None, False, False
+        self._wake.set()
+
+    def farewell(self, error: BaseException | None) -> None:
+        """Say that this process ends, and why. Called by the thread that trains, at the end."""
+        if self._final is None:
+            raised = None if error is None else process_end.exception_text(error)
+            self._final = ("left", "") if raised is None else ("raised", raised)
+        self._wake.set()
+        self._said_farewell.wait(FAREWELL_S)
+        # A thread that comes back from torch while the interpreter ends would abort the process.
+        if not self._store.is_stuck:
+            self.thread.join(FAREWELL_S)
+            self._store.thread.join(FAREWELL_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._has_to_end():
+                self._wake.wait(LOOK_S)
+                self._wake.clear()
+                if self._final is None and not self._is_over:
+                    self._look(time.monotonic())
+            self._say_farewell()
+        except Exception:
+            logger.exception("The watchdog of rank %d has failed; it stops.", self._own.rank)
+        finally:
+            if _Process.watchdog is self:
+                VERDICT.watched = False
+            self._said_farewell.set()
+            self._store.close()
+
+    def _has_to_end(self) -> bool:
+        if not self._is_over and self.group() is not dist.group.WORLD:
+            self.end()
+        return self._is_over or self._final is not None or VERDICT.message is not None
+
+    def _say_farewell(self) -> None:
+        if VERDICT.message is not None:
+            return  # all ranks know
+        state, text = self._final or ("left", "")
+        try:
+            self._store.set(f"final/{self._own.rank}", json.dumps([state, text]), FAREWELL_S)
+            self._store.add("finals", 1)
+            if state == "raised":
+                self._rounds.open_for_others()
+        except StoreFailedError:
+            pass  # others will find out by themselves
+
+    # --- looking ------------------------------------------------------------------------------------
+
+    def _look(self, now: float) -> None:
+        self._notice_moves(now)
+        wait = self._wait(now)
+        try:
+            self._use_store(now, wait)
+            self._failed_since = None
+        except StoreFailedError as error:
+            self._judge_alone(error, wait)
+
+    def _notice_moves(self, now: float) -> None:
+        count = moves()
+        if count == self._moves:
+            self._reports.grow()
+            return
+        self._gaps.append(now - self._moved)
+        self._moves, self._moved = count, now
+        if self._reports.end():
+            self._next_ask = 0.0
+
+    def _wait(self, now: float) -> Wait | None:
+        """Return what the thread that trains waits for; most of the time without looking at it."""
+        if POSITION.waiting is None and now - POSITION.moved < 1.0:
+            return None
+        return self._observer.wait()
+
+    @property
+    def _patience(self) -> float:
+        longest = max(self._gaps, default=0.0)
+        grown = min(3 * longest, MAX_PATIENCE_S)
+        return max(self._least_patience, grown)
+
+    def _use_store(self, now: float, wait: Wait | None) -> None:
+        if not self._is_registered:
+            self._peers.register()
+            self._rounds.join()
+            self._is_registered = True
+        if self._rounds.is_running:
+            if now >= self._next_poll:
+                self._next_poll = now + LOOK_S * self._tick_s
+                judgement = self._rounds.poll()
+                if judgement is not None:
+                    self._follow(judgement, now)
+            return
+        if self._should_ask(now, wait):
+            self._peers.find()
+            self._peers.look()
+            self._rounds.ask()
+            return
+        if now >= self._next_tick:
+            self._next_tick = now + self._tick_s
+            if now - self._began < FINDING_S:
+                self._peers.find()
+            self._peers.look()
+            self._rounds.poll()
+            if self._is_small or now >= self._next_beat:
+                self._publish_position()
+            if now >= self._next_beat or POSITION.step <= 2:
+                self._next_beat = now + 5 * self._tick_s
+                self._compare_journals()
+
+    def _should_ask(self, now: float, wait: Wait | None) -> bool:
+        if VERDICT.wanted.is_set():
+            VERDICT.wanted.clear()
+            self._urgent_until = now + URGENT_S
+            return True
+        if now < self._next_ask:
+            return False
+        if self._rounds.must_ask_again or self._is_suspicious or now < self._urgent_until:
+            self._is_suspicious = False
+            return True
+        if wait is None:
+            return False
+        if wait.seconds >= 1.0 and self._peers.has_newly_gone():
+            return True
+        return wait.seconds >= self._patience
+
+    # --- the store ------------------------------------------------------------------------------------
+
+    def _publish_position(self) -> None:
+        """Publish the position, if it is another one: the last that is known if this process is killed."""
+        last = POSITION.journal.last_tag if POSITION.journal is not None else None
+        called = f", last called {last.text}" if last is not None else ""
+        text = f"{POSITION.text()}{called}"
+        if text == self._published:
+            return
+        self._published = text
+        marks = {group_key(journal): marks_of(journal) for journal in journals()}
+        text = f"{text}, at {time.strftime('%H:%M:%S')}"
+        position = json.dumps({"text": text, "marks": marks})
+        self._store.set(f"position/{self._own.rank}", position)
+
+    def _compare_journals(self) -> None:
+        """Compare the journals with those of the ranks before this one, at the ends of equal steps."""
+        self._peers.find()
+        for journal in journals():
+            before = journal.ranks[journal.rank - 1]
+            if before != self._own.rank:
+                found = self._store.find(f"position/{before}")
+                theirs: dict[str, Any] = json.loads(found or '{"text": "", "marks": {}}')
+                self._seen[before] = theirs["text"]
+                marked = theirs["marks"].get(group_key(journal), ())
+                own = {step: (count, digest) for step, count, digest in list(journal.marks)}
+                self._is_suspicious |= any(
+                    own.get(step, (count, digest)) != (count, digest)
+                    for step, count, digest in marked
+                )
+
+    # --- judgements -----------------------------------------------------------------------------------
+
+    def _follow(self, judgement: Judgement, now: float) -> None:
+        self._next_ask = now + REPEAT_S * self._tick_s
+        if judgement.kind == AGAIN:
+            self._next_ask = now + (AGAIN_S if self._rounds.must_ask_again else 3 * AGAIN_S)
+        elif judgement.kind == DIVERGED:
+            self._diverge(judgement.message)
+        elif now < self._urgent_until:
+            self._next_ask = now + LOOK_S
+        elif judgement.kind == SLOW:
+            self._reports.note(judgement, now - self._moved, now)
+
+    def _judge_alone(self, error: StoreFailedError, wait: Wait | None) -> None:
+        """Judge by what is seen on this host, since the store does not answer."""
+        now = time.monotonic()
+        self._failed_since = since = self._failed_since or now
+        is_urgent = VERDICT.wanted.is_set() or now < self._urgent_until
+        if wait is None or (wait.seconds < self._patience and not is_urgent):
+            return  # nobody waits; the store may be gone because all is done
+        self._peers.look()
+        own = self._observer.answer(self._peers.states)
+        judgement = judge({own.rank: own}, self._peers.absences(self._seen))
+        if judgement.kind == DIVERGED:
+            self._diverge(judgement.message)
+        elif now - since >= (LOST_S if error.is_late else 2.0):
+            place = f" at port {self._port}" if self._port is not None else ""
+            self._diverge(
+                f"Ranks have diverged: {error}. It is served{place} by rank 0 or by the launcher, which has ended, is stopped, or "
+                f"cannot be reached.\n  rank {own.rank} ({own.host}): waits for {wait.text}: {own.place()}, at {own.line}, "
+                f"for {wait.seconds:.0f} s\nSee what rank 0 and the launcher printed last; see docs/divergence.md."
+            )
+
+    def _diverge(self, message: str) -> None:
+        """Say that ranks have diverged, and bring the thread that trains back if it waits for them."""
+        logger.error("%s", message)
+        wait = self._observer.wait()
+        if wait is not None and wait.kind == "torch":
+            # Functions of torch.distributed handle the error of the backend, to log it. There, this one is raised instead.
+            release.raise_in(self._observer.thread, message)
+        # All ranks hear of it before the first one raises, and ends: its end would be an error of the backend for others.
+        time.sleep(1.5 * LOOK_S * self._tick_s)
+        VERDICT.message = message
+        if self._comes_back(RELEASE_S):
+            return
+        release.abort_collectives(self._port)
+        if self._comes_back(RELEASE_S):
+            return
+        if wait is not None and wait.kind != "torch":
+            release.raise_in(self._observer.thread, message)
+        if not self._comes_back(EXIT_S):
+            logger.error(
+                "Rank %d has not come back from a collective that was aborted; the process ends.",
+                self._own.rank,
+            )
+            logging.shutdown()
+            os._exit(1)
+
+    def _comes_back(self, seconds: float) -> bool:
+        """Wait until the thread that trains has raised the verdict, or waits for nobody; return whether it does."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if VERDICT.taken or self._observer.wait() is None or self._is_over or self._final:
+                return True
+            time.sleep(0.05)
+        return False

@@ -1,0 +1,204 @@
+"""What answers mean: one case for each rule of the judge, and the messages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fullshard.comm.watchdog.answers import (
+    Absence,
+    Answer,
+    GroupAnswer,
+    History,
+    Wait,
+    answer_from,
+    encode,
+    history_from,
+)
+from fullshard.comm.watchdog.judge import histories_wanted, judge
+
+ALL = tuple(range(4))
+
+
+def waits(
+    rank: int,
+    text: str = "all-gather of layers.1",
+    *,
+    count: int = 5,
+    digest: int = 50,
+    kind: str = "fullshard",
+    group: str | None = "world",
+    seconds: float = 6.0,
+    ranks: tuple[int, ...] = ALL,
+) -> Answer:
+    """A rank that waits in its collective number ``count``."""
+    return Answer(
+        rank=rank,
+        step=2,
+        phase="forward",
+        module="layers.1",
+        line="train.py:12 in main",
+        moved=count,
+        wait=Wait(text=text, kind=kind, group=group, count=count, seconds=seconds),
+        groups={"world": GroupAnswer(ranks=ranks, count=count, digest=digest)},
+        limit_s=600.0,
+    )
+
+
+def runs(rank: int, *, count: int = 4, digest: int = 40, raised: str | None = None) -> Answer:
+    """A rank that is in its own code, after its collective number ``count``."""
+    groups = {"world": GroupAnswer(ranks=ALL, count=count, digest=digest)}
+    return Answer(
+        rank=rank,
+        step=2,
+        host="host b, process 7",
+        line="data.py:3 in load",
+        groups=groups,
+        raised=raised,
+    )
+
+
+def by_rank(*answers: Answer) -> dict[int, Answer]:
+    return {answer.rank: answer for answer in answers}
+
+
+OTHERS = [waits(0), waits(2), waits(3)]
+
+
+def test_ranks_that_all_run_are_fine() -> None:
+    assert judge(by_rank(*map(runs, ALL)), {}).kind == "fine"
+
+
+def test_a_rank_in_its_own_code_is_slow_and_its_line_is_named() -> None:
+    found = judge(by_rank(*OTHERS, runs(1)), {})
+    assert (found.kind, found.culprits) == ("slow", (1,))
+    assert found.message.splitlines() == [
+        "rank 1 lets others wait for 6 s. Nothing is wrong so far, so they go on waiting.",
+        "  rank 1 (host b, process 7): running: step 2, outside, at data.py:3 in load",
+        "  ranks 0, 2, 3: waiting for all-gather of layers.1 (collective 5 of process group world): "
+        "step 2, forward of layers.1, at train.py:12 in main, for 6 s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("state", "text", "kind", "named"),
+    [
+        ("dead", "", "diverged", "rank 1 died, while others wait"),
+        ("stopped", "", "diverged", "rank 1 was stopped, while others wait"),
+        ("raised", "ValueError: 3", "diverged", "rank 1 raised ValueError: 3, while others wait"),
+        ("left", "", "diverged", "rank 1 left, while others wait"),
+        ("lost", "", "diverged", "rank 1 cannot be reached"),
+        ("busy", "", "slow", "rank 1 lets others wait"),
+        ("unregistered", "", "slow", "rank 1 lets others wait"),
+    ],
+)
+def test_a_rank_that_does_not_answer_is_named_with_its_host_and_last_position(
+    state: str, text: str, kind: str, named: str
+) -> None:
+    absence = Absence(rank=1, state=state, text=text, host="host b, process 7", last="step 2")
+    found = judge(by_rank(*OTHERS), {1: absence})
+    assert (found.kind, found.culprits) == (kind, (1,))
+    assert found.message.startswith(("Ranks have diverged: ", "rank 1 lets"))
+    assert named in found.message
+    assert "  rank 1 (host b, process 7): " in found.message
+    assert "last seen: step 2" in found.message
+
+
+@pytest.mark.parametrize("state", ["dead", "stopped", "raised", "left", "lost", "busy"])
+def test_nothing_is_wrong_with_a_rank_that_nobody_waits_for(state: str) -> None:
+    absence = {3: Absence(rank=3, state=state)}
+    assert judge(by_rank(runs(0), runs(1), runs(2)), absence).kind == "fine"
+
+
+def test_a_rank_that_is_done_may_leave_groups_it_is_not_in() -> None:
+    pair = [waits(rank, ranks=(0, 1)) for rank in (0, 1)]
+    assert judge(by_rank(*pair), {3: Absence(rank=3, state="left")}).kind == "fine"
+    assert judge(by_rank(*pair), {3: Absence(rank=3, state="dead")}).kind == "diverged"
+
+
+def test_an_exception_that_left_forward_is_found_in_the_rank_that_goes_on() -> None:
+    found = judge(by_rank(*OTHERS, runs(1, raised="ValueError: 3")), {})
+    assert found.kind == "diverged"
+    assert "rank 1 raised ValueError: 3, while others wait" in found.message
+
+
+def test_different_collectives_under_the_same_number_are_named() -> None:
+    answers = by_rank(*OTHERS, runs(1, count=9, digest=91))
+    assert histories_wanted(answers) == [0, 1]
+    histories = {
+        0: History(tags={"world": {3: "a", 4: "b", 5: "c"}}),
+        1: History(tags={"world": {4: "b", 5: "x", 6: "c"}}),
+    }
+    found = judge(answers, {}, histories=histories)
+    assert (found.kind, found.culprits) == ("diverged", (1,))
+    assert "collective 5 of process group world is c on ranks 0, 2, 3, and x on rank 1" in (
+        found.message
+    )
+    histories[1] = History(tags={"world": {4: "b", 5: "c", 6: "d"}})
+    assert judge(answers, {}, histories=histories).kind == "slow"
+
+
+def test_equal_counts_with_different_digests_are_a_divergence() -> None:
+    found = judge(by_rank(waits(0), waits(1, digest=51), waits(2), waits(3)), {})
+    assert found.kind == "diverged"
+    assert (
+        "first 5 collectives of process group world are different ones on ranks 0, 2, 3 and rank 1"
+        in (found.message)
+    )
+
+
+def test_a_step_that_ends_after_different_collectives_is_a_divergence() -> None:
+    def with_mark(answer: Answer, *mark: int) -> Answer:
+        return replace(answer, groups={"world": replace(answer.groups["world"], marks=(mark,))})
+
+    ranks = [with_mark(runs(rank), 1, 8, 80) for rank in range(3)]
+    found = judge(by_rank(*ranks, with_mark(runs(3), 1, 12, 120)), {})
+    assert (found.kind, found.culprits) == ("diverged", (3,))
+    assert "step 1 has ended after different collectives" in found.message
+    assert "8 on ranks 0-2, 12 on rank 3" in found.message
+    assert judge(by_rank(*ranks, with_mark(runs(3), 2, 12, 120)), {}).kind == "fine"
+
+
+def test_a_deadlock_is_one_when_nobody_moves_between_two_rounds() -> None:
+    barrier = waits(1, "barrier", kind="torch", count=4, digest=40)
+    answers = by_rank(*OTHERS, barrier)
+    assert judge(answers, {}).kind == "again"
+    found = judge(answers, {}, previous=answers)
+    assert found.kind == "diverged"
+    assert "ranks 0-3 wait for each other in different places" in found.message
+    assert "  rank 1: waiting for torch.distributed.barrier: step 2" in found.message
+    moved = {**answers, 2: replace(answers[2], moved=3)}
+    assert judge(answers, {}, previous=moved).kind != "diverged"
+
+
+def test_ranks_that_wait_in_the_same_collective_are_no_deadlock() -> None:
+    same = by_rank(*(waits(rank) for rank in ALL))
+    assert judge(same, {}, previous=same).kind == "fine"
+    # Their hosts have issued different numbers: those that are behind can go on, so the others will.
+    ahead = by_rank(*(waits(rank, kind="device", count=5 + rank) for rank in ALL))
+    assert judge(ahead, {}, previous=ahead).kind == "fine"
+    sends = by_rank(
+        waits(0, "send", kind="torch"), *(waits(r, "recv", kind="torch") for r in ALL[1:])
+    )
+    assert judge(sends, {}, previous=sends).kind == "fine"
+
+
+def test_a_collective_that_all_have_called_hangs_after_the_limit() -> None:
+    answers = by_rank(*(waits(rank, kind="device", seconds=601) for rank in ALL))
+    found = judge(answers, {})
+    assert found.kind == "diverged"
+    assert "all-gather of layers.1 has not ended within 600 s, though ranks 0-3 called it" in (
+        found.message
+    )
+    slow = by_rank(*(waits(rank, seconds=601) for rank in ALL[1:]), runs(0))
+    assert judge(slow, {}).kind == "slow"
+
+
+def test_an_answer_and_a_history_survive_the_store() -> None:
+    answer = replace(waits(3, ranks=(0, 8, 16, 24)), states={0: "dead"}, raised="E: x")
+    group = replace(answer.groups["world"], marks=((1, 2, 3),))
+    answer = replace(answer, groups={"world": group, "pair": replace(group, ranks=(3, 7))})
+    assert answer_from(encode(answer)) == answer
+    history = History(tags={"world": {4: "b"}}, backend="all-gather, started")
+    assert history_from(encode(history)) == history
