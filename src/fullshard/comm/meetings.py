@@ -114,7 +114,7 @@ def _agree(channel: ControlChannel, journal: Journal, tag: Tag, nbytes: int) -> 
         if channel.agree((tag.number + journal.step * _STEP + nbytes * _BYTES) & _MASK):
             return
         size = f", {nbytes:,} bytes" if nbytes else ""
-        said = channel.exchange(f"{tag.text}{size} (step {journal.step}, {POSITION.text()})")
+        said = channel.exchange(f"{tag.text} (step {journal.step}, {POSITION.text()}{size})")
     finally:
         POSITION.waiting = None
     ranks_by_text: dict[str, list[int]] = {}
