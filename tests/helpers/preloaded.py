@@ -7,7 +7,7 @@ Importing torch and what training needs of it takes four seconds of processor ti
 that ranks are forked from, too.
 
     program that starts it      preloaded_python     an executable: `_run_client`
-    client                 ->   server               arguments, environment, folder, and the three standard files
+    client                 ->   server               arguments, environment, folder, the three standard files, the network
     server                 ->   process              forked: runs the program
     client                 ->   process              every signal that can be passed on; SIGKILL when the client is gone
     process                ->   client               how it ended; the client ends in the same way
@@ -34,6 +34,8 @@ from pathlib import Path
 from typing import Any
 
 PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+NETWORK = "/proc/self/ns/net"
+CLONE_NEWNET = 0x40000000  # of Linux
 
 
 @contextmanager
@@ -88,17 +90,19 @@ def _serve(listener: socket.socket, tests: socket.socket) -> None:
 
 def _look_after(client: socket.socket) -> None:
     """Start the program of a client, pass its signals on, and tell it how the program ended."""
-    _, files, _, _ = socket.recv_fds(client, 1, 3)
+    _, files, _, _ = socket.recv_fds(client, 1, 4)
     if not files:  # the client was ended before it had asked
         os._exit(0)
+    network = files.pop()
     request = json.loads(client.makefile().readline())
     process = os.fork()
     if process == 0:
         client.close()
+        _join_network(network)
         for number, file in enumerate(files):
             os.dup2(file, number)
         _become(**request)
-    for file in files:
+    for file in (*files, network):
         os.close(file)
     has_ended = os.pidfd_open(process)
     while True:
@@ -111,6 +115,18 @@ def _look_after(client: socket.socket) -> None:
         os.kill(process, told[0] if told else signal.SIGKILL)
         if not told:
             os._exit(0)
+
+
+def _join_network(namespace: int) -> None:
+    """Move to the network namespace of a client that was started in another one than the server."""
+    if not os.path.sameopenfile(namespace, ours := os.open(NETWORK, os.O_RDONLY)):
+        import ctypes
+
+        c_library = ctypes.CDLL(None, use_errno=True)
+        if c_library.setns(namespace, CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+    os.close(ours)
+    os.close(namespace)
 
 
 def _become(arguments: list[str], environment: dict[str, str], folder: str) -> None:
@@ -171,7 +187,7 @@ def _run_client(address: str, arguments: list[str]) -> None:
     """Have the program run, and end as it does."""
     server = socket.socket(socket.AF_UNIX)
     server.connect(address)
-    socket.send_fds(server, [b"f"], [0, 1, 2])
+    socket.send_fds(server, [b"f"], [0, 1, 2, os.open(NETWORK, os.O_RDONLY)])
     request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
     server.sendall(json.dumps(request).encode() + b"\n")
     for number in PASSED_ON:

@@ -34,23 +34,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * START_S + START_S * NUM_
 class Launch:
     """A run under torchrun."""
 
-    def __init__(
-        self, config: RunConfig, output: Path, *, python_of_ranks: str, max_restarts: int
-    ) -> None:
-        file = output.with_suffix(".toml")
-        file.write_text(to_toml(config))
+    def __init__(self, config: RunConfig, output: Path, *, python: str, max_restarts: int) -> None:
+        self._file = output.with_suffix(".toml")
+        self._file.write_text(to_toml(config))
         self.config = config
         self._output = output.open("w")
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *(python, "-m", "torch.distributed.run", "--standalone"),
                 *("--nproc-per-node", "2", "--max-restarts", str(max_restarts)),
-                *("--monitor-interval", "0.05", "-m", "fullshard", "train", str(file)),
+                *("--monitor-interval", "0.05", "-m", "fullshard", "train", str(self._file)),
             ],
             env=os.environ
             | {
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                "PYTHON_EXEC": python_of_ranks,  # by which torchrun starts them
+                "PYTHON_EXEC": python,  # by which torchrun starts them
             },
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -69,7 +67,7 @@ class Launch:
         while not is_there():
             assert self.process.poll() is None, f"ended before {what}"
             assert time.monotonic() < deadline, f"still before {what}"
-            time.sleep(0.002)
+            time.sleep(0.005)
 
     def _last_step(self) -> int:
         step = 0
@@ -82,15 +80,23 @@ class Launch:
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to a rank, and return when its process has ended."""
-        for child in psutil.Process(self.process.pid).children():
-            if child.environ().get("RANK") == str(rank):
-                child.send_signal(number)
+        for process in self._processes():
+            if process.environ().get("RANK") == str(rank):
+                process.send_signal(number)
                 deadline = time.monotonic() + START_S
-                while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+                while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                     assert time.monotonic() < deadline, f"rank {rank} goes on after {number.name}"
-                    time.sleep(0.002)
+                    time.sleep(0.005)
                 return
         raise AssertionError(f"there is no rank {rank}")
+
+    def _processes(self) -> list[psutil.Process]:
+        """torchrun and its ranks: they have the file among their arguments.
+
+        Processes of the preloaded Python do not, and end with these.
+        """
+        found = psutil.process_iter(["cmdline"])
+        return [each for each in found if str(self._file) in (each.info["cmdline"] or ())]
 
     def end(self) -> int:
         """Wait until it ends by itself, and return the exit code."""
@@ -98,19 +104,17 @@ class Launch:
 
     def close(self) -> None:
         """End it, if it has not ended."""
-        if self.process.poll() is None:
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                child.kill()
-            self.process.kill()
-            self.process.wait()
+        for process in self._processes():
+            process.kill()
+        self.process.wait()
         self._output.close()
 
 
 @contextmanager
 def launched(
-    config: RunConfig, output: Path, *, python_of_ranks: str, max_restarts: int = 0
+    config: RunConfig, output: Path, *, python: str, max_restarts: int = 0
 ) -> Iterator[Launch]:
-    launch = Launch(config, output, python_of_ranks=python_of_ranks, max_restarts=max_restarts)
+    launch = Launch(config, output, python=python, max_restarts=max_restarts)
     try:
         yield launch
     except BaseException:
@@ -132,7 +136,7 @@ def test_a_run_whose_ranks_are_killed_and_stopped_is_the_run_that_was_left_alone
     print(f"seed {seed}")  # shown if the test fails
     draw = random.Random(seed)
     *kills, stop, last_stop = sorted(draw.sample(range(4, NUM_STEPS - 3), NUM_KILLS + 2))
-    start = partial(launched, config, python_of_ranks=preloaded_python)
+    start = partial(launched, config, python=preloaded_python)
     with start(tmp_path / "first.log", max_restarts=NUM_KILLS + 1) as launch:
         for number, step in enumerate(kills, 1):
             launch.wait_for_step(step)

@@ -20,12 +20,14 @@ EVERY = 5
 NO_HOSTS = why_no_hosts()
 
 
-def join_run(host: Host, first: Host, config: Path, log: Path) -> subprocess.Popen[bytes]:
+def join_run(
+    host: Host, first: Host, config: Path, log: Path, python: str
+) -> subprocess.Popen[bytes]:
     """Start torchrun on a host, as docs/launching.md says, with what makes it notice losses sooner."""
     meeting = f"is_host={host is first},keep_alive_interval=1,keep_alive_max_attempt=3"
     return host.start(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+            *(python, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint={first.address}:29400", "--rdzv-id=test"),
             *("--max-restarts=3", "--monitor-interval=0.1"),
             *(f"--rdzv-conf={meeting}", f"--local-addr={host.address}"),
@@ -34,6 +36,7 @@ def join_run(host: Host, first: Host, config: Path, log: Path) -> subprocess.Pop
         environment=os.environ
         | {
             "PYTHONPATH": os.pathsep.join(filter(None, map(os.path.abspath, sys.path))),
+            "PYTHON_EXEC": python,  # by which torchrun starts ranks
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or a new agent was seen to wait
         },
@@ -58,24 +61,25 @@ def has_saved(config: RunConfig) -> bool:
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
 def test_a_run_goes_on_when_a_lost_host_has_come_back(
-    tmp_path: Path, world: Callable[[int], World]
+    tmp_path: Path, world: Callable[[int], World], preloaded_python: str
 ) -> None:
     config = tiny(tmp_path, f"train.steps={STEPS}", f"checkpoint.every={EVERY}", "run.timeout=8")
     file, log = tmp_path / "run.toml", tmp_path / "log"
     file.write_text(to_toml(config))
     with two_hosts() as (first, second):
-        agents = [join_run(host, first, file, log) for host in (first, second)]
+        agents = [join_run(host, first, file, log, preloaded_python) for host in (first, second)]
         wait_until(lambda: has_saved(config), "for a checkpoint", log, seconds=60)
         second.unplug()
         second.end_processes()
         agents.pop().wait(10)
-        [of_agent, of_rank] = sorted(first.processes())
+        # Each program is a client and a process of the preloaded Python.
+        [of_agent, _, _, of_rank] = sorted(first.processes())
         assert of_agent == agents[0].pid
         # Nobody tells the first host: its rank waits for the other until run.timeout has passed.
         wait_until(lambda: of_rank not in first.processes(), "for the rank", log, seconds=20)
         assert not records(config, "end"), "the host was lost before the end"
         second.plug()
-        agents.append(join_run(second, first, file, log))
+        agents.append(join_run(second, first, file, log, preloaded_python))
         for agent in agents:
             assert agent.wait(90) == 0, log.read_text()[-8000:]
     starts = [record["resumed_from"] for record in records(config, "start")]
