@@ -22,7 +22,7 @@ from fullshard.checkpoint.blocks import whole
 from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from tests.helpers.ranks import RankError
 
-KILLS = int(os.environ.get("FULLSHARD_KILLS", "10"))
+KILLS = int(os.environ.get("FULLSHARD_KILLS", "7"))
 """Each takes half a second; fifty are for when it matters."""
 SAVES = 4
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from fullshard import CheckpointError, FullyShardedDataParallel, fully_shard, replicate
 from fullshard.checkpoint.local_state import LocalModelState
@@ -28,6 +27,7 @@ from tests.helpers.compare import assert_equal
 from tests.helpers.fake import fake_world
 from tests.helpers.groups import alone
 from tests.helpers.odd_nets import odd_net_behind, train_odd_net
+from tests.helpers.training import all_whole
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -63,12 +63,17 @@ def whole_state(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         if isinstance(model, FullyShardedDataParallel):
             return FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
-        options = StateDictOptions(full_state_dict=True)
-        result = get_optimizer_state_dict(model, optimizer, options=options)["state"]
-    return {
-        name: {key: v.full_tensor() if isinstance(v, DTensor) else v for key, v in own.items()}
-        for name, own in result.items()
+        states = get_optimizer_state_dict(model, optimizer)["state"]
+    tensors = {
+        (name, key): value
+        for name, own in states.items()
+        for key, value in own.items()
+        if isinstance(value, Tensor)
     }
+    result: dict[str, Any] = {name: dict(own) for name, own in states.items()}
+    for (name, key), value in all_whole(tensors).items():
+        result[name][key] = value
+    return result
 
 
 def train_each(

@@ -1,6 +1,6 @@
 """Files that others wrote, or damaged: whatever is in them, the only thing that happens is the documented error.
 
-Each parser gets 2000 mutations of a good file, in a process with little memory and time: it neither hangs nor takes
+Each parser gets 600 mutations of a good file, in a process with little memory and time: it neither hangs nor takes
 much. After that come single files, crafted to be small and to cost much.
 """
 

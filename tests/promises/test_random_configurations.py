@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
-from tests.helpers.training import FULLSHARD, TORCH, make_optimizer
+from tests.helpers.training import FULLSHARD, TORCH, ShardOptimizer
 
 NUM_CONFIGURATIONS = 14
 NUM_NARROW = 6
@@ -188,7 +188,7 @@ def train(api: str, configuration: Configuration) -> Steps:
     shard(model, api, configuration)
     params = dict(model.named_parameters())
     trainable = [param for param in params.values() if param.requires_grad]
-    optimizer = make_optimizer(configuration.optimizer, trainable)
+    optimizer = ShardOptimizer(configuration.optimizer, trainable)
     steps = Steps()
     for step in range(NUM_STEPS):
         with CollectiveCounter() as counter:
