@@ -62,6 +62,7 @@ CHAPTERS = {
         "OptimStateKeyType",
     ],
     "Ranks that diverge": ["debug"],
+    "Steps that fail together": ["guarded_step", "GuardedStep", "StepFailure"],
     "Tracing": ["trace", "Recording"],
     "Errors": [
         "FullshardError",
@@ -73,6 +74,7 @@ CHAPTERS = {
         "CheckpointError",
         "CommunicationError",
         "DivergenceError",
+        "StepFailedError",
         "UnsupportedError",
     ],
 }

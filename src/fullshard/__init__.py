@@ -35,7 +35,9 @@ if _TYPE_CHECKING:
         StateDictType,
     )
     from fullshard.comm.meetings import debug
+    from fullshard.comm.step_guard import StepFailure
     from fullshard.engine.clip_grad import clip_grad_norm_
+    from fullshard.engine.guarded_step import GuardedStep, guarded_step
     from fullshard.engine.unshard_handle import UnshardHandle
     from fullshard.errors import (
         CheckpointError,
@@ -46,6 +48,7 @@ if _TYPE_CHECKING:
         LayoutError,
         LifecycleError,
         OptionTypeError,
+        StepFailedError,
         UnsupportedError,
         UsageError,
     )
@@ -83,6 +86,7 @@ __all__ = [
     "FullshardError",
     "FullyShardedDataParallel",
     "GroupPlan",
+    "GuardedStep",
     "LayoutError",
     "LifecycleError",
     "LocalOptimStateDictConfig",
@@ -102,12 +106,15 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "StepFailedError",
+    "StepFailure",
     "UnshardHandle",
     "UnsupportedError",
     "UsageError",
     "clip_grad_norm_",
     "debug",
     "fully_shard",
+    "guarded_step",
     "plan_groups",
     "register_fsdp_forward_method",
     "replicate",
@@ -126,6 +133,7 @@ _MODULES = {
     "FullStateDictConfig": "api",
     "FullyShardedDataParallel": "fsdp1.wrapper",
     "GroupPlan": "fsdp2.group_plan",
+    "GuardedStep": "engine.guarded_step",
     "LocalOptimStateDictConfig": "api",
     "LocalStateDictConfig": "api",
     "MixedPrecision": "api",
@@ -142,10 +150,12 @@ _MODULES = {
     "StateDictConfig": "api",
     "StateDictSettings": "api",
     "StateDictType": "api",
+    "StepFailure": "comm.step_guard",
     "UnshardHandle": "engine.unshard_handle",
     "clip_grad_norm_": "engine.clip_grad",
     "debug": "comm.meetings",
     "fully_shard": "fsdp2.fully_shard",
+    "guarded_step": "engine.guarded_step",
     "plan_groups": "fsdp2.group_plan",
     "register_fsdp_forward_method": "fsdp2.fsdp_module",
     "replicate": "fsdp2.fully_shard",

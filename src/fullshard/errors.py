@@ -8,6 +8,7 @@
         UsageError         (ValueError)     ... or a call that does not fit the state of the model or machine
       CommunicationError   (RuntimeError)   a collective or a comm object broke its contract
       DivergenceError      (RuntimeError)   ranks do different things, or one of them has gone
+      StepFailedError      (RuntimeError)   a rank has failed a guarded step, and all have left it
       CheckpointError      (RuntimeError)   a checkpoint is damaged, does not fit, or cannot be written
       UnsupportedError     (NotImplementedError)   torch offers it, this version does not yet
 
@@ -20,7 +21,8 @@ collective, on what every rank knows, so that all ranks raise the same error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class FullshardError(Exception):
@@ -53,6 +55,15 @@ class CommunicationError(FullshardError, RuntimeError):
 
 class DivergenceError(FullshardError, RuntimeError):
     """Ranks do different things where all must do the same, or one of them has gone."""
+
+
+class StepFailedError(FullshardError, RuntimeError):
+    """A rank has raised an exception in a guarded step. All ranks have left the step; see `guarded_step`."""
+
+    def __init__(self, message: str, failures: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.failures = tuple(failures)
+        """A `StepFailure` for each rank that has failed."""
 
 
 class CheckpointError(FullshardError, RuntimeError):

@@ -34,7 +34,7 @@ def channel() -> ControlChannel:
 
 def test_a_journal_depends_on_the_order_and_remembers_the_last_collectives() -> None:
     with fake_world(2):
-        first, second = Journal(dist.group.WORLD), Journal(dist.group.WORLD)
+        first, second = Journal("a", 0, (0, 1)), Journal("b", 0, (0, 1))
         for text in ("a", "b"):
             first.note(tag(text))
         for text in ("b", "a"):

@@ -11,6 +11,7 @@ twice: the smallest and largest number so far, or a union of what ranks have sai
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
@@ -20,8 +21,9 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import Store
 
 from fullshard import torch_border
 from fullshard.comm.journal import Journal
@@ -37,21 +39,29 @@ DIAL_S = 2.0
 
 
 class ControlChannel:
-    """The sockets of this rank to others of one process group."""
+    """The sockets of this rank to others."""
 
-    def __init__(self, group: ProcessGroup, journal: Journal) -> None:
-        """Connect to the other ranks; collective.
+    def __init__(self, journal: Journal, store: Store, timeout: timedelta | None) -> None:
+        """Connect to the other ranks of the journal through a store that they share; collective.
 
         Raises:
             DivergenceError: a rank does not come.
         """
         self._journal = journal
-        self._size = group.size()
+        self._size = len(journal.ranks)
+        self.is_interrupted = False
+        """Whether an exchange of messages was begun and not ended: this rank does not know what comes next."""
         self._rounds: list[tuple[socket.socket, socket.socket]] = []
         """Per round, the socket to send to and the one to receive from: [Note: dissemination]."""
         _CHANNELS.add(self)
-        timeout = torch_border.timeout_of(group)
-        self._connect(torch_border.store_of(group), timeout.total_seconds() if timeout else 1800.0)
+        self._connect(store, timeout.total_seconds() if timeout else 1800.0)
+
+    def hang_up(self) -> None:
+        """End the connections, also under threads that wait: ranks that wait for this one learn that it has left."""
+        for connection in itertools.chain.from_iterable(self._rounds):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self.close()
 
     def close(self) -> None:
         """Close the sockets of this process."""
@@ -68,15 +78,18 @@ class ControlChannel:
             DivergenceError: a rank has gone, or the watchdog has proven a divergence.
         """
         low = high = number
+        self.is_interrupted = True
         for after, before in self._rounds:
             self._send(after, _NUMBERS.pack(low, high))
             other_low, other_high = _NUMBERS.unpack(self._receive(before, _NUMBERS.size))
             low, high = min(low, other_low), max(high, other_high)
+        self.is_interrupted = False
         return low == high
 
     def exchange(self, text: str) -> list[str]:
         """Return what each rank says, by its place in the group."""
         said = {self._journal.rank: text}
+        self.is_interrupted = True
         for after, before in self._rounds:
             message = json.dumps(said).encode()
             self._send(after, _LENGTH.pack(len(message)) + message)
@@ -84,6 +97,7 @@ class ControlChannel:
             said |= {
                 int(rank): each for rank, each in json.loads(self._receive(before, length)).items()
             }
+        self.is_interrupted = False
         return [said[rank] for rank in range(self._size)]
 
     # --- sockets --------------------------------------------------------------------------------------
@@ -112,7 +126,7 @@ class ControlChannel:
     def _lost(self, peer: socket.socket) -> DivergenceError:
         """Return the error about a rank that has closed its connection."""
         size, rank, ranks = self._size, self._journal.rank, self._journal.ranks
-        places = {}
+        places: dict[socket.socket, int] = {}
         for distance, (after, before) in zip(self._distances, self._rounds, strict=True):
             places |= {after: (rank + distance) % size, before: (rank - distance) % size}
         tag = self._journal.last_tag

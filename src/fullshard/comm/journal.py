@@ -15,7 +15,8 @@ import hashlib
 import time
 import weakref
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -42,14 +43,27 @@ def tag(text: str) -> Tag:
     return Tag(text, int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) & _MASK)
 
 
-class Journal:
-    """The collectives that fullshard has called on one process group."""
+class Guard(Protocol):
+    """A guarded step that is running: `step_guard.StepGuard`."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.name = group.group_name
-        self.rank = group.rank()
+    def raise_if_failed(self) -> None:
+        """Raise if this rank has learned that another one failed."""
+
+    def learn(self, journal: Journal, said: Sequence[str]) -> None:
+        """Raise if a rank has failed, by what ranks say at a meeting that did not agree."""
+
+    def add(self, group: ProcessGroup, backend: str) -> None:
+        """Guard one more process group."""
+
+
+class Journal:
+    """The collectives that fullshard has called on one process group, or on ranks that meet without one."""
+
+    def __init__(self, name: str, rank: int, ranks: Sequence[int]) -> None:
+        self.name = name
+        self.rank = rank
         """This rank's place in the group."""
-        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.ranks = tuple(ranks)
         """Global ranks, in the group's order."""
         self.count = 0
         """How many collectives have been called."""
@@ -61,6 +75,8 @@ class Journal:
         """Collective number n, counted from 1, is at n % RING."""
         self.marks: deque[tuple[int, int, int]] = deque(maxlen=MARKS)
         """Step, count and digest at the end of the last steps; the watchdogs of two ranks compare them."""
+        self.guard: Guard | None = None
+        """Set within a guarded step."""
 
     def note(self, tag: Tag) -> None:
         """Note a collective that is about to be called."""
@@ -143,7 +159,8 @@ def journal_of(group: ProcessGroup) -> Journal:
     """Return the journal of a process group, which lives as long as the group."""
     found = _JOURNALS.get(group)
     if found is None:
-        found = _JOURNALS[group] = Journal(group)
+        ranks = dist.get_process_group_ranks(group)
+        found = _JOURNALS[group] = Journal(group.group_name, group.rank(), ranks)
     return found
 
 

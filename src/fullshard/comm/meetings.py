@@ -28,6 +28,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from fullshard import torch_border
 from fullshard.comm.control_channel import ControlChannel
 from fullshard.comm.journal import POSITION, Journal, Tag, Waiting, journal_of
 from fullshard.comm.verdict import SLICE_S, VERDICT
@@ -50,11 +51,9 @@ class Rules:
 
     def __init__(self) -> None:
         self.every_collective = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
-        """Whether ranks meet before every collective, on every backend."""
+        """Whether ranks meet before every collective, on every backend. In guarded steps they do anyway."""
         self.on_gloo = True
         """Whether they meet on gloo; False only to measure what that costs."""
-        self.guarded = 0
-        """How many guarded steps are running: they meet before every collective, too."""
 
 
 RULES = Rules()
@@ -89,23 +88,38 @@ def meet(group: ProcessGroup, tag: Tag, backend: str, inputs: Sequence[Tensor] =
             too: gloo aborts the process when they differ.
 
     Raises:
+        StepFailedError: a rank has failed its guarded step.
         DivergenceError: ranks are about to call different collectives, or a rank has gone.
     """
     if VERDICT.message is not None:
         VERDICT.raise_if_diverged()
     journal = journal_of(group)
+    if journal.guard is not None:
+        journal.guard.raise_if_failed()
     digest = journal.digest
     journal.note(tag)
     POSITION.journal = journal
     POSITION.moved = time.monotonic()
-    if (backend == "gloo" and RULES.on_gloo) or RULES.every_collective or RULES.guarded:
+    meets_always = backend == "gloo" and RULES.on_gloo
+    if meets_always or RULES.every_collective or journal.guard is not None:
         try:
             channel = channel_of(group, journal, backend)
             if channel is not None:
                 _agree(channel, journal, tag, sum(tensor.nbytes for tensor in inputs))
-        except DivergenceError:
-            journal.withdraw(digest)
+        except FullshardError:
+            journal.withdraw(digest)  # on all ranks, so their journals stay equal
             raise
+
+
+def meet_without_collective(channel: ControlChannel, journal: Journal, tag: Tag) -> None:
+    """Let the ranks of a channel agree that they have come to the same place.
+
+    Raises:
+        StepFailedError: a rank has failed its guarded step.
+        DivergenceError: ranks are in different places, or a rank has gone.
+    """
+    POSITION.moved = time.monotonic()
+    _agree(channel, journal, tag, 0)
 
 
 def _agree(channel: ControlChannel, journal: Journal, tag: Tag, nbytes: int) -> None:
@@ -117,6 +131,8 @@ def _agree(channel: ControlChannel, journal: Journal, tag: Tag, nbytes: int) -> 
         said = channel.exchange(f"{tag.text} (step {journal.step}, {POSITION.text()}{size})")
     finally:
         POSITION.waiting = None
+    if journal.guard is not None:
+        journal.guard.learn(journal, said)
     ranks_by_text: dict[str, list[int]] = {}
     for rank, text in zip(journal.ranks, said, strict=True):
         ranks_by_text.setdefault(text, []).append(rank)
@@ -140,7 +156,8 @@ def channel_of(group: ProcessGroup, journal: Journal, backend: str) -> ControlCh
             journal, "the first collective of a process group", POSITION.moved
         )
         try:
-            found = _CHANNELS[group] = ControlChannel(group, journal)
+            store, timeout = torch_border.store_of(group), torch_border.timeout_of(group)
+            found = _CHANNELS[group] = ControlChannel(journal, store, timeout)
         finally:
             POSITION.waiting = None
     return found

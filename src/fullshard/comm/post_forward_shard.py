@@ -18,10 +18,14 @@ from torch.distributed import ProcessGroup
 
 from fullshard.comm import collectives
 from fullshard.comm.all_gather import GroupAllGather
+from fullshard.comm.journal import journal_of, tag
+from fullshard.comm.meetings import meet
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.plan.layout import Layout
 from fullshard.plan.mesh import block_group
 from fullshard.storage.buffers import ShardBuffer, shard_of
+
+_MAKING_GROUPS = tag("making of process groups for shards after forward")
 
 
 class PostForwardShard:
@@ -33,6 +37,8 @@ class PostForwardShard:
     def __init__(self, shard_group: ProcessGroup, layout: Layout) -> None:
         """Keep shards over blocks of ranks of ``shard_group``, each as large as ``layout`` is for."""
         self._shard_group = shard_group
+        self.process_group: ProcessGroup | None = None
+        """The ranks over which the shards are divided; None until something has been kept."""
         self._layout = layout
         self.all_gather: GroupAllGather | None = None
         """Gathers what is kept; None until something has been."""
@@ -81,7 +87,12 @@ class PostForwardShard:
         layout = self._layout
         # Not earlier: making a process group is collective, and before the first forward ranks have not compared
         # whether all of them ask for one.
-        group = block_group(self._shard_group, layout.world)
+        backend = collectives.backend_of(self._shard_group, context.device)
+        meet(self._shard_group, _MAKING_GROUPS, backend)
+        group = self.process_group = block_group(self._shard_group, layout.world)
+        guard = journal_of(self._shard_group).guard
+        if guard is not None:
+            guard.add(group, backend)
         rank = group.rank()
         if custom is not None:
             custom = custom.moved_to(group)  # it was made for the process group of all shards

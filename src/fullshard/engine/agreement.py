@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from fullshard import torch_border
 from fullshard.comm.collectives import backend_of
-from fullshard.comm.journal import POSITION, Waiting, tag
+from fullshard.comm.journal import POSITION, Waiting, journal_of, tag
 from fullshard.comm.meetings import meet
 from fullshard.comm.store_agreement import StoreAgreement
 from fullshard.comm.verdict import VERDICT
@@ -73,16 +73,22 @@ class ModelAgreement:
             key=lambda ranks: (len(ranks), ranks),
         )
         if changed:
-            if self._agreed:
+            guarded = any(journal_of(group).guard is not None for group in process_groups(states))
+            if self._agreed or guarded:
                 self._meet(descriptions[changed[0]], changed[0], states)
             _compare({ranks: descriptions[ranks] for ranks in changed}, states)
         self._agreed = descriptions
         self._changes_seen = seen
 
     def _meet(self, new: str, ranks: tuple[int, ...], states: Sequence[FSDPState]) -> None:
-        """Let ranks that have not changed anything find out that this one has, where ranks meet at all."""
-        before = json.loads(self._agreed.get(ranks, "{}"))
-        text = f"agreement on the model, in which {changes(before, json.loads(new))}"
+        """Let ranks that have not changed anything find out that this one has, where ranks meet at all.
+
+        In a guarded step, ranks also learn here of another one's failure: it will not come to the comparison.
+        """
+        text = "agreement on the model"
+        if self._agreed:
+            before = json.loads(self._agreed.get(ranks, "{}"))
+            text += f", in which {changes(before, json.loads(new))}"
         for group, device in process_groups(states).items():
             meet(group, tag(text), backend_of(group, device))
 

@@ -32,13 +32,13 @@ from torch.optim.optimizer import (
 )
 
 from fullshard import torch_border
-from fullshard.comm.journal import POSITION
+from fullshard.comm.journal import POSITION, journal_of, journals
 from fullshard.comm.meetings import step_taken
 from fullshard.comm.unreduced_gradients import gradients_were_cleared, not_to_be_updated
 from fullshard.engine import backward_hooks, optimizer_checks
 from fullshard.engine.optimizer_checks import params_of
 from fullshard.engine.param_group import groups_of, unsharded_groups
-from fullshard.errors import LifecycleError
+from fullshard.errors import LifecycleError, UsageError
 from fullshard.storage.sharded_params import group_of, unsharded_name
 
 _INSTALLING = threading.Lock()
@@ -67,6 +67,13 @@ _CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary(
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if any(each.guard is not None for each in journals()) and any(
+        journal_of(group).guard is not None for group in _process_groups(optimizer)
+    ):
+        raise UsageError(
+            "A guarded step ends before its optimizer's step, which cannot be taken back if another rank fails, but "
+            f"{type(optimizer).__name__}.step() was called within one. Call it after the block, if the step has not failed."
+        )
     POSITION.phase = "optimizer"
     optimizer_checks.check(optimizer)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
