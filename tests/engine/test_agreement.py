@@ -14,9 +14,11 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fullshard import (
+    CPUOffloadPolicy,
     DivergenceError,
     FullyShardedDataParallel as FSDP,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     ShardingStrategy,
     fully_shard,
     replicate,
@@ -130,6 +132,11 @@ def kept_after_forward(odd: bool, finish: Callable[..., Any]) -> Any:
     return finish(Net(), reshard_after_forward=not odd)
 
 
+def offloaded(odd: bool, finish: Callable[..., Any]) -> Any:
+    policy = CPUOffloadPolicy(pin_memory=False) if odd else OffloadPolicy()
+    return finish(Net(), offload_policy=policy)
+
+
 def replicated(odd: bool, finish: Callable[..., Any]) -> Any:
     net = Net()
     for layer in net.layers:
@@ -173,6 +180,7 @@ OF_FULLY_SHARD: dict[Callable[..., Any], list[str]] = {
     with_another_policy: ["param_dtype of layers.1 is bfloat16, others None"],
     with_another_wire_dtype: ["wire_dtype of root is bfloat16, others None"],
     kept_after_forward: ["reshard_after_forward of layers.0 is False, others True"],
+    offloaded: ["offload_policy of layers.1 is CPUOffloadPolicy, others OffloadPolicy"],
     replicated: ["mesh of layers.0 is [[0], [1], [2]], others [[0, 1, 2]]"],
 }
 OF_THE_WRAPPER: dict[Callable[..., Any], list[str]] = {
@@ -275,20 +283,36 @@ def on_another_post_forward_mesh() -> str | None:
     return error_of(lambda: shard(Net(), reshard_after_forward=size)(torch.ones(2, WIDTH)))
 
 
+def with_another_tensor_parallel_plan() -> str | None:
+    """Ranks 1 and 3 are data-parallel. Rank 3 has a plain layer; ranks 0 and 2 learn of it along the other axis."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    net = Net()
+    for layer in net.layers:
+        parallelize_module(
+            layer, mesh["tensor"], {"up": ColwiseParallel(output_layouts=Replicate())}
+        )
+    if dist.get_rank() == 3:
+        net.layers[1] = Layer()
+    return error_of(lambda: shard(net, mesh=mesh["data"])(torch.ones(2, WIDTH)))
+
+
 def over_other_meshes() -> list[str | None]:
     return [
         over_other_axes(),
         over_fewer_ranks(),
         of_another_shape_in_one_replica(),
         on_another_post_forward_mesh(),
+        with_another_tensor_parallel_plan(),
     ]
 
 
 def test_ranks_with_other_meshes_are_named_on_all_ranks(world: Callable[[int], World]) -> None:
-    axes, fewer, replica, post_forward = (
+    axes, fewer, replica, post_forward, parallel = (
         set(each) for each in zip(*world(4).run(over_other_meshes), strict=True)
     )
     assert len(axes) == len(fewer) == len(replica) == len(post_forward) == 1
+    assert len(parallel) == 1
+    assert "rank 1: layers.1.up.weight is (2, 4), rank 3: (4, 4)" in parallel.pop()
     assert "rank 3: mesh of layers.0 is [[0, 1, 2, 3]], others [[0, 1], [2, 3]]" in axes.pop()
     assert "rank 2: layers.1.up.weight is (6, 4), others (4, 4)" in replica.pop()
     text = post_forward.pop()
@@ -427,6 +451,26 @@ def test_a_model_can_be_mended_after_the_error(world: Callable[[int], World]) ->
         assert refused is not None and "layers.1.up.weight" in refused
         assert accepted is None
         assert shape == [2, WIDTH]
+
+
+def unsharded_before_the_first_forward() -> list[str | None]:
+    odd = dist.get_rank() == 1
+    same, other = shard(Net()), of_another_shape(odd, shard)
+    alone = shard(Net())
+    return [
+        error_of(lambda: (same.layers[1].unshard(), same.layers[1].reshard(), step(same))),
+        error_of(lambda: other.layers[1].unshard()),
+        error_of(lambda: alone.layers[1].unshard() if odd else step(alone)),
+    ]
+
+
+def test_ranks_compare_before_unshard_too(world: Callable[[int], World]) -> None:
+    for same, other, alone in world(2).run(unsharded_before_the_first_forward):
+        assert same is None
+        assert other is not None and "rank 0: up.weight is (4, 4), rank 1: (6, 4)" in other
+        assert (
+            alone is not None and "rank 0: what comes next is forward, rank 1: unshard()" in alone
+        )
 
 
 def a_part_is_run_first() -> str | None:

@@ -51,10 +51,10 @@ class ModelAgreement:
         self._agreed: dict[tuple[int, ...], str] = {}
         """By ranks, the description that they have in common."""
 
-    def renew(self, root: FSDPState, states: Sequence[FSDPState]) -> None:
+    def renew(self, root: FSDPState, states: Sequence[FSDPState], occasion: str) -> None:
         """Compare with the other ranks what has not been compared yet. No collective.
 
-        Called in every forward, so it begins with a comparison of two numbers.
+        Called in every forward, so it begins with a comparison of two numbers. ``occasion`` is what comes next.
 
         Raises:
             DivergenceError: ranks differ, or a rank does not come.
@@ -64,14 +64,11 @@ class ModelAgreement:
         seen = CHANGES.count
         descriptions = {
             ranks: json.dumps(description)
-            for ranks, description in describe(root.modules[0], states).items()
+            for ranks, description in describe(root.modules[0], states, occasion).items()
         }
-        # Small sets of ranks come first, and in the same order on all ranks: so no two wait for each other, and a
-        # difference that a small set finds is made known to the larger ones.
-        changed = sorted(
-            (ranks for ranks, text in descriptions.items() if self._agreed.get(ranks) != text),
-            key=lambda ranks: (len(ranks), ranks),
-        )
+        # In the same order on all ranks, so no two wait for each other. A difference that one set of ranks finds is
+        # made known to those that come later.
+        changed = [ranks for ranks, text in descriptions.items() if self._agreed.get(ranks) != text]
         if changed:
             guarded = any(journal_of(group).guard is not None for group in process_groups(states))
             if self._agreed or guarded:

@@ -1,6 +1,6 @@
 """What must be equal on all ranks that share a model, as text: names, shapes, dtypes, meshes, policies, options.
 
-A description has sections, one for the software and one for each group of parameters, in the order of the model. A
+A description has sections, a general one and one for each group of parameters, in the order of the model. A
 section has items, and an item has a text:
 
     layers.7      mesh of layers.7                    [[0, 1, 2, 3]]
@@ -12,7 +12,10 @@ Only what is equal by right is in it. Ranks of other pipeline stages have other 
 a tensor-parallel axis have other local shapes: they share no process group of data parallelism with this rank, and a
 description is for the ranks of one such group. Not in it are what differs by right from one microbatch to the next
 (whether gradients are synchronised, whether parameters stay after backward), which changes the order of collectives and
-is found there; the number of a device; where shards are offloaded to; and how many reductions are in flight.
+is found there; the number of a device; and how many reductions are in flight.
+
+Ranks of a tensor-parallel mesh compare what they have in common by right, too: the global shapes, dtypes and placements
+of the parameters that are DTensors there. So all of them learn of a difference that some have found along other axes.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import __version__
 from fullshard.comm.reduce_settings import ReduceSettings
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState
@@ -42,34 +45,82 @@ Section = dict[str, str]
 Description = dict[str, Section]
 """Sections by title, and texts by item; the order counts."""
 
-SOFTWARE = "software"
+GENERAL = "general"
 _LISTED_RANKS = 64
 """Of larger meshes, a digest stands for the ranks: they would be in the text of every group."""
 
 
-def describe(root: nn.Module, states: Sequence[FSDPState]) -> dict[tuple[int, ...], Description]:
+def describe(
+    root: nn.Module, states: Sequence[FSDPState], occasion: str
+) -> dict[tuple[int, ...], Description]:
     """Return what must be equal, by the ranks that must have it in common, this one among them.
 
-    Groups without other ranks are left out.
+    ``occasion`` says what the ranks are about to do together. Groups without other ranks are left out. Smaller sets of ranks come first, and those of tensor parallelism last: the
+    order is the same on all ranks.
     """
     paths = {module: clean_name(name) for name, module in root.named_modules()}
-    found: dict[tuple[int, ...], Description] = {}
-    software = _software()
-    meshes: dict[object, tuple[list[tuple[int, ...]], str]] = {}
+    general = _general(occasion)
+    data_parallel: dict[tuple[int, ...], Description] = {}
+    tensor_parallel: dict[tuple[int, ...], Description] = {}
+    ranks_of = _RanksInCommon()
     for state in states:
-        options = _options(state)
+        state_name = state.name or type(state.modules[0]).__name__  # before the first forward
+        options = _options(state, state_name)
         for group in state.groups:
             axes = group.mesh_info
-            if axes.communicates_over not in meshes:
-                meshes[axes.communicates_over] = ranks_in_common(axes), _mesh(axes)
-            sharing, mesh = meshes[axes.communicates_over]
-            if not sharing:
-                continue
-            section = _section(group, state.name, mesh, paths) | options
+            names = [_full_name(param, paths) for param in group.params]
+            sharing = ranks_of.axes(axes)
+            if sharing:
+                section = _section(group, state_name, ranks_of.text(axes), names) | options
             for ranks in sharing:
-                description = found.setdefault(ranks, {SOFTWARE: software})
-                description[_title(description, state.name)] = section
-    return found
+                description = data_parallel.setdefault(ranks, {GENERAL: general})
+                description[_title(description, state_name)] = section
+            for param, name in zip(group.params, names, strict=True):
+                mesh = param.placement.unsharded_mesh
+                if mesh is not None and (ranks := ranks_of.mesh(mesh)):
+                    description = tensor_parallel.setdefault(ranks, {})
+                    _add_common_facts(description.setdefault(state_name, {}), param, name)
+    return _in_order(data_parallel) | {
+        ranks: data_parallel.get(ranks, {})
+        | {f"tensor parallelism of {title}": each for title, each in sections.items()}
+        for ranks, sections in _in_order(tensor_parallel).items()
+    }
+
+
+def _in_order(
+    descriptions: Mapping[tuple[int, ...], Description],
+) -> dict[tuple[int, ...], Description]:
+    return dict(sorted(descriptions.items(), key=lambda each: (len(each[0]), each[0])))
+
+
+class _RanksInCommon:
+    """The ranks of meshes, each asked for once: a model has many groups on few meshes."""
+
+    def __init__(self) -> None:
+        self._of_axes: dict[object, tuple[list[tuple[int, ...]], str]] = {}
+        self._of_meshes: dict[int, tuple[int, ...]] = {}
+
+    def axes(self, axes: DataParallelAxes) -> list[tuple[int, ...]]:
+        """Return the sets of ranks that have the same parameters as this one."""
+        return self._found(axes)[0]
+
+    def text(self, axes: DataParallelAxes) -> str:
+        """Return the ranks by replica and shard, for a description."""
+        return self._found(axes)[1]
+
+    def _found(self, axes: DataParallelAxes) -> tuple[list[tuple[int, ...]], str]:
+        key = axes.communicates_over
+        if key not in self._of_axes:
+            self._of_axes[key] = ranks_in_common(axes), _mesh(axes)
+        return self._of_axes[key]
+
+    def mesh(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        """Return all ranks of a mesh of tensor parallelism; none if this is the only one."""
+        if id(mesh) not in self._of_meshes:
+            has_peers = mesh.size() > 1 and dist.get_backend(mesh.get_group(0)) != "fake"
+            ranks = mesh.mesh.flatten().tolist() if has_peers else []
+            self._of_meshes[id(mesh)] = tuple(sorted(ranks))
+        return self._of_meshes[id(mesh)]
 
 
 def ranks_in_common(axes: DataParallelAxes) -> list[tuple[int, ...]]:
@@ -110,8 +161,11 @@ def _title(description: Mapping[str, Section], name: str) -> str:
     return title
 
 
-def _software() -> Section:
+def _general(occasion: str) -> Section:
+    from fullshard import __version__  # as it is now
+
     return {
+        "what comes next": occasion,
         "version of fullshard": __version__,
         "version of torch": str(torch.__version__),
     }
@@ -130,9 +184,9 @@ def _mesh(axes: DataParallelAxes) -> str:
     return text
 
 
-def _options(state: FSDPState) -> Section:
+def _options(state: FSDPState, name: str) -> Section:
     """Return the options of a state that change which collectives it calls, or when."""
-    options, name = state.options, state.name
+    options = state.options
     return {
         f"reshard_after_forward of {name}": str(options.reshard_after_forward),
         f"forward prefetch of {name}": _prefetch(options.forward_prefetch),
@@ -146,9 +200,7 @@ def _prefetch(states: Sequence[FSDPState] | None) -> str:
     return "what comes next" if states is None else f"[{', '.join(each.name for each in states)}]"
 
 
-def _section(
-    group: FSDPParamGroup, name: str, mesh: str, paths: Mapping[nn.Module, str]
-) -> Section:
+def _section(group: FSDPParamGroup, name: str, mesh: str, param_names: Sequence[str]) -> Section:
     post_forward = group.all_gathers.post_forward
     section = {
         f"mesh of {name}": mesh,
@@ -158,14 +210,16 @@ def _section(
             group.layout.world if post_forward is None else post_forward.size
         ),
         f"all-gather of {name}": _class_of(group.all_gathers.custom),
+        f"offload_policy of {name}": type(group.offload_policy).__name__,
     }
     for option, text in _policy(group.mp_policy):
         section[f"{option} of {name}"] = text
     for option, text in _reduction(group.reducer.settings, group.mesh_info).items():
         section[f"{option} of {name}"] = text
-    for param, slot in zip(group.params, group.layout.slots, strict=True):
-        param_name = _full_name(param, paths)
-        _add_param(section, param, param_name)
+    for param, slot, param_name in zip(group.params, group.layout.slots, param_names, strict=True):
+        section[param_name] = str(param.shape)
+        section[f"shard dimension of {param_name}"] = str(param.shard_dim)
+        _add_common_facts(section, param, param_name)
         if slot.division is Division.FLAT:
             section[f"strides of {param_name}"] = str(slot.strides)
         if param.sharded_param not in group.shards.shard_views:
@@ -201,11 +255,10 @@ def _reduction(settings: ReduceSettings, axes: DataParallelAxes) -> Section:
     }
 
 
-def _add_param(section: Section, param: FSDPParam, name: str) -> None:
-    section[name] = str(param.shape)
+def _add_common_facts(section: Section, param: FSDPParam, name: str) -> None:
+    """Add what ranks of tensor parallelism have in common, too."""
     section[f"dtype of {name}"] = _plain(param.dtype)
     section[f"requires_grad of {name}"] = str(param.sharded_param.param.requires_grad)
-    section[f"shard dimension of {name}"] = str(param.shard_dim)
     placement = param.placement
     if placement.unsharded_mesh is not None:
         mesh, placements = placement.unsharded_mesh, placement.unsharded_placements

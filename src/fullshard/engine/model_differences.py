@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from fullshard.engine.model_description import SOFTWARE, Description
+from fullshard.engine.model_description import GENERAL, Description
 from fullshard.names import ranks_text
 
 _LINES = 10
@@ -60,7 +60,7 @@ def _differences(descriptions: Descriptions) -> Iterator[str]:
             yield line
     if not found:  # each has the same groups
         texts = [
-            (ranks, ", ".join(t for t in each if t != SOFTWARE)) for ranks, each in descriptions
+            (ranks, ", ".join(t for t in each if t != GENERAL)) for ranks, each in descriptions
         ]
         yield _line("the order of groups", texts)
 

@@ -84,6 +84,7 @@ class FSDPParamGroup:
         self.serial_number = next(_SERIAL_NUMBERS)
         """Larger than that of all groups made before, as on every rank."""
         self.mesh_info, self.device, self.mp_policy, self.name = mesh_info, device, mp_policy, name
+        self.offload_policy = offload_policy
         self.shard_device, pinned = device, False
         """Where the shards are between uses."""
         if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":

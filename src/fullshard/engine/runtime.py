@@ -76,6 +76,10 @@ class Runtime:
         """Let as many reductions be in flight as the most demanding state asks for."""
         self.context.max_reductions = max(state.options.max_reductions for state in self.states)
 
+    def agree(self) -> None:
+        """Compare the model with those of other ranks, if something has changed since they were compared."""
+        self._agreement.renew(self.root, self.states, "forward")
+
     def hand_over(self, states: Collection[FSDPState]) -> None:
         """Let another root have these of our states: a model was wrapped again, or one of its parts ran first.
 
@@ -135,7 +139,7 @@ class Runtime:
             self._begin_forward()
         elif self.root.call is None and state.depth == 0:  # a part of the model is run on its own
             self._begin_gathers((state,))
-            self._agreement.renew(self.root, self.states)
+            self.agree()
         state.depth += 1
         if state.call is not None:
             return  # a module inside a module of the same state, or another module of a shared group
@@ -183,7 +187,7 @@ class Runtime:
         self._begin_gathers(self.states)
         if self._tree_changed:
             self._check_tree()
-        self._agreement.renew(self.root, self.states)
+        self.agree()
         self.schedule.begin_forward()
 
     def _begin_gathers(self, states: Sequence[FSDPState]) -> None:

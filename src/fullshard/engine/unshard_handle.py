@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 from fullshard import torch_border
+from fullshard.engine.agreement import ModelAgreement
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import FSDPState
+
+_AGREEMENTS: weakref.WeakKeyDictionary[FSDPState, ModelAgreement] = weakref.WeakKeyDictionary()
+"""Of states that are gathered before their model's first forward, each for itself."""
 
 
 class UnshardHandle:
@@ -26,6 +32,11 @@ def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
     """Gather the parameters of a state; with ``async_op`` return a handle to wait for."""
     idle = state.runtime is None or not state.runtime.busy
     with torch_border.outside_transforms():
+        if state.runtime is None:
+            agreement = _AGREEMENTS.setdefault(state, ModelAgreement())
+            agreement.renew(state, (state,), "unshard() before the first forward")
+        elif idle:
+            state.runtime.agree()
         for group in state.groups:
             # Parameters kept for a backward must stay those that its forward has used.
             awaited = state.left_unsharded and group.gathered
