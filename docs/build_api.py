@@ -32,6 +32,8 @@ CHAPTERS = {
         "fully_shard",
         "replicate",
         "clip_grad_norm_",
+        "join",
+        "JoinedBatches",
         "register_fsdp_forward_method",
         "share_comm_ctx",
     ],

@@ -38,6 +38,7 @@ if _TYPE_CHECKING:
     from fullshard.comm.step_guard import StepFailure
     from fullshard.engine.clip_grad import clip_grad_norm_
     from fullshard.engine.guarded_step import GuardedStep, guarded_step
+    from fullshard.engine.join import JoinedBatches, join
     from fullshard.engine.unshard_handle import UnshardHandle
     from fullshard.errors import (
         CheckpointError,
@@ -87,6 +88,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "GroupPlan",
     "GuardedStep",
+    "JoinedBatches",
     "LayoutError",
     "LifecycleError",
     "LocalOptimStateDictConfig",
@@ -115,6 +117,7 @@ __all__ = [
     "debug",
     "fully_shard",
     "guarded_step",
+    "join",
     "plan_groups",
     "register_fsdp_forward_method",
     "replicate",
@@ -134,6 +137,7 @@ _MODULES = {
     "FullyShardedDataParallel": "fsdp1.wrapper",
     "GroupPlan": "fsdp2.group_plan",
     "GuardedStep": "engine.guarded_step",
+    "JoinedBatches": "engine.join",
     "LocalOptimStateDictConfig": "api",
     "LocalStateDictConfig": "api",
     "MixedPrecision": "api",
@@ -156,6 +160,7 @@ _MODULES = {
     "debug": "comm.meetings",
     "fully_shard": "fsdp2.fully_shard",
     "guarded_step": "engine.guarded_step",
+    "join": "engine.join",
     "plan_groups": "fsdp2.group_plan",
     "register_fsdp_forward_method": "fsdp2.fsdp_module",
     "replicate": "fsdp2.fully_shard",

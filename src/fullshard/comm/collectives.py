@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
 from fullshard.comm.journal import Tag, tag as make_tag
-from fullshard.comm.meetings import WatchedWork, meet, waiting_for
+from fullshard.comm.meetings import WatchedWork, exchange_texts, meet, waiting_for
 from fullshard.errors import CommunicationError, ConfigurationError
 from fullshard.plan.mesh import DataParallelAxes, global_rank
 
@@ -497,10 +497,26 @@ def values_by_rank(value: T, groups: Iterable[ProcessGroup], tag: Tag) -> dict[i
 
 def value_of_first_rank(value: T, group: ProcessGroup, tag: Tag) -> T:
     """Return the value of the group's first rank, on all of them; the host waits for it."""
+    return value_of_rank(value, 0, group, tag)
+
+
+def value_of_rank(value: T, source: int, group: ProcessGroup, tag: Tag) -> T:
+    """Return the value of the rank at place ``source`` of the group, on all of them; the host waits for it."""
     values: list[Any] = [value]
     with _in_order(group, tag, None):
-        dist.broadcast_object_list(values, group=group, group_src=0)
+        dist.broadcast_object_list(values, group=group, group_src=source)
     return cast("T", values[0])
+
+
+def texts_of_all_ranks(
+    text: str, group: ProcessGroup, tag: Tag, device: torch.device
+) -> Sequence[str]:
+    """Return a short text of every rank, by rank; the host waits for the other hosts, and for no device."""
+    backend = backend_of(group, device)
+    if backend == "fake":  # the other ranks are not there
+        return [text] * group.size()
+    texts = exchange_texts(group, tag, backend, text)
+    return values_of_all_ranks(text, group, tag) if texts is None else texts
 
 
 def packed_all_gather(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from fullshard.comm.reduce_scatter import (
     ReduceScatterState,
     all_reduce_bytes,
 )
-from fullshard.comm.reduce_settings import ReduceSettings
+from fullshard.comm.reduce_settings import ActiveRanks, ReduceSettings
 from fullshard.comm.spans import Group, TraceRecorder
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.comm.unreduced_gradients import UnreducedGradients
@@ -134,6 +135,16 @@ class GradientReducer:
         """Make the reduce buffer anew next time: dtypes, or which parameters are trainable, have changed."""
         self._buffer = None
 
+    def set_active_ranks(self, active: ActiveRanks | None) -> None:
+        """Choose whose gradients count from the next backward on; None for those of all ranks.
+
+        Those that wait were added up when others counted. They are scaled, so that the next reduction divides
+        the gradients of each backward by the number of ranks that were active then.
+        """
+        if active != self.settings.active:
+            self.settings = replace(self.settings, active=active)
+            self.unreduced.set_active_fraction(self.settings.active_fraction)
+
     # --- each backward ----------------------------------------------------------------------------
 
     def accumulate(self) -> None:
@@ -141,7 +152,7 @@ class GradientReducer:
 
         Before: gradients in `.grad` of unsharded parameters. After: those are None.
         """
-        self.unreduced.add(self._take_unsharded_gradients(), self.reduce_dtypes)
+        self.unreduced.add(self._take_counted_gradients(), self.reduce_dtypes)
 
     def reduce(self, *, include_unused: bool = False) -> None:
         """Take the unsharded parameters' gradients and all that wait, and start to reduce them.
@@ -152,7 +163,7 @@ class GradientReducer:
         Before: gradients in `.grad` of unsharded parameters. After: those are None, and a reduction is in flight. The
         context waits for it when it needs room for another one, and at the latest when it is joined.
         """
-        gradients = self._take_unsharded_gradients()
+        gradients = self._take_counted_gradients()
         unreduced, settings, context = self.unreduced, self.settings, self._context
         if unreduced.held:
             # Sums over several backwards are rounded for the wire when they are complete.
@@ -175,6 +186,16 @@ class GradientReducer:
             assert group is not None, "a group outlives its reductions"
             span = recorder.new_span("reduce", group)
         ReduceScatterState.start(self._reduced_group, settings, buffer, buckets, span)
+
+    def _take_counted_gradients(self) -> dict[int, Tensor]:
+        """Take the unsharded parameters' gradients: zeros, if those of this rank do not count."""
+        gradients = self._take_unsharded_gradients()
+        active = self.settings.active
+        if active is not None and not active.this_rank:
+            # Zeros are written. A product with zero would keep NaN.
+            for index, gradient in gradients.items():
+                gradients[index] = torch.zeros_like(gradient, requires_grad=False)
+        return gradients
 
     def _take_unsharded_gradients(self) -> dict[int, Tensor]:
         """Take `.grad` of the unsharded parameters; by index of the parameter."""

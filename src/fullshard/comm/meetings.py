@@ -18,6 +18,7 @@ A backend with streams would have to stop the host for it. There, the watchdog c
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import time
 import weakref
@@ -41,6 +42,9 @@ _STEP = 0x9E3779B97F4A7C15
 _BYTES = 0xC2B2AE3D27D4EB4F
 """Another one, for the sizes of messages."""
 _MASK = (1 << 63) - 1
+
+_SEPARATOR = "\0"
+"""Between the parts of what a rank says, if it brings a text."""
 
 _WITHOUT_CHANNEL = ("fake", "threaded")
 """Backends whose ranks are not processes of their own."""
@@ -91,23 +95,15 @@ def meet(group: ProcessGroup, tag: Tag, backend: str, inputs: Sequence[Tensor] =
         StepFailedError: a rank has failed its guarded step.
         DivergenceError: ranks are about to call different collectives, or a rank has gone.
     """
-    if VERDICT.message is not None:
-        VERDICT.raise_if_diverged()
-    journal = journal_of(group)
-    if journal.guard is not None:
-        journal.guard.raise_if_failed()
-    digest = journal.digest
-    journal.note(tag)
-    POSITION.journal = journal
-    POSITION.moved = time.monotonic()
+    journal, digest = _noted(group, tag)
     meets_always = backend == "gloo" and RULES.on_gloo
     if meets_always or RULES.every_collective or journal.guard is not None:
         try:
             channel = channel_of(group, journal, backend)
             if channel is not None:
                 _agree(channel, journal, tag, sum(tensor.nbytes for tensor in inputs))
-        except FullshardError:
-            journal.withdraw(digest)  # on all ranks, so their journals stay equal
+        except DivergenceError:
+            journal.withdraw(digest)
             raise
 
 
@@ -122,27 +118,74 @@ def meet_without_collective(channel: ControlChannel, journal: Journal, tag: Tag)
     _agree(channel, journal, tag, 0)
 
 
-def _agree(channel: ControlChannel, journal: Journal, tag: Tag, nbytes: int) -> None:
-    POSITION.waiting = Waiting(journal, tag.text, POSITION.moved)
+def exchange_texts(group: ProcessGroup, tag: Tag, backend: str, text: str) -> Sequence[str] | None:
+    """Let the ranks meet, and return a short text of each, by its place in the group; None without a channel.
+
+    No device is waited for. Equal texts cost no more than a meeting.
+
+    Raises:
+        StepFailedError: a rank has failed its guarded step.
+        DivergenceError: other ranks are about to call a collective, or a rank has gone.
+    """
+    journal, digest = _noted(group, tag)
     try:
-        if channel.agree((tag.number + journal.step * _STEP + nbytes * _BYTES) & _MASK):
-            return
+        channel = channel_of(group, journal, backend)
+        return None if channel is None else _agree(channel, journal, tag, 0, text)
+    except DivergenceError:
+        journal.withdraw(digest)
+        raise
+
+
+def _noted(group: ProcessGroup, tag: Tag) -> tuple[Journal, int]:
+    """Note a collective; return the group's journal, and its digest before."""
+    if VERDICT.message is not None:
+        VERDICT.raise_if_diverged()
+    journal = journal_of(group)
+    if journal.guard is not None:
+        journal.guard.raise_if_failed()
+    digest = journal.digest
+    journal.note(tag)
+    POSITION.journal = journal
+    POSITION.moved = time.monotonic()
+    return journal, digest
+
+
+def _agree(
+    channel: ControlChannel, journal: Journal, tag: Tag, nbytes: int, text: str = ""
+) -> Sequence[str]:
+    """Agree on a collective, and return the text that each rank brings to it."""
+    POSITION.waiting = Waiting(journal, tag.text, POSITION.moved)
+    collective = (tag.number + journal.step * _STEP + nbytes * _BYTES) & _MASK
+    try:
+        if channel.agree((collective + _number(text)) & _MASK if text else collective):
+            return [text] * len(journal.ranks)
         size = f", {nbytes:,} bytes" if nbytes else ""
-        said = channel.exchange(f"{tag.text} (step {journal.step}, {POSITION.text()}{size})")
+        place = f"{tag.text} (step {journal.step}, {POSITION.text()}{size})"
+        said = channel.exchange(
+            f"{place}{_SEPARATOR}{collective}{_SEPARATOR}{text}" if text else place
+        )
     finally:
         POSITION.waiting = None
     if journal.guard is not None:
         journal.guard.learn(journal, said)
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank, text in zip(journal.ranks, said, strict=True):
-        ranks_by_text.setdefault(text, []).append(rank)
-    lines = [f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+    # Ranks that bring no text say the place only, and then nobody's rest is looked at.
+    places, *rest = zip(*(each.split(_SEPARATOR, 2) for each in said), strict=False)
+    if text and rest and set(rest[0]) == {str(collective)}:
+        return rest[1]  # only the texts differ
+    ranks_by_place: dict[str, list[int]] = {}
+    for rank, place in zip(journal.ranks, places, strict=True):
+        ranks_by_place.setdefault(place, []).append(rank)
+    lines = [f"{ranks_text(ranks)}: {place}" for place, ranks in ranks_by_place.items()]
     raise DivergenceError(
         "Ranks must call the same collectives in the same order, but they are about to call\n  "
         + "\n  ".join(lines)
         + "\nLet all ranks run the same modules in the same order, as many microbatches "
         "and as many steps; see docs/divergence.md."
     )
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
 _CHANNELS: weakref.WeakKeyDictionary[ProcessGroup, ControlChannel] = weakref.WeakKeyDictionary()

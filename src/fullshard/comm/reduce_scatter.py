@@ -20,7 +20,7 @@ division comes after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -208,6 +208,8 @@ class ReduceScatterState:
             num_ranks = info.shard_mesh_size * info.replicate_mesh_size
             force_sum = settings.force_sum or bucket.exchanged
             rule = divide_rule(bucket.reduce_dtype, num_ranks, settings.divide_by, force_sum)
+        if settings.active is not None:
+            rule = replace(rule, after=rule.after * settings.active_fraction)
         inputs = bucket.inputs or (bucket.join_messages(),)
         if rule.before != 1:
             torch._foreach_div_(inputs, rule.before)

@@ -14,6 +14,23 @@ from torch.distributed import ProcessGroup, ReduceOp
 from fullshard.comm.collectives import ReduceScatter
 
 
+@dataclass(frozen=True, slots=True)
+class ActiveRanks:
+    """Which of the ranks that reduce a group's gradients have data; see `fullshard.join`."""
+
+    this_rank: bool
+    """Whether this rank has. If not, its gradients are zeros."""
+    number: int
+    """How many have; at least one."""
+    of: int
+    """How many reduce these gradients."""
+
+    @property
+    def fraction(self) -> float:
+        """The part of the ranks that have data: a mean over all ranks, divided by it, is a mean over the active ones."""
+        return self.number / self.of
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceSettings:
     """How one group's gradients are combined across ranks; replaced whole when a user changes one."""
@@ -37,8 +54,15 @@ class ReduceSettings:
     """A user's function that gets the reduced gradients of a bucket before they are accumulated."""
     hook_stream: Any = None
     """The stream in which `hook` runs; None for the stream of the reduction."""
+    active: ActiveRanks | None = None
+    """Whose gradients count; None for those of all ranks."""
     pinned: bool = False
     """Whether gradients that go to host memory go to page-locked memory."""
+
+    @property
+    def active_fraction(self) -> float:
+        """What a reduced gradient is divided by besides; 1 if the user has chosen what sums are divided by."""
+        return 1.0 if self.active is None or self.divide_by is not None else self.active.fraction
 
 
 @dataclass(frozen=True, slots=True)

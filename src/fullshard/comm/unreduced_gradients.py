@@ -4,6 +4,7 @@
     take          return all that wait, to be reduced
     partial       reduce-scatter outputs that are not summed over replicas yet
     clear, drop   zero_grad was called for some parameters; or a step has failed
+    set_active_fraction   gradients of more or fewer ranks count from now on
 
 Unsharded gradients are in the reduce dtype, or in the dtype they came in if that is the same, and only the compute
 stream touches their memory. Partial sums are the reduction's: only the stream of the all-reduce touches them.
@@ -54,6 +55,8 @@ class UnreducedGradients:
         """Whether unsharded gradients wait; a plain attribute, since every backward asks."""
         self.partial: dict[int, Tensor] = {}
         """By index of the parameter, this rank's reduce-scatter outputs that wait to be summed over replicas."""
+        self._active_fraction = 1.0
+        """By what the next reduction will divide besides: see `ReduceSettings`."""
 
     def connect(self, context: FSDPCommContext) -> None:
         """Join a model's streams."""
@@ -147,8 +150,9 @@ class UnreducedGradients:
         before = sharded_param.param.grad
         if self._layout.world == 1 and before is not None:
             # The reduced gradient is equal on all ranks, so it is its own average and may be averaged
-            # once more with the sum. Adding takes the wider of the dtypes.
-            unsharded = before.to(unsharded.device) + unsharded
+            # once more with the sum. Adding takes the wider of the dtypes. It counts on all ranks, active or not.
+            before = before.to(unsharded.device)
+            unsharded = unsharded.add(before, alpha=self._active_fraction)
             sharded_param.clear_gradient(set_to_none=True)
         return unsharded
 
@@ -174,6 +178,24 @@ class UnreducedGradients:
         if not sharded_param.stands_for_several:
             return {members[0]: unsharded}
         return self._views(unsharded, members)
+
+    # --- other ranks count --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def set_active_fraction(self, fraction: float) -> None:
+        """Scale what waits, since the next reduction divides by ``fraction`` of the ranks; between backwards."""
+        ratio, self._active_fraction = fraction / self._active_fraction, fraction
+        if ratio == 1:
+            return
+        waiting = list(self._hidden.values())
+        for sharded_param in self._shown:
+            if sharded_param.unreduced is not None:
+                waiting.append(sharded_param.unreduced)
+        if waiting:
+            torch._foreach_mul_(waiting, ratio)
+        if self.partial:
+            with self._context.all_reduce:  # whose stream alone touches them
+                torch._foreach_mul_(list(self.partial.values()), ratio)
 
     # --- take -------------------------------------------------------------------------------------
 
