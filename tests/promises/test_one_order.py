@@ -130,7 +130,7 @@ PROGRAMS = [
 
 
 def recorded(program: Callable[[], None]) -> list[str]:
-    """Run a program, and return the gathers, reductions and collectives of the user, in order."""
+    """Run a program, and return its gathers, reductions and all-reduces, those of the user, too."""
     events: list[str] = []
     unshard, issue, all_reduce = FSDPParamGroup.unshard, ReduceScatterState.issue, dist.all_reduce
 
@@ -144,9 +144,9 @@ def recorded(program: Callable[[], None]) -> list[str]:
         events.append(f"reduce {self._buffer.nbytes} bytes")
         issue(self, span)
 
-    def noting_all_reduce(tensor: Tensor) -> None:
-        events.append("user")
-        all_reduce(tensor)
+    def noting_all_reduce(*args: Any, **options: Any) -> Any:
+        events.append("all-reduce")
+        return all_reduce(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FSDPParamGroup, "unshard", noting_unshard)
@@ -168,4 +168,4 @@ def test_ranks_that_use_modules_differently_issue_the_same_collectives(
     for other in others:
         for program, mine, theirs in zip(PROGRAMS, first, other, strict=True):
             assert mine == theirs, program.__name__
-            assert "user" in mine
+            assert "all-reduce" in mine

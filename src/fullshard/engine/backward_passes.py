@@ -86,7 +86,12 @@ class BackwardPasses:
         self._finish_left(call, this_pass)
         if torch.is_grad_enabled():
             self._add_to_graph(state, this_pass)
-        self._reach(state, this_pass).calls.append(call)
+        inner = state.use.inner and any(
+            call.encloses(other) for each in self.reached.values() for other in each.calls
+        )
+        reached = self._reach(state, this_pass)
+        reached.calls.append(call)
+        state.use.reach(call, reached.expected, returns_inner_output=bool(inner))
         following = () if state.options.prefetches_late else self._before(state, call)
         self._runtime.unshard_for_backward(state, following)
         recorder = self._runtime.context.recorder
@@ -219,6 +224,8 @@ class BackwardPasses:
         reached = self.reached.pop(state)
         for call in reached.calls:
             call.finished_in = reached.backward_pass
+        if len(reached.awaited) < reached.expected:
+            state.use.unused = frozenset(reached.awaited) if reached.awaited else ()
         if self._graphs is not None:
             self._finish_in_graphs(self._graphs, state, reached)
         unsent = state.training_state is TrainingState.PRE_BACKWARD

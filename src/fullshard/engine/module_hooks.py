@@ -143,6 +143,7 @@ def _post_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
         parts: list[Tensor] = []
         if torch.is_grad_enabled():
             parts = [part for part in _graph_tensors(tensors) if part.grad_fn is not None]
+            state.use.had_backward = bool(parts)
         if torch_border.innermost_transform() is None:
             _leave(state, runtime, parts)
         else:

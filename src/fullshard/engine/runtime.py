@@ -32,6 +32,7 @@ from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import process_hooks
 from fullshard.engine.agreement import ModelAgreement
 from fullshard.engine.backward_passes import BackwardPasses
+from fullshard.engine.observed_use import Nesting
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import FSDPState, unmanaged_params
 from fullshard.engine.training_state import TrainingState
@@ -54,6 +55,7 @@ class Runtime:
         self.schedule: Schedule[FSDPState] = Schedule()
         self.backward = BackwardPasses(self)
         self._agreement = ModelAgreement()
+        self._nesting = Nesting()
         self._reshard_later: FSDPState | None = None
         """Whose memory is given back after the next gather: [Note: two gather buffers]."""
         self._prefetched: set[FSDPState] = set()
@@ -141,6 +143,8 @@ class Runtime:
             self._begin_gathers((state,))
             self.agree()
         state.depth += 1
+        if state.depth == 1:
+            self._nesting.enter(state)
         if state.call is not None:
             return  # a module inside a module of the same state, or another module of a shared group
         call, expected = self.schedule.enter(state, self.needs_gather)
@@ -182,6 +186,7 @@ class Runtime:
         self._reshard_now()
         for state in self.states:
             self.end_call(state)  # of a forward that an exception ended
+        self._nesting.clear()
         if self.context.recorder is not None:
             self.context.recorder.abandon(self.states)
         self._begin_gathers(self.states)
@@ -227,6 +232,8 @@ class Runtime:
             return  # recomputed after backward had reached the state
         state.depth -= 1
         in_forward = torch_border.backward_pass_id() == -1
+        if in_forward and state.depth == 0:
+            self._nesting.leave(state)
         # Outside of the model's forward there is no telling whether a group's other modules follow.
         alone = in_forward and self.root.call is None
         if state.depth == 0 and (alone or len(state.modules_run) == len(state.modules)):

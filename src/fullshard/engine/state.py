@@ -19,6 +19,7 @@ from fullshard.comm import watchdog
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import backward_hooks
 from fullshard.engine.installed_full_params import InstalledFullParams
+from fullshard.engine.observed_use import ObservedUse
 from fullshard.engine.options import StateOptions
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.training_state import TrainingState
@@ -91,6 +92,8 @@ class FSDPState:
         """Those of the modules whose forward has ended in this call."""
         self.left_unsharded = False
         """Whether the last forward left the parameters unsharded for a backward that has not come yet."""
+        self.use = ObservedUse()
+        """How it was used last, for forwards that are skipped."""
         self.recomputes = False
         """Whether a backward has been seen to run this state's forward again."""
         self.watched_leaves: weakref.WeakValueDictionary[int, Tensor] = (

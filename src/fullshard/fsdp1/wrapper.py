@@ -30,7 +30,7 @@ from fullshard.api import (
     StateDictSettings,
     StateDictType,
 )
-from fullshard.engine import module_hooks
+from fullshard.engine import module_hooks, skipped_forward
 from fullshard.engine.clip_grad import Clipping
 from fullshard.engine.ownership import has_forward, managed_modules
 from fullshard.engine.state import state_of
@@ -201,6 +201,18 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
             self._direct_calls.through_wrapper -= 1
             output = module_hooks.post_forward(state, self, args, output)
         return output
+
+    def skip_forward(self, output: Any = None, *, inputs_require_grad: bool = False) -> Any:
+        """Take part in this wrapper's collectives, and in those of wrappers in it, without computing.
+
+        See `FSDPModule.skip_forward`, which is the same.
+        """
+        return skipped_forward.skip_forward(
+            self,
+            output,
+            inputs_require_grad=inputs_require_grad,
+            prepare=lambda module: cast(WrapperBase, module)._prepare_forward(),
+        )
 
     def _before_conversion(self) -> None:
         """Shard the parameters: they are converted as shards."""

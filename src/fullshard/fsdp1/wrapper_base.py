@@ -63,11 +63,15 @@ class WrapperBase(nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather the parameters, and return the inputs in the compute dtype."""
+        self._prepare_forward()
+        return module_hooks.pre_forward(self._fsdp_state, self, args, kwargs)
+
+    def _prepare_forward(self) -> None:
+        """Do what comes before the parameters are gathered."""
         state = self._fsdp_state
         if state.installed_full_params:
             state.installed_full_params.uninstall()  # loading a module around this one has failed
         self._precision.prepare_forward(state, training=self.training)
-        return module_hooks.pre_forward(state, self, args, kwargs)
 
     def _require_root(self, method: str) -> None:
         """Refuse a call on a wrapper that is inside another one."""

@@ -29,7 +29,7 @@ from fullshard.comm.collectives import (
     choose_symmetric_memory,
 )
 from fullshard.comm.streams import FSDPCommContext
-from fullshard.engine import module_hooks
+from fullshard.engine import module_hooks, skipped_forward
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, state_of
 from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
@@ -93,6 +93,39 @@ class FSDPModule(torch_border.ConvertibleModule):
             async_op: Return at once with an `UnshardHandle`; the module's forward waits by itself if nobody uses it.
         """
         return unshard_state(_state(self), async_op)
+
+    def skip_forward(self, output: Any = None, *, inputs_require_grad: bool = False) -> Any:
+        """Take part in this module's gathers and reductions, and those of modules in it, without computing.
+
+        Call it on a rank that has no input for the module, at the place where other ranks call the module:
+
+            h = h + self.vision(images) if images is not None else self.vision.skip_forward(h)
+
+        In backward, the module's parameters get gradients of zero on this rank, so that gradients are averaged over
+        all ranks. If all ranks skip the module, its gradients are zero, not None. Use what is returned: backward
+        comes to the module through it.
+
+        The collectives are those of the last forward and backward that this rank has computed. Before the first, sharded
+        modules in the module are taken in the order of their registration, each once, and all trainable parameters are
+        taken to get gradients. If other ranks do otherwise, and on gloo or with ``fullshard.debug("order")``, that is a
+        `DivergenceError`; then compute the module once on every rank. Checkpoint `skip_forward` as you checkpoint the
+        module, if several sharded modules are in one checkpoint.
+
+        Args:
+            output: A tensor, or a nest of tensors, to be returned: what goes on in forward.
+            inputs_require_grad: Whether the module's inputs on other ranks require gradients; asked for if
+                the module, or its first part, is frozen.
+
+        Returns:
+            A copy of ``output`` through which backward comes to the module; if it is None, the number 0, to be added to
+            something.
+        """
+        return skipped_forward.skip_forward(
+            cast(nn.Module, self),
+            output,
+            inputs_require_grad=inputs_require_grad,
+            prepare=lambda _: None,
+        )
 
     def reset_iter_state(self) -> None:
         """Return to the state between steps, after an exception in forward or backward.

@@ -112,6 +112,15 @@ class Call(Generic[Unit]):
         assert unit is not None, "a schedule belongs to the model whose units it orders"
         return unit
 
+    def encloses(self, other: Call[Unit]) -> bool:
+        """Whether ``other`` ran within this call."""
+        return (
+            self.end is not None
+            and other.end is not None
+            and self.begin < other.begin
+            and other.end < self.end
+        )
+
     def follows(self, previous: Call[Unit] | None) -> None:
         """Come after ``previous`` in this forward."""
         self.previous = self._gathered_before = previous
