@@ -30,6 +30,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -86,9 +87,8 @@ class Rank:
             found = found.__cause__  # torch's pipelines raise an error of their own from it
         found = found or error
         kind = type(found).__name__ if found else ""
-        self._note(
-            "end", {"raised": kind, "message": str(found) if found else "", "at": time.monotonic()}
-        )
+        message = "\n".join([str(found), *getattr(found, "__notes__", ())]) if found else ""
+        self._note("end", {"raised": kind, "message": message, "at": time.monotonic()})
 
     def _note(self, name: str, value: dict[str, Any]) -> None:
         # Renamed into place, since the rank may be killed at any time.
@@ -175,6 +175,10 @@ def start(jobs: Mapping[str, Job], folder: Path) -> Any:
 def _run_all(jobs: dict[str, Job], folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests get it, and end this process
     torch.set_num_threads(1)
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        each.atexit = (
+            False  # torch.library has hundreds, and ranks would call them all at their ends
+        )
     gc.collect()
     gc.freeze()  # what is there now is never collected, so ranks do not copy it to count references
     stores = iter(_host_stores(len(jobs)))
@@ -349,8 +353,8 @@ def _run(program: Callable[[Rank], None], me: Rank) -> int:
         me.note_end(end)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # which may add notes to it
         me.note_end(error)
-        sys.excepthook(type(error), error, error.__traceback__)
         return 1
     me.note_end(None)
     return 0

@@ -111,12 +111,3 @@ def a_rank_waits_at_a_barrier(me: Rank) -> None:
     if me.diverges():
         dist.barrier()
     run.go_on()
-
-
-@kind(names=["broadcast_object_list", "broadcast"])
-def a_rank_broadcasts_alone(me: Rank) -> None:
-    run = Training(me)
-    run.steps(2)
-    if me.diverges():
-        dist.broadcast_object_list([1, 2], src=0)
-    run.go_on()

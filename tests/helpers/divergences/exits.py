@@ -74,28 +74,6 @@ def a_wrapped_rank_raises_in_forward(me: Rank) -> None:
     run.go_on()
 
 
-@kind(api=WRAPPER, ranks=3, odd_ends="Mishap", names=["layers.1"])
-def a_wrapped_rank_raises_in_backward(me: Rank) -> None:
-    run = Training(me, wrap(Net(), use_orig_params=True))
-    run.steps(2)
-    if me.diverges():
-        run.net.layers[1].first.register_forward_hook(lambda *args: FailingBackward.apply(args[2]))
-    run.go_on()
-
-
-@kind(odd_ends="OutOfMemoryError", names=["layers.2", "branch"])
-def a_rank_runs_out_of_memory(me: Rank) -> None:
-    run = Training(me)
-    run.steps(2)
-
-    def run_out(*_: Any) -> None:
-        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
-
-    if me.diverges():
-        run.net.layers[2].first.register_forward_pre_hook(run_out)
-    run.go_on()
-
-
 @kind(odd_ends="Mishap", names=["optimizer"])
 def a_rank_raises_in_the_optimizer(me: Rank) -> None:
     run = Training(me)
@@ -120,7 +98,7 @@ def a_rank_raises_after_its_loss(me: Rank) -> None:
     run.go_on()
 
 
-@kind(odd_ends="Mishap", names=["data", "batch"], store_on_rank_0=True, odd=0)
+@kind(odd_ends="Mishap", names=["raise_mishap"], store_on_rank_0=True, odd=0)
 def the_rank_with_the_store_raises_in_its_data(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -182,15 +160,6 @@ def a_rank_has_less_data(me: Rank) -> None:
     run.end()
 
 
-@kind(api=WRAPPER, odd=0, odd_ends="well", names=["root", "layers"])
-def a_wrapped_rank_has_less_data(me: Rank) -> None:
-    run = Training(me, wrap(Net()))
-    run.steps(2)
-    if not me.diverges():
-        run.steps(3)
-    run.end()
-
-
 @kind(odd_ends="well", names=["layers", "root"], tears_down=True)
 def a_rank_ends_without_destroying_its_groups(me: Rank) -> None:
     run = Training(me)
@@ -199,7 +168,7 @@ def a_rank_ends_without_destroying_its_groups(me: Rank) -> None:
         run.go_on()
 
 
-@kind(ranks=3, odd_ends="well", names=["layers", "root"])
+@kind(ranks=3, odd_ends="well", names=["agreement on the model"])
 def a_rank_has_no_data_at_all(me: Rank) -> None:
     run = Training(me)
     if not me.diverges():
@@ -261,7 +230,7 @@ def kill_at(run: Training, number: int) -> None:
     run.net.layers[1].first.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), number))
 
 
-@kind(ranks=3, odd_ends="SIGKILL", names=["layers.1"], tears_down=True)
+@kind(ranks=3, odd_ends="SIGKILL", names=["layers", "root"], tears_down=True)
 def a_rank_is_killed(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -270,16 +239,7 @@ def a_rank_is_killed(me: Rank) -> None:
     run.go_on()
 
 
-@kind(api=WRAPPER, odd=0, odd_ends="SIGKILL", names=["layers.1"])
-def a_wrapped_rank_is_killed(me: Rank) -> None:
-    run = Training(me, wrap(Net()))
-    run.steps(2)
-    if me.diverges():
-        kill_at(run, signal.SIGKILL)
-    run.go_on()
-
-
-@kind(ranks=3, odd=0, odd_ends="SIGKILL", names=["layers.1"], store_on_rank_0=True)
+@kind(ranks=3, odd=0, odd_ends="SIGKILL", names=["layers", "root"], store_on_rank_0=True)
 def the_rank_with_the_store_is_killed(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -288,7 +248,7 @@ def the_rank_with_the_store_is_killed(me: Rank) -> None:
     run.go_on()
 
 
-@kind(odd_ends="SIGSEGV", names=["layers.1"])
+@kind(odd_ends="SIGSEGV", names=["layers", "root"])
 def a_rank_crashes(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -297,7 +257,7 @@ def a_rank_crashes(me: Rank) -> None:
     run.go_on()
 
 
-@kind(ranks=3, odd_ends="stopped", names=["layers.1"], tears_down=True)
+@kind(ranks=3, odd_ends="stopped", names=["layers", "root"], tears_down=True)
 def a_rank_is_stopped(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -306,7 +266,7 @@ def a_rank_is_stopped(me: Rank) -> None:
     run.go_on()
 
 
-@kind(ranks=4, odd=2, odd_ends="SIGKILL", names=["layers.1"])
+@kind(ranks=4, odd=2, odd_ends="SIGKILL", names=["layers", "root"])
 def a_rank_of_a_hybrid_mesh_is_killed(me: Rank) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     run = Training(me, shard(Net(), mesh=mesh))

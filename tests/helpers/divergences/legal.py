@@ -43,7 +43,7 @@ def a_rank_is_slow_in_a_layer(me: Rank) -> None:
     run.end()
 
 
-@kind(legal=True, ranks=3, resumed_after_s=8)
+@kind(legal=True, ranks=3, resumed_after_s=3)
 def a_rank_is_paused_and_resumed(me: Rank) -> None:
     run = Training(me)
     run.steps(2)

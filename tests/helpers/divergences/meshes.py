@@ -20,6 +20,9 @@ from tests.helpers.divergences import WIDTH, WRAPPER, Block, Net, Training, kind
 from tests.helpers.divergences.exits import raise_mishap
 from tests.helpers.rank_programs import Rank
 
+TORCH = "DivergenceError or RuntimeError"
+"""The ends of ranks that may wait in collectives of torch's own."""
+
 
 def square(*names: str) -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
@@ -95,7 +98,7 @@ def tensor_parallel(mesh: DeviceMesh) -> Net:
     return net
 
 
-@kind(ranks=4, odd=3, odd_ends="Mishap", names=["layers.1"])
+@kind(others_end=TORCH, ranks=4, odd=3, odd_ends="Mishap", names=["layers.1"])
 def a_tensor_parallel_rank_raises_in_forward(me: Rank) -> None:
     mesh = square("dp", "tp")
     run = Training(me, shard(tensor_parallel(mesh), mesh=mesh["dp"]))
@@ -105,7 +108,7 @@ def a_tensor_parallel_rank_raises_in_forward(me: Rank) -> None:
     run.go_on()
 
 
-@kind(ranks=4, odd=2, names=["layers.1"])
+@kind(others_end=TORCH, ranks=4, odd=2, names=["layers.1"])
 def a_tensor_parallel_rank_skips_a_layer(me: Rank) -> None:
     mesh = square("dp", "tp")
     run = Training(me, shard(tensor_parallel(mesh), mesh=mesh["dp"]))
@@ -115,7 +118,7 @@ def a_tensor_parallel_rank_skips_a_layer(me: Rank) -> None:
     run.go_on()
 
 
-@kind(ranks=2, names=["layers.1", "all_reduce"], odd_ends="Mishap")
+@kind(others_end=TORCH, ranks=2, names=["layers.1", "all_reduce"], odd_ends="Mishap")
 def a_rank_with_only_tensor_parallel_neighbours_raises(me: Rank) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     run = Training(me, shard(tensor_parallel(mesh), mesh=mesh["dp"]))
@@ -125,7 +128,7 @@ def a_rank_with_only_tensor_parallel_neighbours_raises(me: Rank) -> None:
     run.go_on()
 
 
-@kind(ranks=4, odd=1, names=["layers.1"])
+@kind(others_end=TORCH, ranks=4, odd=1, names=["layers.1"])
 def a_rank_has_another_tensor_parallel_plan(me: Rank) -> None:
     mesh = square("dp", "tp")
     net = tensor_parallel(mesh)
@@ -173,7 +176,7 @@ def _loss(output: Tensor, target: Tensor) -> Any:
     return (output - target).square().mean()
 
 
-@kind(ranks=4, odd=1, names=["layers", "recv", "send", "wait"])
+@kind(others_end=TORCH, odd_ends=TORCH, ranks=4, odd=1, names=["layers", "recv", "send", "wait"])
 def a_pipeline_rank_has_more_microbatches(me: Rank) -> None:
     microbatches = 3 if me.diverges() else 2
     pipeline = Pipeline(microbatches)
@@ -182,7 +185,7 @@ def a_pipeline_rank_has_more_microbatches(me: Rank) -> None:
     dist.destroy_process_group()
 
 
-@kind(ranks=4, odd=2, odd_ends="RuntimeError", names=["layers.1"])
+@kind(others_end=TORCH, ranks=4, odd=2, odd_ends="RuntimeError", names=["layers.1"])
 def a_pipeline_rank_raises_in_forward(me: Rank) -> None:
     pipeline = Pipeline(2)
     pipeline.step()

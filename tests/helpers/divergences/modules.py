@@ -66,15 +66,6 @@ def a_rank_freezes_another_parameter_of_equal_size(me: Rank) -> None:
 
 
 @kind(names=["layers.1"])
-def a_rank_freezes_a_parameter_later(me: Rank) -> None:
-    run = Training(me)
-    run.steps(2)
-    if me.diverges():
-        run.net.layers[1].first.weight.requires_grad_(False)
-    run.go_on()
-
-
-@kind(names=["layers.1"])
 def a_rank_freezes_another_parameter_of_equal_size_later(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -138,7 +129,7 @@ def a_rank_keeps_parameters_after_forward(me: Rank) -> None:
     Training(me, shard(Net(), reshard_after_forward=not me.diverges())).go_on()
 
 
-@kind(names=["layers", "offload"], ranks=3)
+@kind(names=["offload_policy of layers.1"])
 def a_rank_offloads_to_the_host(me: Rank) -> None:
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if me.diverges() else {}
     Training(me, shard(Net(), **options)).go_on()

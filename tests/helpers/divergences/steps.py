@@ -18,14 +18,6 @@ def a_rank_skips_a_layer(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["layers.1"], ranks=4, odd=2)
-def a_rank_skips_a_layer_from_the_start(me: Rank) -> None:
-    run = Training(me)
-    if me.diverges():
-        run.net.order.remove(1)
-    run.go_on()
-
-
 @kind(names=["layers.2", "layers.1"], ranks=3)
 def a_rank_calls_equal_layers_in_another_order(me: Rank) -> None:
     run = Training(me)
@@ -107,15 +99,6 @@ def a_rank_reduces_one_microbatch_later(me: Rank) -> None:
         run.model.set_requires_gradient_sync(index == last)
         run.loss().backward()
     run.update()
-    run.go_on()
-
-
-@kind(names=["layers.1"])
-def a_rank_does_not_reduce_one_layer(me: Rank) -> None:
-    run = Training(me)
-    run.steps(2)
-    if me.diverges():
-        run.net.layers[1].set_requires_gradient_sync(False)
     run.go_on()
 
 

@@ -10,7 +10,6 @@ from fullshard import (
     FullyShardedDataParallel as FSDP,
     MixedPrecision,
     ShardingStrategy,
-    checkpoint,
 )
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.divergences import WRAPPER, Block, Net, Training, kind, wrap
@@ -71,13 +70,6 @@ def a_wrapped_rank_uses_original_parameters(me: Rank) -> None:
     Training(me, wrap(Net(), use_orig_params=me.diverges())).go_on()
 
 
-@kind(api=WRAPPER, names=["layers.1"])
-def a_wrapped_rank_ignores_a_module(me: Rank) -> None:
-    net = Net()
-    ignored = [net.layers[1]] if me.diverges() else []
-    Training(me, wrap(net, ignored_modules=ignored)).go_on()
-
-
 @kind(api=WRAPPER, names=["summon_full_params", "full parameters"], ranks=3, odd=0)
 def a_wrapped_rank_summons_full_parameters_alone(me: Rank) -> None:
     run = Training(me, wrap(Net()))
@@ -124,25 +116,6 @@ def a_wrapped_rank_does_not_sync(me: Rank) -> None:
     with run.model.no_sync() if me.diverges() else contextlib.nullcontext():
         run.loss().backward()
     run.update()
-    run.go_on()
-
-
-@kind(api=WRAPPER, names=["checkpoint"])
-def a_wrapped_rank_saves_alone(me: Rank) -> None:
-    run = Training(me, wrap(Net()))
-    run.steps(2)
-    if me.diverges():
-        checkpoint.save(me.folder / "saved", run.model, run.optimizer)
-    run.go_on()
-
-
-@kind(api=WRAPPER, names=["layers", "root"])
-def a_wrapped_rank_evaluates_alone(me: Rank) -> None:
-    run = Training(me, wrap(Net()))
-    run.steps(2)
-    if me.diverges():
-        with torch.no_grad():
-            run.model(run.batch())
     run.go_on()
 
 
