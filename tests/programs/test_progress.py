@@ -127,6 +127,18 @@ def test_a_run_that_goes_on_says_from_where_and_counts_its_own_tokens() -> None:
         progress(End(step=40, seconds=1.0))
     assert "goes on after step 38" in file.getvalue()
     assert "on 128 tokens in 1.0 s" in file.getvalue()
+    assert "Skipped" not in file.getvalue()
+
+
+def test_the_summary_names_steps_that_were_skipped() -> None:
+    file = io.StringIO()
+    with showing_progress(Console(file=file, width=120)) as progress:
+        progress(START)
+        for number in range(1, 13):
+            progress(step(number))
+            progress(BadStep(step=number, what="rank 1: ValueError: no", action="skip"))
+        progress(End(step=40, seconds=1.0))
+    assert "Skipped 12 of the steps: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 2 more.\n" in file.getvalue()
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -240,6 +240,45 @@ def test_too_many_bad_steps_in_a_row_stop_the_run_also_across_a_resume(
     assert [r["action"] for r in records(config, "trouble")] == ["skip", "skip", "stop"]
 
 
+@pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
+def test_a_step_that_fails_on_one_rank_is_skipped_by_all(
+    world: MakeWorld, tmp_path: Path, door: str
+) -> None:
+    settings = (
+        f"sharding.door={door}",
+        "train.accumulate=2",
+        "train.steps=5",
+        "checkpoint.every=1",
+    )
+    config = tiny(tmp_path, "train.on_error=skip", "checkpoint.keep=5", *settings)
+    # The second microbatch of step 3, and the first one of step 5 on all ranks.
+    errors = Incident("error", call=6), Incident("error", call=9, rank=None)
+    results = world(2).run(run, config, *errors)
+    for result in results:
+        assert [step for step, loss in result.losses.items() if math.isnan(loss)] == [3, 5]
+    before, after, later = (world(2).run(what_is_saved, config, step)[0] for step in (2, 3, 4))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not all(torch.equal(after[name], later[name]) for name in before)
+    one, all_ranks = records(config, "trouble")
+    assert (one["step"], one["what"], one["action"]) == (3, "rank 1: RuntimeError: died", "skip")
+    assert "in happen" in one["traceback"]
+    assert (all_ranks["step"], all_ranks["what"]) == (5, "rank 0: RuntimeError: died")
+
+
+def test_too_many_failed_steps_in_a_row_stop_the_run(world: MakeWorld, tmp_path: Path) -> None:
+    settings = ("train.on_error=skip", "train.on_bad_step=skip", "train.max_bad_steps=3")
+    config = tiny(tmp_path, *settings)
+    incidents = Incident("error", call=2, until=3), Incident("nan", call=4)
+    for outcome in world(2).outcomes(run, config, *incidents):
+        assert isinstance(outcome, BadStepError)
+        assert "Step 4 was bad: loss is nan, and 3 steps in a row were" in str(outcome)
+    config = tiny(tmp_path / "other", "train.on_error=skip", "train.max_bad_steps=2")
+    for outcome in world(2).outcomes(run, config, Incident("error", call=2, until=3)):
+        assert isinstance(outcome, BadStepError)
+        assert "Step 3 was bad: rank 1: RuntimeError: died, and 2 steps in a row" in str(outcome)
+        assert "a larger train.accumulate" in str(outcome)
+
+
 def test_an_ignored_step_is_told(world: MakeWorld, tmp_path: Path) -> None:
     config = tiny(tmp_path, "train.on_bad_step=ignore", "train.steps=4")
     for result in world(2).run(run, config, NAN):

@@ -47,7 +47,7 @@ EVENTS: tuple[Event, ...] = (
     Step(step=5, loss=2.25, grad_norm=0.5, lr=1e-3, tokens=320, step_s=0.25, memory_bytes=1 << 40),
     Evaluation(step=5, loss=2.5),
     Checkpoint(step=5, path="checkpoints/step_00000005", blocked_s=0.125),
-    BadStep(step=6, what="loss is nan", action="skip"),
+    BadStep(step=6, what="loss is nan", action="skip", traceback="in train.py"),
     Samples(step=9, texts=("one\n", "two\x1b")),
     Stopped(step=7, why="SIGTERM"),
     End(step=9, seconds=12.5),

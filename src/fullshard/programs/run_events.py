@@ -23,6 +23,7 @@ FORMAT = 1
 """Version of the records. Each `Start` has it; files without it are of this version, too."""
 
 BadStepAction = Literal["stop", "skip", "ignore"]
+ErrorAction = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +101,8 @@ class BadStep:
     step: int
     what: str
     action: BadStepAction
+    traceback: str = ""
+    """Where a rank has raised an exception, if that was what."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,7 +38,7 @@ def _troubles(run: Run) -> Iterator[Finding]:
     first = troubles[0]
     yield Finding(
         title=f"{len(troubles)} bad {'step' if len(troubles) == 1 else 'steps'}: step {first.step}, {first.text}",
-        text="Loss or gradient norm were not finite, or above the limit, at "
+        text="Loss or gradient norm were not finite, or above the limit, or a rank failed, at "
         + ("step " if len(troubles) == 1 else "steps ")
         + ", ".join(str(mark.step) for mark in troubles[:10])
         + (" and later." if len(troubles) > 10 else "."),

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from fullshard.errors import ConfigurationError
-from fullshard.programs.run_events import BadStepAction
+from fullshard.programs.run_events import BadStepAction, ErrorAction
 from fullshard.programs.train.limits import Limits
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -191,6 +191,10 @@ class TrainSection:
 
     max_norm: NotNegative = 0.0
     """Norm of the gradients above which a step is bad; 0 for none."""
+
+    on_error: ErrorAction = "stop"
+    """What to do when a rank raises an exception while it computes gradients, for lack of memory or because of a bad
+    sample: stop the run, or skip the step on all ranks, as a bad one."""
 
     max_bad_steps: PositiveCount = 10
     """With skip: this many bad steps in a row stop the run."""

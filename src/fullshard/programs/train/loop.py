@@ -3,6 +3,7 @@
 A step, and what its ranks communicate:
 
     gradients    of this rank's windows, in microbatches; the last backward reduces them      collectives
+                 with train.on_error = "skip", a guarded step: all ranks have gradients, or none
     norm         of all gradients, which are scaled down if it is too large                   one number
     agreement    loss; whether the step is bad; whether any rank was asked to stop            one small message
     update       skipped if the step is bad and the configuration says so
@@ -30,6 +31,8 @@ from torch import Tensor
 
 from fullshard import __version__
 from fullshard.checkpoint.rank_group import RankGroup
+from fullshard.comm.step_guard import StepFailure
+from fullshard.engine.guarded_step import guarded_step
 from fullshard.programs.run_events import (
     BadStep,
     BadStepAction,
@@ -55,6 +58,9 @@ from fullshard.programs.train.samples import write_samples
 from fullshard.programs.train.sharded_model import build_model
 from fullshard.programs.train.stop import BadStepError, StoppedBySignalError, StopRequest
 from fullshard.programs.train.traced_steps import TracedSteps
+
+MAX_FAULT = 300
+"""Characters of an exception that are told about a failed step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,9 +169,10 @@ class Training:
             section=self.config.schedule,
         )
         set_learning_rate(self.optimizer, rate)
-        agreed = self._agree(self._compute_gradients())
-        fault = agreed.fault(train.max_norm)
-        action = self._action(fault)
+        loss, failure = self._compute_guarded_gradients()
+        agreed = self._agree(loss)
+        fault = agreed.fault(train.max_norm) if failure is None else _first_line(failure)
+        action = self._action(fault, train.on_bad_step if failure is None else train.on_error)
         if action in (None, "ignore"):
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -184,10 +191,25 @@ class Training:
             )
         )
         if fault is not None and action is not None:
-            self.watch(BadStep(step=number, what=fault, action=action))
+            trace = "" if failure is None else failure.traceback
+            self.watch(BadStep(step=number, what=fault, action=action, traceback=trace))
             if action == "stop":
-                self._give_up(number, fault, agreed)
+                self._give_up(number, fault, agreed, has_failed=failure is not None)
         return agreed.is_asked_to_stop
+
+    def _compute_guarded_gradients(self) -> tuple[Tensor, StepFailure | None]:
+        """Compute gradients; return the loss of this rank and, if steps that fail are skipped, why this one has failed.
+
+        A step that has failed has no gradients, and its loss is no number.
+        """
+        if self.config.train.on_error == "stop":
+            # Nothing is guarded: where one rank fails, all end.
+            return self._compute_gradients(), None
+        with guarded_step(self.model.module, on_error="skip") as step:
+            loss = self._compute_gradients()
+        if step.failed:
+            loss = torch.full((), math.nan, device=self.job.device)
+        return loss, step.failure
 
     def _compute_gradients(self) -> Tensor:
         """Compute the gradients of the global batch's mean loss, and return the mean loss of this rank's windows.
@@ -236,14 +258,13 @@ class Training:
             is_asked_to_stop=num_asked > 0,
         )
 
-    def _action(self, fault: str | None) -> BadStepAction | None:
+    def _action(self, fault: str | None, wanted: BadStepAction) -> BadStepAction | None:
         """Return what to do about a bad step: the same on all ranks, because they agree about the fault."""
-        train = self.config.train
         if fault is None:
             return None
-        if train.on_bad_step == "skip" and self.state.bad_steps + 1 >= train.max_bad_steps:
+        if wanted == "skip" and self.state.bad_steps + 1 >= self.config.train.max_bad_steps:
             return "stop"
-        return train.on_bad_step
+        return wanted
 
     def _count_step(self, *, is_bad: bool) -> None:
         self.state.step += 1
@@ -302,7 +323,7 @@ class Training:
             f"{self.checkpoints.newest}. Give the same command again to go on."
         )
 
-    def _give_up(self, number: int, fault: str, agreed: Agreement) -> None:
+    def _give_up(self, number: int, fault: str, agreed: Agreement, *, has_failed: bool) -> None:
         """End the run because of a bad step, whose update was not made."""
         self.checkpoints.finish()
         in_a_row, newest = self.state.bad_steps, self.checkpoints.newest
@@ -310,7 +331,11 @@ class Training:
             f"Step {number} was bad: {fault}"
             + (f", and {in_a_row} steps in a row were" if in_a_row > 1 else "")
             + ". Its update was not made, and the run was stopped. "
-            + advice_after_bad_step(self.config.train, newest, is_finite=agreed.is_finite)
+            + (
+                advice_after_failed_step(newest)
+                if has_failed
+                else advice_after_bad_step(self.config.train, newest, is_finite=agreed.is_finite)
+            )
         )
 
     # --- at the start ---------------------------------------------------------------------------------
@@ -350,16 +375,32 @@ def advice_after_bad_step(train: TrainSection, newest: Path | None, *, is_finite
         else 'train.on_bad_step = "skip"',
         *(["a higher train.max_norm"] if is_finite else []),
     ]
-    start = (
-        "the start: there is no checkpoint yet"
-        if newest is None
-        else f"the last checkpoint, {newest}"
-    )
+    start = _start_of(newest)
     anew = ["a lower optimizer.lr", "a lower train.clip" if train.clip else "a train.clip above 0"]
     return (
         f"The same command with {' or '.join(changes)} goes on from {start}. If it comes to a bad step again, look "
         f"at the data, or begin anew with {' or '.join(anew)}."
     )
+
+
+def advice_after_failed_step(newest: Path | None) -> str:
+    """Return advice for a run that too many failed steps in a row have stopped."""
+    return (
+        f"The same command with a larger train.max_bad_steps goes on from {_start_of(newest)}. If memory runs out, use a "
+        "larger train.accumulate, compute.checkpoint_activations or more ranks; metrics.jsonl has the traceback."
+    )
+
+
+def _start_of(newest: Path | None) -> str:
+    return (
+        "the start: there is no checkpoint yet"
+        if newest is None
+        else f"the last checkpoint, {newest}"
+    )
+
+
+def _first_line(failure: StepFailure) -> str:
+    return (str(failure).splitlines() or [""])[0][:MAX_FAULT]
 
 
 def seed_of_step(seed: int, step: int, rank: int) -> int:

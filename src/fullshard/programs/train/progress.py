@@ -31,6 +31,10 @@ DONE = {"stop": "the run is stopped", "skip": "its update is skipped", "ignore":
 """What is printed about a bad step, by its action."""
 
 
+SHOWN_STEPS = 10
+"""How many skipped steps the summary names."""
+
+
 class SmoothValue:
     """A running mean in which old values fade; those that are not finite are left out."""
 
@@ -59,6 +63,8 @@ class RunProgress:
         """The first and the latest."""
         self._evaluations: list[Evaluation] = []
         """The first and the latest."""
+        self._skipped: list[int] = []
+        """Numbers of steps."""
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
@@ -73,6 +79,8 @@ class RunProgress:
             case Checkpoint():
                 self._print(f"step {event.step}: saved in {event.path}")
             case BadStep():
+                if event.action == "skip":
+                    self._skipped.append(event.step)
                 self._print(f"step {event.step}: {event.what}; {DONE[event.action]}")
             case Samples():
                 self._line.close()
@@ -117,13 +125,20 @@ class RunProgress:
         )
         self._line.show(step.step, step_of(step.step, self._start.steps), status)
 
+    def _skipped_text(self) -> str:
+        if not self._skipped:
+            return ""
+        first, more = self._skipped[:SHOWN_STEPS], len(self._skipped) - SHOWN_STEPS
+        numbers = ", ".join(map(str, first)) + (f" and {more} more" if more > 0 else "")
+        return f"Skipped {len(self._skipped)} of the steps: {numbers}.\n"
+
     def _end(self, end: End) -> None:
         assert self._start is not None, "runs begin with their start"
         self._line.close()
         num_steps = end.step - (self._start.resumed_from or 0)
         self._print(
             f"\nTrained {self._start.parameters:,} parameters on {num_steps * self._start.tokens_per_step:,} "
-            f"tokens in {end.seconds:.1f} s, sharded over {ranks_on(self._start)}.\n"
+            f"tokens in {end.seconds:.1f} s, sharded over {ranks_on(self._start)}.\n{self._skipped_text()}"
         )
         self._console.print(
             loss_table(self._steps, self._evaluations), memory_table(self._start), sep="\n"
