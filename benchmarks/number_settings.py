@@ -58,7 +58,8 @@ def adamw(params: Iterable[nn.Parameter]) -> optim.Optimizer:
 
 def sgd(params: Iterable[nn.Parameter]) -> optim.Optimizer:
     """Make an optimizer whose step shows every gradient as it is."""
-    return optim.SGD(params, lr=0.1, momentum=0.9)
+    # One by one: on a GPU, lists of parameters and gradients must have one dtype, and some gradients are in bf16.
+    return optim.SGD(params, lr=0.1, momentum=0.9, foreach=False)
 
 
 def sharded_adamw(params: Iterable[nn.Parameter]) -> optim.Optimizer:
