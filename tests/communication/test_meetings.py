@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -250,3 +251,39 @@ def test_a_rank_of_a_fake_group_meets_nobody() -> None:
             assert time.monotonic() >= begin
         finally:
             fullshard.debug()
+
+
+class Fallback(nn.Module):
+    """Catches what its first layer raises, unless it is told not to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, *, catches: bool) -> torch.Tensor:
+        try:
+            return self.first(x[:, :3])
+        except RuntimeError:
+            if not catches:
+                raise
+            return self.second(x)
+
+
+def raises_inside(catches: bool) -> str | None:
+    model = Fallback()
+    for layer in (model.first, model.second):
+        fullshard.fully_shard(layer)
+    fullshard.fully_shard(model)
+    with contextlib.suppress(RuntimeError):
+        model(torch.ones(2, 4), catches=catches)
+    raised = POSITION.raised
+    model(torch.ones(2, 4), catches=True)
+    assert POSITION.raised is None
+    return raised
+
+
+def test_only_exceptions_that_leave_the_model_are_noted(world) -> None:
+    assert world(2).run(raises_inside, True) == [None, None]
+    for raised in world(2).run(raises_inside, False):
+        assert raised is not None
+        assert raised.startswith("RuntimeError: ")

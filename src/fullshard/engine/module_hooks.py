@@ -123,7 +123,7 @@ def _post_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
     if runtime is None:
         return output  # the first forward was refused
     if output is None and (error := sys.exception()) is not None:
-        POSITION.note_exception(error)
+        _note_exception(state, runtime, error)
     if runtime.context.recorder is not None:
         runtime.context.recorder.forward_ends(state)
     with (
@@ -152,6 +152,12 @@ def _post_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
         if refusal is not None:
             raise refusal
         return output
+
+
+def _note_exception(state: FSDPState, runtime: Runtime, error: BaseException) -> None:
+    """Note an exception that leaves the outermost module; others may be caught by the modules around them."""
+    if state is runtime.root or runtime.root.call is None:
+        POSITION.note_exception(error)
 
 
 def _leave(state: FSDPState, runtime: Runtime, parts: Sequence[Tensor]) -> None:
