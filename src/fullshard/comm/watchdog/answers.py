@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields as dataclass_fields
 from typing import Any
 
 ALIVE, DEAD, STOPPED = "alive", "dead", "stopped"
@@ -37,7 +37,8 @@ class Registration:
 class GroupAnswer:
     """How far a rank has come in one process group."""
 
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
+    """Its ranks; a `range` where that is possible, since there may be as many answers as ranks."""
     count: int
     """How many collectives of fullshard it has called there."""
     digest: int
@@ -120,13 +121,18 @@ class Absence:
 
 def encode(value: Registration | Answer | History) -> str:
     """Return a value as text."""
-    fields = asdict(value)
-    if isinstance(value, Answer):
-        fields["groups"] = {
-            name: [_packed(each.ranks), each.count, each.digest, each.marks]
-            for name, each in value.groups.items()
-        }
-        fields = {key: found for key, found in fields.items() if found not in (None, "", {})}
+    if not isinstance(value, Answer):
+        return json.dumps(asdict(value), separators=(",", ":"))
+    names = (each.name for each in dataclass_fields(value) if each.name not in ("groups", "wait"))
+    fields = {
+        name: found for name in names if (found := getattr(value, name)) not in (None, "", {})
+    }
+    fields["groups"] = {
+        name: [_packed(each.ranks), each.count, each.digest, each.marks]
+        for name, each in value.groups.items()
+    }
+    if value.wait is not None:
+        fields["wait"] = asdict(value.wait)
     return json.dumps(fields, separators=(",", ":"))
 
 
@@ -163,10 +169,10 @@ def _packed(ranks: Sequence[int]) -> list[Any]:
     """Return ranks with even distances as a range: groups of a mesh are such."""
     if len(ranks) > 2:
         span = range(ranks[0], ranks[-1] + 1, max(1, ranks[1] - ranks[0]))
-        if tuple(span) == tuple(ranks):
+        if span == ranks or tuple(span) == tuple(ranks):
             return ["range", span.start, span.stop, span.step]
     return list(ranks)
 
 
-def _unpacked(ranks: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(range(*ranks[1:])) if ranks[:1] == ["range"] else tuple(ranks)
+def _unpacked(ranks: Sequence[Any]) -> Sequence[int]:
+    return range(*ranks[1:]) if ranks[:1] == ["range"] else tuple(ranks)

@@ -16,10 +16,11 @@ Only rules that no patience could refute say "diverged". A slow rank is waited f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fullshard.comm.watchdog.answers import Absence, Answer, History
+from fullshard.comm.watchdog.answers import Absence, Answer, History, Wait
 from fullshard.names import ranks_text
 
 FINE, SLOW, AGAIN, DIVERGED = "fine", "slow", "again", "diverged"
@@ -42,7 +43,7 @@ class Judgement:
     """Ranks that others wait for."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Round:
     """What one round has brought together."""
 
@@ -52,17 +53,22 @@ class Round:
     previous: Mapping[int, Answer] | None
     """The answers of the round before, which the same rank has asked for; None if there was none."""
 
-    @property
+    @functools.cached_property
     def waiters(self) -> list[Answer]:
         """Ranks that wait for others."""
         return [answer for answer in self.answers.values() if answer.wait is not None]
 
-    @property
+    @functools.cached_property
     def world(self) -> list[int]:
         """All ranks."""
         return sorted([*self.answers, *self.absences])
 
-    def members(self, waiter: Answer) -> Collection[int]:
+    @functools.cached_property
+    def satisfied(self) -> dict[tuple[object, ...], bool]:
+        """Whether all ranks have called what some wait for, by place; see `_can_go_on`."""
+        return {}
+
+    def members(self, waiter: Answer) -> Sequence[int]:
         """Return the ranks that a rank may be waiting for, itself included."""
         group = _waiting_group(waiter)
         known = waiter.groups.get(group or "")
@@ -224,7 +230,7 @@ def _connected(found: Round) -> list[list[int]]:
     seen = set()
     for waiter in found.waiters:
         members = found.members(waiter)
-        if (key := (_waiting_group(waiter), len(members), min(members, default=0))) in seen:
+        if (key := (_waiting_group(waiter), len(members), members[0])) in seen:
             continue
         seen.add(key)
         for rank in members:
@@ -240,6 +246,13 @@ def _can_go_on(found: Round, waiter: Answer) -> bool:
     """Whether all ranks have called what a rank waits for: then it will end, or hangs in the backend."""
     wait = waiter.wait
     assert wait is not None
+    place = (wait.text, wait.kind, wait.group, wait.count)
+    if place not in found.satisfied:
+        found.satisfied[place] = _all_have_called(found, waiter, wait)
+    return found.satisfied[place]
+
+
+def _all_have_called(found: Round, waiter: Answer, wait: Wait) -> bool:
     if wait.kind == "torch" and wait.text in _POINT_TO_POINT:
         return True  # who the other one is cannot be known
     for rank in found.members(waiter):

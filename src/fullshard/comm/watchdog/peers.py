@@ -10,7 +10,7 @@ from fullshard.comm.watchdog.answers import (
     registration_from,
 )
 from fullshard.comm.watchdog.probes import state_of
-from fullshard.comm.watchdog.store_client import StoreClient
+from fullshard.comm.watchdog.store_client import StoreOperations
 
 
 class Peers:
@@ -20,7 +20,7 @@ class Peers:
     registrations of all ranks: in a large world that would be too much.
     """
 
-    def __init__(self, store: StoreClient, own: Registration) -> None:
+    def __init__(self, store: StoreOperations, own: Registration) -> None:
         self._store = store
         self._own = own
         self._key = f"host/{own.host_key}"

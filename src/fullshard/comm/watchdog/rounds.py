@@ -32,10 +32,8 @@ from fullshard.comm.watchdog.answers import (
     registration_from,
 )
 from fullshard.comm.watchdog.judge import AGAIN, Judgement, histories_wanted, judge
-from fullshard.comm.watchdog.store_client import StoreClient
+from fullshard.comm.watchdog.store_client import StoreOperations
 
-ANSWERED_S = 2.5
-"""How long the asker waits for answers of ranks that may be alive, in a small world."""
 LOST_S = 7.0
 """How long the asker waits for a rank that nobody can see."""
 GIVEN_UP_S = 15.0
@@ -43,6 +41,11 @@ GIVEN_UP_S = 15.0
 HISTORY_S = 3.0
 OPEN = "open"
 """Who asks in a round that a leaving rank has begun: the first that finds it."""
+
+
+def tick_of(world: int) -> float:
+    """Return how often a rank looks whether another one has asked, in seconds."""
+    return max(1.0, world / 4096)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +62,7 @@ class Member:
 class Rounds:
     """The part of one rank in the rounds of all."""
 
-    def __init__(self, store: StoreClient, member: Member) -> None:
+    def __init__(self, store: StoreOperations, member: Member) -> None:
         self._store = store
         self._member = member
         self._number = 1
@@ -183,7 +186,8 @@ class Rounds:
         waited = self._member.clock() - asking.began
         keys = [f"answer/{self._number}/{rank}" for rank in range(world)]
         answered = self._store.add(f"answers/{self._number}", 0)
-        if answered < world and waited < ANSWERED_S + world / 8192:
+        # All find the question within a tick.
+        if answered < world and waited < 1.5 + 1.25 * tick_of(world):
             # Ranks that have left will not answer, and need not be waited for.
             if answered + self._store.add("finals", 0) < world:
                 return
@@ -228,7 +232,7 @@ class _Asking:
     wanted_since: float = 0.0
 
 
-def _missing(store: StoreClient, keys: Sequence[str], ranks: Sequence[int]) -> list[int]:
+def _missing(store: StoreOperations, keys: Sequence[str], ranks: Sequence[int]) -> list[int]:
     """Return the ranks whose keys are not there: few operations if few are missing."""
     if not ranks or store.has([keys[rank] for rank in ranks]):
         return []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError as LateError
 from typing import Any, Protocol, TypeVar
@@ -51,51 +52,15 @@ class StoreFailedError(Exception):
         """Whether it has not answered in time, rather than failed at once."""
 
 
-class StoreClient:
-    """A store whose operations never block for long. One thread uses it at a time."""
+class StoreOperations(ABC):
+    """What the watchdog does with a store; its keys begin with a prefix."""
 
-    def __init__(self, store: Callable[[], KeyStore], prefix: str) -> None:
-        """Use the store that ``store`` returns, which is called in the client's thread; keys begin with ``prefix``."""
+    def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._pending: Future[Any] | None = None
-        """An operation that has not come back in time."""
-        self._failure: StoreFailedError | None = None
-        """Why the store can never be used again: a connection that has broken is not made anew."""
-        self._calls: queue.SimpleQueue[tuple[Callable[[KeyStore], Any], Future[Any]] | None] = (
-            queue.SimpleQueue()
-        )
-        self.thread = threading.Thread(
-            target=_serve, args=(store, self._calls), name="fullshard-watchdog-store", daemon=True
-        )
-        self.thread.start()
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether an operation has not come back."""
-        return self._pending is not None and not self._pending.done()
-
-    def close(self) -> None:
-        """Let the thread end after its present operation."""
-        self._calls.put(None)
-
+    @abstractmethod
     def _do(self, operation: Callable[[KeyStore], T], limit_s: float = LIMIT_S) -> T:
-        if self._failure is not None:
-            raise self._failure
-        if self.is_stuck:
-            raise StoreFailedError("the store does not answer", is_late=True)
-        self._pending = result = Future[T]()
-        self._calls.put((operation, result))
-        try:
-            return result.result(limit_s)
-        except Exception as error:
-            if isinstance(error, LateError) and not result.done():
-                text = f"the store has not answered for {limit_s:.0f} s"
-                raise StoreFailedError(text, is_late=True) from None
-            reason = str(error).partition("\n")[0]
-            self._failure = StoreFailedError(f"the store is gone ({reason})", is_late=False)
-            raise self._failure from error
-
-    # --- operations -----------------------------------------------------------------------------------
+        """Return what an operation returns; it may take ``limit_s``."""
 
     def set(self, key: str, value: str, limit_s: float = LIMIT_S) -> None:
         """Store a value."""
@@ -134,6 +99,51 @@ class StoreClient:
                 for value in store.multi_get(names[first : first + CHUNK])
             ]
         )
+
+
+class StoreClient(StoreOperations):
+    """A store whose operations never block for long. One thread uses it at a time."""
+
+    def __init__(self, store: Callable[[], KeyStore], prefix: str) -> None:
+        """Use the store that ``store`` returns, which is called in the client's thread; keys begin with ``prefix``."""
+        super().__init__(prefix)
+        self._pending: Future[Any] | None = None
+        """An operation that has not come back in time."""
+        self._failure: StoreFailedError | None = None
+        """Why the store can never be used again: a connection that has broken is not made anew."""
+        self._calls: queue.SimpleQueue[tuple[Callable[[KeyStore], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self.thread = threading.Thread(
+            target=_serve, args=(store, self._calls), name="fullshard-watchdog-store", daemon=True
+        )
+        self.thread.start()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether an operation has not come back."""
+        return self._pending is not None and not self._pending.done()
+
+    def close(self) -> None:
+        """Let the thread end after its present operation."""
+        self._calls.put(None)
+
+    def _do(self, operation: Callable[[KeyStore], T], limit_s: float = LIMIT_S) -> T:
+        if self._failure is not None:
+            raise self._failure
+        if self.is_stuck:
+            raise StoreFailedError("the store does not answer", is_late=True)
+        self._pending = result = Future[T]()
+        self._calls.put((operation, result))
+        try:
+            return result.result(limit_s)
+        except Exception as error:
+            if isinstance(error, LateError) and not result.done():
+                text = f"the store has not answered for {limit_s:.0f} s"
+                raise StoreFailedError(text, is_late=True) from None
+            reason = str(error).partition("\n")[0]
+            self._failure = StoreFailedError(f"the store is gone ({reason})", is_late=False)
+            raise self._failure from error
 
 
 def _serve(

@@ -32,7 +32,7 @@ from fullshard.comm.watchdog.judge import AGAIN, DIVERGED, SLOW, Judgement, judg
 from fullshard.comm.watchdog.observation import Observer, group_key, history, marks_of, moves
 from fullshard.comm.watchdog.peers import Peers
 from fullshard.comm.watchdog.probes import register
-from fullshard.comm.watchdog.rounds import LOST_S, Member, Rounds
+from fullshard.comm.watchdog.rounds import LOST_S, Member, Rounds, tick_of
 from fullshard.comm.watchdog.stalls import StallReports
 from fullshard.comm.watchdog.store_client import StoreClient, StoreFailedError
 
@@ -130,7 +130,7 @@ class Watchdog:
         limit_s = float(limit) if limit else timeout.total_seconds() if timeout else None
         self._observer = Observer(rank, thread, self._own.text(), limit_s)
         self._least_patience = float(os.environ.get("FULLSHARD_WATCHDOG_PATIENCE") or PATIENCE_S)
-        self._tick_s = max(1.0, world / 1000)
+        self._tick_s = tick_of(world)
         self._is_small = world <= 64
         """Whether positions are published at every tick, not only at every fifth."""
 
