@@ -453,12 +453,18 @@ def test_a_model_can_be_mended_after_the_error(world: Callable[[int], World]) ->
         assert shape == [2, WIDTH]
 
 
+def unshard_and_step(net: Any) -> None:
+    net.layers[1].unshard()
+    net.layers[1].reshard()
+    step(net)
+
+
 def unsharded_before_the_first_forward() -> list[str | None]:
     odd = dist.get_rank() == 1
     same, other = shard(Net()), of_another_shape(odd, shard)
     alone = shard(Net())
     return [
-        error_of(lambda: (same.layers[1].unshard(), same.layers[1].reshard(), step(same))),
+        error_of(lambda: unshard_and_step(same)),
         error_of(lambda: other.layers[1].unshard()),
         error_of(lambda: alone.layers[1].unshard() if odd else step(alone)),
     ]

@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from fullshard.errors import DivergenceError
 from fullshard.names import ranks_text
 
 LOOKS_PER_S = 20_000
@@ -123,8 +124,10 @@ class StoreAgreement:
         except BaseException as error:
             # The others need not wait for this rank, and the next comparison gets another number.
             with contextlib.suppress(Exception):  # of a store that is gone, say
-                text = f"Rank {self._rank} has given up comparing: {type(error).__name__}: {error}"
-                self._publish(text)
+                given_up = (
+                    f"Rank {self._rank} has given up comparing: {type(error).__name__}: {error}"
+                )
+                self._publish(str(error) if isinstance(error, DivergenceError) else given_up)
             raise
 
     # --- the four steps -------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class ModelAgreement:
             guarded = any(journal_of(group).guard is not None for group in process_groups(states))
             if self._agreed or guarded:
                 self._meet(descriptions[changed[0]], changed[0], states)
-            _compare({ranks: descriptions[ranks] for ranks in changed}, states)
+            _compare({ranks: descriptions[ranks] for ranks in changed}, root, states)
         self._agreed = descriptions
         self._changes_seen = seen
 
@@ -90,13 +90,16 @@ class ModelAgreement:
             meet(group, tag(text), backend_of(group, device))
 
 
-def _compare(descriptions: dict[tuple[int, ...], str], states: Sequence[FSDPState]) -> None:
+def _compare(
+    descriptions: dict[tuple[int, ...], str], root: FSDPState, states: Sequence[FSDPState]
+) -> None:
     """Compare descriptions, each over the ranks that it is for, in this order."""
     timeouts = [torch_border.timeout_of(group) for group in process_groups(states)]
     timeout_s = min((each.total_seconds() for each in timeouts if each), default=_TIMEOUT_S)
     store = torch_border.own_store_client()
     fault: str | None = None
-    POSITION.waiting = Waiting(None, "agreement on the model", time.monotonic())
+    name = root.name or type(root.modules[0]).__name__
+    POSITION.waiting = Waiting(None, f"agreement on the model ({name})", time.monotonic())
     try:
         for ranks, own in descriptions.items():
             text = own if fault is None else json.dumps({_FAULT: fault})

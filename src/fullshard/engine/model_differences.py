@@ -111,12 +111,12 @@ def _line(item: str, texts: Sequence[tuple[list[int], str]]) -> str:
         sides = [f"{text} on {ranks_text(ranks)}" for text, ranks in rest[1:]]
         (text, ranks), others = rest[0], f"others {majority[0]}"
         return f"{ranks_text(ranks)}: {item} is {text}, {', '.join([*sides, others])}"
-    sides = sorted((min(ranks), ranks, text) for text, ranks in by_number)
-    (_, ranks, text), *more = sides
+    each_side = sorted(by_number, key=lambda each: min(each[1]))
+    (text, ranks), *more = each_side
     return ", ".join(
         [
             f"{ranks_text(ranks)}: {item} is {text}",
-            *(f"{ranks_text(theirs)}: {each}" for _, theirs, each in more),
+            *(f"{ranks_text(theirs)}: {each}" for each, theirs in more),
         ]
     )
 
