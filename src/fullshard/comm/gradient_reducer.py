@@ -143,7 +143,7 @@ class GradientReducer:
         """
         if active != self.settings.active:
             self.settings = replace(self.settings, active=active)
-            self.unreduced.set_active_fraction(self.settings.active_fraction)
+        self.unreduced.set_active_fraction(self.settings.active_fraction)
 
     # --- each backward ----------------------------------------------------------------------------
 

@@ -102,8 +102,8 @@ def meet(group: ProcessGroup, tag: Tag, backend: str, inputs: Sequence[Tensor] =
             channel = channel_of(group, journal, backend)
             if channel is not None:
                 _agree(channel, journal, tag, sum(tensor.nbytes for tensor in inputs))
-        except DivergenceError:
-            journal.withdraw(digest)
+        except FullshardError:
+            journal.withdraw(digest)  # on all ranks, so their journals stay equal
             raise
 
 
@@ -131,7 +131,7 @@ def exchange_texts(group: ProcessGroup, tag: Tag, backend: str, text: str) -> Se
     try:
         channel = channel_of(group, journal, backend)
         return None if channel is None else _agree(channel, journal, tag, 0, text)
-    except DivergenceError:
+    except FullshardError:
         journal.withdraw(digest)
         raise
 
