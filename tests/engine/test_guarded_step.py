@@ -21,9 +21,12 @@ from fullshard import (
     fully_shard,
     guarded_step,
 )
+from fullshard.comm.collectives import _JoinedGather
 from fullshard.comm.journal import POSITION, journal_of, tag
 from fullshard.comm.meetings import meet
+from fullshard.comm.reduce_scatter import ReduceScatterState
 from fullshard.comm.step_guard import StepFailure, StepGuard
+from fullshard.storage.buffers import Buffer
 from tests.helpers.models import ModelOptions, make_decoder, tokens_for
 from tests.helpers.training import FULLSHARD, Run, shard
 from tests.helpers.wrapping import library, wrap_blocks
@@ -37,7 +40,10 @@ PLACES = 20
 
 
 class Trap:
-    """Counts the places that a step passes: data, forwards and backwards of all modules, losses. Raises at one."""
+    """Counts the places that a step passes, and raises at one.
+
+    They are: data, forwards and backwards of all modules, losses, and wherever fullshard takes memory.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.passed = 0
@@ -56,6 +62,25 @@ class Trap:
             self.place = None
             kind = torch.OutOfMemoryError if self.passed % 2 else ValueError
             raise kind(f"rank {dist.get_rank()} at place {self.passed - 1}")
+
+    @contextlib.contextmanager
+    def in_allocations(self) -> Iterator[None]:
+        """Count what takes memory for gathers and reductions, too."""
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, name in (
+                (Buffer, "allocate"),
+                (_JoinedGather, "__init__"),
+                (ReduceScatterState, "_prepare"),
+            ):
+                patch.setattr(owner, name, self._counted(getattr(owner, name)))
+            yield
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self()
+            return function(*args, **kwargs)
+
+        return counted
 
     def _before(self, module: nn.Module, args: Any) -> None:
         self()
@@ -142,7 +167,7 @@ def train(
         if fails and skip:
             continue
         trap.set(failing[number].get(dist.get_rank()) if fails else None)
-        with guarded_step(model, on_error="skip") as step:
+        with trap.in_allocations(), guarded_step(model, on_error="skip") as step:
             loss = compute_gradients(model, api, number, trap)
         assert step.failed is fails
         if step.failed:
@@ -167,7 +192,8 @@ def local_shards(model: nn.Module) -> dict[str, Tensor]:
 def places_in_a_step(api: str, options: ModelOptions, replicas: int) -> int:
     model = sharded(api, options, replicas)
     trap = Trap(model)
-    compute_gradients(model, api, 0, trap)
+    with trap.in_allocations():
+        compute_gradients(model, api, 0, trap)
     return trap.passed
 
 

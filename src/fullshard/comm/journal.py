@@ -26,6 +26,8 @@ RING = 256
 MARKS = 64
 """How many of the last steps a journal remembers."""
 _MASK = (1 << 63) - 1
+_INVERSE = pow(31, -1, 1 << 63)
+"""Takes back what `Journal.note` multiplies by."""
 
 
 class Tag(NamedTuple):
@@ -92,6 +94,22 @@ class Journal:
         self.count -= 1
         self.digest = digest
 
+    def note_failed_meeting(self, tag: Tag, *, is_noted: bool) -> None:
+        """Note a meeting at which a rank said that it has failed; with ``is_noted``, a collective was noted for it.
+
+        All ranks of the meeting do so, and have equal journals afterwards, whether they had noted a collective or not.
+        Its number is not used again: a watchdog may have seen the collective there, and compare it with another rank's.
+        """
+        count, digest = self.count, self.digest
+        if is_noted:
+            noted = self.tags[count % RING]
+            assert noted is not None, "it is the last one"
+            count, digest = count - 1, ((digest - noted.number) * _INVERSE) & _MASK
+        self.tags[(count + 1) % RING] = None
+        self.tags[(count + 2) % RING] = tag
+        self.digest = (digest * 31 + tag.number) & _MASK
+        self.count = count + 2
+
     def end_step(self) -> None:
         """Note that a step has ended."""
         self.step += 1
@@ -138,9 +156,13 @@ class Position:
         self.raised: str | None = None
         """Type and message of an exception that has left a sharded forward or backward; None after a new forward."""
 
+        self.guarded = False
+        """Whether a guarded step is running. An exception is no reason not to wait for this rank then: it tells the others."""
+
     def note_exception(self, error: BaseException) -> None:
         """Note an exception that leaves a sharded forward or backward."""
-        self.raised = f"{type(error).__name__}: {error}"
+        if not self.guarded:
+            self.raised = f"{type(error).__name__}: {error}"
 
     def text(self) -> str:
         """Return the place in the step for a message: "backward of layers.3"."""

@@ -114,8 +114,14 @@ def meet_without_collective(channel: ControlChannel, journal: Journal, tag: Tag)
         StepFailedError: a rank has failed its guarded step.
         DivergenceError: ranks are in different places, or a rank has gone.
     """
+    digest = journal.digest
+    journal.note(tag)
     POSITION.moved = time.monotonic()
-    _agree(channel, journal, tag, 0)
+    try:
+        _agree(channel, journal, tag, 0)
+    except DivergenceError:
+        journal.withdraw(digest)
+        raise
 
 
 def exchange_texts(group: ProcessGroup, tag: Tag, backend: str, text: str) -> Sequence[str] | None:

@@ -144,11 +144,13 @@ class StepGuard:
         for link in self._links.values():
             link.failures = None
             link.journal.guard = self
+        POSITION.guarded = bool(self._links)
 
     def finish(self) -> None:
         """Guard the process groups no more."""
         for journal in self._links:
             journal.guard = None
+        POSITION.guarded = False
 
     @property
     def has_learned(self) -> bool:
@@ -172,6 +174,7 @@ class StepGuard:
         """
         failures = _failures(said)
         if failures is not None:
+            journal.note_failed_meeting(_FAILED, is_noted=True)
             self._links[journal].failures = failures
             self._has_learned = True
             raise self._error()
@@ -263,6 +266,7 @@ def _tell_one(link: _Link, text: str) -> None:
         return
     channel.agree(_FAILED.number)  # that others bring other numbers is known
     link.failures = _failures(channel.exchange(text)) or ()
+    link.journal.note_failed_meeting(_FAILED, is_noted=False)
 
 
 def _failures(said: Sequence[str]) -> tuple[StepFailure, ...] | None:

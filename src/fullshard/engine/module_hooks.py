@@ -155,7 +155,12 @@ def _post_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
 
 
 def _note_exception(state: FSDPState, runtime: Runtime, error: BaseException) -> None:
-    """Note an exception that leaves the outermost module; others may be caught by the modules around them."""
+    """Note an exception that leaves the outermost module; others may be caught by the modules around them.
+
+    What ends a recomputation within backward may be no error; `run_backward` notes those that leave backward.
+    """
+    if torch_border.backward_pass_id() != -1:
+        return
     if state is runtime.root or runtime.root.call is None:
         POSITION.note_exception(error)
 
