@@ -38,6 +38,7 @@ from fullshard.comm.unreduced_gradients import UnreducedGradients
 from fullshard.plan.mesh import DataParallelAxes
 from fullshard.storage.param import FSDPParam
 from fullshard.storage.sharded_params import (
+    DTensorShardedParam,
     ShardedParam,
     accumulate_gradients,
     reads_gradients,
@@ -84,22 +85,29 @@ class ReducedGroup:
     """For tags; no two groups of a model have the same."""
     by_segment: bool
     """Whether a segment gets one gradient. Then all parameters are always reduced."""
-    tags: dict[tuple[int, ...], ReduceTags] = field(default_factory=dict)
-    """By the parameters in a bucket."""
+    tags: dict[tuple[tuple[int, ...], bool], ReduceTags] = field(default_factory=dict)
+    """By the parameters in a bucket, and whether they have gradients already."""
 
     def tags_of(self, bucket: ReduceBucket) -> ReduceTags:
-        """Return the tags of a bucket's collectives, which say which parameters are in it if not all of the group are.
+        """Return the tags of a bucket's collectives.
 
-        Ranks that reduce different parameters of equal sizes would otherwise add up what does not belong together.
+        They say which parameters are in it, if not all of the group are: ranks that reduce different parameters of equal
+        sizes would otherwise add up what does not belong together. And they say whether the result is added to
+        gradients: a rank that has not called `zero_grad` would otherwise train its shards with other gradients.
         """
-        found = self.tags.get(bucket.params)
+        first = self.params[bucket.params[0]].sharded_param
+        # Pieces of a wrapper's parameters may be empty on some ranks, and never get gradients there.
+        added = isinstance(first, DTensorShardedParam) and first.param.grad is not None
+        found = self.tags.get((bucket.params, added))
         if found is None:
             name = self.name
             if not self.by_segment and len(bucket.params) < len(self.params):
                 names = ", ".join(self.params[index].name for index in bucket.params)
                 name = f"{name} (only {names})"
+            if added:
+                name += ", to be added to gradients"
             found = ReduceTags(tag(f"reduce-scatter of {name}"), tag(f"all-reduce of {name}"))
-            self.tags[bucket.params] = found
+            self.tags[bucket.params, added] = found
         return found
 
 

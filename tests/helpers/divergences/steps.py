@@ -194,7 +194,7 @@ def a_rank_updates_twice(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["layers", "grad"])
+@kind(names=["to be added to gradients"])
 def a_rank_does_not_drop_its_gradients(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
