@@ -90,8 +90,10 @@ class Rounds:
     def ask(self) -> None:
         """Begin a round, or join the one that another rank has begun."""
         if not self.is_running:
-            claimed = self._store.claim(f"round/{self._number}", str(self._member.rank))
-            self._enter(asks=claimed)
+            if self._store.claim(f"round/{self._number}", str(self._member.rank)):
+                self._enter(asks=True)
+            else:
+                self.poll()  # which asks in a round that a leaving rank has opened, if nobody else does
 
     def poll(self) -> Judgement | None:
         """Take the next step of the round; return the judgement at its end."""
