@@ -1,4 +1,4 @@
-"""The memory of shapes that `tests.helpers.torch_costs` adds to DTensor."""
+"""The memory of plans that `tests.helpers.torch_costs` adds to DTensor."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def kinds_of_results() -> list[tuple[tuple[int, ...], torch.dtype]]:
     count = DTensor.from_local(torch.ones(2, 3, dtype=torch.int64), mesh, [Shard(0)])
     weight = DTensor.from_local(torch.ones(2, 3, dtype=torch.float32), mesh, [Replicate()])
     results = [count * 1, count * 1.0, count * True, weight.sum(0), weight.sum(0, keepdim=True)]
-    results += [weight.sum(1), *weight.split(1), *weight.split(2)]
+    results += [weight.sum(1), *weight.split(1), *weight.split(2), count + weight]
     assert all(result.device_mesh is mesh for result in results)
     metas = [result._spec.tensor_meta for result in results]
     return [(tuple(meta.shape), meta.dtype) for meta in metas]
@@ -36,5 +36,6 @@ def test_operations_with_equal_arguments_of_other_kinds_are_not_mixed_up(
                 ((2,), torch.float32),
                 ((1, 3), torch.float32),
                 ((1, 3), torch.float32),
+                ((2, 3), torch.float32),
                 ((2, 3), torch.float32),
             ]

@@ -32,6 +32,7 @@ from fullshard import (
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.fake import fake_world
+from tests.helpers.training import all_whole
 
 
 class Net(nn.Module):
@@ -65,7 +66,7 @@ def gradients(reference: nn.Module, ranks: int) -> dict[str, Tensor]:
 
 
 def full_gradients(model: nn.Module) -> dict[str, Any]:
-    return {name: param.grad.full_tensor() for name, param in model.named_parameters()}  # type: ignore[union-attr]
+    return all_whole({name: param.grad for name, param in model.named_parameters()})
 
 
 def summoned_gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from fullshard import (
 )
 from fullshard.plan.mesh import FSDPMeshInfo, ShardPlacementResult
 from tests.helpers.fake import fake_world
+from tests.helpers.training import gradients as gradients_of
 
 ORDERS = [1, 2, 3, 0.5, math.inf, 0, -math.inf, -1]
 
@@ -62,10 +63,6 @@ def one_process(order: float) -> Any:
     norm = torch.nn.utils.clip_grad_norm_(net.parameters(), math.inf, order)
     torch.nn.utils.clip_grad_norm_(net.parameters(), norm.item() / 2, order)
     return norm, {name: param.grad for name, param in net.named_parameters()}
-
-
-def whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
 def on_cpu(net: nn.Module, **options: Any) -> Any:
@@ -114,11 +111,8 @@ def clipped(door: str) -> list[Any]:
         norm = clip_grad_norm_(given, math.inf, order)
         clip_grad_norm_(model, norm.item() / 2, order, foreach=bool(index % 2))
         after = clip_grad_norm_(model, math.inf, order)
-        gradients = {
-            name: whole(param.grad)
-            for name, param in model.named_parameters()
-            if not isinstance(model, FullyShardedDataParallel)
-        }
+        wrapped = isinstance(model, FullyShardedDataParallel)
+        gradients = {} if wrapped else gradients_of(model)
         found.append((norm, after, gradients))
     return found
 

@@ -33,6 +33,7 @@ from tests.helpers.training import (
     ONE_PROCESS,
     TORCH,
     Run,
+    ShardOptimizer,
     batch_of,
     gradients,
     mine,
@@ -250,7 +251,7 @@ def sharded_experts(api: str, kind: str) -> Any:
 
 def experts_step(api: str, kind: str) -> dict[str, Tensor]:
     model = sharded_experts(api, kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = ShardOptimizer("SGD", list(model.parameters()))
     for step in range(3):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(step)
@@ -261,7 +262,7 @@ def experts_step(api: str, kind: str) -> dict[str, Tensor]:
     assert model[0].experts.weight.device_mesh.size() == (4 if kind == "replicated pairs" else 2)
     return {
         **gradients(model),
-        **{f"{name} itself": whole(param) for name, param in model.named_parameters()},
+        **{f"{name} itself": param for name, param in weights(model).items()},
     }
 
 
@@ -415,7 +416,7 @@ def tensor_parallel(
     policy = library.MixedPrecisionPolicy(**options.pop("policy", {}))
     for module in (model[0], model[1], model):
         library.fully_shard(module, mesh=data, mp_policy=policy, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = ShardOptimizer("AdamW", list(model.parameters()))
     ranks, rank = data.size(), torch.tensor(data.get_coordinate()).tolist()
     position = rank[0] if len(rank) == 1 else rank[0] * data.size(1) + rank[1]
     for step in range(3):
@@ -426,9 +427,9 @@ def tensor_parallel(
             rows = rows.chunk(tensor.size(), dim=1)[tensor.get_local_rank()]
         model(rows).square().mean().backward()
         optimizer.step()
-    weights = {f"{name} itself": whole(param) for name, param in model.named_parameters()}
+    params = {f"{name} itself": param for name, param in weights(model).items()}
     placements = {n: str(p.placements) for n, p in model.named_parameters()}  # type: ignore[attr-defined]
-    return {**gradients(model), **weights, **{n: _text(p) for n, p in placements.items()}}
+    return {**gradients(model), **params, **{n: _text(p) for n, p in placements.items()}}
 
 
 def _text(text: str) -> Tensor:
@@ -443,7 +444,7 @@ def one_process(ranks: int) -> dict[str, Tensor]:
         x = torch.randn(2 * ranks, 4, 6, generator=torch.Generator().manual_seed(step))
         model(x).square().mean().backward()
         optimizer.step()
-    return {f"{name} itself": whole(param) for name, param in model.named_parameters()}
+    return {f"{name} itself": param for name, param in weights(model).items()}
 
 
 TENSOR_PARALLEL: dict[str, tuple[tuple[int, ...], tuple[str, ...], bool, dict[str, Any]]] = {
@@ -538,7 +539,7 @@ def on_one_mesh(
     named = library.DataParallelMeshDims(**dims)
     for module in (model[0], model):
         getattr(doors, door)(module, mesh=axes, dp_mesh_dims=named)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    optimizer = ShardOptimizer("SGD", list(model.parameters()))
     for step in range(2):
         optimizer.zero_grad()
         x = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(step))
@@ -547,9 +548,9 @@ def on_one_mesh(
         )
         model(rows).to_local().square().mean().backward()
         optimizer.step()
-    weights = {f"{name} itself": whole(param) for name, param in model.named_parameters()}
+    params = {f"{name} itself": param for name, param in weights(model).items()}
     texts = {n: _text(str(p.placements)) for n, p in model.named_parameters()}  # type: ignore[attr-defined]
-    return {**{f"{n}.grad": g for n, g in gradients(model).items()}, **weights, **texts}
+    return {**{f"{n}.grad": g for n, g in gradients(model).items()}, **params, **texts}
 
 
 ONE_MESH: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any], str]] = {

@@ -24,6 +24,7 @@ from fullshard import (
 from fullshard.checkpoint import load, save
 from fullshard.tracing.group_facts import group_facts
 from tests.helpers.compare import assert_close, assert_equal
+from tests.helpers.training import all_whole
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -477,7 +478,7 @@ def by_local_tensors(model: Any) -> None:
 
 
 def wholes_of(model: Any) -> dict[str, Tensor]:
-    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+    return all_whole(model.state_dict())
 
 
 def with_dtensors(folder: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.tensor import DTensor
 
 from fullshard import (
     FullyShardedDataParallel,
@@ -27,7 +26,7 @@ from fullshard import (
 from fullshard.engine import optimizer_checks
 from fullshard.engine.optimizer_checks import RULES
 from fullshard.optim import ShardedOptimizer
-from tests.helpers.training import needs_torch_2_13
+from tests.helpers.training import all_whole, needs_torch_2_13
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 
@@ -132,7 +131,7 @@ def trained(model: Any, column: str, call: str, start: dict[str, Tensor]) -> dic
 def whole(params: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     """The same, gathered, under the names of the unwrapped model."""
     if not isinstance(model, FullyShardedDataParallel):
-        return {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in params.items()}
+        return all_whole(params)
     for name, param in model.named_parameters():
         param.data.copy_(params[name])
     with FullyShardedDataParallel.summon_full_params(model):

@@ -24,7 +24,7 @@ from fullshard import (
 from fullshard.optim import ShardedOptimizer
 from fullshard.sharded_grad_scaler import ShardedGradScaler
 from tests.helpers.compare import assert_close
-from tests.helpers.training import FULLSHARD, TORCH, whole
+from tests.helpers.training import FULLSHARD, TORCH, gradients
 from tests.helpers.wrapping import CPU, library
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
@@ -235,7 +235,7 @@ def without_all_reduce(model: Any, step: int) -> None:
 
 
 def gradients_of(model: Any) -> list[Tensor]:
-    return [whole(p.grad).clone() for p in model.parameters() if p.grad is not None]
+    return list(gradients(model).values())
 
 
 def expected_gradients(make: Callable[[], Any]) -> list[Tensor]:

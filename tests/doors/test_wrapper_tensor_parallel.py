@@ -32,7 +32,7 @@ from fullshard import (
 )
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.compare import assert_close, assert_equal
-from tests.helpers.training import FULLSHARD, TORCH
+from tests.helpers.training import FULLSHARD, TORCH, all_whole
 from tests.helpers.wrapped_nets import library
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def whole(value: Any) -> Any:
 
 
 def wholes(values: Any) -> dict[str, Any]:
-    return {name: whole(value).detach().clone() for name, value in values.items()}
+    return all_whole(dict(values.items()))
 
 
 def alone(steps: int, *, clips: bool) -> tuple[nn.Module, torch.optim.Optimizer, list[Tensor]]:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 def compare_tiny(folder: Path) -> dict[str, dict[str, list[float]]]:
     from benchmarks.checkpoint import NAMES, Place, build, compare, save
 
-    model, optimizer = build(1)
+    model, optimizer = build(1, layers=2)
     for name in NAMES:
         save(name, folder / f"written-{name}", model, optimizer)
     place = Place(

@@ -35,10 +35,12 @@ def environment() -> dict[str, str]:
     return known | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+def python(
+    *arguments: str, executable: str = sys.executable, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments],
-        env=environment(),
+        [executable, *arguments],
+        env=environment() | variables,
         capture_output=True,
         text=True,
         timeout=55,
@@ -198,7 +200,10 @@ def test_the_documentation_has_all_fields_as_the_command_lists_them() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_stops_when_told_to_and_goes_on_when_started_again(tmp_path: Path) -> None:
+@pytest.mark.timeout(180)
+def test_a_run_stops_when_told_to_and_goes_on_when_started_again(
+    tmp_path: Path, preloaded_python: str
+) -> None:
     file = tmp_path / "run.toml"
     file.write_text(to_toml(tiny(tmp_path, "train.steps=100000")))
     config = read_config(file)
@@ -221,7 +226,10 @@ def test_a_run_stops_when_told_to_and_goes_on_when_started_again(tmp_path: Path)
     [stopped] = records(config, "stopped")
     steps = stopped["step"] + 2
     wanted = settings(f"train.steps={steps}", "run.ranks=1")
-    again = python("-m", "fullshard", "train", str(file), *wanted)
+    # As the only rank of a launcher, so that no other interpreter is started.
+    launcher = LAUNCHER | {"WORLD_SIZE": "1", "MASTER_PORT": "0"}
+    arguments = ("-m", "fullshard", "train", str(file), *wanted)
+    again = python(*arguments, executable=preloaded_python, **launcher)
     assert again.returncode == 0, again.stderr
     assert sorted(last_losses(config)) == list(range(1, steps + 1))
     assert read_config(config.run.folder / "config.toml").train.steps == steps

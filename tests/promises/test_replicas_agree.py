@@ -17,7 +17,7 @@ from fullshard import MixedPrecisionPolicy, fully_shard, replicate
 from fullshard.comm import collectives
 from fullshard.engine.state import state_of
 from tests.helpers.compare import assert_close
-from tests.helpers.training import FULLSHARD, whole
+from tests.helpers.training import FULLSHARD, gradients
 from tests.helpers.wrapping import CPU, library
 
 SCALARS, STEPS = 6, 4
@@ -117,7 +117,7 @@ def copies_are_equal(name: str) -> None:
         total = torch.zeros(15 + SCALARS + 7, dtype=torch.float64)
         for number in (2 * step, 2 * step + 1):
             total += sum(gradient(number, each, limit).double() for each in range(ranks)) / ranks
-        found = torch.cat([whole(p.grad).flatten().double() for p in model.parameters()])
+        found = torch.cat([each.flatten().double() for each in gradients(model).values()])
         precision = {"bf16": 2e-2, "fp32 sums of bf16": 2e-2, "fp16": 2e-3}.get(name, 1e-6)
         assert_close(found, torch.cat([total]), rtol=precision, atol=limit * precision)
         optimizer.step()

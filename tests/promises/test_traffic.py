@@ -22,7 +22,7 @@ from fullshard import (
 from fullshard.comm import collectives
 from tests.helpers.models import ModelOptions, make_decoder, tokens_for
 from tests.helpers.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER, Traffic
-from tests.helpers.training import FULLSHARD, TORCH, Run, forward_and_backward, shard, whole
+from tests.helpers.training import FULLSHARD, TORCH, Run, forward_and_backward, gradients, shard
 from tests.helpers.wrapping import library, wrap_blocks
 
 Sizes = dict[str, Counter[int]]
@@ -198,9 +198,7 @@ def nothing_is_sent_on_an_axis_of_one_rank() -> None:
             kinds = {each for each in traffic.names if not each.startswith(ALL_REDUCE)}
             assert not kinds, (name, low, kinds)
             assert len(traffic.names) == 3 * all_reduces, (name, low, traffic.names)
-            norm = torch.stack(
-                [whole(p.grad).norm() for p in model.parameters() if p.grad is not None]
-            ).norm()
+            norm = torch.stack([each.norm() for each in gradients(model).values()]).norm()
             reference = torch.stack([p.grad.norm() for p in expected.parameters()]).norm()
             assert torch.isclose(norm, reference, rtol=0.05 if low else 1e-5), (name, low)
 
