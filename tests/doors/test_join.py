@@ -380,6 +380,40 @@ def test_clipping_divide_factors_and_reduce_hooks_do_as_documented(world: Any) -
     world(3).run(clipped_and_hooked)
 
 
+def joined_and_guarded() -> None:
+    """Steps of two batches, drawn within the guarded step. In the second one, rank 0 fails when it has drawn one."""
+    model, counts = sharded(), (6, 3)
+    optimizer = optimizer_of(model, "SGD")
+    with fullshard.join(model, own_batches(counts)) as batches:
+        source = iter(batches)
+        for number in range(3):
+            with fullshard.guarded_step(model, on_error="skip") as step:
+                for last in (False, True):
+                    batch = next(source)
+                    with accumulating(model, last, False):
+                        loss_of(model, batch).backward()
+                    if number == 1 and dist.get_rank() == 0:
+                        raise MemoryError
+            assert step.failed == (number == 1)
+            if not step.failed:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(list(source)) == 1
+    alone = Net()
+    optimizer = optimizer_of(alone, "SGD")
+    for step_ in [[(0, 1), (1, 1)], [(0, 2), (1, 2)]], [[(0, 4)], [(0, 5)]]:
+        for microbatch in step_:
+            for rank, number in microbatch:
+                (loss_of(alone, batch_of(rank, number)) / len(microbatch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check([whole_weights(model)], [weights(alone)], 1e-6)
+
+
+def test_guarded_steps_that_fail_are_left_out(world: Any) -> None:
+    world(2).run(joined_and_guarded)
+
+
 # --- the block --------------------------------------------------------------------------------------
 
 

@@ -65,6 +65,7 @@ def join(model: nn.Module, batches: Iterable[T]) -> JoinedBatches[T]:
     - Call backward for a batch before the next one is drawn. With accumulation (`no_sync`,
       `set_requires_gradient_sync`), the gradients of each batch are divided by the number of ranks that had one then.
     - A rank that never had a batch gets one from the lowest rank that has, which must be picklable.
+    - Batches may be drawn within `guarded_step`, too: after a step that failed, the next ones follow.
     - If a rank's data raises an exception, that rank raises it and all others raise `DivergenceError`.
     - With a factor of your own (`set_gradient_divide_factor`), sums over the active ranks are divided by that factor,
       whatever their number is. Communication and reduce hooks see zeros from ranks that have run out. What they
@@ -133,40 +134,22 @@ class JoinedBatches(Generic[T]):
             UsageError: a rank that never had a batch cannot get one.
             DivergenceError: the data of another rank raised an exception.
         """
-        source = _each(self._batches)
-        kept: Any = _END
-        active, begins = True, True
-        while True:
-            ranks = self._ranks
-            if ranks is None or self._before is None:
-                raise LifecycleError(
-                    "Batches of fullshard.join can be drawn in its block only: with fullshard.join(...) as batches."
-                )
-            batch, failure = _next_of(source) if active else (_END, None)
-            said = ranks.ask(_text_of(failure) if failure else _NONE if batch is _END else _HAS)
-            if failure is not None:
-                raise failure
-            _check_data(said)
-            having = frozenset(rank for rank, each in said.items() if each == _HAS)
-            if not having:
-                break
-            self._set_active(having)
-            active = self.active
-            if active:
-                kept = _copy_of(batch)
-            if begins and having < ranks.everyone:
-                kept = ranks.lend(kept)
-            begins = False
-            yield batch if active else _copy_of(kept)
-        self._restore()
-        self.active, self.active_ranks = False, 0
+        return _Draws(self, self._batches)
+
+    @property
+    def _entered(self) -> _ModelRanks:
+        """The model's ranks; only within the block."""
+        if self._ranks is None or self._before is None:
+            raise LifecycleError(
+                "Batches of fullshard.join can be drawn in its block only: with fullshard.join(...) as batches."
+            )
+        return self._ranks
 
     def _set_active(self, having: frozenset[int]) -> None:
         """Let the gradients of these ranks count from now on."""
-        assert self._ranks is not None, "found when the block was entered"
         self.active, self.active_ranks = global_rank() in having, len(having)
         by_axes: dict[Hashable, ActiveRanks | None] = {}
-        for axes, members in self._ranks.members.items():
+        for axes, members in self._entered.members.items():
             number = len(members & having)
             # Where none of them has data, all gradients are zeros, and any divisor will do.
             by_axes[axes] = ActiveRanks(self.active, max(number, 1), len(members))
@@ -176,8 +159,52 @@ class JoinedBatches(Generic[T]):
             group.reducer.set_active_ranks(by_axes[group.mesh_info.communicates_over])
 
     def _restore(self) -> None:
+        """Let those gradients count that did before the block."""
+        self.active, self.active_ranks = False, 0
         for reducer, active in (self._before or {}).items():
             reducer.set_active_ranks(active)
+
+
+class _Draws(Iterator[T]):
+    """One pass over the batches.
+
+    Not a generator, which would end with the first exception: ranks may draw in a guarded step, and go on after it.
+    """
+
+    def __init__(self, joined: JoinedBatches[T], batches: Iterable[T]) -> None:
+        self._joined = joined
+        self._source = _each(batches)
+        self._drawn: tuple[Any, Exception | None] | None = None
+        """What was drawn, until the other ranks have been asked."""
+        self._kept: Any = _END
+        """The last batch, to be repeated."""
+        self._active = self._begins = True
+        self._ended = False
+
+    def __next__(self) -> T:
+        joined, ranks = self._joined, self._joined._entered
+        if self._ended:
+            raise StopIteration
+        if self._drawn is None:
+            self._drawn = _next_of(self._source) if self._active else (_END, None)
+        batch, failure = self._drawn
+        said = ranks.ask(_text_of(failure) if failure else _NONE if batch is _END else _HAS)
+        if failure is not None:
+            raise failure
+        _check_data(said)
+        having = frozenset(rank for rank, each in said.items() if each == _HAS)
+        if not having:
+            self._ended = True
+            joined._restore()
+            raise StopIteration
+        if batch is not _END:
+            self._kept = _copy_of(batch)
+        if self._begins and having < ranks.everyone:
+            self._kept = ranks.lend(self._kept)
+        self._drawn, self._begins, self._active = None, False, batch is not _END
+        joined._set_active(having)
+        result: T = batch if self._active else _copy_of(self._kept)
+        return result
 
 
 # --- between ranks ----------------------------------------------------------------------------------
