@@ -118,6 +118,27 @@ class Irregular(Tower):
         return x * self.norm.weight
 
 
+class Grouped(Tower):
+    """The first two layers share a group."""
+
+
+class Twice(Tower):
+    """Everything within it runs twice."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.patch(x)
+        for layer in (*self.layers, *self.layers):
+            x = layer(x)
+        return x
+
+
+class Unused(Tower):
+    """What is registered after the layers is not used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().features(x)
+
+
 class Deep(nn.Module):
     """A tower in a tower."""
 
@@ -133,8 +154,23 @@ class Deep(nn.Module):
 
 TOWERS: dict[str, type[nn.Module]] = {
     tower.__name__: tower
-    for tower in (Tower, ReturnsLayer, Bare, Whole, Checkpointed, Irregular, Deep)
+    for tower in (
+        Tower,
+        ReturnsLayer,
+        Bare,
+        Whole,
+        Checkpointed,
+        Irregular,
+        Deep,
+        Grouped,
+        Twice,
+        Unused,
+    )
 }
+
+
+UNKNOWN = ("Irregular", "Twice", "Unused")
+"""Towers that a rank must have computed before it skips them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +265,7 @@ def shard(net: Net, case: Case) -> Any:
         sharded.append(net.vision.inner)  # type: ignore[arg-type]
     sharded += [net.embed, *([net.adapter] if case.adapter else []), net.vision]
     if case.api == "fully_shard":
-        for module in (*sharded, net):
+        for module in (*_grouped(sharded, case), net):
             fully_shard(module, mesh=mesh, **case.options)
         return net
     names = {module: name for name, module in net.named_modules()}
@@ -239,6 +275,13 @@ def shard(net: Net, case: Case) -> Any:
         parent = net.get_submodule(path)
         setattr(parent, name, FullyShardedDataParallel(module, **options))
     return FullyShardedDataParallel(net, **options)
+
+
+def _grouped(sharded: list[nn.Module], case: Case) -> list[Any]:
+    if case.tower == "Grouped":
+        first, second, *rest = sharded  # the tower's layers come first
+        return [[first, second], *rest]
+    return sharded
 
 
 def data(step: int, microbatch: int, rank: int, world: int, case: Case) -> list[Tensor | None]:
@@ -353,9 +396,16 @@ def wrapped(**options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_towers_of_all_shapes_train_as_in_one_process(world: Any, ranks: int) -> None:
-    cases = [Case(tower=tower) for tower in TOWERS if tower != "Irregular"]
-    cases += [Case(tower=tower, tower_first=True) for tower in ("Tower", "ReturnsLayer")]
-    check(world, ranks, [*cases, Case(tower="Irregular", learns=True)])
+    cases = [Case(tower=tower) for tower in TOWERS if tower not in UNKNOWN]
+    check(world, ranks, [*cases, Case(tower_first=True)])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_cannot_be_seen_from_outside_is_learned_from_one_forward_and_backward(
+    world: Any, ranks: int
+) -> None:
+    cases = [Case(tower=tower, learns=True) for tower in UNKNOWN]
+    check(world, ranks, [*cases, Case(tower="Twice", learns=True, calls=2, tower_first=True)])
 
 
 def test_skipping_goes_with_every_option(world: Any) -> None:
@@ -423,6 +473,8 @@ def test_wrappers_skip_with_every_way_to_prefetch(world: Any) -> None:
             Case(**wrapped(backward_prefetch=BackwardPrefetch.BACKWARD_POST)),
             Case(**wrapped(backward_prefetch=BackwardPrefetch.BACKWARD_POST), tower="ReturnsLayer"),
             Case(**wrapped(backward_prefetch=None), calls=2),
+            Case(**wrapped(backward_prefetch=None), tower="ReturnsLayer"),
+            Case(**wrapped(backward_prefetch=None), tower="Unused", learns=True),
             Case(**wrapped(mixed_precision=precision), tolerance=5e-2),
         ],
     )
