@@ -24,7 +24,11 @@ _FULLSHARD = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.se
 _C10D = dist.distributed_c10d.__file__
 _COMMUNICATING = (_C10D, _TORCH + os.path.join("distributed", "_functional_collectives.py"))
 """Files of torch whose functions wait for other ranks."""
-_DISPATCH = (_TORCH + "_ops.py", _TORCH + os.path.join("distributed", "c10d_logger.py"))
+_DISPATCH = (
+    _TORCH + "_ops.py",
+    _TORCH + os.path.join("_library", "autograd.py"),
+    _TORCH + os.path.join("distributed", "c10d_logger.py"),
+)
 """Files of torch that may stand between such a function and its caller, or below it."""
 _LOCAL = frozenset({"_object_to_tensor", "_tensor_to_object"})
 """Functions there that compute: pickling may take long."""

@@ -1,6 +1,7 @@
 """What a process says before it ends: that its program is done, or which exception has ended it.
 
     an exception reaches the top     `sys.excepthook`, and the end of a process of `multiprocessing`
+    ... of a lost connection         the verdict is added to it as a note, since the backend does not know why
     the interpreter ends             `atexit`, which runs before torch tears anything down
     fork                             the child has no watchdog: threads do not survive a fork
 
@@ -12,9 +13,14 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from types import TracebackType
+
+from fullshard.comm.journal import POSITION, Waiting
+from fullshard.comm.verdict import VERDICT
+from fullshard.errors import FullshardError
 
 Ending = Callable[[BaseException | None], None]
 
@@ -61,6 +67,27 @@ def _end_child() -> None:
     _end(None if is_well else error)
 
 
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+"""What gloo says in a collective, not of ours, whose other rank has gone."""
+
+
+def _explain(error: BaseException) -> None:
+    """Add the watchdog's verdict to an error about a lost connection."""
+    is_ours = isinstance(error, FullshardError)
+    if (
+        is_ours
+        or not isinstance(error, RuntimeError)
+        or not any(each in str(error) for each in _LOST)
+    ):
+        return
+    # So that the watchdogs see somebody who waits for the rank that has gone.
+    POSITION.waiting = Waiting(None, "a collective of torch.distributed", time.monotonic())
+    verdict = str(VERDICT.explain(""))
+    POSITION.waiting = None
+    if verdict:
+        error.add_note(verdict)
+
+
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -68,6 +95,7 @@ def _chained(hook: _Hook) -> _Hook:
     def chained(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> object:
+        _explain(error)
         try:
             return hook(kind, error, traceback)
         finally:
