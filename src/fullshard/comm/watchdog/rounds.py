@@ -98,14 +98,16 @@ class Rounds:
     def poll(self) -> Judgement | None:
         """Take the next step of the round; return the judgement at its end."""
         if not self.is_running:
-            asker = self._store.find(f"round/{self._number}")
-            if asker is None:
-                return None
-            is_open = asker == OPEN.encode()
-            asks = is_open and self._store.claim(f"asker/{self._number}", str(self._member.rank))
-            self._enter(asks=asks)
+            if self._store.has([f"round/{self._number}"]):
+                self._enter(asks=self._asks_in_open_round())
             return None
         return self._hear() if self._asking is None else self._poll_asking(self._asking)
+
+    def _asks_in_open_round(self) -> bool:
+        """Return whether the round, which another rank has begun, is left to others, and this rank is the first of them."""
+        if self._store.find(f"round/{self._number}") != OPEN.encode():
+            return False
+        return self._store.claim(f"asker/{self._number}", str(self._member.rank))
 
     def _enter(self, *, asks: bool) -> None:
         answer = self._member.answer()

@@ -337,6 +337,9 @@ class Watchdog:
 
     def _follow(self, judgement: Judgement, now: float) -> None:
         self._next_ask = now + REPEAT_S * self._tick_s
+        wait, limit_s = self._observer.wait(), self._observer.limit_s
+        if wait is not None and limit_s is not None and wait.seconds < limit_s:
+            self._next_ask = min(self._next_ask, now + limit_s - wait.seconds)
         if judgement.kind == AGAIN:
             self._next_ask = now + (AGAIN_S if self._rounds.must_ask_again else 3 * AGAIN_S)
         elif judgement.kind == DIVERGED:
