@@ -102,8 +102,9 @@ def meet(group: ProcessGroup, tag: Tag, backend: str, inputs: Sequence[Tensor] =
             channel = channel_of(group, journal, backend)
             if channel is not None:
                 _agree(channel, journal, tag, sum(tensor.nbytes for tensor in inputs))
-        except FullshardError:
-            journal.withdraw(digest)  # on all ranks, so their journals stay equal
+        except DivergenceError:
+            # On all ranks, so their journals stay equal. After a failed step, `Guard.learn` has seen to that.
+            journal.withdraw(digest)
             raise
 
 
@@ -137,7 +138,7 @@ def exchange_texts(group: ProcessGroup, tag: Tag, backend: str, text: str) -> Se
     try:
         channel = channel_of(group, journal, backend)
         return None if channel is None else _agree(channel, journal, tag, 0, text)
-    except FullshardError:
+    except DivergenceError:
         journal.withdraw(digest)
         raise
 
