@@ -1,29 +1,33 @@
 """Fixtures for all tests: a fixed seed, no ignored signals, `world(n)`, a bench of n real ranks, and a Python that
-has imported torch already."""
+has imported torch already.
+
+torch is imported where it is used: with several workers, the process that only distributes the tests does without it.
+"""
+
+from __future__ import annotations
 
 import gc
 import os
 import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.helpers.ranks import World
 
 # Before torch is imported, here and by inheritance in the ranks. Some machines advertise AMX and do
 # not allow it, and oneDNN would die of an illegal instruction in its first bf16 matmul.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Callable, Iterator
-from functools import partial
-
-import pytest
-import torch
-
-from tests.helpers import preloaded
-from tests.helpers.life_cycle import check_every_change_of_state
-from tests.helpers.ranks import RankPool, World
-from tests.helpers.torch_costs import spare_torch_costs
-
 
 @pytest.fixture(scope="session")
 def world() -> Iterator[Callable[[int], World]]:
+    from tests.helpers.ranks import RankPool, World
+
     pool = RankPool()
     yield partial(World, pool)
     pool.close()
@@ -31,6 +35,8 @@ def world() -> Iterator[Callable[[int], World]]:
 
 @pytest.fixture(scope="session")
 def preloaded_python() -> Iterator[str]:
+    from tests.helpers import preloaded
+
     with preloaded.preloaded_python() as executable:
         yield executable
 
@@ -50,20 +56,28 @@ def no_ignored_signals() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def life_cycle() -> None:
+    from tests.helpers.life_cycle import check_every_change_of_state
+
     check_every_change_of_state()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def torch_costs() -> None:
+    from tests.helpers.torch_costs import spare_torch_costs
+
     spare_torch_costs()
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
+    import torch
+
     torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     # The slow ones first: the last of them would otherwise run alone at the end.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not torch.cuda.is_available():
