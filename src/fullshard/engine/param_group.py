@@ -296,8 +296,8 @@ class FSDPParamGroup:
         """
         self.drop_post_forward_shard()
         self.notice_replacements()
-        if self.shards.frozen_or_unfrozen():
-            CHANGES.note()
+        if self.shards.trainable_changed:
+            self._follow_requires_grad()
         if left_unsharded or self.outdated:
             self.reshard()
 
@@ -415,10 +415,8 @@ class FSDPParamGroup:
         assert self.gathered, "unshard comes before wait"
         self._wait_for_gather()
         swap = self._param_swap or self._make_unsharded_params()
-        for sharded_param in self.sharded_params:
-            trainable = sharded_param.param.requires_grad
-            if trainable is not sharded_param.trainable:
-                self._set_trainable(sharded_param, trainable)
+        if self.shards.trainable_changed:
+            self._follow_requires_grad()
         if self.sharded_state is _GATHERED:
             swap.to_unsharded()
             self.sharded_state = _UNSHARDED
@@ -439,6 +437,15 @@ class FSDPParamGroup:
             _GUARDED[self._guard.absent_version] = self
         return self._param_swap
 
+    def _follow_requires_grad(self) -> None:
+        """Let the unsharded parameters be trainable where the sharded ones are; other ranks must have changed, too."""
+        for sharded_param in self.sharded_params:
+            trainable = sharded_param.param.requires_grad
+            if trainable is not sharded_param.trainable:
+                self._set_trainable(sharded_param, trainable)
+        self.shards.remember_trainable()
+        CHANGES.note()
+
     def _set_trainable(self, sharded_param: ShardedParam, trainable: bool) -> None:
         sharded_param.trainable = trainable
         for param in self.params:
@@ -448,8 +455,11 @@ class FSDPParamGroup:
         self._watch_gradients()
 
     def _watch_gradients(self) -> None:
+        if self.watch_gradient is None:
+            return
         for param in self.params:
-            if param.trainable and not param.watched and self.watch_gradient is not None:
+            # Those that have not been gathered yet are watched when they are.
+            if param.trainable and not param.watched and param.unsharded_param is not None:
                 self.watch_gradient(param)
 
     # --- reshard ----------------------------------------------------------------------------------

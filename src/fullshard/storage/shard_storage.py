@@ -129,7 +129,7 @@ class ShardStorage:
         self._memory = [*map(self._identity.of, self._in_buffer)]
         self._dtypes = [*map(_dtype_of, self._in_buffer)]
         self._all = [sharded_param.param for sharded_param in self.sharded_params]
-        self._trainable = [*map(_requires_grad_of, self._all)]
+        self.remember_trainable()
 
     @property
     def format_name(self) -> str:
@@ -158,15 +158,18 @@ class ShardStorage:
             and all(map(operator.is_, map(_dtype_of, self._in_buffer), self._dtypes))
         )
 
-    def frozen_or_unfrozen(self) -> bool:
-        """Return whether `requires_grad` of a sharded parameter is another than when this was last asked.
+    @property
+    def trainable_changed(self) -> bool:
+        """Whether a user has frozen or unfrozen a sharded parameter.
 
-        Asked in every forward, so no loop in Python.
+        Asked in every forward and backward, so no loop in Python.
         """
-        if all(map(operator.is_, map(_requires_grad_of, self._all), self._trainable)):
-            return False
-        self._trainable = [*map(_requires_grad_of, self._all)]
-        return True
+        found = map(_requires_grad_of, self._all)
+        return not all(map(operator.is_, found, self._trainable))
+
+    def remember_trainable(self) -> None:
+        """Let `trainable_changed` compare with what the sharded parameters remember now."""
+        self._trainable = [sharded_param.trainable for sharded_param in self.sharded_params]
 
     def replacements(self, group: str) -> dict[ShardedParam, Tensor]:
         """Return what is on the modules where sharded parameters should be; empty if all is as it was.
