@@ -18,6 +18,7 @@ RUNS = {
     "store's host stopped": Run(does="stop", bad=0, hosted=True),
     "left": Run(does="leave"),
     "failed": Run(does="fail", hosted=True),
+    "failed at once": Run(does="fail", at=1),
     "slow": Run(does="sleep"),
     "elsewhere": Run(does="barrier"),
 }
@@ -28,6 +29,7 @@ SAID = {
     "store's host stopped": r"rank 0 was stopped, while others wait\.\n  rank 0 \(host .*\): stopped",
     "left": r"rank 1 left, while others wait\.\n  rank 1 \(host .*\): left",
     "failed": r"rank 1 raised ValueError: bad sample 7, while others wait",
+    "failed at once": r"rank 1 raised ValueError: bad sample 7, while others wait",
     "elsewhere": r"ranks 0, 1 wait for each other.*\n(.*\n)*  rank 1 .*: waiting for torch.distributed.barrier: .* "
     r"at .*watched_ranks.py:\d+ in barrier",
 }

@@ -36,7 +36,7 @@ from fullshard.comm.watchdog.store_client import StoreOperations
 
 LOST_S = 7.0
 """How long the asker waits for a rank that nobody can see."""
-GIVEN_UP_S = 15.0
+GIVEN_UP_S = 11.0
 """How long others wait for a judgement; the asker may have died."""
 HISTORY_S = 3.0
 OPEN = "open"

@@ -217,6 +217,7 @@ class Watchdog:
             return  # all ranks know
         state, text = self._final or ("left", "")
         try:
+            self._register()
             self._store.set(f"final/{self._own.rank}", json.dumps([state, text]), FAREWELL_S)
             self._store.add("finals", 1)
             if state == "raised":
@@ -258,10 +259,7 @@ class Watchdog:
         return max(self._least_patience, grown)
 
     def _use_store(self, now: float, wait: Wait | None) -> None:
-        if not self._is_registered:
-            self._peers.register()
-            self._rounds.join()
-            self._is_registered = True
+        self._register()
         if self._rounds.is_running:
             if now >= self._next_poll:
                 self._next_poll = now + LOOK_S * self._tick_s
@@ -285,6 +283,12 @@ class Watchdog:
             if now >= self._next_beat or POSITION.step <= 2:
                 self._next_beat = now + 5 * self._tick_s
                 self._compare_journals()
+
+    def _register(self) -> None:
+        if not self._is_registered:
+            self._peers.register()
+            self._rounds.join()
+            self._is_registered = True
 
     def _should_ask(self, now: float, wait: Wait | None) -> bool:
         if VERDICT.wanted.is_set():
