@@ -423,7 +423,7 @@ def test_crafted_files_are_refused(path: Path, name: str) -> None:
     assert len(str(caught.value)) < 500 + len(str(path))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(st.randoms(use_true_random=False))
 def test_what_the_library_refuses_is_refused_and_the_rest_read_as_by_the_library(
     tmp_path_factory: pytest.TempPathFactory, chance: random.Random

@@ -12,7 +12,7 @@ from tests.helpers.training import FULLSHARD, TORCH
 
 
 def int8_and_plain() -> tuple[Outcome, Outcome]:
-    return train(int8=True, steps=6), train(int8=False, steps=6)
+    return train(int8=True, steps=3), train(int8=False, steps=3)
 
 
 def test_int8_gathers_send_less_and_learn_as_much(world) -> None:
