@@ -61,11 +61,11 @@ def run_all(runs: Mapping[str, Run], folder: Path) -> dict[str, dict[int, End]]:
     for name, run in runs.items():
         stores[name] = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         for rank in range(run.world):
-            process = FORK_SERVER.Process(
+            started = FORK_SERVER.Process(
                 target=be_rank, args=(run, rank, folder / f"{name}-{rank}", stores[name].port)
             )
-            process.start()
-            processes[name, rank] = process
+            started.start()
+            processes[name, rank] = started
     expected = {
         key: folder / "-".join(map(str, key))
         for key in processes

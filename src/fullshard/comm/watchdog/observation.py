@@ -30,8 +30,8 @@ _DISPATCH = (
     _TORCH + os.path.join("distributed", "c10d_logger.py"),
 )
 """Files of torch that may stand between such a function and its caller, or below it."""
-_LOCAL = frozenset({"_object_to_tensor", "_tensor_to_object"})
-"""Functions there that compute: pickling may take long."""
+_LOCAL = frozenset({"_object_to_tensor", "_tensor_to_object", "destroy_process_group"})
+"""Functions there that wait for nobody: pickling may take long, and so may the end of a backend."""
 SETTLED_S = 2.0
 """How long nothing must have moved before a device is asked."""
 
@@ -165,13 +165,13 @@ def _collective_of_torch(frame: FrameType | None) -> tuple[str, str | None] | No
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename not in _COMMUNICATING:
         return None
-    if frame.f_code.co_name in _LOCAL:
-        return None
-    outermost = frame
+    outermost = innermost = frame
     while frame is not None and frame.f_code.co_filename in (*_COMMUNICATING, *_DISPATCH):
         if frame.f_code.co_filename in _COMMUNICATING:
             outermost = frame
         frame = frame.f_back
+    if {innermost.f_code.co_name, outermost.f_code.co_name} & _LOCAL:
+        return None
     found = outermost.f_locals.get("group")
     group = found if isinstance(found, dist.ProcessGroup) else dist.group.WORLD
     return outermost.f_code.co_name, group_name(group)

@@ -101,6 +101,7 @@ def _process_ends(error: BaseException | None) -> None:
 def _forget() -> None:
     """Let a forked process begin without a watchdog."""
     if _Process.watchdog is not None:
+        _Process.watchdog.forget()
         _Process.forgotten.append(_Process.watchdog)
     _Process.lock = threading.Lock()
     _Process.watchdog = None
@@ -178,6 +179,11 @@ class Watchdog:
         if _Process.watchdog is self or _Process.watchdog is None:
             VERDICT.message, VERDICT.taken, VERDICT.watched = None, False, False
         self._wake.set()
+
+    def forget(self) -> None:
+        """Do nothing any more. In a forked process, which has no thread; the thread may have held the lock of its event."""
+        self._is_over = True
+        self._wake = threading.Event()
 
     def farewell(self, error: BaseException | None) -> None:
         """Say that this process ends, and why. Called by the thread that trains, at the end."""
