@@ -26,6 +26,8 @@ from fullshard.comm.journal import POSITION, journal_of, tag
 from fullshard.comm.meetings import meet
 from fullshard.comm.reduce_scatter import ReduceScatterState
 from fullshard.comm.step_guard import StepFailure, StepGuard
+from fullshard.engine.sharded_state import ShardedState
+from fullshard.engine.state import named_states
 from fullshard.storage.buffers import Buffer
 from tests.helpers.models import ModelOptions, make_decoder, tokens_for
 from tests.helpers.training import FULLSHARD, Run, shard
@@ -171,7 +173,7 @@ def train(
             loss = compute_gradients(model, api, number, trap)
         assert step.failed is fails
         if step.failed:
-            assert all(param.grad is None for param in model.parameters())
+            assert_between_steps(model)
             failures.append([(each.rank, each.type, each.message) for each in step.failures])
             assert "compute_gradients" in step.failure.traceback
             continue
@@ -179,6 +181,21 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     return losses, local_shards(model), failures
+
+
+def assert_between_steps(model: nn.Module) -> None:
+    """Nothing is gathered or in flight, no memory is held, and there is no gradient."""
+    assert all(param.grad is None for param in model.parameters())
+    for state in named_states(model):
+        assert state.runtime is None or not (
+            state.runtime.busy or state.runtime.context.reduce_inputs
+        )
+        for group in state.groups:
+            buffer = group.reducer._buffer
+            assert group.sharded_state is ShardedState.SHARDED
+            assert group.held_bytes == 0
+            assert not group.reducer.unreduced.held
+            assert buffer is None or not buffer.allocated
 
 
 def local_shards(model: nn.Module) -> dict[str, Tensor]:

@@ -218,6 +218,8 @@ class SymmetricPool:
     def _new_block(self, nbytes: int, device: torch.device) -> Tensor:
         group = self._group()
         assert group is not None, "whoever takes memory of a group holds the group"
+        # The one thing that takes memory after ranks have met: all of them must come to register it.
+        meet(group, make_tag(f"{nbytes} bytes of symmetric memory"), backend_of(group, device))
         try:
             return torch_border.symmetric_bytes(nbytes, device, group)
         except RuntimeError as error:
