@@ -28,8 +28,8 @@ SAID = {
     "stopped": r"rank 1 was stopped, while others wait\.\n  rank 1 \(host .*\): stopped.*\n  ranks 0, 2: waiting for",
     "store's host stopped": r"rank 0 was stopped, while others wait\.\n  rank 0 \(host .*\): stopped",
     "left": r"rank 1 left, while others wait\.\n  rank 1 \(host .*\): left",
-    "failed": r"rank 1 raised ValueError: bad sample 7, while others wait",
-    "failed at once": r"rank 1 raised ValueError: bad sample 7, while others wait",
+    "failed": r"rank 1 raised ValueError: bad sample 7, .*while others wait",
+    "failed at once": r"rank 1 raised ValueError: bad sample 7, .*while others wait",
     "elsewhere": r"ranks 0, 1 wait for each other.*\n(.*\n)*  rank 1 .*: waiting for torch.distributed.barrier: .* "
     r"at .*watched_ranks.py:\d+ in barrier",
 }

@@ -105,6 +105,25 @@ def test_a_rank_that_leaves_lets_others_ask() -> None:
         each.client.close()
 
 
+def test_a_rank_that_leaves_in_the_round_in_which_it_asks_lets_nobody_wait() -> None:
+    store = dist.HashStore()
+    ranks = [Rank(store, rank, answer_of(rank, count=6), {}) for rank in range(3)]
+    leaving = ranks.pop(1)
+    leaving.rounds.ask()
+    for each in ranks:
+        each.rounds.poll()
+    leaving.client.set("final/1", '["raised", "ValueError: bad sample"]')
+    leaving.client.add("finals", 1)
+    leaving.rounds.hand_over()
+    leaving.rounds.open_for_others()
+    assert [found.kind for found in all_hear(ranks)] == ["fine"] * 2
+    heard = all_hear(ranks)
+    assert len(heard) == 2
+    assert "rank 1 raised ValueError: bad sample, while others wait" in heard[0].message
+    for each in [*ranks, leaving]:
+        each.client.close()
+
+
 def test_a_store_that_does_not_answer_stops_nobody() -> None:
     goes_on = threading.Event()
 

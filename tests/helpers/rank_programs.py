@@ -109,6 +109,7 @@ class Job:
     """Whether rank 0 has the store of the process group, and not the process that started the ranks."""
     resumed_after_s: float | None = None
     """When a rank that stops itself is continued; it is not by default."""
+    timeout_s: float = JOB_TIMEOUT_S
     tears_down: bool = False
     """Whether ranks tear the interpreter down at their end, with the destructors of all objects. It takes as long as
     the rest of a small program, so not all do."""
@@ -254,7 +255,7 @@ class _RunningJob:
         folder.mkdir()
         self._job = job
         self._folder = folder
-        self._deadline = time.monotonic() + JOB_TIMEOUT_S
+        self._deadline = time.monotonic() + job.timeout_s
         if job.store_on_rank_0:
             port = _free_port()
         self.ranks = [

@@ -155,13 +155,15 @@ class Position:
         self.waiting: Waiting | None = None
         self.raised: str | None = None
         """Type and message of an exception that has left a sharded forward or backward; None after a new forward."""
-
+        self.raised_in = ""
+        """Where that was: "forward of layers.3"."""
         self.guarded = False
         """Whether a guarded step is running. An exception is no reason not to wait for this rank then: it tells the others."""
 
     def note_exception(self, error: BaseException) -> None:
         """Note an exception that leaves a sharded forward or backward."""
         if not self.guarded:
+            self.raised_in = self.text()
             self.raised = f"{type(error).__name__}: {error}"
 
     def text(self) -> str:

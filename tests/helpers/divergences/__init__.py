@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.wrap import ModuleWrapPolicy
-from tests.helpers.rank_programs import Job, JobResult, Rank
+from tests.helpers.rank_programs import JOB_TIMEOUT_S, Job, JobResult, Rank
 
 LIMIT_S = 15.0
 """How long after the divergence the last rank may end."""
@@ -126,6 +126,7 @@ def kind(
     store_on_rank_0: bool = False,
     resumed_after_s: float | None = None,
     tears_down: bool = False,
+    timeout_s: float = JOB_TIMEOUT_S,
     known_failure: str = "",
 ) -> Callable[[Program], Program]:
     """Add a program to the kinds."""
@@ -138,6 +139,7 @@ def kind(
             store_on_rank_0=store_on_rank_0,
             resumed_after_s=resumed_after_s,
             tears_down=tears_down,
+            timeout_s=timeout_s,
         )
         name = program.__name__
         assert name not in KINDS, f"two kinds are called {name}"

@@ -86,7 +86,7 @@ def a_rank_raises_in_the_optimizer(me: Rank) -> None:
 @kind(
     ranks=3,
     odd_ends="FloatingPointError",
-    names=["a_rank_raises_after_its_loss", "backward of root", "forward of root", "root"],
+    names=["a_rank_raises_after_its_loss"],
 )
 def a_rank_raises_after_its_loss(me: Rank) -> None:
     run = Training(me)
@@ -98,7 +98,7 @@ def a_rank_raises_after_its_loss(me: Rank) -> None:
     run.go_on()
 
 
-@kind(odd_ends="Mishap", names=["raise_mishap"], store_on_rank_0=True, odd=0)
+@kind(odd_ends="Mishap", names=["root", "raise_mishap"], store_on_rank_0=True, odd=0)
 def the_rank_with_the_store_raises_in_its_data(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -108,9 +108,10 @@ def the_rank_with_the_store_raises_in_its_data(me: Rank) -> None:
 
 
 @kind(
-    ranks=3,
     odd_ends="Mishap",
-    names=["a_rank_raises_before_its_model_is_built", "root", "no such file"],
+    names=["agreement on the model"],
+    timeout_s=16,
+    known_failure="A rank that never shards anything has no watchdog. The others report it, and wait for it.",
 )
 def a_rank_raises_before_its_model_is_built(me: Rank) -> None:
     if me.diverges():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
@@ -149,10 +149,22 @@ def line_of(frame: FrameType | None) -> str:
             break
         frame = frame.f_back
     found = frame or innermost
-    if found is None:
-        return ""
-    file = os.path.join(*found.f_code.co_filename.split(os.sep)[-2:])
-    return f"{file}:{found.f_lineno} in {found.f_code.co_name}"
+    return "" if found is None else _line_text(found.f_code, found.f_lineno)
+
+
+def line_of_traceback(traceback: TracebackType | None) -> str:
+    """Return the innermost line of an exception outside of torch and fullshard, or its outermost one."""
+    found = traceback
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith((_TORCH, _FULLSHARD, "<")):
+            found = traceback
+        traceback = traceback.tb_next
+    return "" if found is None else _line_text(found.tb_frame.f_code, found.tb_lineno)
+
+
+def _line_text(code: CodeType, number: int) -> str:
+    file = os.path.join(*code.co_filename.split(os.sep)[-2:])
+    return f"{file}:{number} in {code.co_name}"
 
 
 def _collective_of_torch(frame: FrameType | None) -> tuple[str, str | None] | None:

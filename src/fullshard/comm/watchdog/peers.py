@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 from fullshard.comm.watchdog.answers import (
     ALIVE,
+    STOPPED,
     Absence,
     Registration,
     encode,
@@ -11,6 +14,9 @@ from fullshard.comm.watchdog.answers import (
 )
 from fullshard.comm.watchdog.probes import state_of
 from fullshard.comm.watchdog.store_client import StoreOperations
+
+STOPPED_S = 3.5
+"""How long a process must be stopped to count as gone. Less than the patience, so that the first question finds it."""
 
 
 class Peers:
@@ -27,6 +33,8 @@ class Peers:
         self._peers: dict[int, Registration] = {}
         self.states: dict[int, str] = {}
         """Their states when they were last looked at."""
+        self._stopped_since: dict[int, float] = {}
+        """When a process that is stopped was first seen so, by rank."""
         self._gone: set[int] = set()
         """Ranks that were found dead or stopped before."""
 
@@ -47,8 +55,15 @@ class Peers:
         self._peers = {each.rank: each for each in found if each.rank != self._own.rank}
 
     def look(self) -> None:
-        """Look whether their processes run."""
-        self.states = {rank: state_of(peer) for rank, peer in self._peers.items()}
+        """Look whether their processes run; one that has just been stopped may go on at once, and counts as running."""
+        now = time.monotonic()
+        states = {rank: state_of(peer) for rank, peer in self._peers.items()}
+        stopped = [rank for rank, state in states.items() if state == STOPPED]
+        self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
+        for rank, since in self._stopped_since.items():
+            if now - since < STOPPED_S:
+                states[rank] = ALIVE
+        self.states = states
 
     def has_newly_gone(self) -> bool:
         """Return whether a process was found dead or stopped that was not before."""

@@ -31,7 +31,7 @@ from fullshard.comm.watchdog.answers import (
     history_from,
     registration_from,
 )
-from fullshard.comm.watchdog.judge import AGAIN, Judgement, histories_wanted, judge
+from fullshard.comm.watchdog.judge import AGAIN, FINE, Judgement, histories_wanted, judge
 from fullshard.comm.watchdog.store_client import StoreOperations
 
 LOST_S = 7.0
@@ -80,6 +80,14 @@ class Rounds:
     def join(self) -> None:
         """Begin with the round that comes next."""
         self._number = self._store.add("rounds", 0) + 1
+
+    def hand_over(self) -> None:
+        """Take part in no more rounds: this rank leaves. One in which it asks ends without a judgement."""
+        if self._asking is not None:
+            self._say(asdict(Judgement(kind=FINE)))
+            self._store.add("rounds", 1)
+        if self.is_running:
+            self._leave()
 
     def open_for_others(self) -> None:
         """Begin a round for others to ask in: this rank leaves."""

@@ -29,7 +29,14 @@ from fullshard.comm.verdict import VERDICT
 from fullshard.comm.watchdog import process_end, release
 from fullshard.comm.watchdog.answers import Wait
 from fullshard.comm.watchdog.judge import AGAIN, DIVERGED, SLOW, Judgement, judge
-from fullshard.comm.watchdog.observation import Observer, group_key, history, marks_of, moves
+from fullshard.comm.watchdog.observation import (
+    Observer,
+    group_key,
+    history,
+    line_of_traceback,
+    marks_of,
+    moves,
+)
 from fullshard.comm.watchdog.peers import Peers
 from fullshard.comm.watchdog.probes import register
 from fullshard.comm.watchdog.rounds import LOST_S, Member, Rounds, tick_of
@@ -106,6 +113,14 @@ def _forget() -> None:
     _Process.lock = threading.Lock()
     _Process.watchdog = None
     VERDICT.message, VERDICT.taken, VERDICT.watched = None, False, False
+
+
+def _place_of(error: BaseException) -> str:
+    """Return an exception that ends this process, and where it was raised."""
+    place = POSITION.raised_in if POSITION.raised else POSITION.text()
+    line = line_of_traceback(error.__traceback__)
+    where = place if place.startswith("outside") else f"in {place}"
+    return f"{process_end.exception_text(error)}, {where}{', at ' if line else ''}{line}"
 
 
 # --- the thread -------------------------------------------------------------------------------------
@@ -188,8 +203,7 @@ class Watchdog:
     def farewell(self, error: BaseException | None) -> None:
         """Say that this process ends, and why. Called by the thread that trains, at the end."""
         if self._final is None:
-            raised = None if error is None else process_end.exception_text(error)
-            self._final = ("left", "") if raised is None else ("raised", raised)
+            self._final = ("left", "") if error is None else ("raised", _place_of(error))
         self._wake.set()
         self._said_farewell.wait(FAREWELL_S)
         # A thread that comes back from torch while the interpreter ends would abort the process.
@@ -226,6 +240,7 @@ class Watchdog:
             self._register()
             self._store.set(f"final/{self._own.rank}", json.dumps([state, text]), FAREWELL_S)
             self._store.add("finals", 1)
+            self._rounds.hand_over()
             if state == "raised":
                 self._rounds.open_for_others()
         except StoreFailedError:

@@ -1,0 +1,71 @@
+"""Ranks that diverge end soon, in an error that names the rank and the place; differences that are legal are no error.
+
+One test per kind. All kinds run side by side in processes of their own, started by the first test that needs one; with
+several pytest processes, by one of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.divergences import Kind, all_kinds, outcome
+from tests.helpers.rank_programs import JobResult, Results, start
+
+KINDS = all_kinds()
+RESULT_TIMEOUT_S = 55.0
+
+
+@pytest.fixture(scope="module")
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Results]:
+    """The results of all kinds that are to be tested."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # which all workers share
+    folder /= "divergences"
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        yield Results(folder)
+        return
+    selected = [
+        item.callspec.id
+        for item in request.session.items
+        if item.path == Path(__file__) and hasattr(item, "callspec")
+    ]
+    runner = start({name: KINDS[name].job for name in selected}, folder)
+    yield Results(folder)
+    runner.join()
+
+
+def _case(kind: Kind) -> object:
+    marks = []
+    if kind.known_failure:
+        marks.append(pytest.mark.xfail(reason=kind.known_failure, strict=True))
+    return pytest.param(kind.name, marks=marks, id=kind.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [_case(kind) for kind in KINDS.values()])
+def test_every_rank_ends_soon_and_is_told_why(results: Results, name: str) -> None:
+    result = results.wait(name, RESULT_TIMEOUT_S)
+    problems = KINDS[name].problems(result)
+    assert not problems, "\n".join([*problems, "", *_details(result)])
+
+
+def _details(result: JobResult) -> Iterator[str]:
+    for rank, end in enumerate(result.ends):
+        yield f"--- rank {rank}: {outcome(end)} after {result.seconds(rank):.1f} s: {end.message}"
+        yield end.stderr
+
+
+def test_the_table_has_at_least_fifty_kinds_on_two_to_four_ranks_and_both_apis() -> None:
+    divergences = [kind for kind in KINDS.values() if not kind.legal]
+    assert len(divergences) >= 50
+    assert {kind.job.ranks for kind in divergences} == {2, 3, 4}
+    assert {kind.api for kind in divergences} == {"fully_shard", "wrapper"}
