@@ -11,13 +11,15 @@ from fullshard.comm import collectives
 from fullshard.plan.mesh import DataParallelAxes
 
 
-def reduce_scatter(outputs: Any, inputs: Any, group: Any, op: Any, *, async_op: bool) -> None:
+def reduce_scatter(
+    outputs: Any, inputs: Any, group: Any, op: Any, tag: Any, *, async_op: bool
+) -> None:
     """A stand-in for the fake group's, which writes nothing in torch 2.11: every input element counts."""
     for output, source in zip(outputs, inputs, strict=True):
         torch.sum(source.view(-1, output.numel()), 0, out=output)
 
 
-def all_to_all(outputs: Any, inputs: Any, group: Any, *, async_op: bool) -> list[Any]:
+def all_to_all(outputs: Any, inputs: Any, group: Any, tag: Any, *, async_op: bool) -> list[Any]:
     """The same for exchanges: what this rank sends is what it receives."""
     for output, source in zip(outputs, inputs, strict=True):
         output.copy_(source)

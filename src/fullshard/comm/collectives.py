@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.comm.journal import Tag, tag as make_tag
+from fullshard.comm.journal import IMAGINED_RANKS, Tag, tag as make_tag
 from fullshard.comm.meetings import WatchedWork, exchange_texts, meet, waiting_for
 from fullshard.errors import CommunicationError, ConfigurationError
 from fullshard.plan.mesh import DataParallelAxes, global_rank
@@ -515,7 +515,7 @@ def texts_of_all_ranks(
 ) -> Sequence[str]:
     """Return a short text of every rank, by rank; the host waits for the other hosts, and for no device."""
     backend = backend_of(group, device)
-    if backend == "fake":  # the other ranks are not there
+    if backend in IMAGINED_RANKS:
         return [text] * group.size()
     texts = exchange_texts(group, tag, backend, text)
     return values_of_all_ranks(text, group, tag) if texts is None else texts

@@ -26,6 +26,11 @@ RING = 256
 MARKS = 64
 """How many of the last steps a journal remembers."""
 _MASK = (1 << 63) - 1
+
+IMAGINED_RANKS = {"fake"}
+"""Backends whose other ranks do not exist: nobody can be asked. A program that has another such backend adds it."""
+THREAD_RANKS = {"threaded"}
+"""Backends whose ranks are threads of one process."""
 _INVERSE = pow(31, -1, 1 << 63)
 """Takes back what `Journal.note` multiplies by."""
 

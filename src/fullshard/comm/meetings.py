@@ -31,7 +31,15 @@ from torch.distributed import ProcessGroup, Work
 
 from fullshard import torch_border
 from fullshard.comm.control_channel import ControlChannel
-from fullshard.comm.journal import POSITION, Journal, Tag, Waiting, journal_of
+from fullshard.comm.journal import (
+    IMAGINED_RANKS,
+    POSITION,
+    THREAD_RANKS,
+    Journal,
+    Tag,
+    Waiting,
+    journal_of,
+)
 from fullshard.comm.verdict import SLICE_S, VERDICT
 from fullshard.errors import ConfigurationError, DivergenceError, FullshardError
 from fullshard.names import ranks_text
@@ -45,9 +53,6 @@ _MASK = (1 << 63) - 1
 
 _SEPARATOR = "\0"
 """Between the parts of what a rank says, if it brings a text."""
-
-_WITHOUT_CHANNEL = ("fake", "threaded")
-"""Backends whose ranks are not processes of their own."""
 
 
 class Rules:
@@ -201,7 +206,8 @@ _CHANNELS: weakref.WeakKeyDictionary[ProcessGroup, ControlChannel] = weakref.Wea
 def channel_of(group: ProcessGroup, journal: Journal, backend: str) -> ControlChannel | None:
     """Return the control channel of a group, made at its first use, which is collective; None if it can have none."""
     found = _CHANNELS.get(group)
-    if found is None and len(journal.ranks) > 1 and backend not in _WITHOUT_CHANNEL:
+    ranks_are_processes = backend not in IMAGINED_RANKS and backend not in THREAD_RANKS
+    if found is None and len(journal.ranks) > 1 and ranks_are_processes:
         POSITION.waiting = Waiting(
             journal, "the first collective of a process group", POSITION.moved
         )

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
-from fullshard.comm.journal import POSITION, journals
+from fullshard.comm.journal import IMAGINED_RANKS, POSITION, THREAD_RANKS, journals
 from fullshard.comm.verdict import VERDICT
 from fullshard.comm.watchdog import process_end, release
 from fullshard.comm.watchdog.answers import Wait
@@ -64,8 +64,6 @@ RELEASE_S = 1.0
 """How long a blocked thread has to come back by itself, before it is made to."""
 EXIT_S = 60.0
 """How long a blocked thread has to come back after its collectives were aborted, before the process is ended."""
-_NOT_WATCHED = ("fake", "threaded")
-"""Backends whose ranks are not processes of their own."""
 
 
 # --- starting and ending ----------------------------------------------------------------------------
@@ -91,7 +89,7 @@ def start() -> None:
             return
         backend = dist.get_backend_config(group)
         is_alone = group.size() == 1 and "nccl" not in backend
-        if is_alone or any(name in backend for name in _NOT_WATCHED):
+        if is_alone or any(name in backend for name in IMAGINED_RANKS | THREAD_RANKS):
             return
         if running is not None:
             running.end()
