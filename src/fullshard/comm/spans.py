@@ -194,6 +194,10 @@ class _Open(NamedTuple):
     """Of a backward: when the call began in forward, as a number that grows."""
 
 
+MEETING_NS = 100_000
+"""A call of a collective that takes longer has waited for other ranks: `meetings`."""
+
+
 class CollectiveSpan:
     """One collective of one group, in flight or over."""
 
@@ -221,8 +225,16 @@ class CollectiveSpan:
         if not pending:
             self.ends.append(clock.mark())
         elif not clock.on_streams:
+            self._note_meeting()
             for work in pending:
                 self.recorder.note_end(work, self)
+
+    def _note_meeting(self) -> None:
+        """Note how long the host stood still before the collective, until all ranks had come to it."""
+        now = host_ns()
+        if now - self.begin > MEETING_NS:
+            self.recorder.add_wait(self.group, _reason(self.collective), self.begin, now)
+            self.begin = now
 
     def wait(self, works: Sequence[Work | None]) -> None:
         """Wait for the collective's works; on the CPU the host stands still meanwhile."""
