@@ -1,7 +1,7 @@
 """Ranks that diverge end soon, in an error that names the rank and the place; differences that are legal are no error.
 
-One test per kind. All kinds run side by side in processes of their own, started by the first test that needs one; with
-several pytest processes, by one of them.
+One test per kind; `python -m tests.helpers.divergences` also runs variants of them. All kinds run side by side in
+processes of their own, started by the first test that needs one; with several pytest processes, by one of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.divergences import Kind, all_kinds, outcome
 from tests.helpers.rank_programs import JobResult, Results, start
 
-KINDS = all_kinds()
+KINDS = {name: kind for name, kind in all_kinds().items() if not kind.is_variant}
 RESULT_TIMEOUT_S = 55.0
 
 

@@ -65,6 +65,8 @@ class Kind:
     """Modules or functions, of which the message must name one."""
     known_failure: str
     """Why this kind does not end as it should yet."""
+    is_variant: bool
+    """Whether another kind goes the same way. Variants are in the table that is printed, not among the tests."""
 
     def without_divergence(self) -> Kind:
         """Return the same program without an odd rank: all must end well."""
@@ -128,6 +130,7 @@ def kind(
     tears_down: bool = False,
     timeout_s: float = JOB_TIMEOUT_S,
     known_failure: str = "",
+    is_variant: bool = False,
 ) -> Callable[[Program], Program]:
     """Add a program to the kinds."""
 
@@ -152,6 +155,7 @@ def kind(
             others_end=others_end,
             names=tuple(names),
             known_failure=known_failure,
+            is_variant=is_variant,
         )
         return program
 

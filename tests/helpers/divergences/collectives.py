@@ -58,7 +58,7 @@ def a_rank_asks_for_a_full_state_dict(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["state_dict"])
+@kind(is_variant=True, names=["state_dict"])
 def a_rank_asks_for_a_full_optimizer_state_dict(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -85,7 +85,7 @@ def a_rank_saves_alone_in_the_background(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["checkpoint"])
+@kind(is_variant=True, names=["checkpoint"])
 def a_rank_loads_alone(me: Rank) -> None:
     run = Training(me)
     run.steps(1)
@@ -104,7 +104,7 @@ def a_rank_averages_its_loss_alone(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["barrier"], ranks=3)
+@kind(is_variant=True, names=["barrier"], ranks=3)
 def a_rank_waits_at_a_barrier(me: Rank) -> None:
     run = Training(me)
     run.steps(2)

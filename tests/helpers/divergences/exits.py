@@ -48,7 +48,7 @@ def a_rank_raises_in_forward(me: Rank) -> None:
     run.go_on()
 
 
-@kind(odd=0, odd_ends="Mishap", names=["layers"])
+@kind(is_variant=True, odd=0, odd_ends="Mishap", names=["layers"])
 def a_rank_raises_in_its_first_forward(me: Rank) -> None:
     run = Training(me)
     if me.diverges():
@@ -65,7 +65,7 @@ def a_rank_raises_in_backward(me: Rank) -> None:
     run.go_on()
 
 
-@kind(api=WRAPPER, odd=0, odd_ends="Mishap", names=["layers.1"])
+@kind(is_variant=True, api=WRAPPER, odd=0, odd_ends="Mishap", names=["layers.1"])
 def a_wrapped_rank_raises_in_forward(me: Rank) -> None:
     run = Training(me, wrap(Net()))
     run.steps(2)
@@ -161,7 +161,7 @@ def a_rank_has_less_data(me: Rank) -> None:
     run.end()
 
 
-@kind(odd_ends="well", names=["layers", "root"], tears_down=True)
+@kind(is_variant=True, odd_ends="well", names=["layers", "root"], tears_down=True)
 def a_rank_ends_without_destroying_its_groups(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -185,7 +185,7 @@ def a_rank_calls_sys_exit(me: Rank) -> None:
     run.go_on()
 
 
-@kind(ranks=3, odd_ends="exit 3", names=["layers", "root"])
+@kind(is_variant=True, ranks=3, odd_ends="exit 3", names=["layers", "root"])
 def a_rank_calls_os_exit(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -203,7 +203,7 @@ def a_rank_is_interrupted(me: Rank) -> None:
     run.go_on()
 
 
-@kind(odd_ends="SIGTERM", names=["layers", "root"])
+@kind(is_variant=True, odd_ends="SIGTERM", names=["layers", "root"])
 def a_rank_is_terminated(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -249,7 +249,7 @@ def the_rank_with_the_store_is_killed(me: Rank) -> None:
     run.go_on()
 
 
-@kind(odd_ends="SIGSEGV", names=["layers", "root"])
+@kind(is_variant=True, odd_ends="SIGSEGV", names=["layers", "root"])
 def a_rank_crashes(me: Rank) -> None:
     run = Training(me)
     run.steps(2)

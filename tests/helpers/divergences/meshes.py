@@ -58,7 +58,7 @@ def a_hybrid_rank_does_not_sum_over_replicas(me: Rank) -> None:
     run.go_on()
 
 
-@kind(ranks=4, odd=1, names=["layers", "mesh"])
+@kind(is_variant=True, ranks=4, odd=1, names=["layers", "mesh"])
 def a_hybrid_rank_only_shards(me: Rank) -> None:
     mesh = square("replicate", "shard")
     Training(me, shard(Net(), mesh=mesh["shard"] if me.diverges() else mesh)).go_on()
@@ -108,7 +108,7 @@ def a_tensor_parallel_rank_raises_in_forward(me: Rank) -> None:
     run.go_on()
 
 
-@kind(others_end=TORCH, ranks=4, odd=2, names=["layers.1"])
+@kind(is_variant=True, others_end=TORCH, ranks=4, odd=2, names=["layers.1"])
 def a_tensor_parallel_rank_skips_a_layer(me: Rank) -> None:
     mesh = square("dp", "tp")
     run = Training(me, shard(tensor_parallel(mesh), mesh=mesh["dp"]))

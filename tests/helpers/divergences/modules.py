@@ -22,7 +22,7 @@ def a_rank_has_another_shape(me: Rank) -> None:
     Training(me, shard(Net(width=5 if me.diverges() else 4))).go_on()
 
 
-@kind(names=["layers.1.first.weight"])
+@kind(is_variant=True, names=["layers.1.first.weight"])
 def a_rank_has_another_shape_of_equal_size(me: Rank) -> None:
     net = Net()
     if me.diverges():
@@ -43,7 +43,7 @@ def a_rank_has_another_policy(me: Rank) -> None:
     Training(me, shard(Net(), mp_policy=HALF if me.diverges() else MixedPrecisionPolicy())).go_on()
 
 
-@kind(names=["layers.0", "reduce_dtype"], ranks=3, odd=0)
+@kind(is_variant=True, names=["layers.0", "reduce_dtype"], ranks=3, odd=0)
 def a_rank_reduces_in_another_dtype_of_equal_size(me: Rank) -> None:
     dtype = torch.float16 if me.diverges() else torch.bfloat16
     Training(me, shard(Net(), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))).go_on()
@@ -109,14 +109,14 @@ def a_rank_has_other_groups(me: Rank) -> None:
     Training(me, net).go_on()
 
 
-@kind(names=["layers.1"])
+@kind(is_variant=True, names=["layers.1"])
 def a_rank_ignores_a_parameter(me: Rank) -> None:
     net = Net()
     ignored = {net.layers[1].first.weight} if me.diverges() else set()
     Training(me, shard(net, ignored_params=ignored)).go_on()
 
 
-@kind(names=["extra"])
+@kind(is_variant=True, names=["extra"])
 def a_rank_has_one_more_module(me: Rank) -> None:
     net = Net()
     if me.diverges():
@@ -135,7 +135,7 @@ def a_rank_offloads_to_the_host(me: Rank) -> None:
     Training(me, shard(Net(), **options)).go_on()
 
 
-@kind(names=["layers.1", "layers.0", "replicate"])
+@kind(is_variant=True, names=["layers.1", "layers.0", "replicate"])
 def a_rank_replicates_instead(me: Rank) -> None:
     net = Net()
     apply = replicate if me.diverges() else fully_shard
@@ -144,7 +144,7 @@ def a_rank_replicates_instead(me: Rank) -> None:
     Training(me, net).go_on()
 
 
-@kind(names=["layers.1", "divide"])
+@kind(is_variant=True, names=["layers.1", "divide"])
 def a_rank_divides_gradients_by_another_factor(me: Rank) -> None:
     run = Training(me)
     run.steps(2)

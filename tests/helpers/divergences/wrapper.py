@@ -25,7 +25,7 @@ def a_wrapped_rank_skips_a_layer(me: Rank) -> None:
     run.go_on()
 
 
-@kind(api=WRAPPER, names=["layers.1", "layers.2"])
+@kind(is_variant=True, api=WRAPPER, names=["layers.1", "layers.2"])
 def a_wrapped_rank_calls_equal_layers_in_another_order(me: Rank) -> None:
     run = Training(me, wrap(Net(), use_orig_params=True))
     run.steps(2)
@@ -34,7 +34,7 @@ def a_wrapped_rank_calls_equal_layers_in_another_order(me: Rank) -> None:
     run.go_on()
 
 
-@kind(api=WRAPPER, names=["layers.1"])
+@kind(is_variant=True, api=WRAPPER, names=["layers.1"])
 def a_wrapped_rank_has_another_shape(me: Rank) -> None:
     Training(me, wrap(Net(width=5 if me.diverges() else 4))).go_on()
 
@@ -45,7 +45,7 @@ def a_wrapped_rank_has_another_wrap_policy(me: Rank) -> None:
     Training(me, wrap(Net(), auto_wrap_policy=policy)).go_on()
 
 
-@kind(api=WRAPPER, names=["layers", "sharding_strategy", "reshard_after_forward"])
+@kind(is_variant=True, api=WRAPPER, names=["layers", "sharding_strategy", "reshard_after_forward"])
 def a_wrapped_rank_has_another_strategy(me: Rank) -> None:
     strategy = ShardingStrategy.SHARD_GRAD_OP if me.diverges() else ShardingStrategy.FULL_SHARD
     Training(me, wrap(Net(), sharding_strategy=strategy)).go_on()
@@ -65,7 +65,7 @@ def a_wrapped_rank_freezes_a_parameter(me: Rank) -> None:
     Training(me, wrap(net, use_orig_params=True)).go_on()
 
 
-@kind(api=WRAPPER, names=["layers", "use_orig_params"])
+@kind(is_variant=True, api=WRAPPER, names=["layers", "use_orig_params"])
 def a_wrapped_rank_uses_original_parameters(me: Rank) -> None:
     Training(me, wrap(Net(), use_orig_params=me.diverges())).go_on()
 
@@ -119,7 +119,7 @@ def a_wrapped_rank_does_not_sync(me: Rank) -> None:
     run.go_on()
 
 
-@kind(api=WRAPPER, names=["step"])
+@kind(is_variant=True, api=WRAPPER, names=["step"])
 def a_wrapped_rank_does_not_update(me: Rank) -> None:
     run = Training(me, wrap(Net()))
     run.steps(2)
