@@ -9,6 +9,7 @@ whether the numbers are right, as it does with NCCL, and the host waits for noth
     dist.init_process_group("echo", store=dist.HashStore(), rank=0, world_size=8)
 """
 
+import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -148,3 +149,8 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Echo
 
 
 dist.Backend.register_backend("echo", _create, devices=["cpu", "cuda"])
+
+with contextlib.suppress(ImportError):  # older checkouts ask no other rank anything
+    from fullshard.comm import journal
+
+    journal.IMAGINED_RANKS.add("echo")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 PROGRAM = """
 import torch, torch.distributed as dist
 from torch import nn
-from fullshard import fully_shard
+from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm.streams import comm_contexts
 from fullshard.errors import DivergenceError
 from fullshard.plan.mesh import DataParallelAxes
@@ -25,8 +25,10 @@ DataParallelAxes.shard_peers = property(lambda axes: axes.shard_process_group)
 torch.cuda.set_device(0)
 dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
 model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
+# In another dtype than the shards', or a rank that holds everything has nothing to gather.
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 for each in (*model, model):
-    fully_shard(each)
+    fully_shard(each, mp_policy=policy)
 x = torch.ones(8, 64, device="cuda")
 model(x).sum().backward()
 torch.cuda.synchronize()
