@@ -106,6 +106,12 @@ def test_a_rank_that_does_not_answer_is_named_with_its_host_and_last_position(
     assert "last seen: step 2" in found.message
 
 
+def test_a_rank_that_has_just_left_may_have_sent_what_others_wait_for() -> None:
+    absence = Absence(rank=1, state="left")
+    just_now = by_rank(*(waits(rank, seconds=0.5) for rank in (0, 2, 3)))
+    assert judge(just_now, {1: absence}).kind == "fine"
+
+
 @pytest.mark.parametrize("state", ["dead", "stopped", "raised", "left", "lost", "busy"])
 def test_nothing_is_wrong_with_a_rank_that_nobody_waits_for(state: str) -> None:
     absence = {3: Absence(rank=3, state=state)}

@@ -94,6 +94,7 @@ def kill() -> None:
 
 
 def stop() -> None:
+    time.sleep(2)  # meanwhile the watchdogs find each other's processes, of which they know through the store
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -106,7 +107,7 @@ def fail() -> None:
 
 
 def sleep() -> None:
-    time.sleep(6)
+    time.sleep(10)
 
 
 def barrier() -> None:

@@ -20,7 +20,7 @@ from fullshard.names import ranks_text
 from fullshard.plan import mesh
 
 T = TypeVar("T")
-_TOGETHER = tag("checkpoint (save or load)")
+_TOGETHER = tag("checkpoint (save or load)", of_step=False)  # states are compared one by one
 
 
 class RankGroup:

@@ -17,6 +17,7 @@ import os
 import secrets
 import socket
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -41,8 +42,12 @@ DIAL_S = 2.0
 class ControlChannel:
     """The sockets of this rank to others."""
 
-    def __init__(self, journal: Journal, store: Store, timeout: timedelta | None) -> None:
+    def __init__(
+        self, journal: Journal, store: Store, timeout: Callable[[], timedelta | None]
+    ) -> None:
         """Connect to the other ranks of the journal through a store that they share; collective.
+
+        ``timeout`` says how long a rank waits for others; it may change.
 
         Raises:
             DivergenceError: a rank does not come.
@@ -54,7 +59,8 @@ class ControlChannel:
         self._rounds: list[tuple[socket.socket, socket.socket]] = []
         """Per round, the socket to send to and the one to receive from: [Note: dissemination]."""
         _CHANNELS.add(self)
-        self._connect(store, timeout.total_seconds() if timeout else 1800.0)
+        self._timeout = timeout
+        self._connect(store, self._timeout_s)
 
     def hang_up(self) -> None:
         """End the connections, also under threads that wait: ranks that wait for this one learn that it has left."""
@@ -92,13 +98,23 @@ class ControlChannel:
         self.is_interrupted = True
         for after, before in self._rounds:
             message = json.dumps(said).encode()
-            self._send(after, _LENGTH.pack(len(message)) + message)
+            # In a thread: of a large world, more is sent than the network takes before the other rank receives.
+            sender = threading.Thread(
+                target=_send_all, args=(after, _LENGTH.pack(len(message)) + message), daemon=True
+            )
+            sender.start()
             (length,) = _LENGTH.unpack(self._receive(before, _LENGTH.size))
             said |= {
                 int(rank): each for rank, each in json.loads(self._receive(before, length)).items()
             }
+            sender.join(self._timeout_s)
         self.is_interrupted = False
         return [said[rank] for rank in range(self._size)]
+
+    @property
+    def _timeout_s(self) -> float:
+        timeout = self._timeout()
+        return 1800.0 if timeout is None else timeout.total_seconds()
 
     # --- sockets --------------------------------------------------------------------------------------
 
@@ -109,12 +125,16 @@ class ControlChannel:
             raise self._lost(to) from error
 
     def _receive(self, sender: socket.socket, size: int) -> bytes:
-        message = b""
+        message, end = b"", None
         while len(message) < size:
             try:
                 part = sender.recv(size - len(message))
             except TimeoutError:
                 VERDICT.raise_if_diverged()
+                if end is None:
+                    end = time.monotonic() + self._timeout_s
+                elif time.monotonic() > end:
+                    raise self._late(sender) from None
                 continue
             except OSError as error:
                 raise self._lost(sender) from error
@@ -125,16 +145,31 @@ class ControlChannel:
 
     def _lost(self, peer: socket.socket) -> DivergenceError:
         """Return the error about a rank that has closed its connection."""
-        size, rank, ranks = self._size, self._journal.rank, self._journal.ranks
+        return VERDICT.explain(
+            f"Ranks must call the same collectives, but rank {self._rank_at(peer)} has ended, or left its process group, "
+            f"while {self._place()}. See what that rank printed last."
+        )
+
+    def _late(self, peer: socket.socket) -> DivergenceError:
+        """Return the error about a rank that has not come within the process group's timeout."""
+        return VERDICT.explain(
+            f"Ranks must call the same collectives, but nothing came from rank {self._rank_at(peer)} within the process "
+            f"group's timeout of {self._timeout_s:.0f} s, while {self._place()}. See where that rank is. If it only "
+            "needs longer, set a longer timeout for the process group."
+        )
+
+    def _rank_at(self, peer: socket.socket) -> int:
+        """Return the rank at the other end of a connection."""
+        size, rank = self._size, self._journal.rank
         places: dict[socket.socket, int] = {}
         for distance, (after, before) in zip(self._distances, self._rounds, strict=True):
             places |= {after: (rank + distance) % size, before: (rank - distance) % size}
+        return self._journal.ranks[places[peer]]
+
+    def _place(self) -> str:
         tag = self._journal.last_tag
-        return VERDICT.explain(
-            f"Ranks must call the same collectives, but rank {ranks[places[peer]]} has ended, or left its process group, "
-            f"while rank {ranks[rank]} was about to call: {tag.text if tag else 'the first one'}. See what that rank "
-            "printed last."
-        )
+        own = self._journal.ranks[self._journal.rank]
+        return f"rank {own} was about to call: {tag.text if tag else 'the first one'}"
 
     @property
     def _distances(self) -> list[int]:
@@ -170,6 +205,18 @@ class ControlChannel:
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 each.settimeout(SLICE_S)
             self._rounds.append((after, before))
+
+
+def _send_all(to: socket.socket, message: bytes) -> None:
+    """Send a message; if the other rank has gone, whoever receives from it sees that."""
+    view = memoryview(message)
+    while view:
+        try:
+            view = view[to.send(view) :]
+        except TimeoutError:
+            continue
+        except OSError:
+            return
 
 
 _CHANNELS: weakref.WeakSet[ControlChannel] = weakref.WeakSet()

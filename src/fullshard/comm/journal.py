@@ -42,12 +42,15 @@ class Tag(NamedTuple):
     """For people: "all-gather of layers.3"."""
     number: int
     """A hash of the text, the same in every process; 63 bits."""
+    of_step: bool
+    """Whether ranks that call it must be in the same step. Not if they compare more than that by themselves."""
 
 
 @functools.cache
-def tag(text: str) -> Tag:
+def tag(text: str, *, of_step: bool = True) -> Tag:
     """Return the tag with this text."""
-    return Tag(text, int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) & _MASK)
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) & _MASK
+    return Tag(text, number, of_step)
 
 
 class Guard(Protocol):

@@ -176,7 +176,8 @@ def _agree(
 ) -> Sequence[str]:
     """Agree on a collective, and return the text that each rank brings to it."""
     POSITION.waiting = Waiting(journal, tag.text, POSITION.moved)
-    collective = (tag.number + journal.step * _STEP + nbytes * _BYTES) & _MASK
+    step = journal.step if tag.of_step else 0
+    collective = (tag.number + step * _STEP + nbytes * _BYTES) & _MASK
     try:
         if channel.agree((collective + _number(text)) & _MASK if text else collective):
             return [text] * len(journal.ranks)
@@ -209,6 +210,10 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
+def _timeout_of(group: ProcessGroup | None) -> timedelta | None:
+    return None if group is None else torch_border.timeout_of(group)
+
+
 _CHANNELS: weakref.WeakKeyDictionary[ProcessGroup, ControlChannel] = weakref.WeakKeyDictionary()
 
 
@@ -221,7 +226,8 @@ def channel_of(group: ProcessGroup, journal: Journal, backend: str) -> ControlCh
             journal, "the first collective of a process group", POSITION.moved
         )
         try:
-            store, timeout = torch_border.store_of(group), torch_border.timeout_of(group)
+            reference = weakref.ref(group)
+            store, timeout = torch_border.store_of(group), lambda: _timeout_of(reference())
             found = _CHANNELS[group] = ControlChannel(journal, store, timeout)
         finally:
             POSITION.waiting = None

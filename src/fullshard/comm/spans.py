@@ -234,7 +234,6 @@ class CollectiveSpan:
         now = host_ns()
         if now - self.begin > MEETING_NS:
             self.recorder.add_wait(self.group, _reason(self.collective), self.begin, now)
-            self.begin = now
 
     def wait(self, works: Sequence[Work | None]) -> None:
         """Wait for the collective's works; on the CPU the host stands still meanwhile."""

@@ -331,5 +331,7 @@ def _made_for(ranks: tuple[int, ...]) -> _Link:
         name = f"guarded steps {hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
         journal = Journal(name, ranks.index(dist.get_rank()), ranks)
         store = PrefixStore(name, torch_border.store_of(world))
-        made[ranks] = _Link(ControlChannel(journal, store, torch_border.timeout_of(world)), journal)
+        made[ranks] = _Link(
+            ControlChannel(journal, store, lambda: torch_border.timeout_of(world)), journal
+        )
     return made[ranks]

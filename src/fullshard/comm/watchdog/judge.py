@@ -24,6 +24,8 @@ from fullshard.comm.watchdog.answers import Absence, Answer, History, Wait
 from fullshard.names import ranks_text
 
 FINE, SLOW, AGAIN, DIVERGED = "fine", "slow", "again", "diverged"
+LEFT_S = 2.0
+"""How long a rank must have waited for one that has left before that is proven to be in vain."""
 MAX_HISTORIES = 24
 """How many ranks are asked for their last collectives in one round."""
 MAX_LINES = 24
@@ -120,6 +122,11 @@ def _gone(found: Round) -> Judgement | None:
         waited_for = [r for r in gone if r in found.absences and found.absences[r].state != "left"]
     if not waited_for:
         return None
+    if all(rank in found.absences and found.absences[rank].state == "left" for rank in waited_for):
+        # They may have left after the collective that others still wait for, and what they sent is on its way.
+        longest = max(waiter.wait.seconds for waiter in found.waiters if waiter.wait is not None)
+        if longest < LEFT_S:
+            return None
     reasons: dict[str, list[int]] = {}
     for rank in waited_for:
         reasons.setdefault(gone[rank], []).append(rank)
