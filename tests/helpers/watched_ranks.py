@@ -94,7 +94,9 @@ def kill() -> None:
 
 
 def stop() -> None:
-    time.sleep(2)  # meanwhile the watchdogs find each other's processes, of which they know through the store
+    time.sleep(
+        2
+    )  # meanwhile the watchdogs find each other's processes, of which they know through the store
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

@@ -54,14 +54,17 @@ class Peers:
         found = map(registration_from, self._store.get_all(keys))
         self._peers = {each.rank: each for each in found if each.rank != self._own.rank}
 
-    def look(self) -> None:
-        """Look whether their processes run; one that has just been stopped may go on at once, and counts as running."""
+    def look(self, *, patiently: bool = True) -> None:
+        """Look whether their processes run.
+
+        ``patiently``: one that has just been stopped may go on at once, and counts as running.
+        """
         now = time.monotonic()
         states = {rank: state_of(peer) for rank, peer in self._peers.items()}
         stopped = [rank for rank, state in states.items() if state == STOPPED]
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
         for rank, since in self._stopped_since.items():
-            if now - since < STOPPED_S:
+            if patiently and now - since < STOPPED_S:
                 states[rank] = ALIVE
         self.states = states
 

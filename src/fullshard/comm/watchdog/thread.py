@@ -58,7 +58,7 @@ AGAIN_S = 1.0
 """How long the asker of a round waits before it looks whether anybody has moved."""
 URGENT_S = 6.0
 """How long a rank that has lost another one keeps asking why."""
-FAREWELL_S = 1.5
+FAREWELL_S = 4.0
 """How long the end of a process may be delayed by a store that does not answer."""
 RELEASE_S = 1.0
 """How long a blocked thread has to come back by itself, before it is made to."""
@@ -379,12 +379,13 @@ class Watchdog:
         is_urgent = VERDICT.wanted.is_set() or now < self._urgent_until
         if wait is None or (wait.seconds < self._patience and not is_urgent):
             return  # nobody waits; the store may be gone because all is done
-        self._peers.look()
+        is_lost = now - since >= (LOST_S if error.is_late else 2.0)
+        self._peers.look(patiently=not is_lost)
         own = self._observer.answer(self._peers.states)
         judgement = judge({own.rank: own}, self._peers.absences(self._seen))
         if judgement.kind == DIVERGED:
             self._diverge(judgement.message)
-        elif now - since >= (LOST_S if error.is_late else 2.0):
+        elif is_lost:
             place = f" at port {self._port}" if self._port is not None else ""
             self._diverge(
                 f"Ranks have diverged: {error}. It is served{place} by rank 0 or by the launcher, which has ended, is stopped, or "
