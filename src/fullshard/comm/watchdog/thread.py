@@ -389,7 +389,7 @@ class Watchdog:
             place = f" at port {self._port}" if self._port is not None else ""
             self._diverge(
                 f"Ranks have diverged: {error}. It is served{place} by rank 0 or by the launcher, which has ended, is stopped, or "
-                f"cannot be reached.\n  rank {own.rank} ({own.host}): waits for {wait.text}: {own.place()}, at {own.line}, "
+                f"cannot be reached.\n  rank {own.rank} ({own.host}): waiting for {wait.text}: {own.place()}, at {own.line}, "
                 f"for {wait.seconds:.0f} s\nSee what rank 0 and the launcher printed last; see docs/divergence.md."
             )
 
