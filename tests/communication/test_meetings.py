@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 
 import pytest
 import torch
@@ -245,10 +244,8 @@ def test_a_rank_of_a_fake_group_meets_nobody() -> None:
     with fake_world(4):
         fullshard.debug("order")
         try:
-            begin = time.monotonic()
             meetings.meet(dist.group.WORLD, tag("alone"), "fake")
             assert journal_of(dist.group.WORLD).count == 1
-            assert time.monotonic() >= begin
         finally:
             fullshard.debug()
 

@@ -100,16 +100,7 @@ def meet(group: ProcessGroup, tag: Tag, backend: str, inputs: Sequence[Tensor] =
         StepFailedError: a rank has failed its guarded step.
         DivergenceError: ranks are about to call different collectives, or a rank has gone.
     """
-    # What follows is `_noted`, without the call: this is on the path of every collective.
-    if VERDICT.message is not None:
-        VERDICT.raise_if_diverged()
-    journal = journal_of(group)
-    if journal.guard is not None:
-        journal.guard.raise_if_failed()
-    digest = journal.digest
-    journal.note(tag)
-    POSITION.journal = journal
-    POSITION.moved = time.monotonic()
+    journal, digest = _noted(group, tag)
     meets_always = backend == "gloo" and RULES.on_gloo
     if meets_always or RULES.every_collective or journal.guard is not None:
         try:

@@ -181,9 +181,8 @@ class FSDPCommContext:
         streams = (self.all_gather, self.reduce_scatter, self.all_reduce)
         for stream in streams if self.device.type == "cuda" else ():
             with stream:
-                if (
-                    torch.cuda.is_current_stream_capturing()
-                ):  # to ask for its end would break the capture
+                # To ask for its end would break a capture.
+                if torch.cuda.is_current_stream_capturing():
                     return False
         return not all(stream.query() for stream in streams)
 
