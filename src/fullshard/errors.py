@@ -78,3 +78,15 @@ def fault_paragraphs(faults: Iterable[str], rule: str, remedy: str) -> list[str]
     """Return one paragraph of a message: the rule, a line per fault, the remedy; or none if nothing is at fault."""
     lines = sorted(set(faults))
     return [f"{rule}\n  " + "\n  ".join(lines) + f"\n{remedy}"] if lines else []
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return ranks as a message names them: "rank 3", "ranks 0, 1", "ranks 0-6, 8"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {', '.join(parts)}"

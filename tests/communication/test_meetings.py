@@ -16,7 +16,7 @@ from fullshard.comm import collectives, meetings
 from fullshard.comm.control_channel import ControlChannel
 from fullshard.comm.journal import POSITION, RING, Journal, journal_of, tag
 from fullshard.comm.verdict import VERDICT
-from fullshard.names import ranks_text
+from fullshard.errors import ranks_text
 from tests.helpers.fake import fake_world
 
 WORLDS = [2, 3, 4]

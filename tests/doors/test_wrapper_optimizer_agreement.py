@@ -28,7 +28,7 @@ from fullshard import (
     StateDictType,
     UnsupportedError,
 )
-from fullshard.names import clean_name
+from fullshard.plan.names import clean_name
 from tests.helpers.compare import assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -30,8 +30,7 @@ from fullshard.checkpoint.local_state import LocalTensor
 from fullshard.checkpoint.manifest import StoredTensor
 from fullshard.checkpoint.sharding import Sharding
 from fullshard.checkpoint.source import CLASS, MODEL, TensorRef
-from fullshard.errors import CheckpointError, fault_paragraphs
-from fullshard.names import ranks_text
+from fullshard.errors import CheckpointError, fault_paragraphs, ranks_text
 
 Tree = Mapping[str, Any]
 

@@ -34,8 +34,8 @@ from fullshard.engine.ownership import params_by_owner
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, state_of
 from fullshard.errors import CheckpointError, LifecycleError, UnsupportedError, fault_paragraphs
-from fullshard.names import clean_name
 from fullshard.plan.mesh import global_rank, ranks_by_replica
+from fullshard.plan.names import clean_name
 from fullshard.storage.flat_parameter import FlatParameter, FlatShardedParam
 from fullshard.storage.sharded_params import PlainShardedParam
 

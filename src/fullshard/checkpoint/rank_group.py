@@ -15,8 +15,7 @@ from torch.distributed import ProcessGroup
 
 from fullshard.comm import collectives
 from fullshard.comm.journal import tag
-from fullshard.errors import CheckpointError, ConfigurationError, FullshardError
-from fullshard.names import ranks_text
+from fullshard.errors import CheckpointError, ConfigurationError, FullshardError, ranks_text
 from fullshard.plan import mesh
 
 T = TypeVar("T")

@@ -33,7 +33,7 @@ from fullshard.checkpoint.publication import (
     remove,
 )
 from fullshard.checkpoint.unfinished_save import folder_entries, is_locked, remove_leftovers, unlock
-from fullshard.names import FSDP_WRAPPED_MODULE
+from fullshard.plan.names import FSDP_WRAPPED_MODULE
 
 
 class TrainingRun:

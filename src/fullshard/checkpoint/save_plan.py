@@ -33,8 +33,7 @@ from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import NewEntry, write_file
 from fullshard.checkpoint.tensor_memory import contiguous_values
 from fullshard.checkpoint.unfinished_save import UnfinishedSave
-from fullshard.errors import CheckpointError, ConfigurationError, FullshardError
-from fullshard.names import ranks_text
+from fullshard.errors import CheckpointError, ConfigurationError, FullshardError, ranks_text
 
 log = logging.getLogger("fullshard.checkpoint")
 

@@ -41,8 +41,7 @@ from fullshard.comm.journal import (
     journal_of,
 )
 from fullshard.comm.verdict import SLICE_S, VERDICT
-from fullshard.errors import ConfigurationError, DivergenceError, FullshardError
-from fullshard.names import ranks_text
+from fullshard.errors import ConfigurationError, DivergenceError, FullshardError, ranks_text
 
 _SLICE = timedelta(seconds=SLICE_S * 5)
 _STEP = 0x9E3779B97F4A7C15

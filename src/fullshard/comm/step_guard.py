@@ -52,8 +52,7 @@ from fullshard import torch_border
 from fullshard.comm.control_channel import ControlChannel
 from fullshard.comm.journal import POSITION, Journal, Waiting, journal_of, tag
 from fullshard.comm.meetings import channel_of, meet_without_collective
-from fullshard.errors import ConfigurationError, LifecycleError, StepFailedError
-from fullshard.names import ranks_text
+from fullshard.errors import ConfigurationError, LifecycleError, StepFailedError, ranks_text
 
 _FAILED = tag("a guarded step that has failed")
 _END = "end of a guarded step"

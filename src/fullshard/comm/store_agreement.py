@@ -31,8 +31,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from fullshard.errors import DivergenceError
-from fullshard.names import ranks_text
+from fullshard.errors import DivergenceError, ranks_text
 
 LOOKS_PER_S = 20_000
 """How often all ranks together look for a verdict, at most."""

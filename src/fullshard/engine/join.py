@@ -28,8 +28,13 @@ from fullshard.comm.journal import tag
 from fullshard.comm.reduce_settings import ActiveRanks
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import named_states
-from fullshard.errors import ConfigurationError, DivergenceError, LifecycleError, UsageError
-from fullshard.names import ranks_text
+from fullshard.errors import (
+    ConfigurationError,
+    DivergenceError,
+    LifecycleError,
+    UsageError,
+    ranks_text,
+)
 from fullshard.plan.mesh import global_rank
 
 T = TypeVar("T")

@@ -36,9 +36,9 @@ from fullshard.comm.reduce_settings import ReduceSettings
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState
 from fullshard.errors import ConfigurationError
-from fullshard.names import clean_name
 from fullshard.plan.layout import Division
 from fullshard.plan.mesh import DataParallelAxes, ranks_by_replica
+from fullshard.plan.names import clean_name
 from fullshard.plan.policies import MixedPrecisionPolicy
 from fullshard.storage.param import FSDPParam
 

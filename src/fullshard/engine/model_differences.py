@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from fullshard.engine.model_description import GENERAL, Description
-from fullshard.names import ranks_text
+from fullshard.errors import ranks_text
 
 _LINES = 10
 """A message has at most so many differences."""

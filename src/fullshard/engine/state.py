@@ -23,7 +23,7 @@ from fullshard.engine.observed_use import ObservedUse
 from fullshard.engine.options import StateOptions
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.training_state import TrainingState
-from fullshard.names import clean_name
+from fullshard.plan.names import clean_name
 from fullshard.plan.schedule import FORWARD, Call
 from fullshard.storage.sharded_params import group_of, unsharded_name
 

@@ -32,8 +32,8 @@ from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, attach_state
 from fullshard.errors import ConfigurationError, UnsupportedError
 from fullshard.fsdp1.wrapper_options import WrapperOptions
-from fullshard.names import FLAT_PARAM, clean_name
 from fullshard.plan.mesh import DataParallelAxes, DataParallelMeshInfo
+from fullshard.plan.names import FLAT_PARAM, clean_name
 from fullshard.plan.placement import DTensorPlacer, ParamPlacement, local_tensor
 from fullshard.plan.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.storage.param import FSDPParam, fits_in_buffers

@@ -21,7 +21,7 @@ from fullshard.engine import full_params
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.errors import ConfigurationError, LifecycleError, fault_paragraphs
 from fullshard.fsdp1.wrapper_base import WrapperBase, wrappers_in
-from fullshard.names import clean_name
+from fullshard.plan.names import clean_name
 from fullshard.plan.placement import ParamPlacement
 from fullshard.plan.policies import check_type
 from fullshard.storage.flat_parameter import FlatShardedParam

@@ -37,7 +37,7 @@ from fullshard.engine.state import state_of
 from fullshard.errors import ConfigurationError, LifecycleError
 from fullshard.fsdp1.sharded_tensors import is_sharded, shard_rows, unshard_rows
 from fullshard.fsdp1.wrapper_base import WrapperBase
-from fullshard.names import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_name
+from fullshard.plan.names import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_name
 
 # --- hooks ----------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ from fullshard.fsdp1.construction import shard
 from fullshard.fsdp1.direct_calls import DirectCalls
 from fullshard.fsdp1.wrapper_base import WrapperBase, wrappers_in
 from fullshard.fsdp1.wrapper_options import ProcessGroups, read_options, wrap_below
-from fullshard.names import FSDP_WRAPPED_MODULE
+from fullshard.plan.names import FSDP_WRAPPED_MODULE
 from fullshard.wrap import reiterable
 
 

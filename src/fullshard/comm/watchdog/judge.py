@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fullshard.comm.watchdog.answers import Absence, Answer, History, Wait
-from fullshard.names import ranks_text
+from fullshard.errors import ranks_text
 
 FINE, SLOW, AGAIN, DIVERGED = "fine", "slow", "again", "diverged"
 LEFT_S = 2.0

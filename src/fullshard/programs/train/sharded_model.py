@@ -38,8 +38,8 @@ from fullshard import (
     fully_shard,
     plan_groups,
 )
-from fullshard.names import clean_name
 from fullshard.plan.mesh import cap_timeout, default_group
+from fullshard.plan.names import clean_name
 from fullshard.programs.train.config import ComputeSection, RunConfig
 from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.weights import materialise

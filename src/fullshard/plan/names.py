@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from fullshard.torch_border import ACTIVATION_CHECKPOINTED
 
 FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
@@ -21,15 +19,3 @@ def clean_name(name: str) -> str:
     'layers.0.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Return ranks as a message names them: "rank 3", "ranks 0, 1", "ranks 0-6, 8"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {', '.join(parts)}"
