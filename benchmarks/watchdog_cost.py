@@ -9,11 +9,14 @@ once a second.
 host      until backward returns, from an idle device; on the CPU the processor time of the process, the watchdog's included
 step      until the current stream has done it all; on the CPU wall time
 on / off  median over rounds of the ratio of the two turns' mean steps
+thread    processor time of the watchdog's thread, by the time of its turns: what it can take from the main thread, which
+          waits for the interpreter lock meanwhile. Rounds differ by far more, so on / off is only a check of it.
 """
 
 import argparse
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,18 +38,22 @@ from fullshard import torch_border
 from fullshard.comm.watchdog.thread import Watchdog
 
 WARMUP = 8
-COLUMNS = ("model", "host off ms", "host on / off", "step off ms", "step on / off")
+COLUMNS = ("model", "host off ms", "host on / off", "step off ms", "step on / off", "thread")
 
 
 @contextmanager
-def watched() -> Iterator[None]:
-    """Have a watchdog within, as `watchdog.start` makes it for groups of processes."""
+def watched(shares: list[float]) -> Iterator[None]:
+    """Have a watchdog within, as `watchdog.start` makes it for groups of processes; note its share of the time."""
     group = dist.group.WORLD
     assert group is not None, "the fake group was joined"
     watchdog = Watchdog(group, thread=threading.get_ident())
+    assert watchdog.thread.ident is not None, "it has been started"
+    clock = time.pthread_getcpuclockid(watchdog.thread.ident)
+    since, spent = time.perf_counter(), time.clock_gettime(clock)
     try:
         yield
     finally:
+        shares.append((time.clock_gettime(clock) - spent) / (time.perf_counter() - since))
         watchdog.end()
         watchdog.thread.join()
 
@@ -63,32 +70,37 @@ def take_turn(contestant: Contestant, device: torch.device, steps: int) -> tuple
     return mean(each.host_s for each in timings), mean(each.device_s for each in timings)
 
 
-def measure(setting: Setting, rounds: int, steps: int) -> dict[str, list[tuple[float, float]]]:
-    """Take turns, each round in another order."""
+def measure(
+    setting: Setting, rounds: int, steps: int
+) -> tuple[dict[str, list[tuple[float, float]]], list[float]]:
+    """Take turns, each round in another order; return their times, and the thread's shares."""
     contestant = build("fullshard", setting)
     contestant.check()
     for _ in range(WARMUP):
         contestant.forward_backward()
     samples: dict[str, list[tuple[float, float]]] = {"off": [], "on": []}
+    shares: list[float] = []
     with collector_paused():
         for turn in range(rounds):
             for kind in ("off", "on") if turn % 2 else ("on", "off"):
                 if kind == "off":
                     samples[kind].append(take_turn(contestant, setting.device, steps))
                 else:
-                    with watched():
+                    with watched(shares):
                         samples[kind].append(take_turn(contestant, setting.device, steps))
-    return samples
+    return samples, shares
 
 
-def cells(preset: str, samples: dict[str, list[tuple[float, float]]]) -> list[str]:
+def cells(
+    preset: str, samples: dict[str, list[tuple[float, float]]], shares: list[float]
+) -> list[str]:
     """Write one row of the table."""
     found = [preset]
     for index in range(2):
         off, on = ([turn[index] for turn in samples[kind]] for kind in ("off", "on"))
         ratio = of_some([a / b for a, b in zip(on, off, strict=True)])
         found += [milliseconds(Spread.of(off)), f"{ratio.median:.4f} [{ratio.iqr:.4f}]"]
-    return found
+    return [*found, f"{mean(shares):.2%}"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -121,11 +133,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         precision="bf16" if on_cuda else "fp32",
         master="fp32",
     )
-    samples = measure(setting, options.rounds, options.steps)
+    samples, shares = measure(setting, options.rounds, options.steps)
     dist.destroy_process_group()
-    write_json(options.json, head, {"preset": preset, "samples": samples})
+    write_json(options.json, head, {"preset": preset, "samples": samples, "shares": shares})
     print(f"{headline(head)}\n\nMedians [interquartile range] of {options.rounds} rounds.\n")
-    print(markdown(COLUMNS, [cells(preset, samples)]))
+    print(markdown(COLUMNS, [cells(preset, samples, shares)]))
 
 
 if __name__ == "__main__":
