@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.helpers.ranks import World
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 # not allow it, and oneDNN would die of an illegal instruction in its first bf16 matmul.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# How long an example takes says something about the machine, not about what is tested.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from fullshard.checkpoint import blocks as blocks_module
 from fullshard.checkpoint.blocks import Block, blocks_of_range, slabs, whole
 from tests.helpers.shardings import blocks_in, shapes
 
-quickly = settings(deadline=None, max_examples=60)
+quickly = settings(max_examples=60)
 
 
 @st.composite

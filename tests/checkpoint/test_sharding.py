@@ -12,7 +12,7 @@ from fullshard.checkpoint.blocks import Block, whole
 from fullshard.checkpoint.sharding import Sharding, replicated
 from tests.helpers.shardings import blocks_in, shardings
 
-quickly = settings(deadline=None, max_examples=60)
+quickly = settings(max_examples=60)
 
 
 def elements_of_cell(sharding: Sharding, cell: int) -> list[int]:

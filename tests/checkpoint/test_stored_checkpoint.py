@@ -97,7 +97,7 @@ def strided_like(draw: st.DataObject, block: Block, dtype: torch.dtype) -> Tenso
     return permuted.permute(back)[tuple(slice(0, n) for n in block.shape)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cut_tensors(), st.data())
 def test_any_block_of_any_sharding_can_be_read(
     cut: tuple[Tensor, Sharding], data: st.DataObject
@@ -116,7 +116,7 @@ def test_any_block_of_any_sharding_can_be_read(
             assert torch.equal(out, x[wanted.slices_in(whole(x.shape))])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cut_tensors(), st.data())
 def test_damage_is_found_in_the_chunks_of_what_is_wanted_and_only_there(
     cut: tuple[Tensor, Sharding], data: st.DataObject

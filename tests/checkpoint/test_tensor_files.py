@@ -122,7 +122,7 @@ def test_the_library_reads_what_we_write_and_the_other_way_round(path: Path) -> 
     assert ours.verify([(0, 100)]) == []
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 3 * CHUNK) | st.integers(0, 9), max_size=5))
 def test_chunks_run_across_tensors(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int]
@@ -423,7 +423,7 @@ def test_crafted_files_are_refused(path: Path, name: str) -> None:
     assert len(str(caught.value)) < 500 + len(str(path))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.randoms(use_true_random=False))
 def test_what_the_library_refuses_is_refused_and_the_rest_read_as_by_the_library(
     tmp_path_factory: pytest.TempPathFactory, chance: random.Random

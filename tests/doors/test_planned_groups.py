@@ -272,7 +272,7 @@ def test_a_plan_is_a_policy_of_the_wrapper(world, name: str) -> None:
 
 # --- all kinds of models, in a world of two ranks that is not there -------------------------------
 
-quickly = settings(deadline=None, max_examples=25)
+quickly = settings(max_examples=25)
 thresholds = (st.integers(1, 400), st.integers(0, 800))
 
 

@@ -43,7 +43,7 @@ PAD = -1
 
 worlds = st.integers(1, 9)
 shapes = st.lists(st.integers(0, 7) | st.just(1), max_size=4).map(tuple)
-quickly = settings(deadline=None, max_examples=60)
+quickly = settings(max_examples=60)
 
 
 @st.composite

@@ -72,7 +72,7 @@ CONFIGS = st.builds(
 ).map(without_conflicts)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(CONFIGS)
 @example(
     RunConfig(samples=SamplesSection(prompt="\"\\ \\n\n\r\n\t\0\x7f\x85\u2028 # ''' é \U0001f600"))

@@ -98,7 +98,7 @@ def groups(draw: st.DrawFn) -> Group:
     return Group(layout=layout, dtypes=tuple(dtypes))
 
 
-quickly = settings(deadline=None, max_examples=60)
+quickly = settings(max_examples=60)
 
 
 def full_params(group: Group, seed: int = 0) -> list[Tensor]:
