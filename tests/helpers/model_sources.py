@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from fullshard.checkpoint import save
+from fullshard.programs.train.export import export_checkpoint
 from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.weights import materialise
 from fullshard.wrap import ModuleWrapPolicy
@@ -44,3 +47,10 @@ def wrapped(source: ModelSource, *, use_orig_params: bool = False) -> nn.Module:
 
 def wrapped_with_original_params(source: ModelSource) -> nn.Module:
     return wrapped(source, use_orig_params=True)
+
+
+def export(source: ModelSource, model: nn.Module, folder: Path) -> None:
+    """Save a model, and export the checkpoint as a run does."""
+    checkpoint = folder.with_name(f"{folder.name}-checkpoint")
+    save(checkpoint, model)
+    export_checkpoint(checkpoint, source.export_form(), folder)

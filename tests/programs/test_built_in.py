@@ -15,7 +15,7 @@ from fullshard.programs.train.config import DataSection, ModelSection, RunConfig
 from fullshard.programs.train.decoder_shape import SIZES, decoder_shape
 from fullshard.programs.train.model_source import open_model
 from tests.helpers.compare import assert_close, assert_equal
-from tests.helpers.model_sources import sharded, unsharded, wrapped
+from tests.helpers.model_sources import export, sharded, unsharded, wrapped
 
 CONFIG = RunConfig(model=ModelSection(layers=2, width=20, heads=2), data=DataSection(context=32))
 TOKENS = torch.arange(60).view(2, 30) * 5 % 256
@@ -54,7 +54,7 @@ def exported(folder: Path) -> None:
         model = door(source)
         source.fill(model, seed=3)
         assert_equal(source.scores(model, TOKENS), expected)
-        source.export(model, folder / door.__name__)
+        export(source, model, folder / door.__name__)
         llama = AutoModelForCausalLM.from_pretrained(folder / door.__name__)
         assert type(llama).__name__ == "LlamaForCausalLM"
         assert_close(llama(TOKENS).logits, expected, rtol=1e-4, atol=1e-6)

@@ -23,7 +23,13 @@ from fullshard.programs.train.tokenizer import Bytes
 from fullshard.programs.train.transformers_model import parameters_on_meta, starting_weights
 from fullshard.programs.train.weights import fill
 from tests.helpers.compare import assert_close, assert_equal
-from tests.helpers.model_sources import sharded, unsharded, wrapped, wrapped_with_original_params
+from tests.helpers.model_sources import (
+    export,
+    sharded,
+    unsharded,
+    wrapped,
+    wrapped_with_original_params,
+)
 from tests.helpers.runs import records, run, write_text
 
 TOKENS = torch.arange(48).view(2, 24) * 7 % 64
@@ -69,7 +75,13 @@ def source_of(folder: Path, **section: Any) -> ModelSource:
     )
 
 
-FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+FILES = [
+    "config.json",
+    "fullshard_export.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
 
 DOORS = (sharded, wrapped, wrapped_with_original_params)
 
@@ -106,16 +118,16 @@ def there_and_back(folder: Path, exports: Path) -> list[str]:
         assert_equal(scores_of(source, model.train()), begin)
         trained(source, model.train())
         assert_close(scores_of(source, model), end, rtol=1e-4, atol=1e-5)
-        export = exports / door.__name__
-        source.export(model, export)
-        again = AutoModelForCausalLM.from_pretrained(export)
+        exported = exports / door.__name__
+        export(source, model, exported)
+        again = AutoModelForCausalLM.from_pretrained(exported)
         assert_equal(scores_of(source, again), scores_of(source, model))
 
-        pretrained = source_of(export, pretrained=True)
+        pretrained = source_of(exported, pretrained=True)
         resumed = door(pretrained)
         pretrained.fill(resumed, seed=1)
         assert_equal(scores_of(pretrained, resumed), scores_of(source, model))
-    return sorted(path.name for path in export.iterdir())
+    return sorted(path.name for path in exported.iterdir())
 
 
 @pytest.mark.parametrize("configuration", [LLAMA, GPT2], ids=lambda each: each["model_type"])

@@ -84,7 +84,7 @@ def load(
     rank_group = RankGroup(process_group)
 
     def load_once(found: FoundCheckpoint) -> Loaded:
-        source = rank_group.on_each(lambda: _opened(found))
+        source = rank_group.on_each(lambda: open_found(found))
         loaded = load_source(
             source,
             model,
@@ -101,7 +101,8 @@ def load(
     return read_together(path, rank_group, load_once)
 
 
-def _opened(found: FoundCheckpoint) -> Source:
+def open_found(found: FoundCheckpoint) -> Source:
+    """Open a checkpoint that was found: of our own format the very one, of others what is there now."""
     manifest = found.manifest()
     return open_source(found.path) if manifest is None else StoredCheckpoint(found.path, manifest)
 

@@ -22,6 +22,7 @@ The files in the order a run passes through them:
     resume  stop         checkpoints and resuming from them; signals and bad steps
     run_events           (one folder up) what happens, as values; `metrics_file` writes it, `progress` shows it
     memory  result       memory use of a rank; the result of a run
+    export               a checkpoint as a folder that transformers loads; `exported_model` knows such folders
 
 Model and data:
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fullshard.checkpoint import save_huggingface
 from fullshard.errors import ConfigurationError
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.decoder import NORM_EPS, ROTARY_BASE, Decoder
 from fullshard.programs.train.decoder_shape import VOCABULARY_UNKNOWN, DecoderShape, decoder_shape
+from fullshard.programs.train.exported_model import ExportForm
 from fullshard.programs.train.tokenizer import open_tokenizer
 from fullshard.programs.train.weights import DrawnWeights, fill, seed_of
 
@@ -72,10 +72,10 @@ class BuiltInDecoder:
         scores: Tensor = model(tokens)
         return scores
 
-    def export(self, model: nn.Module, folder: Path) -> None:
-        """Write it as a Llama."""
-        companions = [LlamaConfiguration(self.shape, self._context), self.tokenizer]
-        save_huggingface(folder, model, config_from=companions, rename=llama_name)
+    def export_form(self) -> ExportForm:
+        """Return its form as a Llama."""
+        companions = (LlamaConfiguration(self.shape, self._context), self.tokenizer)
+        return ExportForm(companions=companions, rename=llama_name)
 
 
 def empty_decoder(shape: DecoderShape) -> Decoder:

@@ -302,7 +302,7 @@ class CheckpointSection:
     """Number of the newest checkpoints to keep."""
 
     export: bool = False
-    """At the end, write the model as a Hugging Face folder `model`."""
+    """At the end, write the model as a Hugging Face folder `model`, in place of an earlier export. A finished run is exported, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,11 +20,12 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from fullshard.errors import ConfigurationError, FullshardError
+from fullshard.errors import CheckpointError, ConfigurationError, FullshardError
 from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe
 from fullshard.programs.train import slurm
 from fullshard.programs.train.config import OFFLOAD_ON_CPU, DeviceChoice, Problem, RunConfig
 from fullshard.programs.train.config_fields import config_sections
+from fullshard.programs.train.exported_model import check_target
 from fullshard.programs.train.preflight import data_problems, model_problems
 from fullshard.programs.train.processes import StoppedError, run_in_processes
 from fullshard.programs.train.rank_info import (
@@ -152,6 +153,7 @@ def problems_here(config: RunConfig, *, fresh: bool = False) -> Iterator[Problem
     yield from data_problems(config)
     if not fresh:
         yield from _folder_problems(config)
+        yield from _export_problems(config)
     if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         yield Problem(
             ("log.tensorboard",),
@@ -180,6 +182,16 @@ def _folder_problems(config: RunConfig) -> Iterator[Problem]:
         RunFolder(config.run.folder).check(config)
     except ConfigurationError as error:
         yield Problem(tuple(config_sections()), str(error))
+
+
+def _export_problems(config: RunConfig) -> Iterator[Problem]:
+    if config.checkpoint.export:
+        try:
+            check_target(RunFolder(config.run.folder).exported_model)
+        except CheckpointError as error:
+            yield Problem(
+                ("checkpoint.export", "run.folder"), f"{error} Or leave checkpoint.export out."
+            )
 
 
 def choose_device(choice: DeviceChoice) -> Device:

@@ -151,8 +151,6 @@ class Training:
         self.checkpoints.finish()
         if config.samples.count:
             self._write_samples()
-        if config.checkpoint.export:
-            self.job.source.export(self.model.module, self.job.folder.exported_model)
         self.result.seconds = time.perf_counter() - began
         self.watch(End(step=self.state.step, seconds=self.result.seconds))
         return self.result

@@ -5,12 +5,12 @@ The loop knows a model only as a `ModelSource`.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.exported_model import ExportForm
 from fullshard.programs.train.tokenizer import Tokenizer
 
 
@@ -41,8 +41,8 @@ class ModelSource(Protocol):
     def scores(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """Return the scores (rows, length, vocabulary) of the token after each of `tokens` (rows, length)."""
 
-    def export(self, model: nn.Module, folder: Path) -> None:
-        """Write a folder that transformers loads, with configuration and tokenizer. All ranks call it."""
+    def export_form(self) -> ExportForm:
+        """Return how transformers knows the model."""
 
 
 def open_model(config: RunConfig) -> ModelSource:

@@ -19,10 +19,11 @@ from rich.console import Console
 
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.save_plan import log as checkpoint_log
-from fullshard.errors import FullshardError
+from fullshard.errors import CheckpointError, FullshardError
 from fullshard.programs.run_events import Watcher, all_of
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.data import open_data
+from fullshard.programs.train.export import export_newest
 from fullshard.programs.train.loop import Job, Training
 from fullshard.programs.train.metrics_file import MetricsFile, TensorBoardFiles
 from fullshard.programs.train.model_source import open_model
@@ -90,9 +91,27 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
             result = Training(job, watch).run()
         elif progress is not None:
             progress.print_last(f"The run in {folder.path} is finished.")
+        failure = _export(job, progress) if config.checkpoint.export else None
         if progress is not None and config.log.report:
             result.report = _report(folder, progress)
+        if failure is not None:  # after the report, because the run itself has succeeded
+            raise failure
         return result
+
+
+def _export(job: Job, progress: RunProgress | None) -> CheckpointError | None:
+    """Export the model, and print where it is; return the error if that fails, which all ranks have."""
+    try:
+        mark = export_newest(job.folder, job.source)
+    except CheckpointError as error:
+        return CheckpointError(
+            f"The run is trained and saved, but its model was not exported: {error}"
+        )
+    if progress is not None:
+        progress.print_last(
+            f"Model   {job.folder.exported_model}, after step {mark.step}, for transformers"
+        )
+    return None
 
 
 def _report(folder: RunFolder, progress: RunProgress) -> Path | None:

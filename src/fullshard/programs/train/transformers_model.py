@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from fullshard.checkpoint import load_huggingface, save_huggingface
+from fullshard.checkpoint import load_huggingface
 from fullshard.errors import ConfigurationError
 from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.exported_model import ExportForm
 from fullshard.programs.train.tokenizer import copy_files, open_tokenizer
 from fullshard.programs.train.weights import DrawnWeights, fill, materialise, seed_of
 
@@ -86,10 +87,9 @@ class TransformersModel:
         scores: Tensor = model(input_ids=tokens, use_cache=False).logits
         return scores
 
-    def export(self, model: nn.Module, folder: Path) -> None:
-        """Write it in the format of transformers."""
-        companions = [_ConfigurationFiles(self._folder), self.tokenizer]
-        save_huggingface(folder, model, config_from=companions)
+    def export_form(self) -> ExportForm:
+        """Return its configuration and tokenizer; its weights have the names that transformers knows."""
+        return ExportForm(companions=(_ConfigurationFiles(self._folder), self.tokenizer))
 
 
 def _configuration(folder: Path) -> Any:

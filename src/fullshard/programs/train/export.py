@@ -1,0 +1,120 @@
+"""A checkpoint as a folder that transformers loads.
+
+An export is made from a checkpoint, not from the model in memory. So it works at the end of a run, for a finished run and
+for an earlier step, by any number of ranks. The new folder appears, or replaces an earlier export, when it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+from fullshard.checkpoint import latest
+from fullshard.checkpoint.formats import open_found
+from fullshard.checkpoint.found_checkpoint import FoundCheckpoint, read_together
+from fullshard.checkpoint.huggingface import write_huggingface
+from fullshard.checkpoint.rank_group import RankGroup
+from fullshard.checkpoint.replacement import NEW, replacing
+from fullshard.checkpoint.source import Source
+from fullshard.errors import CheckpointError
+from fullshard.programs.train.exported_model import (
+    MARK,
+    ExportForm,
+    ExportMark,
+    check_target,
+    read_mark,
+)
+from fullshard.programs.train.model_source import ModelSource
+from fullshard.programs.train.run_folder import RunFolder
+
+
+def export_newest(folder: RunFolder, source: ModelSource) -> ExportMark:
+    """Export the newest checkpoint of a run to its folder `model`, unless that was done before. All ranks call it.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it cannot be read, or the folder cannot be written; the same on all
+            ranks. An earlier export is unchanged.
+    """
+    path = RankGroup().on_first(lambda: newest_checkpoint(folder))
+    return export_checkpoint(path, source.export_form(), folder.exported_model)
+
+
+def newest_checkpoint(folder: RunFolder) -> Path:
+    """Return the newest checkpoint of a run.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = latest(folder.checkpoints) if folder.checkpoints.is_dir() else None
+    if found is None:
+        raise CheckpointError(
+            f"A model is exported from a checkpoint, and there is none in {folder.checkpoints}. Train first: fullshard train "
+            f"{folder.config}"
+        )
+    return found
+
+
+def export_checkpoint(path: Path, form: ExportForm, target: Path) -> ExportMark:
+    """Write a checkpoint as a folder that transformers loads, unless the folder is up to date. All ranks call it.
+
+    Args:
+        path: A checkpoint of any format.
+        form: How transformers knows its model.
+        target: New, empty, or an earlier export, which is replaced.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or the folder cannot be written. The folder is unchanged.
+    """
+    ranks = RankGroup()
+
+    def begin() -> ExportMark | None:
+        check_target(target)
+        return read_mark(target)
+
+    old = ranks.on_first(begin)
+
+    def write(found: FoundCheckpoint) -> ExportMark:
+        manifest = found.manifest()
+        data = None if manifest is None else manifest.data
+        if old is not None and data is not None and old.data == data:
+            return old
+        with closing(ranks.on_each(lambda: open_found(found))) as source:
+            return _replace(source, data, form, target, keep=_others(old))
+
+    return read_together(path, ranks, write)
+
+
+def _replace(
+    source: Source,
+    data: str | None,
+    form: ExportForm,
+    target: Path,
+    *,
+    keep: Callable[[Path], bool] | None,
+) -> ExportMark:
+    ranks = RankGroup()
+    with replacing(target, ranks, keep=keep) as workspace:
+        new = workspace / NEW
+        write_huggingface(source, new, config_from=list(form.companions), rename=form.rename)
+
+        def mark() -> ExportMark:
+            step = source.extra.get("step") if isinstance(source.extra, dict) else None
+            made = ExportMark(
+                checkpoint=source.path.name,
+                data=data,
+                step=step if isinstance(step, int) else None,
+                files=tuple(sorted(file.name for file in new.iterdir())),
+            )
+            made.write(new)
+            return made
+
+        return ranks.on_first(mark)
+
+
+def _others(old: ExportMark | None) -> Callable[[Path], bool] | None:
+    """Return which files stay in the folder: those that are not of the old export. None if the folder must be empty."""
+    if old is None:
+        return None
+    replaced = {MARK, *old.files}
+    return lambda path: path.name not in replaced

@@ -1,0 +1,88 @@
+"""Models of runs as folders that transformers loads: at the end of a run, of a finished one, of any step."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fullshard.errors import CheckpointError
+from fullshard.programs import cli
+from fullshard.programs.train import launch
+from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.config_file import to_toml
+from fullshard.programs.train.exported_model import MARK, read_mark
+from tests.helpers.runs import records, run, tiny, tiny_settings
+
+
+def with_steps(config: RunConfig, steps: int) -> RunConfig:
+    return replace(config, train=replace(config.train, steps=steps))
+
+
+def invoke(*arguments: object) -> Result:
+    result = CliRunner().invoke(cli.build_app(), list(map(str, arguments)))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def said(result: Result) -> str:
+    return " ".join(result.output.split())
+
+
+def shown_by(config: RunConfig) -> str:
+    shown = io.StringIO()
+    run(config, shown=shown)
+    return " ".join(shown.getvalue().split())
+
+
+def finished_then_extended(config: RunConfig, exporting: RunConfig) -> None:
+    model = config.run.folder / "model"
+    run(with_steps(config, 2))
+    assert not model.exists()
+
+    assert "after step 2" in shown_by(with_steps(exporting, 2)), "a finished run is exported"
+    (model / "notes.md").write_text("a user's")
+    weights = (model / "model.safetensors").read_bytes()
+    before = (model / MARK).stat()
+    assert "after step 2" in shown_by(with_steps(exporting, 2))
+    assert (model / MARK).stat().st_ino == before.st_ino, "it is not written again"
+
+    assert "after step 4" in shown_by(with_steps(exporting, 4)), "an extended one is, too"
+    mark = read_mark(model)
+    assert mark is not None and (mark.step, mark.checkpoint) == (4, "step_00000004")
+    assert (model / "notes.md").read_text() == "a user's"
+    assert (model / "model.safetensors").read_bytes() != weights
+    assert not list(config.run.folder.glob(".model*")), "nothing is left of the exchange"
+
+    # What goes wrong when all steps are done: the run is complete all the same.
+    (model / MARK).unlink()
+    reporting = replace(with_steps(exporting, 6), log=replace(config.log, report=True))
+    with pytest.raises(CheckpointError, match=r"trained and saved, but .* not exported.*Move it"):
+        run(reporting)
+    assert [each["step"] for each in records(config, "end")] == [2, 4, 6]
+    assert (config.run.folder / "report.html").exists()
+
+
+def test_an_export_replaces_the_earlier_one_and_a_finished_run_is_exported(
+    world: Any, tmp_path: Path
+) -> None:
+    configs = (tiny(tmp_path), tiny(tmp_path, "checkpoint.export=true"))
+    world(1).run(finished_then_extended, *configs)
+
+
+def test_a_folder_that_an_export_must_not_replace_is_found_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "launch", None)
+    config = tiny(tmp_path)
+    (config.run.folder / "model").mkdir(parents=True)
+    (config.run.folder / "config.toml").write_text(to_toml(config))
+    (config.run.folder / "model" / "model.safetensors").write_text("somebody's work")
+    settings = tiny_settings(tmp_path, "checkpoint.export=true")
+    result = invoke("train", *(word for each in settings for word in ("--set", each)))
+    assert result.exit_code == 2
+    assert "has other files" in said(result) and "checkpoint.export" in said(result)
