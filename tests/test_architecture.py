@@ -232,7 +232,12 @@ def imports_of_torch_fsdp(all_sources: Sequence[Source]) -> list[str]:
         for source in all_sources
         for node, name in dotted_names(source)
         if within(name, "torch.distributed.fsdp") or within(name, "torch.distributed._composable")
+        if not within(name, COMPOSABLE_REGISTRY)
     ]
+
+
+COMPOSABLE_REGISTRY = "torch.distributed._composable.contract"
+"""Where torch notes which functions were applied to a module; no part of its FSDP."""
 
 
 COLLECTIVE = re.compile(

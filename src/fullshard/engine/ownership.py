@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fullshard import torch_border
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import IgnoredParams, state_of
 from fullshard.errors import ConfigurationError
@@ -36,11 +37,14 @@ def has_forward(module: nn.Module) -> bool:
 def managed_modules(
     modules: Iterable[nn.Module], ignored: Collection[nn.Module] = ()
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules whose parameters belong to a call: the given ones and those below, up to other states."""
+    """Yield the modules whose parameters belong to a call: the given ones and those below.
+
+    Left out are modules that have a state of their own, and those that torch's `replicate` (DDP) keeps in step.
+    """
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, name: str, given: bool) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or module in ignored or (not given and state_of(module) is not None):
+        if module in seen or module in ignored or (not given and _is_of_others(module)):
             return
         seen.add(module)
         yield name, module
@@ -49,6 +53,15 @@ def managed_modules(
 
     for module in modules:
         yield from visit(module, "", True)
+
+
+def _is_of_others(module: nn.Module) -> bool:
+    return state_of(module) is not None or is_replicated_by_ddp(module)
+
+
+def is_replicated_by_ddp(module: nn.Module) -> bool:
+    """Whether `torch.distributed._composable.replicate` keeps a module's parameters equal on all ranks."""
+    return state_of(module) is None and "replicate" in torch_border.composable_functions(module)
 
 
 def owned_params(
@@ -87,6 +100,14 @@ def ignored_below(
     ignored_modules: Collection[nn.Module] = (),
 ) -> IgnoredParams:
     """Return the names of ignored parameters: a user may replace the parameters themselves."""
+    modules = tuple(modules)
+    replicated = [
+        below for each in modules for below in each.modules() if is_replicated_by_ddp(below)
+    ]
+    ignored_modules = {
+        *ignored_modules,
+        *(below for each in replicated for below in each.modules()),
+    }
     ignored = {id(param) for param in ignored_params}
     found: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
     for each in modules:

@@ -54,7 +54,9 @@ from fullshard.plan.names import FSDP_WRAPPED_MODULE
 from fullshard.wrap import reiterable
 
 
-class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
+class FullyShardedDataParallel(
+    torch_border.ConvertibleModule, torch_border.ClientAttributes, WrapperBase
+):
     """A module whose parameters are sharded over ranks and gathered only while it computes.
 
         model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -392,6 +394,11 @@ class FullyShardedDataParallel(torch_border.ConvertibleModule, WrapperBase):
         finally:
             for wrapper in wrappers_in(self):
                 wrapper._fsdp_state.installed_full_params.uninstall()  # if a module has raised
+
+    def _named_sharded_params(self) -> list[tuple[str, nn.Parameter]]:
+        """See `torch_border.ClientAttributes`."""
+        groups = self._fsdp_state.groups
+        return [(each.name, each.param) for group in groups for each in group.sharded_params]
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell `torch.distributed.checkpoint.state_dict` which child is not part of names."""

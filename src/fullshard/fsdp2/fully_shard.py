@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from fullshard import torch_border
 from fullshard.comm import collectives
 from fullshard.engine import module_hooks
 from fullshard.engine.options import StateOptions
@@ -30,6 +31,7 @@ from fullshard.engine.ownership import (
     check_real_for_wire,
     has_forward,
     ignored_below,
+    is_replicated_by_ddp,
     managed_modules,
     move_buffers,
     owned_params,
@@ -281,6 +283,9 @@ def _apply(
     )
     for module in modules:
         attach_state(module, state)
+        torch_border.register_composable(
+            module, "replicate" if mixin is ReplicateModule else "fully_shard"
+        )
         module.__class__ = sharded_class(type(module), mixin)
         module.register_forward_pre_hook(
             functools.partial(module_hooks.pre_forward, state), prepend=True, with_kwargs=True
@@ -313,6 +318,12 @@ def _checked_modules(function: str, module: object) -> list[nn.Module]:
         raise ConfigurationError(
             f"{function} gathers parameters around a module's forward, but these modules have none: {without_forward}. "
             "Shard the modules that they contain, or the module that contains them."
+        )
+    by_ddp = [type(each).__name__ for each in checked if is_replicated_by_ddp(each)]
+    if by_ddp:
+        raise ConfigurationError(
+            f"{function} cannot take modules to which torch.distributed._composable.replicate was applied: {by_ddp}. Apply "
+            f"{function} to the modules in it first, or replicate alone."
         )
     twice = [type(each).__name__ for each in checked if state_of(each) is not None]
     if twice or len({id(each) for each in checked}) < len(checked):

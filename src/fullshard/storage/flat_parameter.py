@@ -76,7 +76,14 @@ class FlatShardedParam(PlainShardedParam):
         for _, _, original, _ in members:
             setattr(original, GROUP_MARK, group_name)
         self._put_stand_ins(local)
-        self._set_param(FlatParameter(local, requires_grad=trainable), group_name)
+        flat_param = FlatParameter(local, requires_grad=trainable)
+        self._mark(flat_param)
+        self._set_param(flat_param, group_name)
+
+    def _mark(self, flat_param: Tensor) -> None:
+        """Say of a parameter that it is this flat parameter: to `FlatParameter`, and to other programs."""
+        setattr(flat_param, _FLAT_MARK, True)
+        torch_border.mark_flat_parameter(flat_param, [name for name, _, _ in self._shapes])
 
     def value_on(self, owner: ParamModuleInfo) -> Tensor:
         """See `ShardedParam`."""
@@ -167,7 +174,7 @@ class FlatShardedParam(PlainShardedParam):
 
     def adopt(self, candidate: Tensor, group_name: str) -> None:
         """See `ShardedParam`."""
-        setattr(candidate, _FLAT_MARK, True)  # moving makes another parameter
+        self._mark(candidate)  # moving makes another parameter
         super().adopt(candidate, group_name)
 
 

@@ -395,6 +395,10 @@ class OrigParamShard(PlainShardedParam):
         self._sharded_gradient: Tensor | None
         self._set_param(original, group_name)
 
+    def _set_param(self, param: nn.Parameter, group_name: str) -> None:
+        torch_border.mark_flattened(param)
+        super()._set_param(param, group_name)
+
     def install_full_params(self, values: Sequence[Tensor]) -> None:
         """See `PlainShardedParam`."""
         self._sharded_data, self._gradient_before = self.param.data, self.param.grad

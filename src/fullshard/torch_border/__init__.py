@@ -26,6 +26,13 @@ from fullshard.torch_border.autograd import (
     versions_of as versions_of,
     with_inputs_of_backward as with_inputs_of_backward,
 )
+from fullshard.torch_border.client_attributes import (
+    ClientAttributes as ClientAttributes,
+    composable_functions as composable_functions,
+    mark_flat_parameter as mark_flat_parameter,
+    mark_flattened as mark_flattened,
+    register_composable as register_composable,
+)
 from fullshard.torch_border.dtensors import (
     dtensor as dtensor,
     dtensor_parameter as dtensor_parameter,
