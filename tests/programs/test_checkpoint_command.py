@@ -19,6 +19,7 @@ from fullshard.checkpoint.conversion import FORMATS, write
 from fullshard.checkpoint.formats import open_source
 from fullshard.programs import cli
 from fullshard.programs.checkpoint_tool import contents, output
+from fullshard.programs.console.tables import size_text
 from tests.helpers.checkpoints import plain_source
 
 
@@ -145,6 +146,26 @@ def test_convert_and_diff(made: Path, tmp_path: Path) -> None:
     row = next(line.split() for line in lines if line.startswith("model/0.weight "))
     assert row[1:3] == ["15", "100.0%"]
     assert lines[-1].startswith("Different: 0 of 12 tensors in both are equal")
+
+
+def test_convert_tells_the_size_of_what_it_wrote_and_that_weights_alone_are_not_a_model(
+    made: Path, tmp_path: Path
+) -> None:
+    for name in ("huggingface", "torch"):
+        result = run("convert", made / "first", tmp_path / name, "--to", name)
+        assert result.exit_code == 0, result.output
+        path = tmp_path / name
+        file = path if path.is_file() else path / "model.safetensors"
+        assert f"({size_text(file.stat().st_size)} in " in result.stdout
+        assert ("fullshard export" in result.stdout) == (name == "huggingface")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000002"
+    write(open_source(made / "first"), checkpoint, to="fullshard")
+    (tmp_path / "run" / "config.toml").write_text("")
+    for path in (checkpoint, tmp_path / "run"):
+        result = run("convert", path, tmp_path / "new", "--to", "huggingface")
+        assert result.exit_code == 2
+        assert f"fullshard export {path} --to {tmp_path / 'new'}" in " ".join(result.stderr.split())
+    assert not (tmp_path / "new").exists()
 
 
 def test_trouble_is_one_message_and_exit_code_2(made: Path, tmp_path: Path) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
+from fullshard.checkpoint.blocks import whole
+from fullshard.checkpoint.conversion import write
+from fullshard.checkpoint.formats import open_source
 from fullshard.errors import CheckpointError
 from fullshard.programs import cli
 from fullshard.programs.train import launch
@@ -61,10 +67,13 @@ def finished_then_extended(config: RunConfig, exporting: RunConfig) -> None:
     # What goes wrong when all steps are done: the run is complete all the same.
     (model / MARK).unlink()
     reporting = replace(with_steps(exporting, 6), log=replace(config.log, report=True))
-    with pytest.raises(CheckpointError, match=r"trained and saved, but .* not exported.*Move it"):
+    with (
+        patch("fullshard.programs.report.write_report") as write_report,
+        pytest.raises(CheckpointError, match=r"trained and saved, but .* not exported.*Move it"),
+    ):
         run(reporting)
+    write_report.assert_called_once()
     assert [each["step"] for each in records(config, "end")] == [2, 4, 6]
-    assert (config.run.folder / "report.html").exists()
 
 
 def test_an_export_replaces_the_earlier_one_and_a_finished_run_is_exported(
@@ -86,3 +95,60 @@ def test_a_folder_that_an_export_must_not_replace_is_found_before_the_first_step
     result = invoke("train", *(word for each in settings for word in ("--set", each)))
     assert result.exit_code == 2
     assert "has other files" in said(result) and "checkpoint.export" in said(result)
+
+
+# --- fullshard export ----------------------------------------------------------------------------------------
+
+
+def exported_by_command(config: RunConfig) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    folder = config.run.folder
+    run(config)
+    assert config.data.path is not None
+    config.data.path.unlink()  # the tokenizer is known without the data
+    result = invoke("export", folder)
+    assert result.exit_code == 0, result.output
+    assert "step_00000006 after step 6" in said(result)
+    size = sum(file.stat().st_size for file in (folder / "model").iterdir() if file.name != MARK)
+    assert f"{size / 1000:.1f} kB" in said(result)
+    assert invoke("export", folder, "--step", 4, "--to", folder / "four").exit_code == 0
+    for name, step in (("model", 6), ("four", 4)):
+        model = AutoModelForCausalLM.from_pretrained(folder / name)
+        stored = open_source(folder / "checkpoints" / f"step_{step:08d}")
+        info = stored.tensors["model/head.weight"]
+        weight = torch.empty(info.shape)
+        stored.read("model/head.weight", whole(info.shape), weight)
+        assert torch.equal(model.lm_head.weight, weight)
+        assert AutoTokenizer.from_pretrained(folder / name).encode("def") == list(b"def")
+
+    # A checkpoint of the run, again; then one that is not of a run, with the configuration of the model.
+    checkpoint = folder / "checkpoints" / "step_00000004"
+    assert invoke("export", checkpoint).exit_code == 0
+    assert (mark := read_mark(folder / "model")) is not None and mark.step == 4
+    other, target = folder.parent / "other", folder.parent / "target"
+    write(open_source(folder / "four"), other, to="fullshard")
+    result = invoke("export", other, "--to", target)
+    assert result.exit_code == 2 and "--config-from" in said(result)
+    result = invoke("export", other, "--config-from", folder / "four")
+    assert result.exit_code == 2 and "--to" in said(result)
+    result = invoke("export", other, "--config-from", folder / "four", "--to", target)
+    assert result.exit_code == 0, result.output
+    again = AutoModelForCausalLM.from_pretrained(target)
+    assert torch.equal(again.lm_head.weight, weight)
+
+    # What is refused: other names, a step that is not there, a folder with other files.
+    result = invoke("export", checkpoint, "--config-from", folder / "four", "--to", target)
+    assert result.exit_code == 2
+    assert "unknown: embed.weight" in said(result) and "missing: model.embed" in said(result)
+    result = invoke("export", folder, "--step", 5)
+    assert result.exit_code == 2 and "those of: 4, 6" in said(result)
+    result = invoke("export", folder, "--to", folder.parent)
+    assert result.exit_code == 2 and "has other files" in said(result)
+
+
+def test_a_run_a_step_and_any_checkpoint_become_folders_that_transformers_loads(
+    world: Any, tmp_path: Path
+) -> None:
+    world(1).run(exported_by_command, tiny(tmp_path, "checkpoint.every=4"))

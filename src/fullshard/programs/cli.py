@@ -82,6 +82,7 @@ def build_app() -> typer.Typer:
     import typer
 
     from fullshard.programs.checkpoint_tool.command import app as checkpoint
+    from fullshard.programs.export_tool.command import export
     from fullshard.programs.inspect_tool.command import inspect
     from fullshard.programs.report.command import report
     from fullshard.programs.train.command import train
@@ -95,5 +96,6 @@ def build_app() -> typer.Typer:
     app.command()(train)
     app.command()(inspect)
     app.command()(report)
+    app.command()(export)
     app.add_typer(checkpoint, name="checkpoint")
     return app

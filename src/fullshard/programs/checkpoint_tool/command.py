@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fullshard.errors import FullshardError
+from fullshard.errors import ConfigurationError, FullshardError
 from fullshard.programs.console.tables import print_error
+from fullshard.programs.export_tool.origin import find_origin
+from fullshard.programs.train.run_folder import CONFIG
 
 if TYPE_CHECKING:
     from fullshard.checkpoint.differences import Differences
@@ -97,7 +99,7 @@ def convert(
         typer.Option(
             metavar="[fullshard|huggingface|dcp|torch]",
             show_default=False,
-            help="The format to write. Hugging Face folders have the model only.",
+            help="The format to write. huggingface: the weights only; fullshard export writes what transformers loads.",
         ),
     ],
     files: Annotated[
@@ -108,18 +110,32 @@ def convert(
     with errors_as_exit_codes():
         from fullshard.checkpoint import conversion
         from fullshard.checkpoint.formats import use_source
+        from fullshard.checkpoint.source import MODEL
         from fullshard.programs.checkpoint_tool import output, verification
 
         began = time.perf_counter()
+        weights_only = to == "huggingface"
+        if weights_only:
+            _refuse_checkpoint_of_run(source, target)
 
-        def write(opened: Source) -> int:
-            nbytes = verification.bytes_in(opened)
+        def write(opened: Source) -> None:
+            nbytes = verification.bytes_in(opened, MODEL if weights_only else "")
             with output.progress(Console(), "convert", nbytes) as advance:
                 conversion.write(opened, target, to=to, files=files, on_bytes=advance)
-            return nbytes
 
-        nbytes = use_source(source, write)
-        output.print_written(Console(), target, nbytes, time.perf_counter() - began)
+        use_source(source, write)
+        output.print_written(Console(), target, time.perf_counter() - began)
+        if weights_only and not (source / "config.json").exists():
+            output.print_weights_only(Console(), source)
+
+
+def _refuse_checkpoint_of_run(source: Path, target: Path) -> None:
+    """Refuse to write weights that transformers cannot load, where it is known how it could."""
+    if (source / CONFIG).is_file() or find_origin(source, None).run is not None:
+        raise ConfigurationError(
+            "transformers needs configuration, tokenizer and its own names of weights, which convert does not know and the "
+            f"run of {source} does. Use: fullshard export {source} --to {target}"
+        )
 
 
 @app.command()

@@ -157,10 +157,21 @@ def print_report(console: Console, report: Report) -> None:
         print_line(console, text)
 
 
-def print_written(console: Console, target: Path, nbytes: int, seconds: float) -> None:
-    """Print what was converted."""
+def print_written(console: Console, target: Path, seconds: float) -> None:
+    """Print what was converted, and the size of its files."""
+    files = [target] if target.is_file() else [file for file in target.rglob("*") if file.is_file()]
+    nbytes = sum(file.stat().st_size for file in files)
     amount = f"{size_text(nbytes)} in {seconds:.3g} s, {rate(nbytes, seconds)}"
     print_line(console, f"Wrote {target} ({amount}).")
+
+
+def print_weights_only(console: Console, source: Path) -> None:
+    """Print that a Hugging Face folder has no configuration, and what writes one."""
+    print_line(
+        console,
+        "It has weights only, under the names of the checkpoint. A folder that transformers loads: "
+        f"fullshard export {source} --config-from FOLDER --to FOLDER",
+    )
 
 
 def rate(nbytes: int, seconds: float) -> str:

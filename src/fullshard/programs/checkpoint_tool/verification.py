@@ -31,9 +31,9 @@ class Report:
     faults: list[str]
 
 
-def bytes_in(source: Source) -> int:
-    """Return the bytes of all tensors."""
-    return sum(map(_nbytes, source.tensors.values()))
+def bytes_in(source: Source, prefix: str = "") -> int:
+    """Return the bytes of all tensors, or of those whose keys begin with ``prefix``."""
+    return sum(_nbytes(info) for key, info in source.tensors.items() if key.startswith(prefix))
 
 
 def check(source: Source, advance: Callable[[int], None]) -> Report:

@@ -64,7 +64,19 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
     path = tokenizer_path(config)
     if path is not None:
         return HuggingFaceTokenizer(path)
-    return Bytes() if data_files(config.data).kind == "text" else Numbers()
+    return Bytes() if _is_text(config) else Numbers()
+
+
+def _is_text(config: RunConfig) -> bool:
+    """Say whether the data are text, also when they have gone, as long as the configuration tells."""
+    if config.data.kind != "auto":
+        return config.data.kind == "text"
+    try:
+        return data_files(config.data).kind == "text"
+    except ConfigurationError:
+        if config.model.vocabulary is not None:
+            raise
+        return True  # arrays without a tokenizer need model.vocabulary
 
 
 def tokenizer_path(config: RunConfig) -> Path | None:
