@@ -226,10 +226,15 @@ def folder_graph(all_sources: Sequence[Source]) -> dict[str, set[str]]:
     return graph
 
 
+INSTALL = "run/install"
+"""The one file that imports torch's FSDP, to replace it, when a user asks for that."""
+
+
 def imports_of_torch_fsdp(all_sources: Sequence[Source]) -> list[str]:
     return [
-        source.fault(node, f"{name} is what this package replaces")
+        source.fault(node, f"{name} is what this package replaces; only {INSTALL} imports it")
         for source in all_sources
+        if str(source.path.with_suffix("")) != INSTALL
         for node, name in dotted_names(source)
         if within(name, "torch.distributed.fsdp") or within(name, "torch.distributed._composable")
         if not within(name, COMPOSABLE_REGISTRY)
@@ -602,6 +607,7 @@ BREACHES: list[tuple[Callable[[Sequence[Source]], list[str]], str, str, str]] = 
         "distributed.fsdp",
     ),
     (imports_of_torch_fsdp, "comm/collectives.py", "import torch.distributed.fsdp.api", "fsdp.api"),
+    (imports_of_torch_fsdp, "run/program.py", "import torch.distributed.fsdp", "only run/install"),
     (
         imports_of_torch_fsdp,
         "programs/train/loop.py",
@@ -724,6 +730,7 @@ def test_a_breach_is_found_and_named_with_file_and_line(
             "programs/train/loop.py",
             "import torch.distributed as d\nd.barrier()",
         ),
+        (imports_of_torch_fsdp, "run/install.py", "import torch.distributed.fsdp"),
         (gradients_written_elsewhere, "engine/runtime.py", "x = y.grad; y.requires_grad = True"),
         (uses_of_record_stream, "comm/streams.py", "x = 1\n'without record_stream'"),
         (

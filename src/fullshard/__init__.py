@@ -68,6 +68,7 @@ if _TYPE_CHECKING:
         MixedPrecisionPolicy,
         OffloadPolicy,
     )
+    from fullshard.run.install import Installation, install, installed, uninstall
     from fullshard.storage.flat_parameter import FlatParameter
     from fullshard.tracing.trace import Recording, trace
 
@@ -88,6 +89,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "GroupPlan",
     "GuardedStep",
+    "Installation",
     "JoinedBatches",
     "LayoutError",
     "LifecycleError",
@@ -117,12 +119,15 @@ __all__ = [
     "debug",
     "fully_shard",
     "guarded_step",
+    "install",
+    "installed",
     "join",
     "plan_groups",
     "register_fsdp_forward_method",
     "replicate",
     "share_comm_ctx",
     "trace",
+    "uninstall",
 ]
 
 _MODULES = {
@@ -137,6 +142,7 @@ _MODULES = {
     "FullyShardedDataParallel": "fsdp1.wrapper",
     "GroupPlan": "fsdp2.group_plan",
     "GuardedStep": "engine.guarded_step",
+    "Installation": "run.install",
     "JoinedBatches": "engine.join",
     "LocalOptimStateDictConfig": "api",
     "LocalStateDictConfig": "api",
@@ -160,12 +166,15 @@ _MODULES = {
     "debug": "comm.meetings",
     "fully_shard": "fsdp2.fully_shard",
     "guarded_step": "engine.guarded_step",
+    "install": "run.install",
+    "installed": "run.install",
     "join": "engine.join",
     "plan_groups": "fsdp2.group_plan",
     "register_fsdp_forward_method": "fsdp2.fsdp_module",
     "replicate": "fsdp2.fully_shard",
     "share_comm_ctx": "fsdp2.fsdp_module",
     "trace": "tracing.trace",
+    "uninstall": "run.install",
 }
 """Where the names live that are not in `errors`."""
 

@@ -1,0 +1,197 @@
+"""`install` and `uninstall`: which names are rebound, and that torch is afterwards what it was."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp.sharded_grad_scaler
+import torch.distributed.pipelining
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+from fullshard import LifecycleError
+from tests.helpers.compare import assert_equal
+
+PUBLIC = ("", ".api", ".fully_sharded_data_parallel", ".wrap", ".sharded_grad_scaler")
+
+
+@pytest.fixture(autouse=True)
+def not_installed() -> Iterator[None]:
+    """Let no test leave fullshard installed."""
+    yield
+    with warnings.catch_warnings(action="ignore"):
+        fullshard.uninstall()
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Hide what `install` says about subclasses and models of other tests in this process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="install does not change")
+        warnings.filterwarnings("ignore", message="fullshard is no longer installed")
+        yield
+
+
+def names_of_modules() -> dict[str, object]:
+    """All names of the modules of torch's FSDP, and the names of its and our classes and functions everywhere."""
+    return {
+        f"{module}.{name}": value
+        for module, found in list(sys.modules.items())
+        for name, value in list(getattr(found, "__dict__", {}).items())
+        if module.startswith("torch.distributed.fsdp")
+        or (
+            issubclass(type(value), (type, types.FunctionType))
+            and module != "sys"  # a process group sets its excepthook
+            and str(value.__module__).startswith(("torch.distributed.", "fullshard."))
+        )
+    }
+
+
+def changed(before: dict[str, object]) -> list[str]:
+    """Names that mean something else than before."""
+    now = names_of_modules()
+    return sorted(name for name, value in before.items() if now.get(name) is not value)
+
+
+def unchanged(before: dict[str, object]) -> bool:
+    if names := changed(before):
+        pytest.fail(f"changed: {', '.join(names)}")
+    return True
+
+
+def test_all_public_names_of_torch_are_rebound_and_its_engine_is_left_alone() -> None:
+    before = names_of_modules()
+    with without_warnings():
+        record = fullshard.install()
+    assert record.left_alone == []
+    assert changed(before) == [name for name in record.rebound if name in before]
+    for part in PUBLIC:
+        module = sys.modules[f"torch.distributed.fsdp{part}"]
+        for name in getattr(module, "__all__", ["ShardedGradScaler"]):
+            value = getattr(module, name)
+            assert value.__module__.startswith("fullshard."), f"{module.__name__}.{name}"
+            assert name not in fullshard.__all__ or getattr(fullshard, name) is value
+    private = [name for name in record.rebound if name.startswith("torch.distributed.fsdp._")]
+    prefix = "torch.distributed.fsdp._fully_shard"
+    assert {name.rpartition(".")[0] for name in private} == {
+        prefix,
+        f"{prefix}._fsdp_common",
+        f"{prefix}._fsdp_init",
+    }
+    assert fullshard.install() is record
+
+
+# --- training ---------------------------------------------------------------------------------------------
+
+
+def test_torch_trains_with_the_same_bits_after_fullshard_was_installed(world, tmp_path) -> None:
+    (tmp_path / "imported_while_installed.py").write_text(
+        "from fullshard import FSDPModule as Ours\n"
+        "from torch.distributed.fsdp import FSDPModule, fully_shard as shard\n"
+        "import torch.distributed.fsdp as fsdp\n"
+        "Policy = fsdp.MixedPrecisionPolicy\n"
+        "import fullshard\n"
+        "own_policy = fullshard.MixedPrecisionPolicy\n"
+    )
+    world(2).run(install_between_two_trainings, str(tmp_path))
+
+
+def install_between_two_trainings(folder: str) -> None:
+    first = trained()
+    gc.collect()
+    mine = types.ModuleType("alias_of_torch")
+    mine.shard = torch.distributed.fsdp.fully_shard
+    mine.own = fullshard.fully_shard
+    sys.modules[mine.__name__] = mine
+    sys.path.insert(0, folder)
+    before = names_of_modules()
+    try:
+        with without_warnings():
+            fullshard.install()
+            assert mine.shard is mine.own is fullshard.fully_shard
+            later = importlib.import_module("imported_while_installed")
+            assert later.shard is fullshard.fully_shard
+            assert later.FSDPModule is later.Ours is fullshard.FSDPModule
+            ours = trained(fullshard.FSDPModule)
+            gc.collect()
+            fullshard.uninstall()
+        assert unchanged(before)
+        assert later.shard is mine.shard is torch.distributed.fsdp.fully_shard
+        assert later.FSDPModule is torch.distributed.fsdp.FSDPModule is not fullshard.FSDPModule
+        assert later.Policy is torch.distributed.fsdp.MixedPrecisionPolicy
+        assert later.Ours is fullshard.FSDPModule
+        assert later.own_policy is fullshard.MixedPrecisionPolicy
+        assert mine.own is fullshard.fully_shard
+    finally:
+        sys.path.remove(folder)
+        del sys.modules[mine.__name__]
+        sys.modules.pop("imported_while_installed", None)
+    assert_equal(trained(), first)
+    assert_equal(ours, first)
+
+
+def trained(kind: type | None = None) -> list[Tensor]:
+    """Train three steps with what torch calls `fully_shard`; the losses, and the parameters of this rank."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh)
+    assert isinstance(model, kind or FSDPModule)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch.manual_seed(2 + torch.distributed.get_rank())
+    losses = []
+    for _ in range(3):
+        loss = model(torch.randn(3, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(param.to_local().detach().clone() for param in model.parameters())]
+
+
+# --- refusals and warnings --------------------------------------------------------------------------------
+
+
+def test_models_and_subclasses_that_exist_are_named(world) -> None:
+    world(1).run(install_too_late)
+
+
+def install_too_late() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    theirs = torch.distributed.fsdp.fully_shard(nn.Linear(2, 2), mesh=mesh)
+    before = names_of_modules()
+    with pytest.raises(LifecycleError, match=r"it has sharded\n  .*FSDPLinear\nInstall first"):
+        fullshard.install()
+    assert unchanged(before)
+    del theirs
+
+    class Mine(torch.distributed.fsdp.FullyShardedDataParallel):
+        pass
+
+    with pytest.warns(UserWarning, match=r"do(?s:.*)install_too_late.<locals>.Mine\n"):
+        record = fullshard.install()
+    assert any(name.endswith("Mine") for name in record.subclasses)
+    model = torch.distributed.fsdp.fully_shard(nn.Linear(2, 2), mesh=mesh)
+    with pytest.warns(UserWarning, match=r"no longer installed(?s:.*)FSDPLinear\nThey keep"):
+        fullshard.uninstall()
+    assert isinstance(model, fullshard.FSDPModule)
+    assert unchanged(before)
+    with without_warnings():  # the model existed before
+        with fullshard.installed(), fullshard.installed():
+            assert torch.distributed.fsdp.fully_shard is fullshard.fully_shard
+        assert unchanged(before)
+    with warnings.catch_warnings(action="error"):
+        fullshard.uninstall()
