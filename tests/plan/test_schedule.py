@@ -134,17 +134,18 @@ def test_units_that_need_no_gather_are_passed_over_and_do_not_end_the_forecast(
     assert forecast("kept", "kept", "a", "b", "kept", "c") == ["a", "a", "a", "b", "c", "c", None]
 
 
-def test_a_unit_repeats_if_it_is_the_next_to_be_gathered(schedule: Schedule[str]) -> None:
+def test_a_unit_does_not_repeat_if_another_is_the_next_to_be_gathered(
+    schedule: Schedule[str],
+) -> None:
     order = ["a", "kept", "a", "b"]
-    for repeats in ([False] * 4, [True, False, False, False]):
+    for ends in ([False] * 4, [False, True, True, True]):
         schedule.begin_forward()
         found = []
         for unit in map(unit_of, order):
             call, _ = schedule.enter(unit, lambda each: each != "kept")
-            schedule.leave(call)
-            found.append(schedule.repeats(unit))
+            found.append(schedule.leave(call))
         schedule.end_forward()
-        assert found == repeats
+        assert found == ends
 
 
 def test_backward_looks_past_calls_that_need_no_gather_once(schedule: Schedule[str]) -> None:
@@ -155,10 +156,10 @@ def test_backward_looks_past_calls_that_need_no_gather_once(schedule: Schedule[s
         asked.append(call.unit)
         return call.unit == "a"
 
-    assert recorded["root"].gathered_before(needs_gather) is recorded["a"]
-    assert recorded["c"].gathered_before(needs_gather) is recorded["a"]
+    assert recorded["root"].look_past(needs_gather) is recorded["a"]
+    assert recorded["c"].look_past(needs_gather) is recorded["a"]
     assert asked == ["c", "b", "a", "a"]
-    assert recorded["a"].gathered_before(needs_gather) is None
+    assert recorded["a"].look_past(needs_gather) is None
     assert recorded["c"].previous is recorded["b"]
 
 

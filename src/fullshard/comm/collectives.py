@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
 from fullshard.comm.journal import IMAGINED_RANKS, Tag, tag as make_tag
-from fullshard.comm.meetings import WatchedWork, exchange_texts, meet, waiting_for
+from fullshard.comm.meetings import WatchedWork, meet, waiting_for
 from fullshard.errors import CommunicationError, ConfigurationError
 from fullshard.plan.mesh import DataParallelAxes, global_rank
 
@@ -517,7 +517,7 @@ def texts_of_all_ranks(
     backend = backend_of(group, device)
     if backend in IMAGINED_RANKS:
         return [text] * group.size()
-    texts = exchange_texts(group, tag, backend, text)
+    texts = meet(group, tag, backend, text=text)
     return values_of_all_ranks(text, group, tag) if texts is None else texts
 
 

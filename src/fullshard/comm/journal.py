@@ -90,6 +90,7 @@ class Journal:
 
     def note(self, tag: Tag) -> None:
         """Note a collective that is about to be called."""
+        POSITION.moved = time.monotonic()
         self.count = count = self.count + 1
         self.tags[count % RING] = tag
         self.digest = (self.digest * 31 + tag.number) & _MASK
@@ -184,18 +185,19 @@ class Position:
 POSITION = Position()
 """Ranks that are threads share it; they have no watchdog."""
 
-_JOURNALS: weakref.WeakKeyDictionary[ProcessGroup, Journal] = weakref.WeakKeyDictionary()
+JOURNALS: weakref.WeakKeyDictionary[ProcessGroup, Journal] = weakref.WeakKeyDictionary()
+"""Of the process groups that fullshard has used."""
 
 
 def journal_of(group: ProcessGroup) -> Journal:
     """Return the journal of a process group, which lives as long as the group."""
-    found = _JOURNALS.get(group)
+    found = JOURNALS.get(group)
     if found is None:
         ranks = dist.get_process_group_ranks(group)
-        found = _JOURNALS[group] = Journal(group.group_name, group.rank(), ranks)
+        found = JOURNALS[group] = Journal(group.group_name, group.rank(), ranks)
     return found
 
 
 def journals() -> list[Journal]:
     """Return the journals of all process groups that fullshard has used and that still exist."""
-    return list(_JOURNALS.values())
+    return list(JOURNALS.values())

@@ -33,6 +33,7 @@ from fullshard import torch_border
 from fullshard.comm.control_channel import ControlChannel
 from fullshard.comm.journal import (
     IMAGINED_RANKS,
+    JOURNALS,
     POSITION,
     THREAD_RANKS,
     Journal,
@@ -85,8 +86,18 @@ def debug(*what: str) -> None:
 # --- meeting ----------------------------------------------------------------------------------------
 
 
-def meet(group: ProcessGroup, tag: Tag, backend: str, inputs: Sequence[Tensor] = ()) -> None:
+def meet(
+    group: ProcessGroup,
+    tag: Tag,
+    backend: str,
+    inputs: Sequence[Tensor] = (),
+    *,
+    text: str | None = None,
+) -> Sequence[str] | None:
     """Note that a collective is about to be called through ``backend``, and let the ranks agree on it where they meet.
+
+    With ``text``, let them meet in any case, and return the text of each by its place in the group. No device is waited
+    for, and equal texts cost no more than a meeting. Otherwise return None, and also where ranks have no channel.
 
     Args:
         group: The ranks that call it.
@@ -94,22 +105,38 @@ def meet(group: ProcessGroup, tag: Tag, backend: str, inputs: Sequence[Tensor] =
         backend: The backend that carries it.
         inputs: What it reads, if that must have the same size on all ranks. Where ranks meet, they compare the sizes,
             too: gloo aborts the process when they differ.
+        text: What this rank brings to the meeting, if it is for that.
 
     Raises:
         StepFailedError: a rank has failed its guarded step.
         DivergenceError: ranks are about to call different collectives, or a rank has gone.
     """
-    journal, digest = _noted(group, tag)
-    meets_always = backend == "gloo" and RULES.on_gloo
-    if meets_always or RULES.every_collective or journal.guard is not None:
-        try:
-            channel = channel_of(group, journal, backend)
-            if channel is not None:
-                _agree(channel, journal, tag, sum(tensor.nbytes for tensor in inputs))
-        except DivergenceError:
-            # On all ranks, so their journals stay equal. After a failed step, `Guard.learn` has seen to that.
-            journal.withdraw(digest)
-            raise
+    if VERDICT.message is not None:
+        VERDICT.raise_if_diverged()
+    journal = JOURNALS.get(group) or journal_of(group)
+    if journal.guard is not None:
+        journal.guard.raise_if_failed()
+    digest = journal.digest
+    journal.note(tag)
+    POSITION.journal = journal
+    # Most collectives are called where ranks do not meet: on a backend with streams, outside of guarded steps.
+    if (
+        text is None
+        and (backend != "gloo" or not RULES.on_gloo)
+        and not RULES.every_collective
+        and journal.guard is None
+    ):
+        return None
+    try:
+        channel = channel_of(group, journal, backend)
+        if channel is None:
+            return None
+        nbytes = sum(tensor.nbytes for tensor in inputs)
+        return _agree(channel, journal, tag, nbytes, text or "")
+    except DivergenceError:
+        # On all ranks, so their journals stay equal. After a failed step, `Guard.learn` has seen to that.
+        journal.withdraw(digest)
+        raise
 
 
 def meet_without_collective(channel: ControlChannel, journal: Journal, tag: Tag) -> None:
@@ -121,44 +148,11 @@ def meet_without_collective(channel: ControlChannel, journal: Journal, tag: Tag)
     """
     digest = journal.digest
     journal.note(tag)
-    POSITION.moved = time.monotonic()
     try:
         _agree(channel, journal, tag, 0)
     except DivergenceError:
         journal.withdraw(digest)
         raise
-
-
-def exchange_texts(group: ProcessGroup, tag: Tag, backend: str, text: str) -> Sequence[str] | None:
-    """Let the ranks meet, and return a short text of each, by its place in the group; None without a channel.
-
-    No device is waited for. Equal texts cost no more than a meeting.
-
-    Raises:
-        StepFailedError: a rank has failed its guarded step.
-        DivergenceError: other ranks are about to call a collective, or a rank has gone.
-    """
-    journal, digest = _noted(group, tag)
-    try:
-        channel = channel_of(group, journal, backend)
-        return None if channel is None else _agree(channel, journal, tag, 0, text)
-    except DivergenceError:
-        journal.withdraw(digest)
-        raise
-
-
-def _noted(group: ProcessGroup, tag: Tag) -> tuple[Journal, int]:
-    """Note a collective; return the group's journal, and its digest before."""
-    if VERDICT.message is not None:
-        VERDICT.raise_if_diverged()
-    journal = journal_of(group)
-    if journal.guard is not None:
-        journal.guard.raise_if_failed()
-    digest = journal.digest
-    journal.note(tag)
-    POSITION.journal = journal
-    POSITION.moved = time.monotonic()
-    return journal, digest
 
 
 def _agree(

@@ -47,20 +47,19 @@ class ModelAgreement:
     """What the ranks have agreed on about one model; lives as long as its runtime."""
 
     def __init__(self) -> None:
-        self._changes_seen = -1
+        self.changes_seen = -1
+        """`CHANGES.count` when the ranks last agreed. As long as it is the same, there is nothing to compare."""
         self._agreed: dict[tuple[int, ...], str] = {}
         """By ranks, the description that they have in common."""
 
     def renew(self, root: FSDPState, states: Sequence[FSDPState], occasion: str) -> None:
         """Compare with the other ranks what has not been compared yet. No collective.
 
-        Called in every forward, so it begins with a comparison of two numbers. ``occasion`` is what comes next.
+        ``occasion`` is what comes next.
 
         Raises:
             DivergenceError: ranks differ, or a rank does not come.
         """
-        if self._changes_seen == CHANGES.count:
-            return
         seen = CHANGES.count
         descriptions = {
             ranks: json.dumps(description)
@@ -75,7 +74,7 @@ class ModelAgreement:
                 self._meet(descriptions[changed[0]], changed[0], states)
             _compare({ranks: descriptions[ranks] for ranks in changed}, root, states)
         self._agreed = descriptions
-        self._changes_seen = seen
+        self.changes_seen = seen
 
     def _meet(self, new: str, ranks: tuple[int, ...], states: Sequence[FSDPState]) -> None:
         """Let ranks that have not changed anything find out that this one has, where ranks meet at all.

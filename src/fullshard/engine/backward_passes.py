@@ -82,18 +82,23 @@ class BackwardPasses:
             return  # by another output
         if state.options.unshard_in_backward:
             self._check_weights(state, call)
-        self._begin_pass(this_pass)
+        if this_pass not in self.running:
+            self._begin_pass(this_pass)
         self._finish_left(call, this_pass)
         if torch.is_grad_enabled():
             self._add_to_graph(state, this_pass)
         inner = state.use.inner and any(
             call.encloses(other) for each in self.reached.values() for other in each.calls
         )
-        reached = self._reach(state, this_pass)
+        reached = self.reached.get(state)  # it may have been left by a later call
+        if reached is None:
+            reached = self.reached[state] = ReachedState(this_pass, state)
+        state.training_state = TrainingState.PRE_BACKWARD
         reached.calls.append(call)
-        state.use.reach(call, reached.expected, returns_inner_output=bool(inner))
-        following = () if state.options.prefetches_late else self._before(state, call)
-        self._runtime.unshard_for_backward(state, following)
+        use = state.use
+        use.reached_at, use.num_trainable = call.begin, reached.expected
+        use.returns_inner_output = bool(inner)
+        self._runtime.unshard_for_backward(state, call)
         recorder = self._runtime.context.recorder
         if recorder is not None:
             recorder.backward_begins(state, call.begin)
@@ -106,17 +111,16 @@ class BackwardPasses:
 
     def _check_weights(self, state: FSDPState, call: Call[FSDPState]) -> None:
         """Refuse a backward that would compute with other weights than its forward did."""
-        versions = tuple([group.weight_version for group in state.groups])
-        if versions != call.weight_versions:
-            raise LifecycleError(
-                f"Weights must not change between a forward and its backward, but those of {state.name!r} have: by an "
-                "optimizer step, a load or another write. Gradients would mix old weights with new ones. Run backward "
-                "before the weights are changed, or forward again after it; then reset_iter_state() on the root module."
-            )
+        for group, version in zip(state.groups, call.weight_versions, strict=True):
+            if group.weight_version != version:
+                raise LifecycleError(
+                    f"Weights must not change between a forward and its backward, but those of {state.name!r} have: by an "
+                    "optimizer step, a load or another write. Gradients would mix old weights with new ones. Run backward "
+                    "before the weights are changed, or forward again after it; then reset_iter_state() on the root module."
+                )
 
     def _begin_pass(self, this_pass: int) -> None:
-        if this_pass in self.running:
-            return
+        """Note that a pass has come to this model, and have its end told."""
         if not self.running and self._runtime.context.asynchronous:
             self._runtime.context.gathers_wait_for()
         POSITION.phase = "backward"
@@ -127,37 +131,11 @@ class BackwardPasses:
 
     def _finish_left(self, call: Call[FSDPState], this_pass: int) -> None:
         """Finish the states that backward has left behind, now that it has reached ``call``."""
-        if self._awaits_graphs(this_pass):
-            return
+        if self._graphs is not None and self._graphs.awaited(this_pass):
+            return  # the order of calls says nothing then
         for other, theirs in tuple(self.reached.items()):
             if has_left(theirs.calls, call):
                 self._finish(other)
-
-    def _reach(self, state: FSDPState, this_pass: int) -> ReachedState:
-        state.training_state = TrainingState.PRE_BACKWARD
-        reached = self.reached.get(state)
-        if reached is None:
-            reached = self.reached[state] = ReachedState(this_pass, state)
-        return reached
-
-    def _before(self, state: FSDPState, call: Call[FSDPState]) -> Sequence[FSDPState]:
-        """Return the states whose backward comes next: what to gather while this one computes."""
-        chosen = state.options.backward_prefetch
-        if chosen is not None:
-            return chosen
-        before = call.gathered_before(self._needs_gather)
-        unit = None if before is None else before.living_unit()
-        return () if unit is None else (unit,)
-
-    def _needs_gather(self, call: Call[FSDPState]) -> bool:
-        """Whether the backward of ``call``, which comes later, needs a gather."""
-        state = call.living_unit()
-        return (
-            state is not None
-            and (call.has_backward or state.recomputes)
-            and state.options.unshard_in_backward
-            and self._runtime.needs_gather(state)
-        )
 
     def enter_recomputation(self, state: FSDPState) -> None:
         """A module of ``state`` begins its forward again, within backward: [Note: recomputation]."""
@@ -170,7 +148,7 @@ class BackwardPasses:
         runtime = self._runtime
         call = runtime.schedule.recompute(state, torch_border.backward_pass_id())
         runtime.begin_call(state, call)
-        runtime.prefetch(self._before(state, call))
+        runtime.prefetch(runtime.before(state, call))
 
     # --- gradients arrive -------------------------------------------------------------------------
 
@@ -181,8 +159,10 @@ class BackwardPasses:
             # Backward came without passing an output we know of, or once more after the state was
             # finished.
             this_pass = torch_border.backward_pass_id()
-            self._begin_pass(this_pass)
-            reached = self._reach(state, this_pass)
+            if this_pass not in self.running:
+                self._begin_pass(this_pass)
+            reached = self.reached[state] = ReachedState(this_pass, state)
+            state.training_state = TrainingState.PRE_BACKWARD
         elif not reached.awaited:
             state.training_state = TrainingState.PRE_BACKWARD  # one more, to be sent off again
             return
@@ -191,28 +171,30 @@ class BackwardPasses:
             self._all_arrived(state, reached)
 
     def _all_arrived(self, state: FSDPState, reached: ReachedState) -> None:
+        runtime, graphs = self._runtime, self._graphs
         if state.options.prefetches_late and reached.calls:
-            self._runtime.prefetch(self._before(state, reached.calls[-1]))
-        if all(call.previous is None for call in reached.calls) or self._awaits_graphs(
-            reached.backward_pass
-        ):
+            runtime.prefetch(runtime.before(state, reached.calls[-1]))
+        awaits_graphs = graphs is not None and graphs.awaited(reached.backward_pass)
+        if awaits_graphs or _is_first(reached.calls):
             # Nothing comes before it in forward, or a graph of an earlier pass is executed: backward
             # leaves it at its end only. [Note: memory first]
             self._reduce(state)
             state.training_state = TrainingState.POST_BACKWARD
 
     def _reduce(self, state: FSDPState) -> None:
-        with (
-            torch_border.profiler_range(state.labels.reduce)
-            if torch_border.profiler_enabled()
-            else torch_border.NO_RANGE
-        ):
-            for group in state.groups:
-                if state.options.requires_gradient_sync:
-                    group.reducer.reduce(include_unused=state not in self._reduced)
-                else:
-                    group.reducer.accumulate()
-            self._reduced.add(state)
+        if torch_border.profiler_enabled():
+            with torch_border.profiler_range(state.labels.reduce):
+                self._reduce_groups(state)
+        else:
+            self._reduce_groups(state)
+
+    def _reduce_groups(self, state: FSDPState) -> None:
+        for group in state.groups:
+            if state.options.requires_gradient_sync:
+                group.reducer.reduce(include_unused=state not in self._reduced)
+            else:
+                group.reducer.accumulate()
+        self._reduced.add(state)
 
     # --- a state is left --------------------------------------------------------------------------
 
@@ -328,6 +310,10 @@ class BackwardPasses:
             call.weight_versions = tuple([group.weight_version for group in state.groups])
             self._graphs.add(state, call)
 
-    def _awaits_graphs(self, this_pass: int) -> bool:
-        """Whether the pass may execute what another pass has added; then the order of calls says nothing."""
-        return self._graphs is not None and self._graphs.awaited(this_pass)
+
+def _is_first(calls: Sequence[Call[FSDPState]]) -> bool:
+    """Whether nothing comes before the calls in forward."""
+    for call in calls:  # on the hot path: cheaper than all()
+        if call.previous is not None:
+            return False
+    return True

@@ -48,6 +48,8 @@ def pre_forward(
     # The compiler is kept out here, at the border to user code, and nowhere below.
     if torch.compiler.is_compiling():
         return _uncompiled_pre_forward(state, args, kwargs)
+    if torch_border.profiler_enabled():
+        return _profiled_pre_forward(state, args, kwargs)
     return _pre_forward(state, args, kwargs)
 
 
@@ -58,53 +60,65 @@ def post_forward(state: FSDPState, module: nn.Module, args: tuple[Any, ...], out
     """
     if torch.compiler.is_compiling():
         return _uncompiled_post_forward(state, module, output)
+    if torch_border.profiler_enabled():
+        return _profiled_post_forward(state, module, output)
     return _post_forward(state, module, output)
 
 
 # --- inputs ---------------------------------------------------------------------------------------
 
 
-def _pre_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-    runtime = state.runtime
-    if runtime is None:
-        with torch_border.outside_transforms():
-            runtime = lazy_init(state)
-    with (
-        torch_border.profiler_range(state.labels.pre_forward)
-        if torch_border.profiler_enabled()
-        else torch_border.NO_RANGE
-    ):
-        if runtime.root.call is None and state.device.type != "cpu":
-            with torch_border.profiler_range("FSDP::inputs_to_device"):
-                args, kwargs = to_device(args, state.device), to_device(kwargs, state.device)
-        if torch_border.innermost_transform() is None:
-            runtime.enter(state)
-        else:
-            with torch_border.outside_transforms():
-                runtime.enter(state)
-        args, kwargs = _cast_inputs(state, runtime, args, kwargs)
-        if torch.is_grad_enabled() and torch_border.backward_pass_id() == -1:
-            _watch_inputs(state, (args, kwargs))
-        if runtime.context.recorder is not None:
-            runtime.context.recorder.forward_begins(state)
-        return args, kwargs
-
-
-def _cast_inputs(
-    state: FSDPState, runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _profiled_pre_forward(
+    state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Inputs:
+    _runtime_of(state)  # the first forward gives the state its name
+    with torch_border.profiler_range(state.labels.pre_forward):
+        return _pre_forward(state, args, kwargs)
+
+
+def _runtime_of(state: FSDPState) -> Runtime:
+    if state.runtime is not None:
+        return state.runtime
+    with torch_border.outside_transforms():
+        return lazy_init(state)
+
+
+def _pre_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    runtime = state.runtime or _runtime_of(state)
+    if runtime.root.call is None and state.device.type != "cpu":
+        with torch_border.profiler_range("FSDP::inputs_to_device"):
+            args, kwargs = to_device(args, state.device), to_device(kwargs, state.device)
+    if torch_border.innermost_transform() is None:
+        runtime.enter(state)
+    else:
+        with torch_border.outside_transforms():
+            runtime.enter(state)
     policy = state.options.mp_policy
     if policy.param_dtype is not None and (
         policy.cast_forward_inputs or (state.options.cast_root_inputs and runtime.root is state)
     ):
-        return cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
+        args, kwargs = _cast_inputs(args, kwargs, policy.param_dtype)
+    if torch.is_grad_enabled() and torch_border.backward_pass_id() == -1:
+        _watch_inputs(state, args, kwargs)
+    if runtime.context.recorder is not None:
+        runtime.context.recorder.forward_begins(state)
     return args, kwargs
 
 
-def _watch_inputs(state: FSDPState, inputs: Inputs) -> None:
+def _cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Inputs:
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # as of most modules
+        tensor = args[0]
+        return (tensor.to(dtype) if tensor.is_floating_point() else tensor,), kwargs
+    return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+
+def _watch_inputs(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Have `leave_call` run when the gradient of an input is there: [Note: gradients of gradients]."""
+    tensors: Sequence[Tensor] = args  # as of most modules
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        tensors = tensors_in((args, kwargs))
     hook = None
-    for part in _graph_tensors(tensors_in(inputs)):
+    for part in tensors if _are_ordinary(tensors) else _graph_tensors(tensors):
         if not part.requires_grad:
             continue
         if part.is_leaf:
@@ -118,6 +132,11 @@ def _watch_inputs(state: FSDPState, inputs: Inputs) -> None:
 # --- outputs --------------------------------------------------------------------------------------
 
 
+def _profiled_post_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
+    with torch_border.profiler_range(state.labels.post_forward):
+        return _post_forward(state, module, output)
+
+
 def _post_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
     runtime = state.runtime
     if runtime is None:
@@ -126,32 +145,35 @@ def _post_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
         _note_exception(state, runtime, error)
     if runtime.context.recorder is not None:
         runtime.context.recorder.forward_ends(state)
-    with (
-        torch_border.profiler_range(state.labels.post_forward)
-        if torch_border.profiler_enabled()
-        else torch_border.NO_RANGE
-    ):
-        if state.options.mp_policy.output_dtype is not None:
-            output = cast_floating(output, state.options.mp_policy.output_dtype)
-        state.modules_run.add(module)
-        tensors, refusal = tensors_within(output), None
-        if _any_lent(state, tensors):
-            output = map_tensors(functools.partial(_copied_if_lent, state), output)
-            tensors = tensors_within(output)
-            if _any_lent(state, tensors):
-                refusal = _refusal(state, output)
-        parts: list[Tensor] = []
-        if torch.is_grad_enabled():
-            parts = [part for part in _graph_tensors(tensors) if part.grad_fn is not None]
-            state.use.had_backward = bool(parts)
-        if torch_border.innermost_transform() is None:
-            _leave(state, runtime, parts)
-        else:
-            with torch_border.outside_transforms():
-                _leave(state, runtime, parts)
-        if refusal is not None:
-            raise refusal
-        return output
+    if state.options.mp_policy.output_dtype is not None:
+        output = cast_floating(output, state.options.mp_policy.output_dtype)
+    state.modules_run.add(module)
+    tensors = [output] if isinstance(output, Tensor) else tensors_within(output)
+    ordinary, refusal = _are_ordinary(tensors), None
+    if _any_lent(state, tensors, ordinary=ordinary):
+        output = map_tensors(functools.partial(_copied_if_lent, state), output)
+        tensors = tensors_within(output)
+        ordinary = _are_ordinary(tensors)
+        if _any_lent(state, tensors, ordinary=ordinary):
+            refusal = _refusal(state, output)
+    parts: list[Tensor] = []
+    if torch.is_grad_enabled():
+        for part in tensors if ordinary else _graph_tensors(tensors):
+            if part.grad_fn is not None:
+                parts.append(part)
+        state.use.had_backward = bool(parts)
+    if torch_border.innermost_transform() is None:
+        if parts and state.call is not None:
+            _watch_outputs(state.call, parts)
+        runtime.leave(state)
+    else:
+        with torch_border.outside_transforms():
+            if parts and state.call is not None:
+                _watch_outputs(state.call, parts)
+            runtime.leave(state)
+    if refusal is not None:
+        raise refusal
+    return output
 
 
 def _note_exception(state: FSDPState, runtime: Runtime, error: BaseException) -> None:
@@ -163,12 +185,6 @@ def _note_exception(state: FSDPState, runtime: Runtime, error: BaseException) ->
         return
     if state is runtime.root or runtime.root.call is None:
         POSITION.note_exception(error)
-
-
-def _leave(state: FSDPState, runtime: Runtime, parts: Sequence[Tensor]) -> None:
-    if parts and state.call is not None:
-        _watch_outputs(state.call, parts)
-    runtime.leave(state)
 
 
 def _watch_outputs(call: Call[FSDPState], parts: Sequence[Tensor]) -> None:
@@ -183,19 +199,24 @@ def _watch_outputs(call: Call[FSDPState], parts: Sequence[Tensor]) -> None:
             base.register_hook(hook)
 
 
-def _any_lent(state: FSDPState, tensors: Sequence[Tensor]) -> bool:
-    """Whether one of the tensors is an unsharded parameter or a view of one: [Note: returned parameters]."""
-    gathered = [addresses for group in state.groups if (addresses := group.gathered_addresses)]
-    if not gathered:
-        return False
-    parts = tensors
-    if not _are_ordinary(tensors) or any(type(each) is not Tensor for each in tensors):
-        parts = [part for tensor in tensors for part in torch_border.plain_parts(tensor)]
-    return any(part.data_ptr() in memory for part in parts for memory in gathered)
+def _any_lent(state: FSDPState, tensors: Sequence[Tensor], *, ordinary: bool) -> bool:
+    """Whether one of the tensors is an unsharded parameter or a view of one: [Note: returned parameters].
+
+    ``ordinary`` is what `_are_ordinary` says of the tensors.
+    """
+    for group in state.groups:
+        memory = group.gathered_addresses
+        for tensor in tensors if memory else ():
+            plain = ordinary and type(tensor) is Tensor
+            for part in (tensor,) if plain else torch_border.plain_parts(tensor):
+                if part.data_ptr() in memory:
+                    return True
+    return False
 
 
 def _copied_if_lent(state: FSDPState, tensor: Tensor) -> Tensor:
-    return tensor.clone() if _any_lent(state, (tensor,)) else tensor
+    lent = _any_lent(state, (tensor,), ordinary=_are_ordinary((tensor,)))
+    return tensor.clone() if lent else tensor
 
 
 def _refusal(state: FSDPState, output: Any) -> LifecycleError:
@@ -210,9 +231,7 @@ def _refusal(state: FSDPState, output: Any) -> LifecycleError:
 
 
 def _graph_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return all tensors that make up these: each may have a backward graph of its own."""
-    if _are_ordinary(tensors):
-        return tensors
+    """Return all tensors that make up these, if they are not ordinary: each may have a backward graph of its own."""
     return [part for tensor in tensors for part in torch_border.graph_tensors(tensor)]
 
 
@@ -226,5 +245,5 @@ def _are_ordinary(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-_uncompiled_pre_forward = torch_border.hidden_from_compiler(_pre_forward)
-_uncompiled_post_forward = torch_border.hidden_from_compiler(_post_forward)
+_uncompiled_pre_forward = torch_border.hidden_from_compiler(_profiled_pre_forward)
+_uncompiled_post_forward = torch_border.hidden_from_compiler(_profiled_post_forward)

@@ -15,10 +15,11 @@ it back. Its verbs stand in the order in which one step uses them:
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ from fullshard.storage.shard_storage import ShardStorage
 from fullshard.storage.sharded_params import ShardedParam
 
 _SERIAL_NUMBERS = itertools.count()
+_requires_grad_of = operator.attrgetter("requires_grad")
 
 # Read on the hot path, where an enum's own lookup takes longer than what it decides.
 _SHARDED = ShardedState.SHARDED
@@ -49,13 +51,6 @@ _GATHERING = ShardedState.GATHERING
 _GATHERED = ShardedState.GATHERED
 _UNSHARDED = ShardedState.UNSHARDED
 _SHARDED_POST_FORWARD = ShardedState.SHARDED_POST_FORWARD
-
-
-class _Labels(NamedTuple):
-    """Names of a group's ranges in a profiler's trace."""
-
-    gather: str
-    copy_out: str
 
 
 class FSDPParamGroup:
@@ -206,7 +201,8 @@ class FSDPParamGroup:
 
     def notice_replacements(self) -> None:
         """Read the shards anew if a parameter, or its data, was replaced by a user: ``param.data = ...``."""
-        self._notice_sharded_put_back()
+        if self.sharded_state is _UNSHARDED:
+            self._notice_sharded_put_back()
         on_modules = self.sharded_state is not _UNSHARDED
         if not self.full_params_installed and self.shards.are_replaced(on_modules=on_modules):
             self.repack()
@@ -263,7 +259,8 @@ class FSDPParamGroup:
         self._context = context
         self.name = name
         self._gather_tag = tag(f"all-gather of {name}{part}")
-        self._labels = _Labels(f"FSDP::all_gather ({name})", f"FSDP::all_gather_copy_out ({name})")
+        self._gather_label = f"FSDP::all_gather ({name})"
+        self._copy_out_label = f"FSDP::all_gather_copy_out ({name})"
         context.host_reads_results = context.host_reads_results or self.all_gathers.uploads
         self._gathered_event = context.new_event()
         """On the all-gather stream: the full parameters are complete."""
@@ -294,11 +291,13 @@ class FSDPParamGroup:
 
         Before: any state. After: SHARDED, or gathered from these shards.
         """
-        self.drop_post_forward_shard()
+        if self.sharded_state is _SHARDED_POST_FORWARD:
+            self.drop_post_forward_shard()
         self.notice_replacements()
-        if self.shards.trainable_changed:
+        shards = self.shards
+        if [*map(_requires_grad_of, shards.leaves)] != shards.trainable:
             self._follow_requires_grad()
-        if left_unsharded or self.outdated:
+        if self.sharded_state is not _SHARDED and (left_unsharded or self.outdated):
             self.reshard()
 
     def ensure_unsharded(self, *, may_stay: bool = False) -> int:
@@ -306,8 +305,11 @@ class FSDPParamGroup:
 
         Before: any state. After: UNSHARDED.
         """
-        self.unshard(may_stay=may_stay)
+        if self.sharded_state is not _UNSHARDED:
+            self.unshard(may_stay=may_stay)
         self.wait()
+        if type(self._all_gather) is GroupAllGather:
+            return self._gathered_version
         return self.weight_version
 
     def unshard(self, *, may_stay: bool = False) -> bool:
@@ -320,15 +322,18 @@ class FSDPParamGroup:
         state = self.sharded_state
         if state is not _SHARDED and state is not _SHARDED_POST_FORWARD:
             return False
-        context = self.context
-        recorder = context.recorder
+        context = self._context or self.context
+        if torch_border.profiler_enabled():
+            with torch_border.profiler_range(self._gather_label):
+                self._issue_gather(context, may_stay)
+        else:
+            self._issue_gather(context, may_stay)
+        return True
+
+    def _issue_gather(self, context: FSDPCommContext, may_stay: bool) -> None:
+        state, recorder = self.sharded_state, context.recorder
         span = None if recorder is None else recorder.new_span("gather", self)
-        profiled = (
-            torch_border.profiler_range(self._labels.gather)
-            if torch_border.profiler_enabled()
-            else torch_border.NO_RANGE
-        )
-        with profiled, context.all_gather:
+        with context.all_gather:
             if context.releases:
                 context.wait_for_releases()  # before the allocation: [Note: memory and streams], rule 1
             gathers, extra = self.all_gathers, None
@@ -339,7 +344,7 @@ class FSDPParamGroup:
                 assert all_gather is not None, "made when it was kept"
             else:
                 all_gather = gathers.from_shards or gathers.build()
-                self._gathered_version = self._shard_version
+                self._gathered_version = sum(map(torch_border.version_of, self.shards.versioned))
             try:
                 if gathers.unbuffered is not None and state is _SHARDED:
                     extra = gathers.unbuffered.messages()
@@ -368,7 +373,6 @@ class FSDPParamGroup:
             self._gathered_event.record()
         if recorder is not None:
             recorder.note_gathered(self)
-        return True
 
     def _wait_for_gather(self) -> None:
         """Order the compute stream after the all-gather; what was staged is distributed first.
@@ -377,23 +381,17 @@ class FSDPParamGroup:
         """
         if self.sharded_state is not _GATHERING:
             return
-        all_gather, in_flight, context = self._all_gather, self._in_flight, self.context
+        all_gather, in_flight = self._all_gather, self._in_flight
+        context = self._context or self.context
         gathers = self.all_gathers
         assert all_gather is not None, "a gather is in flight"
         recorder = context.recorder
         if in_flight is not None:
-            profiled = (
-                torch_border.profiler_range(self._labels.copy_out)
-                if torch_border.profiler_enabled()
-                else torch_border.NO_RANGE
-            )
-            with profiled, context.all_gather:
-                if context.releases:
-                    context.wait_for_releases()  # memory is taken here, too: rule 1
-                all_gather.finish(in_flight)
-                if gathers.unbuffered is not None:
-                    gathers.unbuffered.finish()
-                self._gathered_event.record()
+            if torch_border.profiler_enabled():
+                with torch_border.profiler_range(self._copy_out_label):
+                    self._finish_gather(in_flight, context)
+            else:
+                self._finish_gather(in_flight, context)
             self._in_flight = None
             if recorder is not None:
                 recorder.note_gathered(self)  # staging is given back, other memory was taken
@@ -407,15 +405,30 @@ class FSDPParamGroup:
         if gathers.post_forward is not None and all_gather is gathers.post_forward.all_gather:
             self._release_post_forward_shard()  # it has been read
 
+    def _finish_gather(self, in_flight: AllGatherState, context: FSDPCommContext) -> None:
+        """Distribute what was staged, on the all-gather stream, and mark the end of the gather there."""
+        assert self._all_gather is not None, "a gather is in flight"
+        with context.all_gather:
+            if context.releases:
+                context.wait_for_releases()  # memory is taken here, too: rule 1
+            self._all_gather.finish(in_flight)
+            if self.all_gathers.unbuffered is not None:
+                self.all_gathers.unbuffered.finish()
+            self._gathered_event.record()
+
     def wait(self) -> None:
         """Wait for the all-gather and put the unsharded parameters on their modules.
 
         Before: GATHERING, GATHERED or UNSHARDED. After: UNSHARDED.
         """
-        assert self.gathered, "unshard comes before wait"
-        self._wait_for_gather()
+        if self.sharded_state is _GATHERING:
+            self._wait_for_gather()
+        assert self.sharded_state is _GATHERED or self.sharded_state is _UNSHARDED, (
+            "unshard comes before wait"
+        )
         swap = self._param_swap or self._make_unsharded_params()
-        if self.shards.trainable_changed:
+        shards = self.shards
+        if [*map(_requires_grad_of, shards.leaves)] != shards.trainable:
             self._follow_requires_grad()
         if self.sharded_state is _GATHERED:
             swap.to_unsharded()
@@ -482,6 +495,7 @@ class FSDPParamGroup:
         """
         if self.sharded_state is not _SHARDED:
             self._give_memory_back(_SHARDED)
+        if self.sharded_state is _SHARDED_POST_FORWARD:
             self.drop_post_forward_shard()
 
     def drop_gather(self) -> None:
@@ -542,11 +556,13 @@ class FSDPParamGroup:
 
     def _give_memory_back(self, following: ShardedState) -> None:
         """Give gathered memory back, if there is any; ``following`` is the state then."""
-        self.use_sharded_params()
-        self._wait_for_gather()  # used or not: [Note: memory and streams], rule 3
+        if self.sharded_state is _UNSHARDED:
+            self.use_sharded_params()
+        elif self.sharded_state is _GATHERING:
+            self._wait_for_gather()  # used or not: [Note: memory and streams], rule 3
         if self.sharded_state is not _GATHERED:
             return
-        all_gather, context = self._all_gather, self.context
+        all_gather, context = self._all_gather, self._context or self.context
         assert all_gather is not None, "present memory was gathered"
         self._released_event.record()
         all_gather.release()
@@ -582,11 +598,6 @@ class FSDPParamGroup:
         self.reducer.note_memory(recorder)
 
     @property
-    def _shard_version(self) -> int:
-        """Another one after each write to the shards that is counted."""
-        return sum(map(torch_border.version_of, self.shards.versioned))
-
-    @property
     def weight_version(self) -> int:
         """Tells whether weights changed: of those in memory or kept for backward, or else of the shards.
 
@@ -594,7 +605,7 @@ class FSDPParamGroup:
         are never gathered are the shards.
         """
         if self.sharded_state is _SHARDED or isinstance(self._all_gather, UnshardedInPlace):
-            return self._shard_version
+            return sum(map(torch_border.version_of, self.shards.versioned))
         return self._gathered_version
 
     @property
@@ -605,7 +616,8 @@ class FSDPParamGroup:
         they may stay.
         """
         return self.gathered and not (
-            self._may_stay and self._gathered_version == self._shard_version
+            self._may_stay
+            and self._gathered_version == sum(map(torch_border.version_of, self.shards.versioned))
         )
 
     def __repr__(self) -> str:

@@ -20,6 +20,7 @@ need not wait for it.
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Collection, Sequence
@@ -32,14 +33,17 @@ from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import process_hooks
 from fullshard.engine.agreement import ModelAgreement
 from fullshard.engine.backward_passes import BackwardPasses
-from fullshard.engine.observed_use import Nesting
+from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import FSDPState, unmanaged_params
 from fullshard.engine.training_state import TrainingState
 from fullshard.errors import ConfigurationError
 from fullshard.plan.schedule import Call, Schedule
 
-_NOT_GATHERED = (ShardedState.SHARDED, ShardedState.SHARDED_POST_FORWARD)
+# Read on the hot path, where an enum's own lookup takes longer than what it decides.
+_SHARDED = ShardedState.SHARDED
+_SHARDED_POST_FORWARD = ShardedState.SHARDED_POST_FORWARD
+_FORWARD = TrainingState.FORWARD
 
 
 class Runtime:
@@ -55,7 +59,8 @@ class Runtime:
         self.schedule: Schedule[FSDPState] = Schedule()
         self.backward = BackwardPasses(self)
         self._agreement = ModelAgreement()
-        self._nesting = Nesting()
+        self._running: list[tuple[FSDPState, list[FSDPState]]] = []
+        """Forwards now running, one inside the other, each with the states used within it so far: for `ObservedUse`."""
         self._reshard_later: FSDPState | None = None
         """Whose memory is given back after the next gather: [Note: two gather buffers]."""
         self._prefetched: set[FSDPState] = set()
@@ -80,7 +85,8 @@ class Runtime:
 
     def agree(self) -> None:
         """Compare the model with those of other ranks, if something has changed since they were compared."""
-        self._agreement.renew(self.root, self.states, "forward")
+        if self._agreement.changes_seen != CHANGES.count:
+            self._agreement.renew(self.root, self.states, "forward")
 
     def hand_over(self, states: Collection[FSDPState]) -> None:
         """Let another root have these of our states: a model was wrapped again, or one of its parts ran first.
@@ -144,21 +150,24 @@ class Runtime:
             self.agree()
         state.depth += 1
         if state.depth == 1:
-            self._nesting.enter(state)
+            if self._running:
+                self._running[-1][1].append(state)
+            self._running.append((state, []))
         if state.call is not None:
             return  # a module inside a module of the same state, or another module of a shared group
         call, expected = self.schedule.enter(state, self.needs_gather)
         self.begin_call(state, call)
         following = state.options.forward_prefetch
-        if following is None:
-            following = (expected,) if expected is not None else ()
-        self.prefetch(following)
+        if following is not None:
+            self.prefetch(following)
+        elif expected is not None:
+            self.prefetch((expected,))
 
     def begin_call(self, state: FSDPState, call: Call[FSDPState]) -> None:
         """Unshard ``state`` for a forward or its recomputation."""
         POSITION.module = state.name
         state.call = call
-        state.training_state = TrainingState.FORWARD
+        state.training_state = _FORWARD
         if self._reshard_later is state:
             self._reshard_later = None
         elif self._reshard_later is not None and self.needs_gather(state):
@@ -171,7 +180,7 @@ class Runtime:
         """Forget the forward of ``state`` that is running, if any: it has ended, or never will."""
         state.call, state.depth = None, 0
         state.modules_run.clear()
-        if state.training_state is TrainingState.FORWARD:
+        if state.training_state is _FORWARD:
             state.training_state = TrainingState.IDLE
 
     def _begin_forward(self) -> None:
@@ -185,8 +194,9 @@ class Runtime:
             self.reset()
         self._reshard_now()
         for state in self.states:
-            self.end_call(state)  # of a forward that an exception ended
-        self._nesting.clear()
+            if state.call is not None or state.depth or state.modules_run:
+                self.end_call(state)  # of a forward that an exception ended
+        self._running.clear()
         if self.context.recorder is not None:
             self.context.recorder.abandon(self.states)
         self._begin_gathers(self.states)
@@ -231,19 +241,30 @@ class Runtime:
         if state.call is None:
             return  # recomputed after backward had reached the state
         state.depth -= 1
+        if state.depth > 0:
+            return
         in_forward = torch_border.backward_pass_id() == -1
-        if in_forward and state.depth == 0:
-            self._nesting.leave(state)
+        if in_forward:
+            self._note_inner(state)
         # Outside of the model's forward there is no telling whether a group's other modules follow.
         alone = in_forward and self.root.call is None
-        if state.depth == 0 and (alone or len(state.modules_run) == len(state.modules)):
+        if alone or len(state.modules_run) == len(state.modules):
             self._finish_call(state, in_forward=in_forward)
             if state is self.root and in_forward:
                 self._end_forward()
 
+    def _note_inner(self, state: FSDPState) -> None:
+        """Note what was used within a forward that has ended; one that an exception ended tells nothing."""
+        while self._running:
+            running, inner = self._running.pop()
+            if running is state:
+                if sys.exception() is None:
+                    state.use.inner = tuple(inner)
+                return
+
     def _finish_call(self, state: FSDPState, *, in_forward: bool) -> None:
         assert state.call is not None, "only a running call can end"
-        self.schedule.leave(state.call)
+        is_done = self.schedule.leave(state.call)
         self.end_call(state)
         options = state.options
         if not options.reshard_after_forward:
@@ -252,7 +273,7 @@ class Runtime:
                 state.use_sharded_params()
         elif not state.groups:
             pass  # there is nothing to give back, now or later
-        elif in_forward and self.schedule.on_track and not self.schedule.repeats(state):
+        elif in_forward and is_done:
             for group in state.groups:
                 group.reshard_after_forward()
         else:
@@ -302,31 +323,59 @@ class Runtime:
         if state.call is not None and state.options.reshard_after_forward:
             return bool(state.groups)
         for group in state.groups:  # on the hot path: cheaper than any()
-            if group.sharded_state in _NOT_GATHERED:
+            if (found := group.sharded_state) is _SHARDED or found is _SHARDED_POST_FORWARD:
                 return True
         return False
 
-    def unshard_for_backward(self, state: FSDPState, following: Sequence[FSDPState]) -> None:
-        """Unshard ``state`` for its backward, if it needs that, and prefetch ``following``."""
-        with (
-            torch_border.profiler_range(state.labels.pre_backward)
-            if torch_border.profiler_enabled()
-            else torch_border.NO_RANGE
-        ):
-            POSITION.module = state.name
-            if self._reshard_later is state:
-                self._reshard_later = None
-            self._prefetched.discard(state)
-            if state.options.unshard_in_backward:
-                self._unshard(state)
+    def _backward_needs_gather(self, call: Call[FSDPState]) -> bool:
+        """Whether the backward of ``call``, which comes later, needs a gather."""
+        state = call.living_unit()
+        return (
+            state is not None
+            and (call.has_backward or state.recomputes)
+            and state.options.unshard_in_backward
+            and self.needs_gather(state)
+        )
+
+    def before(self, state: FSDPState, call: Call[FSDPState]) -> Sequence[FSDPState]:
+        """Return the states whose backward comes after that of ``call``: what to gather while ``state`` computes."""
+        chosen = state.options.backward_prefetch
+        if chosen is not None:
+            return chosen
+        found = call.gathered_before
+        if found is not None and not self._backward_needs_gather(found):
+            found = call.look_past(self._backward_needs_gather)
+        unit = None if found is None else found.living_unit()
+        return () if unit is None else (unit,)
+
+    def unshard_for_backward(self, state: FSDPState, call: Call[FSDPState]) -> None:
+        """Unshard ``state`` for the backward of ``call``, if it needs that, and prefetch what comes next."""
+        if torch_border.profiler_enabled():
+            with torch_border.profiler_range(state.labels.pre_backward):
+                self._unshard_for_backward(state, call)
+        else:
+            self._unshard_for_backward(state, call)
+
+    def _unshard_for_backward(self, state: FSDPState, call: Call[FSDPState]) -> None:
+        POSITION.module = state.name
+        # Asked for before this state is gathered: of one that was used twice, an earlier call may come next.
+        following = () if state.options.prefetches_late else self.before(state, call)
+        if self._reshard_later is state:
+            self._reshard_later = None
+        self._prefetched.discard(state)
+        if state.options.unshard_in_backward:
+            self._unshard(state)
+        if following:
             self.prefetch(following)
 
     def _unshard(self, state: FSDPState) -> tuple[int, ...]:
         """Put the unsharded parameters on the modules; return the versions of these weights."""
-        if len(state.groups) > 1:
-            self._issue_gathers(state)  # all of them, before the first is waited for
-        stays = not (state.options.reshard_after_forward and state.options.reshard_after_backward)
-        return tuple([group.ensure_unsharded(may_stay=stays) for group in state.groups])
+        groups, options = state.groups, state.options
+        stays = not (options.reshard_after_forward and options.reshard_after_backward)
+        if len(groups) == 1:  # as of most states
+            return (groups[0].ensure_unsharded(may_stay=stays),)
+        self._issue_gathers(state)  # all of them, before the first is waited for
+        return tuple([group.ensure_unsharded(may_stay=stays) for group in groups])
 
     def _issue_gathers(self, state: FSDPState) -> None:
         stays = not (state.options.reshard_after_forward and state.options.reshard_after_backward)
@@ -338,18 +387,22 @@ class Runtime:
         for state in states:
             if state.runtime is not self:
                 continue  # it has gone to another root
-            if any(group.sharded_state not in _NOT_GATHERED for group in state.groups):
-                continue
-            with (
-                torch_border.profiler_range(
-                    state.labels.backward_prefetch
-                    if self.backward.running
-                    else state.labels.forward_prefetch
-                )
-                if torch_border.profiler_enabled()
-                else torch_border.NO_RANGE
-            ):
-                self._issue_gathers(state)
+            for group in state.groups:  # on the hot path: cheaper than any()
+                if group.sharded_state is not _SHARDED and (
+                    group.sharded_state is not _SHARDED_POST_FORWARD
+                ):
+                    break  # one is gathered
+            else:
+                if torch_border.profiler_enabled():
+                    labels = state.labels
+                    with torch_border.profiler_range(
+                        labels.backward_prefetch
+                        if self.backward.running
+                        else labels.forward_prefetch
+                    ):
+                        self._issue_gathers(state)
+                else:
+                    self._issue_gathers(state)
                 self._prefetched.add(state)
 
     def _drop_prefetched(self) -> None:

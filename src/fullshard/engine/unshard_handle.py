@@ -6,6 +6,7 @@ import weakref
 
 from fullshard import torch_border
 from fullshard.engine.agreement import ModelAgreement
+from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import FSDPState
 
@@ -34,7 +35,8 @@ def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
     with torch_border.outside_transforms():
         if state.runtime is None:
             agreement = _AGREEMENTS.setdefault(state, ModelAgreement())
-            agreement.renew(state, (state,), "unshard() before the first forward")
+            if agreement.changes_seen != CHANGES.count:
+                agreement.renew(state, (state,), "unshard() before the first forward")
         elif idle:
             state.runtime.agree()
         for group in state.groups:

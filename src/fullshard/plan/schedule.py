@@ -10,9 +10,9 @@ so that calls of units that went from one schedule to another can be compared.
 
 Three questions are answered from this record, without tensors, streams or hooks:
 
-    enter          which unit is gathered next?  the one that followed here in the previous forward
-    gathered_before   ... and in backward?       the one that was used before this call, in this forward
-    has_left       whose backward is over?       see the note
+    enter       which unit is gathered next?  the one that followed here in the previous forward
+    look_past   ... and in backward?          the one that was used before this call, in this forward
+    has_left    whose backward is over?       see the note
 
 [Note: one order of collectives]
 Ranks must issue the same collectives in the same order. What follows is what this order depends on:
@@ -21,13 +21,13 @@ Ranks must issue the same collectives in the same order. What follows is what th
     backward    the units that this forward has used, in order
 
 No more, and of the units only those that need a gather when they are used. A unit that needs none (it has no parameters, or
-it was kept) may be used on some ranks and not on others, any number of times: `enter` and `gathered_before`
+it was kept) may be used on some ranks and not on others, any number of times: `enter` and `look_past`
 look past it, and it does not end a forecast. Otherwise such a unit would delay the next gather on some ranks until after
 a reduction, or after a collective of the user.
 
 A forecast that holds issues the same gathers, in the same order, as no forecast: it only issues them earlier. So a
 rank without one (after its first forward failed, say) still agrees with the others, if no collective of the user comes
-in between. For this a unit that is used twice in a row is gathered once, with a forecast and without (`repeats`). A reset
+in between. For this a unit that is used twice in a row is gathered once, with a forecast and without (`leave`). A reset
 keeps the previous order, since other ranks may not have been reset.
 
 A forecast that is wrong issues one gather that a rank with another previous order does not issue. Ranks whose orders
@@ -96,8 +96,8 @@ class Call(Generic[Unit]):
         """None while running."""
         self.previous = previous
         """The call that ended just before this one, in the same forward."""
-        self._gathered_before = previous
-        """The same, without calls that `gathered_before` has looked past."""
+        self.gathered_before = previous
+        """The same, without calls that `look_past` has found to need no gather in backward."""
         self.has_backward = False
         """Whether an output can receive a gradient."""
         self.finished_in = -1
@@ -121,21 +121,18 @@ class Call(Generic[Unit]):
             and other.end < self.end
         )
 
-    def follows(self, previous: Call[Unit] | None) -> None:
-        """Come after ``previous`` in this forward."""
-        self.previous = self._gathered_before = previous
-
-    def gathered_before(self, needs_gather: Callable[[Call[Unit]], bool]) -> Call[Unit] | None:
+    def look_past(self, needs_gather: Callable[[Call[Unit]], bool]) -> Call[Unit] | None:
         """Return the latest of the calls before this one whose backward needs a gather, or None.
 
-        Calls that need none are looked at once in a backward, not once for each call after them.
+        `gathered_before` is that call from now on. Calls that need no gather are looked at once in a backward, not once
+        for each call after them.
         """
-        found, passed = self._gathered_before, [self]
+        found, passed = self.gathered_before, [self]
         while found is not None and not needs_gather(found):
             passed.append(found)
-            found = found._gathered_before
+            found = found.gathered_before
         for call in passed:
-            call._gathered_before = found
+            call.gathered_before = found
         return found
 
 
@@ -187,7 +184,14 @@ class Schedule(Generic[Unit]):
         call = self._latest[unit] = Call(unit, next(_CLOCK))
         if self._in_forward:
             self._order.append(unit)
-        self.on_track = self.on_track and self._in_forward and self._find_place(unit, needs_gather)
+        else:
+            self.on_track = False
+        if self.on_track:
+            place = self._place
+            if place < len(self._previous_order) and self._previous_order[place] is unit:
+                self._place = place + 1  # as in most steps
+            else:
+                self.on_track = self._find_place(unit, needs_gather)
         return call, self._find_next(unit, needs_gather) if self.on_track else None
 
     def _find_place(self, unit: Unit, needs_gather: Callable[[Unit], bool]) -> bool:
@@ -204,7 +208,9 @@ class Schedule(Generic[Unit]):
 
     def _find_next(self, unit: Unit, needs_gather: Callable[[Unit], bool]) -> Unit | None:
         """Return what the previous order says is gathered after ``unit``, maybe the same unit once more."""
-        previous, following = self._previous_order, max(self._place, self._next)
+        previous, following = self._previous_order, self._next
+        if following < self._place:
+            following = self._place
         while following < len(previous):
             expected = previous[following]
             if expected is unit or needs_gather(expected):
@@ -212,11 +218,6 @@ class Schedule(Generic[Unit]):
             following += 1
         self._next = following
         return previous[following] if following < len(previous) else None
-
-    def repeats(self, unit: Unit) -> bool:
-        """Whether ``unit``, whose forward ends now, is the next to be gathered, so that it can stay."""
-        previous, following = self._previous_order, max(self._place, self._next)
-        return self.on_track and following < len(previous) and previous[following] is unit
 
     def recompute(self, unit: Unit, backward_pass: int) -> Call[Unit]:
         """A unit's forward begins again, within backward; its place in the order is that of its latest call."""
@@ -232,12 +233,21 @@ class Schedule(Generic[Unit]):
         call.has_backward = True
         return call
 
-    def leave(self, call: Call[Unit]) -> None:
-        """A call's forward has ended."""
+    def leave(self, call: Call[Unit]) -> bool:
+        """A call's forward has ended; return whether its unit is known not to repeat.
+
+        A unit repeats if it is the next to be gathered, too, so that it can stay. Without a forecast nothing is known.
+        """
         call.end = next(_CLOCK)
-        if self._in_forward and self._latest.get(call.unit) is call:
-            call.follows(self._last_ended)
+        unit = call.living_unit()
+        assert unit is not None, "whoever runs a forward holds the unit"
+        if self._in_forward and self._latest.get(unit) is call:
+            call.previous = call.gathered_before = self._last_ended
             self._last_ended = call
+        if not self.on_track:
+            return False
+        previous, following = self._previous_order, max(self._place, self._next)
+        return following == len(previous) or previous[following] is not unit
 
     def end_forward(self) -> None:
         """The forward of the whole model has ended; its order is the forecast for the next."""
@@ -291,4 +301,9 @@ class BackwardGraphs(Generic[Unit]):
 def has_left(calls: Sequence[Call[Unit]], reached: Call[Unit]) -> bool:
     """Whether the work of ``calls`` is done when backward reaches the output of ``reached``."""
     end = reached.end
-    return end is not None and bool(calls) and all(call.begin > end for call in calls)
+    if end is None or not calls:
+        return False
+    for call in calls:  # on the hot path: cheaper than all()
+        if call.begin <= end:
+            return False
+    return True

@@ -115,7 +115,7 @@ class ShardStorage:
             tensor for sharded_param in self.sharded_params for tensor in sharded_param.versioned
         ]
         self.versioned = [tensor for tensor in tensors if not tensor.is_inference()]
-        """Tensors whose version counters tell of writes to the shards."""
+        """Tensors whose version counters tell of writes to the shards: another sum after each that is counted."""
         entries = [
             entry
             for sharded_param in self.sharded_params
@@ -128,7 +128,8 @@ class ShardStorage:
         self._in_buffer = [sharded_param.param for sharded_param in self.shard_views]
         self._memory = [*map(self._identity.of, self._in_buffer)]
         self._dtypes = [*map(_dtype_of, self._in_buffer)]
-        self._all = [sharded_param.param for sharded_param in self.sharded_params]
+        self.leaves = [sharded_param.param for sharded_param in self.sharded_params]
+        """The parameters of `sharded_params`."""
         self.remember_trainable()
 
     @property
@@ -150,26 +151,21 @@ class ShardStorage:
         Parameters on the modules can be compared only if the sharded ones should be ``on_modules``. Asked in
         every forward, so no loop in Python.
         """
-        if on_modules and not self.on_modules:
-            return True
-        found = map(self._identity.of, self._in_buffer)
+        if on_modules:
+            present = map(dict.get, self._tables, self._names)
+            if not all(map(operator.is_, present, self._values)):
+                return True
+        identity, in_buffer = self._identity, self._in_buffer
+        found = map(identity.of, in_buffer)
         return not (
-            all(map(self._identity.is_same, found, self._memory))
-            and all(map(operator.is_, map(_dtype_of, self._in_buffer), self._dtypes))
+            all(map(identity.is_same, found, self._memory))
+            and all(map(operator.is_, map(_dtype_of, in_buffer), self._dtypes))
         )
 
-    @property
-    def trainable_changed(self) -> bool:
-        """Whether a user has frozen or unfrozen a sharded parameter.
-
-        Asked in every forward and backward, so no loop in Python.
-        """
-        found = map(_requires_grad_of, self._all)
-        return not all(map(operator.is_, found, self._trainable))
-
     def remember_trainable(self) -> None:
-        """Let `trainable_changed` compare with what the sharded parameters remember now."""
-        self._trainable = [sharded_param.trainable for sharded_param in self.sharded_params]
+        """Note what the sharded parameters remember now."""
+        self.trainable = [sharded_param.trainable for sharded_param in self.sharded_params]
+        """Whether each of `leaves` was trainable when the group last looked; a user may have frozen one since."""
 
     def replacements(self, group: str) -> dict[ShardedParam, Tensor]:
         """Return what is on the modules where sharded parameters should be; empty if all is as it was.
@@ -302,7 +298,6 @@ class ShardStorage:
 
 
 _dtype_of = operator.attrgetter("dtype")
-_requires_grad_of = operator.attrgetter("requires_grad")
 
 
 def _copy_of(shard: Tensor) -> Tensor:
