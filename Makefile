@@ -1,6 +1,7 @@
 # make train    fullshard train
 # make test     format and lint, then types and all tests
 # make check    format, lint and types only
+# make docs     the pages as a site in build/site; a link that leads nowhere is an error
 # make clean    remove .venv and everything the tools left behind
 #
 # Each of them first builds .venv, if it is missing or older than pyproject.toml or constraints.txt.
@@ -29,7 +30,7 @@ endif
 # Tests start many interpreters, and each would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test check lint clean
+.PHONY: train test check lint docs clean
 
 train: $(READY)
 	$(RUN) -m fullshard train $(ARGS)
@@ -42,6 +43,11 @@ test: $(READY) lint
 
 check: $(READY) lint
 	$(RUN) -m mypy
+
+docs: $(READY)
+	$(RUN) docs/build_api.py
+	$(RUN) -m sphinx --quiet --nitpicky --fail-on-warning -c docs -d build/doctrees . build/site
+	@echo "Open build/site/index.html."
 
 lint: $(READY)
 	$(RUN) -m ruff format --check .

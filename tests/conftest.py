@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from tests.helpers.browser import Browser
     from tests.helpers.ranks import World
 
 # Before torch is imported, here and by inheritance in the ranks. Some machines advertise AMX and do
@@ -45,6 +46,19 @@ def preloaded_python() -> Iterator[str]:
 
     with preloaded.preloaded_python() as executable:
         yield executable
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    from tests.helpers.browser import Browser, find_chromium
+
+    executable = find_chromium()
+    if executable is None:
+        if os.environ.get("CI"):
+            pytest.fail("CI is set and there is no Chromium: pages would go untested")
+        pytest.skip("there is no Chromium")
+    with Browser(executable) as browser:
+        yield browser
 
 
 @pytest.fixture(autouse=True, scope="session")

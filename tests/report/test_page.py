@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fullshard.report import write_report
-from tests.helpers.browser import Browser, Tab, find_chromium
+from tests.helpers.browser import Browser, Tab
 from tests.helpers.run_folders import Machine, hostile_run, write_run
 
 pytest.importorskip("plotly")
@@ -19,17 +18,6 @@ pytestmark = pytest.mark.timeout(180)  # a browser on a busy machine
 CHARTS = ("timeline", "breakdown", "groups", "memory", "loss", "speed", "optimizer")
 READY = "document.documentElement.dataset.ready === 'yes'"
 MACHINE = Machine(layers=4, gather_us=800, slow_gathers={"layers.2": 4000})
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    executable = find_chromium()
-    if executable is None:
-        if os.environ.get("CI"):
-            pytest.fail("CI is set and there is no Chromium: the report would go untested")
-        pytest.skip("there is no Chromium")
-    with Browser(executable) as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")
