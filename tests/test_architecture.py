@@ -7,6 +7,7 @@ tests show each check code that it must object to.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import statistics
@@ -80,12 +81,10 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
+@functools.cache  # and not when the tests are collected, which every worker does
 def sources() -> list[Source]:
     paths = [path.relative_to(FOLDER) for path in sorted(FOLDER.rglob("*.py"))]
     return [Source(path=path, tree=ast.parse((FOLDER / path).read_text())) for path in paths]
-
-
-SOURCES = sources()
 
 
 # --- reading ---------------------------------------------------------------------------------------------
@@ -426,7 +425,7 @@ def none(faults: Sequence[str]) -> bool:
 
 
 def test_the_design_lists_every_folder_and_top_file_once() -> None:
-    units = {source.unit for source in SOURCES}
+    units = {source.unit for source in sources()}
     assert none(
         [f"{unit} has no place: add it to {WHERE}" for unit in sorted(units - set(ORDER))]
         + [f"{unit} is gone: remove it from {WHERE}" for unit in sorted(set(ORDER) - units)]
@@ -435,23 +434,23 @@ def test_the_design_lists_every_folder_and_top_file_once() -> None:
 
 
 def test_folders_import_from_above_only() -> None:
-    graph = folder_graph(SOURCES)
+    graph = folder_graph(sources())
     for unit, imported in graph.items():  # shown by -s, and when the test fails
         print(f"{unit:28} imports {', '.join(sorted(imported, key=ORDER.index)) or 'nothing'}")
-    assert none(wrong_way_imports(SOURCES))
+    assert none(wrong_way_imports(sources()))
     assert none(cycles(graph))
 
 
 def test_no_file_imports_itself_through_others() -> None:
-    assert none(cycles(module_graph(SOURCES)))
+    assert none(cycles(module_graph(sources())))
 
 
 def test_the_apis_are_imported_neither_by_each_other_nor_from_below() -> None:
-    assert none(imports_of_apis(SOURCES))
+    assert none(imports_of_apis(sources()))
 
 
 def test_every_folder_says_what_it_holds_may_import_and_owns() -> None:
-    for source in SOURCES:
+    for source in sources():
         if source.path.name == "__init__.py" and len(source.path.parts) == 2:
             doc = ast.get_docstring(source.tree) or ""
             for words in ("may import", " own"):
@@ -470,7 +469,7 @@ def test_the_glossary_names_classes_that_are_there() -> None:
     assert len(rows) <= 40
     classes = {
         node.name
-        for source in SOURCES
+        for source in sources()
         for node in ast.walk(source.tree)
         if isinstance(node, ast.ClassDef)
     }
@@ -481,13 +480,13 @@ def test_the_glossary_names_classes_that_are_there() -> None:
 
 def test_the_house_stays_small() -> None:
     sizes = {
-        source.path: len((FOLDER / source.path).read_text().splitlines()) for source in SOURCES
+        source.path: len((FOLDER / source.path).read_text().splitlines()) for source in sources()
     }
     entries = [path for path in FOLDER.iterdir() if path.name != "__pycache__"]
     assert len(entries) <= 24
     assert statistics.median(sizes.values()) <= 200
     assert none([f"{path} has {lines} lines" for path, lines in sizes.items() if lines > 650])
-    assert none(long_functions(SOURCES))
+    assert none(long_functions(sources()))
 
 
 def long_functions(all_sources: Sequence[Source]) -> list[str]:
@@ -503,23 +502,23 @@ def long_functions(all_sources: Sequence[Source]) -> list[str]:
 
 
 def test_torch_s_own_fsdp_is_not_imported() -> None:
-    assert none(imports_of_torch_fsdp(SOURCES))
+    assert none(imports_of_torch_fsdp(sources()))
 
 
 def test_only_comm_calls_collectives() -> None:
-    assert none(collectives_outside_comm(SOURCES))
+    assert none(collectives_outside_comm(sources()))
 
 
 def test_only_gradients_writes_grad() -> None:
-    assert none(gradients_written_elsewhere(SOURCES))
+    assert none(gradients_written_elsewhere(sources()))
 
 
 def test_nobody_calls_record_stream() -> None:
-    assert none(uses_of_record_stream(SOURCES))
+    assert none(uses_of_record_stream(sources()))
 
 
 def test_only_the_border_touches_private_torch_names() -> None:
-    assert none(private_torch_names_outside_the_border(SOURCES))
+    assert none(private_torch_names_outside_the_border(sources()))
 
 
 def test_all_is_what_is_visible_sorted() -> None:

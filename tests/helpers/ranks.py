@@ -29,13 +29,13 @@ from tests.helpers.rank_worker import Job, Report, serve, stacks_file
 
 MAX_RANKS = 4
 
-JOB_TIMEOUT_S = 50.0
-"""How long a job may take; less than the 60 s after which pytest gives up on a test."""
+JOB_TIMEOUT_S = 120.0
+"""How long a job may take; less than the time after which pytest gives up on a test (pyproject.toml)."""
 
 GRACE_S = 10.0
 """How long the other ranks may go on once one has failed: they may wait for it forever."""
 
-STARTUP_TIMEOUT_S = 50.0
+STARTUP_TIMEOUT_S = 120.0
 STACKS_TIMEOUT_S = 2.0
 
 # Ranks are forked from a process that has only imported: starting one, or all of them again after a
