@@ -1,4 +1,4 @@
-"""docs/migration.md and docs/migration_fsdp1.md are true: names, signatures, checkpoints in both directions, pipelines."""
+"""docs/migration.md and docs/migration_fsdp1.md are true: names, signatures, checkpoints in both directions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch import Tensor, nn
@@ -21,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP, fully_shard, fully_sharded_data_parallel
@@ -33,7 +31,6 @@ from tests.helpers.training import (
     TORCH,
     Run,
     batch_of,
-    gradients,
     mine,
     needs_torch_2_13,
     shard,
@@ -284,67 +281,3 @@ def from_the_wrapper_to_fully_shard() -> tuple[Any, Any]:
 def test_a_model_moves_from_the_wrapper_to_fully_shard(world) -> None:
     for wrapped, model in world(2).run(from_the_wrapper_to_fully_shard):
         assert_close({name: wrapped[name] for name in model}, model, rtol=1e-5, atol=1e-6)
-
-
-# --- pipelines ---------------------------------------------------------------------------------------
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 8)
-        self.down = nn.Linear(8, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(torch.relu(self.up(x)))
-        return y
-
-
-def stages() -> list[nn.Sequential]:
-    torch.manual_seed(0)
-    return [nn.Sequential(Layer(), Layer()) for _ in range(4)]
-
-
-def error(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
-def pipeline(schedule: str) -> int:
-    """A step of a pipeline of sharded stages, compared with one process; returns how many gradients miss."""
-    from torch.distributed import pipelining
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
-    axis, data = mesh["pipeline"], mesh["data"]
-    place, reference = axis.get_local_rank(), stages()
-    own = {index: stages()[index] for index in (place, place + 2)}
-    for stage in own.values():
-        for layer in stage:
-            fully_shard(layer, mesh=data)
-        fully_shard(stage, mesh=data)
-        assert not isinstance(stage, torch.distributed.fsdp.FSDPModule)
-    parts = [
-        pipelining.PipelineStage(stage, index, 4, torch.device("cpu"), group=axis.get_group())
-        for index, stage in own.items()
-    ]
-    generator = torch.Generator().manual_seed(1)
-    x, target = torch.randn(2, 16, 6, generator=generator)
-    error(nn.Sequential(*reference)(x), target).backward()
-    rows = data.get_local_rank()
-    inputs = (x.chunk(2)[rows],) if 0 in own else ()
-    targets = {"target": target.chunk(2)[rows]} if 3 in own else {}
-    kind = getattr(pipelining.schedules, schedule)
-    kind(parts, n_microbatches=4, loss_fn=error).step(*inputs, **targets)
-    missing = 0
-    for index, stage in own.items():
-        actual, expected = gradients(stage), gradients(reference[index])
-        missing += len(expected.keys() - actual.keys())
-        expected = {name: expected[name] for name in actual}
-        assert_close(actual, expected, rtol=1e-4, atol=1e-6)
-    dist.barrier()
-    return missing
-
-
-def test_pipelines_train_unless_they_split_backward(world) -> None:
-    assert world(4).run(pipeline, "ScheduleInterleaved1F1B") == [0] * 4
-    split = world(4).run(pipeline, "ScheduleInterleavedZeroBubble")
-    assert all(split), "it works now: docs/migration.md says that it does not"

@@ -1,4 +1,7 @@
-"""Chunks of a pipeline: forwards and backwards of microbatches in the orders that pipelines use."""
+"""Chunks of a pipeline scheduled by hand: forwards and backwards of microbatches in the orders that pipelines use.
+
+Torch's own schedules are in `test_pipelining`.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
 
 from fullshard import share_comm_ctx
 from fullshard.engine.state import state_of
@@ -37,11 +33,11 @@ def make_chunks(number: int) -> list[nn.Sequential]:
     return [nn.Sequential(layer(), layer(), nn.Linear(WIDTH, WIDTH)) for _ in range(number)]
 
 
-def shard_chunk(chunk: nn.Sequential, api: str, mesh: DeviceMesh | None = None) -> Any:
+def shard_chunk(chunk: nn.Sequential, api: str) -> Any:
     library = importlib.import_module("torch.distributed.fsdp" if api == TORCH else "fullshard")
     for layer in chunk[:-1]:
-        library.fully_shard(layer, mesh=mesh)
-    return library.fully_shard(chunk, mesh=mesh)
+        library.fully_shard(layer)
+    return library.fully_shard(chunk)
 
 
 def data(num_ranks: int) -> tuple[Tensor, Tensor]:
@@ -169,50 +165,3 @@ def test_two_chunks_on_a_rank_give_the_gradients_of_one_process(
     world, order: str, switches: str
 ) -> None:
     world(2).run(both_scheduled_by_hand, order, switches)
-
-
-# --- torch's own schedules ---------------------------------------------------------------------------
-
-SCHEDULES = {
-    "GPipe": (ScheduleGPipe, 1),
-    "1F1B": (Schedule1F1B, 1),
-    "interleaved 1F1B": (ScheduleInterleaved1F1B, 2),
-}
-"""The schedule, and how many stages of it a rank has."""
-
-
-def scheduled_by_torch(api: str, name: str) -> None:
-    """Two ranks per stage, two places in the pipeline."""
-    schedule_class, stages_per_rank = SCHEDULES[name]
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    place, num_stages = mesh["pp"].get_local_rank(), 2 * stages_per_rank
-    mine_of_all = {
-        index: chunk for index, chunk in enumerate(make_chunks(num_stages)) if index % 2 == place
-    }
-    stages = [
-        PipelineStage(
-            shard_chunk(chunk, api, mesh["dp"]),
-            index,
-            num_stages,
-            torch.device("cpu"),
-            group=mesh["pp"].get_group(),
-        )
-        for index, chunk in mine_of_all.items()
-    ]
-    schedule: Any = schedule_class(
-        stages if stages_per_rank > 1 else stages[0], MICROBATCHES, loss_fn=F.mse_loss
-    )
-    inputs, targets = (rows.chunk(2)[mesh["dp"].get_local_rank()] for rows in data(2))
-    expected = gradients_of_one_process(num_stages, 2)
-    for _ in range(2):
-        for stage in stages:
-            stage.submod.zero_grad()
-        schedule.step(*([inputs] if place == 0 else []), target=targets if place == 1 else None)
-        for index, stage in zip(mine_of_all, stages, strict=True):
-            assert_close(gradients(stage.submod), expected[index], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("api", [FULLSHARD, TORCH])
-def test_torch_s_schedules_give_the_gradients_of_one_process(world, name: str, api: str) -> None:
-    world(4).run(scheduled_by_torch, api, name)

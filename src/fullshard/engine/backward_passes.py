@@ -268,6 +268,23 @@ class BackwardPasses:
         self._reduced.clear()
         runtime.end_backward()
 
+    def reduce_microbatches(self, states: Sequence[FSDPState]) -> None:
+        """Reduce what the backwards of a pipeline's step have added up; see `pipelines`."""
+        POSITION.phase = "backward"
+        for state in reversed(
+            states
+        ):  # about the order of a backward pass, and the same on all ranks
+            POSITION.module = state.name
+            state.left_unsharded = False
+            for group in state.groups:  # [Note: memory first]
+                if state.options.reshard_after_backward:
+                    group.reshard()
+                else:
+                    group.use_sharded_params()
+            self._reduce(state)
+        self._reduced.clear()
+        self._runtime.end_backward()
+
     def abandon(self) -> None:
         """Forget passes that did not end, after a failed step."""
         self.running.clear()

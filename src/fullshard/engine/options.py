@@ -41,6 +41,8 @@ class StateOptions:
     """Of the root: whether the end of backward gives back what was kept for it."""
     post_optim_event: Any = None
     """Of the root: what the next forward's gathers wait for, instead of the current stream."""
+    _chosen: tuple[bool, bool, bool] | None = None
+    """Within a pipeline's step: what the user chose, and the step has changed."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
         """Choose it for this state, whatever the root would decide."""
@@ -84,3 +86,25 @@ class StateOptions:
         if not callable(getattr(event, "record", None)):
             raise OptionTypeError(f"event must be a torch.Event, got {type(event).__name__}.")
         self.post_optim_event = event
+
+    def begin_microbatches(self) -> None:
+        """Let backward add gradients up and keep what was gathered, until `end_microbatches`."""
+        if self._chosen is None:
+            self._chosen = (
+                self.requires_gradient_sync,
+                self.reshard_after_backward,
+                self.is_last_backward,
+            )
+            self.requires_gradient_sync = False
+            self.reshard_after_backward = False
+            self.is_last_backward = False
+
+    def end_microbatches(self) -> None:
+        """Choose again what the user chose."""
+        if self._chosen is not None:
+            (
+                self.requires_gradient_sync,
+                self.reshard_after_backward,
+                self.is_last_backward,
+            ) = self._chosen
+            self._chosen = None

@@ -35,7 +35,7 @@ from fullshard import torch_border
 from fullshard.comm.journal import POSITION, journal_of, journals
 from fullshard.comm.meetings import step_taken
 from fullshard.comm.unreduced_gradients import gradients_were_cleared, not_to_be_updated
-from fullshard.engine import backward_hooks, optimizer_checks
+from fullshard.engine import backward_hooks, optimizer_checks, pipelines
 from fullshard.engine.optimizer_checks import params_of
 from fullshard.engine.param_group import groups_of, unsharded_groups
 from fullshard.errors import LifecycleError, UsageError
@@ -85,6 +85,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         raise LifecycleError(
             "Gradients must be reduced before an optimizer updates sharded parameters. The gradients of these parameters were "
             f"only accumulated, in no_sync(): {unreduced}. Run the last backward before step() outside of no_sync()."
+        )
+    unfinished = pipelines.not_reduced(lambda: params_of(optimizer))
+    if unfinished:
+        raise LifecycleError(
+            "A pipeline's step must end before its optimizer's. The gradients of these parameters were added up over "
+            f"microbatches and not reduced: {unfinished}. If the schedule's step() failed, call zero_grad() and run it "
+            "again. A schedule of your own calls perform_reduce_grad() of its stages after the last microbatch."
         )
 
 

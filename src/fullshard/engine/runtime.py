@@ -30,7 +30,7 @@ import torch
 from fullshard import torch_border
 from fullshard.comm.journal import POSITION
 from fullshard.comm.streams import FSDPCommContext
-from fullshard.engine import process_hooks
+from fullshard.engine import pipelines, process_hooks
 from fullshard.engine.agreement import ModelAgreement
 from fullshard.engine.backward_passes import BackwardPasses
 from fullshard.engine.model_changes import CHANGES
@@ -125,6 +125,7 @@ class Runtime:
             self.end_call(state)
             state.training_state = TrainingState.IDLE
             state.left_unsharded = False
+            state.options.end_microbatches()
             for group in state.groups:
                 group.drop_gather()
                 group.reshard()
@@ -212,6 +213,7 @@ class Runtime:
         shards was counted; fused optimizers and writes to ``param.data`` do not count theirs, so what
         was merely left from a forward is not trusted.
         """
+        pipelines.observe()
         options = self.root.options
         event, options.post_optim_event = options.post_optim_event, None  # counts once
         if self.context.asynchronous:

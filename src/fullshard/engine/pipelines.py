@@ -1,0 +1,188 @@
+"""Stages of `torch.distributed.pipelining` whose modules are sharded: one reduction in a step, none lost.
+
+    forward            of a microbatch: what was gathered for another one of the step is used again, if it was kept
+    backward           of a microbatch: gradients are added up, not reduced, and gathered parameters are kept
+    backward_weight    the part of a split backward that computes the gradients of parameters
+    reduce_gradients   after the last microbatch: gradients are reduced, and gathered parameters given back
+
+torch's stages do this for torch's own class only, and run a module of any other class as one that is not sharded. So
+the methods of stages are observed, by both APIs, whether or not `fullshard.install` was called. Schedules may
+gather and reshard, too (their actions UNSHARD and RESHARD); nothing here depends on it.
+
+[Note: split backward]
+Zero-bubble schedules compute the gradients of a stage's inputs first, and those of its parameters later, maybe after the
+forward of another microbatch. Both parts find the parameters in the graph by what ``parameters()`` of the module returns.
+The second part starts inside of the graph, calls `autograd.grad`, and writes `.grad` itself. Four things follow.
+
+    ``parameters()`` returns the unsharded parameters meanwhile. They are the same objects in all microbatches.
+    The first part passes outputs of modules, so their hooks gather what it needs, as in any backward.
+    The second need not pass any, so all parameters are gathered before it, unless they were kept.
+    No hook tells that it has written a gradient, so gradients are taken when it has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard import torch_border
+from fullshard.engine.state import FSDPState, named_states
+from fullshard.storage.sharded_params import group_of, unsharded_name
+
+if TYPE_CHECKING:
+    from fullshard.engine.runtime import Runtime
+
+_IN_STEP: weakref.WeakKeyDictionary[Any, Sequence[FSDPState]] = weakref.WeakKeyDictionary()
+"""Stages whose gradients are not reduced yet in this step, each with the states of its module; most have none."""
+
+_OBSERVING = threading.Lock()
+_observed = False
+
+
+def observe() -> None:
+    """Observe stages, as soon as pipelining has been imported; asked at the beginning of every forward."""
+    global _observed
+    if _observed:
+        return
+    with _OBSERVING:  # ranks may be threads
+        _observed = _observed or torch_border.observe_stages(
+            _forward, _backward, _backward_weight, _reduce_gradients, _scale_gradients
+        )
+
+
+def _forward(run: Callable[..., Any], stage: Any, fwd_chunk_id: int, *args: Any, **kw: Any) -> Any:
+    if fwd_chunk_id == 0:
+        _end_microbatches(stage)  # of a step that failed
+    for state in _IN_STEP.get(stage, ()):
+        # Nothing has written to the shards since the last microbatch, so what was left of it can be used.
+        state.left_unsharded = False
+    output = run(stage, fwd_chunk_id, *args, **kw)
+    if stage.has_backward and torch.is_grad_enabled():
+        # After the forward: the first one of a step trusts nothing that is left from the step before.
+        _begin_microbatches(stage)
+    return output
+
+
+def _backward(
+    run: Callable[..., Any],
+    stage: Any,
+    bwd_chunk_id: int,
+    loss: Any = None,
+    full_backward: bool = True,
+    last_backward: bool = False,
+) -> Any:
+    states = _begin_microbatches(stage) if stage.has_backward else ()
+    split = states and not full_backward
+    with _unsharded_parameters(stage.submod, states) if split else contextlib.nullcontext():
+        return run(stage, bwd_chunk_id, loss, full_backward, last_backward)
+
+
+def _backward_weight(run: Callable[..., Any], stage: Any, *args: Any, **kw: Any) -> Any:
+    states = _begin_microbatches(stage) if stage.has_backward else ()
+    if not states or (stage.is_first and stage.dw_builder is None):
+        return run(
+            stage, *args, **kw
+        )  # of the first stage, which has no first part: a whole backward
+    for runtime, theirs in _by_runtime(states):
+        runtime.prefetch(theirs)  # all of them, before the first is waited for
+        for state in theirs:
+            runtime.unshard_for_backward(state, ())
+    try:
+        with _unsharded_parameters(stage.submod, states):
+            run(stage, *args, **kw)
+        for state in states:
+            for group in state.groups:
+                group.reducer.accumulate()
+    finally:
+        for state in states:
+            state.use_sharded_params()
+
+
+def _reduce_gradients(run: Callable[..., Any], stage: Any, grad_scale_factor: int) -> None:
+    if not _reduce(stage):
+        run(stage, grad_scale_factor)
+    elif grad_scale_factor != 1:
+        stage.scale_grads(grad_scale_factor)
+
+
+def _scale_gradients(run: Callable[..., Any], stage: Any, grad_scale_factor: int) -> None:
+    _reduce(stage)
+    run(stage, grad_scale_factor)
+
+
+def _reduce(stage: Any) -> bool:
+    """Reduce what the microbatches have added up; return whether the stage's module is sharded by us."""
+    states = _end_microbatches(stage)
+    for runtime, theirs in _by_runtime(states):
+        runtime.backward.reduce_microbatches(theirs)
+    return bool(states)
+
+
+def not_reduced(params: Callable[[], Iterable[Tensor]]) -> list[str]:
+    """Return names of parameters whose gradients were added up in a step of a pipeline that has not ended."""
+    if not _IN_STEP:
+        return []
+    wanted = {id(param) for param in params()}
+    stages = [reference() for reference in _IN_STEP.keyrefs()]  # ranks may be threads
+    return [
+        f"{param.name} of stage {stage.stage_index}"
+        for stage in stages
+        if stage is not None
+        for state in _IN_STEP.get(stage, ())
+        for group in state.groups
+        if group.reducer.unreduced.held
+        for param in group.params
+        if id(param.sharded_param.param) in wanted
+    ]
+
+
+def _begin_microbatches(stage: Any) -> Sequence[FSDPState]:
+    """Let gradients be added up until the step's end; return the states of the stage's module."""
+    states = _IN_STEP.get(stage)
+    if states is None:
+        states = _IN_STEP[stage] = tuple(named_states(stage.submod))
+    for state in states:
+        state.options.begin_microbatches()
+    return states
+
+
+def _end_microbatches(stage: Any) -> Sequence[FSDPState]:
+    """Let options be again as the user chose them; return the states of the stage's module that had others."""
+    states = _IN_STEP.pop(stage, ())
+    for state in states:
+        state.options.end_microbatches()
+    return states
+
+
+def _by_runtime(states: Sequence[FSDPState]) -> list[tuple[Runtime, list[FSDPState]]]:
+    """Return the states that have run, by the model they run in: one, if the stage's module itself is sharded."""
+    found: dict[Runtime, list[FSDPState]] = {}
+    for state in states:
+        if state.runtime is not None:
+            found.setdefault(state.runtime, []).append(state)
+    return list(found.items())
+
+
+@contextlib.contextmanager
+def _unsharded_parameters(module: nn.Module, states: Sequence[FSDPState]) -> Iterator[None]:
+    """Let ``module.parameters()`` return what the graph was made with: [Note: split backward]."""
+    found = [p for p in module.parameters() if not group_of(p) and not unsharded_name(p)]
+    for state in states:
+        for group in state.groups:
+            for param in group.params:
+                if param.unsharded_param is not None:
+                    found.append(param.unsharded_param)
+    before = module.__dict__.get("parameters")
+    module.__dict__["parameters"] = lambda recurse=True: iter(found)
+    try:
+        yield
+    finally:
+        del module.__dict__["parameters"]
+        if before is not None:
+            module.__dict__["parameters"] = before

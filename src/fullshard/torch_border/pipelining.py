@@ -1,0 +1,53 @@
+"""The stages of `torch.distributed.pipelining`: where its schedules run microbatches and reduce gradients."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Observer = Callable[..., Any]
+"""Called in the place of a stage's method, with torch's own function, the stage and the arguments."""
+
+
+def observe_stages(
+    forward: Observer,
+    backward: Observer,
+    backward_weight: Observer,
+    reduce_gradients: Observer,
+    scale_gradients: Observer,
+) -> bool:
+    """From now on, run the methods of all stages through these; return False if nobody has imported pipelining yet.
+
+    Args:
+        forward: For the forward of a microbatch.
+        backward: For its backward, or for the part of it that computes the gradients of inputs.
+        backward_weight: For the part that computes the gradients of parameters.
+        reduce_gradients: For the end of a step, after the last microbatch.
+        scale_gradients: For the division by the number of microbatches, at the end of a step, too. Schedules that
+            derive from torch's oldest class for several stages call nothing else there.
+    """
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    stage = getattr(module, "_PipelineStageBase", None)
+    if stage is None:
+        return False
+    # Before torch 2.11 the last one had another name.
+    end = "perform_reduce_grad" if hasattr(stage, "perform_reduce_grad") else "_post_backward"
+    for name, observer in (
+        ("forward_one_chunk", forward),
+        ("backward_one_chunk", backward),
+        ("backward_weight_one_chunk", backward_weight),
+        (end, reduce_gradients),
+        ("scale_grads", scale_gradients),
+    ):
+        setattr(stage, name, _observed(getattr(stage, name), observer))
+    return True
+
+
+def _observed(run: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def method(stage: Any, *args: Any, **kwargs: Any) -> Any:
+        return observer(run, stage, *args, **kwargs)
+
+    return method
