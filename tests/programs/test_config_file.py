@@ -119,7 +119,8 @@ def test_settings_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Pat
     [
         ("samples.prompt=def f():", "def f():"),
         ("samples.prompt=5", "5"),
-        ("samples.prompt=", ""),
+        ("samples.prompt=", None),
+        ('samples.prompt=""', ""),
         ('samples.prompt="two\\nlines"', "two\nlines"),
         ("samples.prompt=1\n[train]\nsteps = 0", "1\n[train]\nsteps = 0"),
         ("samples.prompt=a=b", "a=b"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ def all_rows(windows: Windows) -> list[list[int]]:
 def test_the_standard_library_gives_the_same_windows_each_time() -> None:
     first, second = opened(None, context=128), opened(None, context=128)
     assert sysconfig.get_path("stdlib") in first.source
+    assert re.fullmatch(r"[0-9.]+ MB of [0-9.]+ MB of text \(data.max_bytes\)", first.left_out)
     assert 100_000 < first.training.tokens + first.held_out.tokens <= 8_000_000
     assert len(first.held_out) == pytest.approx(len(first.training) * 0.05 / 0.95, rel=0.01)
     assert torch.equal(first.training.rows([7, 1000]), second.training.rows([7, 1000]))
@@ -66,16 +68,43 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
     assert all_rows(opened(tmp_path).training) == [list(b"1" * 10), list(b"1" + b"2" * 9)]
 
 
-def test_tests_hidden_files_and_binaries_are_left_out(tmp_path: Path) -> None:
+def test_all_text_in_a_folder_is_read_and_what_is_left_out_is_said(tmp_path: Path) -> None:
     write(tmp_path / "kept.txt", b"k" * 40)
-    write(tmp_path / "test" / "skipped.txt", b"s" * 40)
-    write(tmp_path / "site-packages" / "skipped.txt", b"s" * 40)
-    write(tmp_path / ".git" / "skipped.txt", b"s" * 40)
-    write(tmp_path / "lost+found" / "skipped.txt", b"s" * 40)
-    write(tmp_path / "binary", b"\0" * 40)
+    for name in ("test", "tests", "site-packages", "__pycache__"):
+        write(tmp_path / name / "kept.txt", name[0].encode() * 40)
     data = opened(tmp_path)
+    assert data.left_out == ""
     rows = all_rows(data.training) + all_rows(data.held_out)
-    assert {token for row in rows for token in row} == {ord("k")}
+    assert {token for row in rows for token in row} == {*b"kts_"}
+
+    write(tmp_path / ".git" / "skipped.txt", b"x" * 40)
+    write(tmp_path / "lost+found" / "skipped.txt", b"x" * 40)
+    for name in "abcde":
+        write(tmp_path / "tests" / f"{name}.png", b"\0" * 40)
+    data = opened(tmp_path, max_bytes=190)
+    by_name = "data.path reads one that it names"
+    assert data.left_out == (
+        f"hidden, or a link to a folder: .git, lost+found ({by_name}); "
+        f"binary: tests/a.png, tests/b.png, tests/c.png and 2 more ({by_name}); "
+        "10 B of 200 B of text (data.max_bytes)"
+    )
+    assert all(ord("x") not in row for row in all_rows(data.training))
+
+
+def test_a_text_is_read_to_its_end_and_a_limit_is_said(tmp_path: Path) -> None:
+    path = write(tmp_path / "text", b"t" * 12_000_000)
+    data = opened(path, context=1000)
+    assert data.left_out == ""
+    assert data.training.tokens + data.held_out.tokens > 11_990_000
+    limited = opened(path, context=1000, max_bytes=8_000_000)
+    assert limited.left_out == "4.0 MB of 12.0 MB of text (data.max_bytes)"
+
+
+def test_an_opening_is_the_first_held_out_text_in_whole_characters(tmp_path: Path) -> None:
+    text = "a" * 80 + "über Bäume und Wälder"
+    data = opened(write(tmp_path / "text", text.encode()), context=20, held_out=0.24)
+    assert data.tokenizer.decode(data.opening()) == "über Bäum"
+    assert data.tokenizer.decode(opened(tmp_path / "text", held_out=0.24).opening()) == "über"
 
 
 def test_a_folder_that_contains_itself_is_read_once(tmp_path: Path) -> None:
@@ -124,6 +153,7 @@ def test_no_window_crosses_from_one_file_into_the_next(tmp_path: Path) -> None:
     np.full(5, 7, dtype="uint16").tofile(tmp_path / "c.bin")
     write(tmp_path / "notes.txt", b"beside arrays, text is not meant" * 10)
     data = opened(tmp_path, vocabulary=8)
+    assert data.left_out == 'no arrays: notes.txt (data.kind = "text" reads them)'
     assert all_rows(data.training) == [[1] * 10, [2] * 10]
     assert all_rows(data.held_out) == [[2] * 10]
 

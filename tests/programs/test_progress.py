@@ -32,6 +32,7 @@ START = Start(
     steps=40,
     model="a decoder of [2] layers",
     data="the folder [here]",
+    left_out="hidden: [.git]",
     training_tokens=7_600_000,
     held_out_tokens=400_000,
     versions={},
@@ -106,6 +107,7 @@ def test_what_happens_besides_steps_gets_a_line_of_its_own() -> None:
 def test_the_summary_says_what_was_trained_and_what_each_rank_held() -> None:
     output = seen(terminal=False)
     assert "the folder [here]" in output and "a decoder of [2] layers" in output
+    assert "        left out: hidden: [.git]\n" in output
     assert "def [f]():\n" in output and "return \\x1b[2J" in output
     assert "Trained 250 parameters on 2,560 tokens in 12.3 s, sharded over 2 cpu ranks." in output
     rows = [line.replace("|", " ").split() for line in output.translate({0x2502: "|"}).splitlines()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -28,12 +28,15 @@ def filled(build: Callable[[ModelSource], nn.Module] = unsharded) -> nn.Module:
     return model
 
 
-def written(model: nn.Module, seed: int = 0, **section: Any) -> list[str]:
+def written(
+    model: nn.Module, seed: int = 0, opening: Sequence[int] = (), **section: Any
+) -> list[str]:
     return write_samples(
         model,
         SOURCE,
         Bytes(),
-        SamplesSection(**section),
+        SamplesSection(**{"prompt": "def ", **section}),
+        opening=opening,
         seed=seed,
         context=CONTEXT,
         device=CPU,
@@ -79,6 +82,8 @@ def test_no_prompt_and_no_samples_are_fine() -> None:
     model = filled()
     assert written(model, count=0) == []
     assert written(model, prompt="", tokens=3)[0].startswith("\n")
+    assert written(model, prompt=None, tokens=3, opening=b"Es war")[0].startswith("Es war")
+    assert written(model, prompt=None, tokens=3)[0].startswith("\n")
     assert written(model, tokens=0) == ["def "]
 
 
@@ -93,4 +98,4 @@ def test_a_prompt_the_model_does_not_know_is_refused() -> None:
     model = filled()
     section = SamplesSection(prompt="3 500 700")
     with pytest.raises(ConfigurationError, match=r"vocabulary of 256.* has 500, 700\."):
-        write_samples(model, SOURCE, Numbers(), section, seed=0, context=8, device=CPU)
+        write_samples(model, SOURCE, Numbers(), section, opening=(), seed=0, context=8, device=CPU)

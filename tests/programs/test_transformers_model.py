@@ -170,7 +170,13 @@ def test_a_tiny_llama_is_trained_through_both_doors_and_transformers_loads_it(
     settings = [
         *(f"model.huggingface={llama}", f"data.path={write_text(tmp_path)}", "data.context=16"),
         *("train.steps=12", "train.batch=8", "optimizer.lr=0.01", "checkpoint.export=true"),
-        *("run.device=cpu", "samples.tokens=8", "log.report=false", "trace.steps=0"),
+        *(
+            "run.device=cpu",
+            "samples.prompt=def ",
+            "samples.tokens=8",
+            "log.report=false",
+            "trace.steps=0",
+        ),
     ]
     found = []
     for door in ("fully_shard", "wrapper"):

@@ -46,6 +46,8 @@ class Start:
     model: str
     """For people, like the data."""
     data: str
+    left_out: str = ""
+    """What of the data is not read, and why; empty if all is."""
     training_tokens: int
     held_out_tokens: int
     versions: dict[str, str]

@@ -19,7 +19,7 @@ from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.exported_model import check_target
 
 if TYPE_CHECKING:
-    from fullshard.programs.train.model_source import ExportForm
+    from fullshard.programs.train.exported_model import ExportForm
 
 
 def export(

@@ -8,7 +8,7 @@ from fullshard.checkpoint.formats import use_source
 from fullshard.checkpoint.source import MODEL, Source
 from fullshard.errors import CheckpointError
 from fullshard.programs.train.config import ModelSection, RunConfig
-from fullshard.programs.train.model_source import ExportForm
+from fullshard.programs.train.exported_model import ExportForm
 from fullshard.programs.train.transformers_model import TransformersModel
 
 MOST_NAMES = 5

@@ -156,8 +156,8 @@ class DataSection:
     held_out: ProperFraction = field(default=0.05, metadata=FIXED)
     """Share of the tokens, from the end, that is held out for evaluation."""
 
-    max_bytes: PositiveCount = field(default=8_000_000, metadata=FIXED)
-    """Most bytes of text to read."""
+    max_bytes: PositiveCount | None = field(default=None, metadata=FIXED)
+    """Most bytes of text to read. Not set: all of it, and 8 MB of the standard library."""
 
     def problems(self) -> Iterator[Problem]:
         """Yield the problems of fields that do not go together."""
@@ -340,8 +340,8 @@ class SamplesSection:
     count: Count = 1
     """How many samples; 0 for none."""
 
-    prompt: str = "def "
-    """How each begins."""
+    prompt: str | None = None
+    """How each begins. Not set: as the held-out data do."""
 
     tokens: PositiveCount = 120
     """How many tokens each gets."""

@@ -6,20 +6,32 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fullshard.errors import ConfigurationError
+from fullshard.programs.console.tables import size_text
 from fullshard.programs.train.array_files import read_header
-from fullshard.programs.train.config import DataSection, RunConfig
-from fullshard.programs.train.data_files import DataFiles, data_files
+from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.data_files import (
+    BY_NAME,
+    DataFiles,
+    data_files,
+    left_out_of,
+)
 from fullshard.programs.train.held_out_split import training_lengths
 from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.tokenizer import Bytes, Tokenizer
 from fullshard.programs.train.windows import Tokens, Windows, check_tokens
+
+OPENING_LENGTH = 24
+"""Most tokens of an opening."""
 
 CHUNK_LENGTH = 65_536
 """Characters that are tokenised at once: some tokenizers need far longer for one long text than for its chunks."""
@@ -32,11 +44,22 @@ class Data:
     source: str
     """Where it comes from, for people."""
 
+    left_out: str
+    """What of the source is not read, and why, in one line; empty if all is."""
+
     training: Windows
     held_out: Windows
     """At least one window each."""
 
     tokenizer: Tokenizer
+
+    def opening(self) -> list[int]:
+        """Return the first tokens of the held-out data, for a model to go on from. Bytes of broken characters are left out."""
+        row = self.held_out.rows([0])[0].tolist()
+        tokens = row[: min(OPENING_LENGTH, (len(row) + 1) // 2)]
+        if isinstance(self.tokenizer, Bytes):
+            tokens = list(bytes(tokens).decode(errors="ignore").encode())
+        return tokens
 
 
 def open_data(config: RunConfig, model: ModelSource) -> Data:
@@ -49,8 +72,11 @@ def open_data(config: RunConfig, model: ModelSource) -> Data:
     """
     section = config.data
     files = data_files(section)
+    left_out = [str(each) for each in files.left_out]
     if files.kind == "text":
-        sequences = [_read_text(files, model.tokenizer, section)]
+        text = _read_text(files)
+        left_out += text.left_out
+        sequences = [Tokens(files.source, _tokens_of(text.content, model.tokenizer))]
         check_tokens(sequences[0], model.vocabulary)
     else:
         headers = [read_header(path, section.dtype) for path in files.paths]
@@ -59,6 +85,7 @@ def open_data(config: RunConfig, model: ModelSource) -> Data:
     split = list(zip(sequences, lengths, strict=True))
     return Data(
         source=files.source,
+        left_out="; ".join(left_out),
         training=Windows(
             [tokens.slice(0, length) for tokens, length in split],
             context=section.context,
@@ -73,10 +100,31 @@ def open_data(config: RunConfig, model: ModelSource) -> Data:
     )
 
 
-def _read_text(files: DataFiles, tokenizer: Tokenizer, section: DataSection) -> Tokens:
-    """Return the text of all files, tokenised, as one sequence."""
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """The text of all files."""
+
+    content: bytearray
+    left_out: list[str]
+
+
+def _read_text(files: DataFiles) -> _Text:
+    """Return the text of all files, up to `max_bytes`. Of several files, binary ones are left out."""
+    content, binary, num_unread = bytearray(), list[Path](), 0
     try:
-        content = _read_up_to(section.max_bytes, files.paths)
+        for file in files.paths:
+            size = file.stat().st_size
+            room = -1 if files.max_bytes is None else files.max_bytes - len(content)
+            if room == 0:
+                num_unread += size
+                continue
+            with file.open("rb") as stream:
+                new = stream.read(room)
+            if len(files.paths) > 1 and b"\0" in new[:4096]:
+                binary.append(file)
+                continue
+            content += new
+            num_unread += max(size - len(new), 0)
     except OSError as error:
         raise ConfigurationError(
             f"All files of the text must be readable: {error}. "
@@ -87,27 +135,21 @@ def _read_text(files: DataFiles, tokenizer: Tokenizer, section: DataSection) -> 
             f"There is no text to learn from: what is in {files.source} is empty, or not text. "
             "Name a file or a folder with data.path."
         )
+    common = Path(os.path.commonpath([file.parent for file in files.paths]))
+    left_out = [str(each) for each in left_out_of(common, binary, "binary", BY_NAME)]
+    if num_unread:
+        sizes = size_text(num_unread), size_text(len(content) + num_unread)
+        left_out.append(f"{sizes[0]} of {sizes[1]} of text (data.max_bytes)")
+    return _Text(content, left_out)
+
+
+def _tokens_of(content: bytearray, tokenizer: Tokenizer) -> Tensor:
     if isinstance(tokenizer, Bytes):
-        return Tokens(files.source, torch.frombuffer(content, dtype=torch.uint8))
-    values = [
-        token
-        for chunk in _chunks(content.decode(errors="replace"))
-        for token in tokenizer.encode(chunk)
-    ]
-    return Tokens(files.source, torch.tensor(values, dtype=torch.int64))
-
-
-def _read_up_to(max_bytes: int, files: Sequence[Path]) -> bytearray:
-    """Return the files' bytes one after the other, cut off at `max_bytes`. Of several files, binary ones are left out."""
-    content = bytearray()
-    for file in files:
-        with file.open("rb") as stream:
-            new = stream.read(max_bytes - len(content))
-        if len(files) == 1 or b"\0" not in new[:4096]:
-            content += new
-        if len(content) >= max_bytes:
-            break
-    return content
+        return torch.frombuffer(content, dtype=torch.uint8)
+    values = array("q")  # a list would take five times the memory
+    for chunk in _chunks(content.decode(errors="replace")):
+        values.extend(tokenizer.encode(chunk))
+    return torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0).long()
 
 
 def _chunks(text: str) -> Iterator[str]:

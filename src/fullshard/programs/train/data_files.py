@@ -4,15 +4,16 @@
     text            a file, or every text file under a folder
     array           tokens in a `.npy` or `.bin` file, or in every such file under a folder
 
-Files are sorted by path, so all ranks find the same order. This file imports no torch, so a wrong path is reported at
-once.
+Everything in a folder that a user names is read, except for what `DataFiles.left_out` lists; `data` adds what it finds only
+when it reads. Files are sorted by path, so all ranks find the same order. This file imports no torch, so a wrong path is
+reported at once.
 """
 
 from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,10 +25,34 @@ Kind = Literal["text", "array"]
 
 ARRAY_SUFFIXES = (".npy", ".bin")
 
-SKIPPED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lost+found"}
+NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
-"""Not the standard library, or unlike the rest of it; and `lost+found`, which only root may read."""
+"""Folders that are not the standard library, or unlike the rest of it."""
+
+LIBRARY_BYTES = 8_000_000
+"""How much of the standard library is read, unless `data.max_bytes` says otherwise."""
+
+BY_NAME = "data.path reads one that it names"
+
+SHOWN_NAMES = 3
+"""How many names are listed of what is left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut:
+    """Some of what is in a folder and is not read."""
+
+    reason: str
+    names: tuple[str, ...]
+    """Of files or folders, relative to the folder."""
+    remedy: str
+    """Which field has them read."""
+
+    def __str__(self) -> str:
+        num_more = len(self.names) - SHOWN_NAMES
+        more = f" and {num_more:,} more" if num_more > 0 else ""
+        return f"{self.reason}: {', '.join(self.names[:SHOWN_NAMES])}{more} ({self.remedy})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +66,12 @@ class DataFiles:
 
     paths: tuple[Path, ...]
     """At least one."""
+
+    left_out: tuple[LeftOut, ...] = ()
+    """What else is there, found without reading files."""
+
+    max_bytes: int | None = None
+    """Most bytes of text to read."""
 
 
 def data_files(section: DataSection) -> DataFiles:
@@ -66,9 +97,13 @@ def _found(section: DataSection) -> DataFiles:
     path, kind = section.path, section.kind
     if path is None:
         folder = Path(sysconfig.get_path("stdlib"))
-        sources = tuple(file for file in _walk(folder) if file.suffix == ".py")
-        source = f"the Python standard library in {folder}"
-        return DataFiles(source=source, kind="text", paths=sources)
+        sources = tuple(file for file in _walk(folder, [], NOT_LIBRARY) if file.suffix == ".py")
+        return DataFiles(
+            source=f"the Python standard library in {folder}, without its tests",
+            kind="text",
+            paths=sources,
+            max_bytes=section.max_bytes or LIBRARY_BYTES,
+        )
     if path.is_file():
         if kind == "array" and _kind_of(path) != "array":
             raise ConfigurationError(
@@ -79,32 +114,64 @@ def _found(section: DataSection) -> DataFiles:
             source=f"the file {path}",
             kind=_kind_of(path) if kind == "auto" else kind,
             paths=(path,),
+            max_bytes=section.max_bytes,
         )
     if not path.is_dir():
         raise ConfigurationError(
             f"data.path must name a file or a folder, but there is none at {path}. "
             "Leave it out to learn from the Python standard library."
         )
-    files = tuple(_walk(path))
+    return _in_folder(path, section)
+
+
+def _in_folder(folder: Path, section: DataSection) -> DataFiles:
+    skipped: list[Path] = []
+    files = tuple(_walk(folder, skipped))
+    left_out = left_out_of(folder, skipped, "hidden, or a link to a folder", BY_NAME)
     arrays = tuple(file for file in files if _kind_of(file) == "array")
-    if kind == "array" or (kind == "auto" and arrays):
-        return DataFiles(source=f"the folder {path}", kind="array", paths=arrays)
-    return DataFiles(source=f"the folder {path}", kind="text", paths=files)
+    if section.kind == "array" or (section.kind == "auto" and arrays):
+        others = [file for file in files if _kind_of(file) != "array"]
+        left_out += left_out_of(folder, others, "no arrays", 'data.kind = "text" reads them')
+        return DataFiles(
+            source=f"the folder {folder}", kind="array", paths=arrays, left_out=left_out
+        )
+    return DataFiles(
+        source=f"the folder {folder}",
+        kind="text",
+        paths=files,
+        left_out=left_out,
+        max_bytes=section.max_bytes,
+    )
+
+
+def left_out_of(
+    folder: Path, paths: Sequence[Path], reason: str, remedy: str
+) -> tuple[LeftOut, ...]:
+    """Return one `LeftOut` for paths in a folder, or none if there are no paths."""
+    names = tuple(str(path.relative_to(folder)) for path in paths)
+    return (LeftOut(reason=reason, names=names, remedy=remedy),) if names else ()
 
 
 def _kind_of(file: Path) -> Kind:
     return "array" if file.suffix in ARRAY_SUFFIXES else "text"
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files under a folder by path; hidden ones and `SKIPPED_FOLDERS` are left out."""
+def _walk(
+    folder: Path, left_out: list[Path], skipped: Collection[str] = ("lost+found",)
+) -> Iterator[Path]:
+    """Yield the files under a folder by path, and collect in ``left_out`` what is not entered.
+
+    That is: hidden files and folders; links to folders, which may lead back up; what is neither file nor folder; and
+    folders with one of the names in ``skipped`` (only root may read `lost+found`).
+    """
     if not folder.is_dir():
         return
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name.startswith("."):
-            continue
-        if entry.is_file():
+            left_out.append(Path(entry.path))
+        elif entry.is_file():
             yield Path(entry.path)
-        # Links to folders are not followed: they may lead back up.
-        elif entry.is_dir(follow_symlinks=False) and entry.name not in SKIPPED_FOLDERS:
-            yield from _walk(Path(entry.path))
+        elif entry.is_dir(follow_symlinks=False) and entry.name not in skipped:
+            yield from _walk(Path(entry.path), left_out, skipped)
+        else:
+            left_out.append(Path(entry.path))

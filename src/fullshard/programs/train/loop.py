@@ -302,6 +302,7 @@ class Training:
             self.job.source,
             self.job.data.tokenizer,
             self.config.samples,
+            opening=self.job.data.opening(),
             seed=self.config.run.seed,
             context=self.config.data.context,
             device=self.job.device,
@@ -354,6 +355,7 @@ class Training:
             steps=config.train.steps,
             model=self.job.source.description,
             data=data.source,
+            left_out=data.left_out,
             training_tokens=data.training.tokens,
             held_out_tokens=data.held_out.tokens,
             versions={

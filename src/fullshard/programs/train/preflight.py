@@ -93,7 +93,8 @@ def data_problems(config: RunConfig) -> Iterator[Problem]:
     if files.kind == "array":
         yield from _array_problems(config, files)
     elif tokenizer_path(config) is None:  # with a tokenizer the number of tokens is not known yet
-        size = min(sum(file.stat().st_size for file in files.paths), section.max_bytes)
+        size = sum(file.stat().st_size for file in files.paths)
+        size = size if files.max_bytes is None else min(size, files.max_bytes)
         yield from _length_problems([size], section, files)
 
 

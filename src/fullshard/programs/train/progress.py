@@ -105,7 +105,8 @@ class RunProgress:
         self._print(
             f"Data    {start.data}\n"
             f"        {start.training_tokens:,} tokens to learn from, {start.held_out_tokens:,} held out\n"
-            f"Model   {start.model}\n"
+            + (f"        left out: {start.left_out}\n" if start.left_out else "")
+            + f"Model   {start.model}\n"
             f"        {start.parameters:,} parameters, sharded over {ranks_on(start)}\n"
             f"Steps   {start.steps} of {start.tokens_per_step:,} tokens"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,18 +21,31 @@ def write_samples(
     tokenizer: Tokenizer,
     section: SamplesSection,
     *,
+    opening: Sequence[int],
     seed: int,
     context: int,
     device: torch.device,
 ) -> list[str]:
     """Return texts that continue the prompt, prompts included. All ranks call it, and get the same.
 
+    Args:
+        model: The model, sharded or not.
+        source: Where it comes from.
+        tokenizer: Of its tokens.
+        section: How many texts, and of which kind.
+        opening: The tokens of the prompt, if the section has none.
+        seed: Decides the texts.
+        context: Tokens the model sees at once.
+        device: Where it computes.
+
     Raises:
         ConfigurationError: the prompt has tokens that the model does not know. Raised before the first forward.
     """
     if not section.count:
         return []
-    prompt = _prompt(tokenizer, section.prompt, source.vocabulary)
+    prompt = list(opening)
+    if section.prompt is not None or not prompt:
+        prompt = _prompt(tokenizer, section.prompt or "", source.vocabulary)
     end = len(prompt) + section.tokens
     # Filled from the left and always of one shape, which compilers need: no position sees what is to its right.
     texts = torch.zeros(section.count, end, dtype=torch.int64)

@@ -69,14 +69,16 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
 
 def _is_text(config: RunConfig) -> bool:
     """Say whether the data are text, also when they have gone, as long as the configuration tells."""
-    if config.data.kind != "auto":
-        return config.data.kind == "text"
+    kind, has_vocabulary = config.data.kind, config.model.vocabulary is not None
     try:
         return data_files(config.data).kind == "text"
     except ConfigurationError:
-        if config.model.vocabulary is not None:
-            raise
-        return True  # arrays without a tokenizer need model.vocabulary
+        # Arrays without a tokenizer need model.vocabulary.
+        if kind == "text" or (kind == "auto" and not has_vocabulary):
+            return True
+        if kind == "array" and has_vocabulary:
+            return False
+        raise
 
 
 def tokenizer_path(config: RunConfig) -> Path | None:
