@@ -1,0 +1,137 @@
+"""The rows of `clients.py`: programs of `examples/clients` with their options."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["ROWS", "Row"]
+
+BF16_TOLERANCE = 2e-2
+"""Against one process, which rounds elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One program and its options."""
+
+    client: str
+    door: str
+    """`fully_shard` or the wrapper."""
+    options: str
+    """What a reader of the table is told of the arguments."""
+    program: str
+    arguments: tuple[str, ...] = ()
+    needs: tuple[str, ...]
+    """Packages that must be installed."""
+    tolerance: float = 1e-5
+    """The largest relative difference of losses."""
+    known: Mapping[str, str] = field(default_factory=dict)
+    """By column: a bug of others that makes this cell bad, and whose."""
+    world: int | None = None
+    """How many ranks it needs, if it cannot do with any number."""
+    only_cpu: bool = False
+
+    @property
+    def name(self) -> str:
+        """The row in one line."""
+        return f"{self.client}, {self.door}, {self.options}"
+
+
+def _accelerate(version: int, options: str, *arguments: str, **rest: object) -> Row:
+    return Row(
+        client="Accelerate",
+        door="fully_shard" if version == 2 else "wrapper",
+        options=options,
+        program="examples.clients.accelerate_training",
+        arguments=("--fsdp-version", str(version), *arguments),
+        needs=("accelerate", "transformers"),
+        **rest,  # type: ignore[arg-type]
+    )
+
+
+def _trainer(version: int, options: str, *arguments: str, **rest: object) -> Row:
+    return Row(
+        client="Trainer",
+        door="fully_shard" if version == 2 else "wrapper",
+        options=options,
+        program="examples.clients.trainer_lora",
+        arguments=("--fsdp-version", str(version), *arguments),
+        needs=("accelerate", "transformers", "peft"),
+        **rest,  # type: ignore[arg-type]
+    )
+
+
+def _trl(version: int, options: str, *arguments: str, **rest: object) -> Row:
+    return Row(
+        client="TRL",
+        door="fully_shard" if version == 2 else "wrapper",
+        options=options,
+        program="examples.clients.trl_sft",
+        arguments=("--fsdp-version", str(version), *arguments),
+        needs=("accelerate", "transformers", "peft", "trl", "datasets"),
+        **rest,  # type: ignore[arg-type]
+    )
+
+
+def _lightning(version: int, options: str, *arguments: str, **rest: object) -> Row:
+    return Row(
+        client="Lightning",
+        door="fully_shard" if version == 2 else "wrapper",
+        options=options,
+        program="examples.clients.lightning_training",
+        arguments=("--fsdp-version", str(version), *arguments),
+        needs=("lightning", "transformers"),
+        **rest,  # type: ignore[arg-type]
+    )
+
+
+ROWS = (
+    _accelerate(2, "sharded checkpoint"),
+    _accelerate(2, "full checkpoint", "--state-dict", "full"),
+    _accelerate(2, "bf16", "--bf16"),
+    _accelerate(
+        2,
+        "activation checkpointing, 2 microbatches",
+        "--activation-checkpointing",
+        "--microbatches",
+        "2",
+    ),
+    _accelerate(2, "tied weights", "--tied"),
+    _accelerate(2, "cpu_ram_efficient_loading", "--cpu-ram-efficient-loading"),
+    _accelerate(1, "full checkpoint", "--state-dict", "full"),
+    _accelerate(1, "sharded checkpoint"),
+    _accelerate(1, "flat parameters", "--flat-parameters", "--state-dict", "full"),
+    _accelerate(1, "bf16", "--bf16", "--state-dict", "full", tolerance=BF16_TOLERANCE),
+    _accelerate(
+        1,
+        "cpu_ram_efficient_loading",
+        "--cpu-ram-efficient-loading",
+        "--state-dict",
+        "full",
+    ),
+    _trainer(2, "all parameters, evaluate, generate", "--rank-of-lora", "0"),
+    _trainer(2, "LoRA, evaluate, generate"),
+    _trainer(1, "all parameters, evaluate, generate", "--rank-of-lora", "0"),
+    _trainer(1, "LoRA, evaluate, generate"),
+    _trl(2, "SFT"),
+    _trl(2, "SFT, LoRA", "--lora"),
+    _trl(1, "SFT, LoRA", "--lora"),
+    _lightning(2, "ModelParallelStrategy"),
+    _lightning(1, "FSDPStrategy"),
+    _lightning(1, "FSDPStrategy, flat parameters", "--flat-parameters"),
+    Row(
+        client="torchtitan",
+        door="fully_shard",
+        options="apply_fsdp_to_decoder",
+        program="examples.clients.torchtitan_decoder",
+        needs=("torchtitan",),
+    ),
+    Row(
+        client="torch.distributed.pipelining",
+        door="fully_shard",
+        options="1F1B, 2 stages of 2 ranks",
+        program="examples.clients.pipelining",
+        needs=("transformers",),
+        world=4,
+        only_cpu=True,
+    ),
+)
