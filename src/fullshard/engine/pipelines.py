@@ -90,9 +90,7 @@ def _backward_weight(run: Callable[..., Any], stage: Any, *args: Any, **kw: Any)
             stage, *args, **kw
         )  # of the first stage, which has no first part: a whole backward
     for runtime, theirs in _by_runtime(states):
-        runtime.prefetch(theirs)  # all of them, before the first is waited for
-        for state in theirs:
-            runtime.unshard_for_backward(state, ())
+        runtime.unshard_for_weights(theirs)
     try:
         with _unsharded_parameters(stage.submod, states):
             run(stage, *args, **kw)

@@ -370,6 +370,16 @@ class Runtime:
         if following:
             self.prefetch(following)
 
+    def unshard_for_weights(self, states: Sequence[FSDPState]) -> None:
+        """Unshard states for a backward that starts within their graphs; see `pipelines`."""
+        needed = [state for state in states if state.options.unshard_in_backward]
+        self.prefetch(needed)  # all of them, before the first is waited for
+        for state in needed:
+            if self._reshard_later is state:
+                self._reshard_later = None
+            self._prefetched.discard(state)
+            self._unshard(state)
+
     def _unshard(self, state: FSDPState) -> tuple[int, ...]:
         """Put the unsharded parameters on the modules; return the versions of these weights."""
         groups, options = state.groups, state.options
