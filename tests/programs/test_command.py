@@ -18,6 +18,7 @@ from fullshard.programs.train import launch
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import read_config, to_toml
 from fullshard.programs.train.rank_info import RankInfo
+from fullshard.run.program import cap_cpu_instructions
 from tests.helpers.runs import last_losses, records, tiny
 
 ROOT = Path(__file__).parents[2]
@@ -181,10 +182,10 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_command_keeps_onednn_off_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    cli.cap_cpu_instructions()
+    cap_cpu_instructions()
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    cli.cap_cpu_instructions()
+    cap_cpu_instructions()
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2"
 
 

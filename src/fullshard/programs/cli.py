@@ -7,7 +7,6 @@ Nothing here imports torch, so `fullshard --help` and a mistyped option answer a
 from __future__ import annotations
 
 import errno
-import os
 import sys
 from typing import IO, TYPE_CHECKING, cast
 
@@ -16,18 +15,26 @@ from fullshard.programs.console.broken_pipe_safe import (
     broken_pipe_safe,
     open_standard_streams,
 )
+from fullshard.run import program
 
 if TYPE_CHECKING:
     import typer
 
 CLI_LIBRARIES = ("typer", "rich")
-"""Packages of the extra `cli`, which every subcommand needs."""
+"""Packages of the extra `cli`, which every subcommand but `run` needs."""
+ALL_ARGUMENTS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""Lets a subcommand read its arguments itself."""
 
 
 def main() -> None:
     """Run the `fullshard` command with this process's arguments."""
+    if sys.argv[1:2] == [
+        "run"
+    ]:  # streams, exit code and traceback are those of the program that is run
+        program.main(sys.argv[2:], "fullshard run")
+        return
     open_standard_streams()
-    cap_cpu_instructions()
+    program.cap_cpu_instructions()
     try:
         app = build_app()
     except ModuleNotFoundError as error:
@@ -68,13 +75,9 @@ def _report_lost_output(lost: OSError) -> int:
     return 2
 
 
-def cap_cpu_instructions() -> None:
-    """Keep oneDNN from using AMX, unless the user has set its limit.
-
-    Some machines advertise AMX but do not let processes use it. A bf16 matmul on the CPU then ends in an illegal
-    instruction. oneDNN reads the variable once, so it has to be set before torch is imported.
-    """
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+def run(arguments: list[str]) -> None:
+    """Run a script, or a module (-m), with fullshard in the place of torch's FSDP."""
+    program.main(arguments, "fullshard run")
 
 
 def build_app() -> typer.Typer:
@@ -96,6 +99,7 @@ def build_app() -> typer.Typer:
     app.command()(train)
     app.command()(inspect)
     app.command()(report)
+    app.command(add_help_option=False, context_settings=ALL_ARGUMENTS)(run)
     app.command()(export)
     app.add_typer(checkpoint, name="checkpoint")
     return app

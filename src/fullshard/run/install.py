@@ -25,7 +25,7 @@ import pkgutil
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -37,6 +37,7 @@ from fullshard.errors import LifecycleError
 from fullshard.fsdp2 import fully_shard
 from fullshard.plan import policies
 from fullshard.run.aliases import Alias, Sources, aliases_of, within
+from fullshard.run.children import call_in_children
 
 OURS = (
     api,
@@ -99,6 +100,8 @@ class Installation:
     """Names that meant fullshard's objects before."""
     _models: list[weakref.ref[nn.Module]] = field(repr=False)
     """Models that fullshard had sharded before."""
+    _leave_children: Callable[[], None] = field(repr=False)
+    """Makes processes that are started from then on do without."""
 
     def __str__(self) -> str:
         modules = {name.rpartition(".")[0] for name in self.rebound}
@@ -125,6 +128,7 @@ _installation: Installation | None = None
 def install(*, verbose: bool = False) -> Installation:
     """Rebind torch's public FSDP names to fullshard's, in the whole process, and return what was rebound.
 
+    Processes that `multiprocessing` starts from now on install it, too, before they import the program.
     Call it before a model is sharded, best before other imports: objects that were made of torch's classes (options,
     policies, subclasses) stay torch's. A second call changes nothing. See docs/install.md.
 
@@ -156,6 +160,7 @@ def uninstall() -> None:
     if done is None:
         return
     _installation = None
+    done._leave_children()
     back = {id(ours): theirs for theirs, ours in done._replacements.values()}
     rebound = {alias.key for alias in done._aliases}
     own = {alias.key for alias in done._own}
@@ -209,6 +214,7 @@ def _rebind() -> Installation:
         _replacements=replacements,
         _own=own,
         _models=[weakref.ref(model) for model in _living(OUR_MODELS)],
+        _leave_children=call_in_children(install),
     )
 
 
