@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +113,27 @@ def add_on_a_mesh(num_groups_before: int) -> bool:
     total = x + x
     assert isinstance(total, DTensor)
     return total.device_mesh is mesh
+
+
+class Cycle:
+    """Garbage that makes other garbage of what it holds when it is collected."""
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+        self.itself = self
+
+    def __del__(self) -> None:
+        cycle = [self.held]
+        cycle.append(cycle)
+
+
+def leave_groups_in_garbage() -> None:
+    Cycle(dist.new_group())
+
+
+def num_gloo_threads() -> int:
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
 
 
 # Results.
@@ -237,6 +259,12 @@ def test_a_job_that_leaves_its_group_does_not_disturb_the_next(world: Worlds) ->
 def test_a_job_does_not_see_meshes_of_the_job_before(world: Worlds) -> None:
     assert world(2).run(add_on_a_mesh, 0) == [True, True]
     assert world(2).run(add_on_a_mesh, 1) == [True, True]
+
+
+def test_groups_that_are_garbage_of_garbage_leave_no_thread(world: Worlds) -> None:
+    before = world(2).run(num_gloo_threads)
+    world(2).run(leave_groups_in_garbage)
+    assert world(2).run(num_gloo_threads) == before
 
 
 def test_a_closed_pool_leaves_no_process_and_no_file() -> None:

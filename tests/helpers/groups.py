@@ -9,6 +9,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+MAX_COLLECTIONS = 5
+"""What one collection frees lets the next one free more: a mesh, and with it the threads of its groups."""
+
 
 @contextmanager
 def alone() -> Iterator[None]:
@@ -25,12 +28,15 @@ def leave_group() -> None:
     """Destroy the default process group, if there still is one, and free all that held on to it.
 
     Whoever enters one calls `gc.freeze` before. What is there then is modules and caches, and it stays; without
-    that, the collection here walks all of torch, and in the process of the tests all tests: a second each time.
+    that, the collections here walk all of torch, and in the process of the tests all tests: a second each time.
+    A group that is left over is frozen by the next one, and its threads wake a hundred times a second to the end.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_meshes()
-    gc.collect()
+    for _ in range(MAX_COLLECTIONS):
+        if not gc.collect():
+            break
     assert not dist.is_initialized(), "the default process group survived its destruction"
 
 
