@@ -12,12 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import (
@@ -26,7 +20,6 @@ from fullshard import (
     FullyShardedDataParallel,
     ShardingStrategy,
     StateDictType,
-    UnsupportedError,
 )
 from fullshard.plan.names import clean_name
 from tests.helpers.compare import assert_equal
@@ -399,31 +392,3 @@ def test_what_is_there_is_loaded(world, orig: bool) -> None:
         missing, rates = found["no group of some"]
         assert missing and all("layers.0" in name or "plain" in name for name in missing)
         assert 5.0 in rates and 0.2 in rates
-
-
-# --- other libraries' functions ----------------------------------------------------------------------
-
-
-def asked_by_torch(orig: bool) -> list[str]:
-    """What torch's functions say, which would take pieces for whole states."""
-    model = wrapped(orig)
-    optimizer = torch.optim.Adam(model.parameters())
-    train(model, optimizer, 1)
-    whole = DOOR.optim_state_dict(model, optimizer)
-    found = []
-    for call in (
-        lambda: get_optimizer_state_dict(model, optimizer),
-        lambda: get_state_dict(model, optimizer),
-        lambda: set_optimizer_state_dict(model, optimizer, whole),
-    ):
-        with pytest.raises(UnsupportedError) as caught:
-            call()
-        found.append(str(caught.value))
-    get_model_state_dict(model)
-    return found
-
-
-@pytest.mark.parametrize("orig", [True, False])
-def test_functions_of_distributed_checkpoint_for_optimizers_are_refused(world, orig: bool) -> None:
-    for found in world(2).run(asked_by_torch, orig):
-        assert all("optim_state_dict_to_load" in message for message in found)

@@ -716,6 +716,49 @@ def test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks(world, ori
     assert set(first.values()) <= {"nothing"}, first
 
 
+class Scaled(nn.Module):
+    """Two 0-d parameters beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.shift = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale + self.shift
+
+
+def zero_d_parameters() -> None:
+    def step(model: nn.Module, optimizer: Any) -> None:
+        torch.manual_seed(dist.get_rank())
+        model(torch.randn(2, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for orig in (False, True):
+        for kind, mesh in ((FULL, None), (SHARDED, None), (SHARDED, init_device_mesh("cpu", (2,)))):
+            models = [DOOR(Scaled(), use_orig_params=orig, device_mesh=mesh) for _ in range(2)]
+            (model, optimizer), (other, loaded) = (
+                (each, torch.optim.Adam(each.parameters(), lr=0.1)) for each in models
+            )
+            step(model, optimizer)
+            for each in models:
+                DOOR.set_state_dict_type(each, kind)
+            found = DOOR.optim_state_dict(model, optimizer)
+            assert found["state"]["scale"]["exp_avg"].shape == ()
+            other.load_state_dict(model.state_dict())
+            loaded.load_state_dict(DOOR.optim_state_dict_to_load(other, loaded, found))
+            step(model, optimizer)
+            step(other, loaded)
+            assert_equal(list(other.parameters()), list(model.parameters()))
+
+
+def test_states_of_zero_d_parameters_are_loaded(world) -> None:
+    world(2).run(zero_d_parameters)
+
+
 def old_methods_and_warnings() -> dict[str, list[str]]:
     model, optimizer = trained("fullshard", "Adam", orig=True)
     whole = DOOR.full_optim_state_dict(model, optimizer, rank0_only=False)

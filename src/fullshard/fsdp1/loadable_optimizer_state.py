@@ -88,11 +88,11 @@ def build_loadable(
     process_groups = model_params.process_groups if process_group is None else [process_group]
     foreign = [] if optim is None else [key for key in optim.state if not isinstance(key, Tensor)]
     if from_rank0:
-        source: StateSource = TensorsOfRank0(state_dict, foreign, process_groups, model_params)
+        source: StateSource = TensorsOfRank0(state_dict, foreign, model_params, process_groups)
     else:
-        source = ShardedTensors(state_dict, foreign)
+        source = ShardedTensors(state_dict, foreign, model_params)
         if not sharded and not any(map(is_sharded, source.tensors.values())):
-            source = FullTensors(state_dict, foreign)
+            source = FullTensors(state_dict, foreign, model_params)
     keys = _agree_on_keys(source, model_params, listing, unknown_params, process_groups)
     outline = source.outline
     assert outline is not None, "all ranks have raised its faults"

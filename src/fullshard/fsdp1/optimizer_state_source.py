@@ -38,7 +38,7 @@ class TensorOutline:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A state dict without the data of its tensors; 0-d tensors are values and stay."""
+    """A state dict without the data of its tensors; 0-d tensors that are values stay."""
 
     states: dict[str, dict[str, Any]]
     """By names of parameters."""
@@ -60,14 +60,31 @@ class Outline:
         }
 
 
-def _outline_of(state_dict: Mapping[str, Any], foreign_keys: Collection[Any]) -> Outline:
-    """Return the outline of a state dict; ``foreign_keys`` of its state belong to no parameter."""
-    states, foreign = {}, {}
+def _outline_of(
+    state_dict: Mapping[str, Any], foreign_keys: Collection[Any], scalars: Collection[str]
+) -> Outline:
+    """Return the outline of a state dict.
+
+    ``foreign_keys`` of its state belong to no parameter. ``scalars`` are names of 0-d parameters, whose elements are 0-d
+    tensors. A 0-d tensor may also be a value, such as a number of steps; the states of other parameters tell which.
+    """
+    states: dict[str, dict[str, Any]] = {}
+    foreign = {}
     for key, state in state_dict["state"].items():
         if isinstance(state, Mapping) and key not in foreign_keys:
             states[key] = {name: _outlined(value) for name, value in state.items()}
         else:
             foreign[key] = map_tensors(on_cpu, state)
+    of_elements = {
+        name
+        for state in states.values()
+        for name, value in state.items()
+        if isinstance(value, TensorOutline)
+    }
+    for key in states.keys() & scalars:
+        for name, value in states[key].items():
+            if name in of_elements and isinstance(value, Tensor):
+                states[key][name] = TensorOutline((), value.dtype, sharded=False)
     others = {key: v for key, v in state_dict.items() if key not in ("state", "param_groups")}
     groups = state_dict.get("param_groups")
     return Outline(states, foreign, groups and [dict(each) for each in groups], others)
@@ -82,7 +99,12 @@ def _outlined(value: Any) -> Any:
 class StateSource:
     """A state dict that is loaded: its outline, and where its tensors come from."""
 
-    def __init__(self, state_dict: Mapping[str, Any] | None, foreign: Collection[Any]) -> None:
+    def __init__(
+        self,
+        state_dict: Mapping[str, Any] | None,
+        foreign: Collection[Any],
+        model_params: ModelParams,
+    ) -> None:
         """Read the state dict; ``foreign`` keys of its state belong to no parameter."""
         self.outline: Outline | None = None
         self.faults = state_dict_faults(state_dict)
@@ -91,7 +113,12 @@ class StateSource:
         """The tensors that this rank has, by names of parameters and of states."""
         if state_dict is None or self.faults:
             return
-        self.outline = _outline_of(state_dict, foreign)
+        scalars = [
+            name
+            for name, entry in model_params.by_name.items()
+            if entry.group is not None and entry.shape_of(name) == ()
+        ]
+        self.outline = _outline_of(state_dict, foreign, scalars)
         self.tensors = {
             (name, each): state_dict["state"][name][each] for name, each in self.outline.tensors
         }
@@ -139,14 +166,14 @@ class TensorsOfRank0(StateSource):
         self,
         state_dict: Mapping[str, Any] | None,
         foreign: Collection[Any],
-        process_groups: Sequence[ProcessGroup],
         model_params: ModelParams,
+        process_groups: Sequence[ProcessGroup],
     ) -> None:
         """Read the state dict on rank 0, and send its outline or its faults to all ranks. Collective."""
         self._process_groups = process_groups
         self._has_tensors = is_first(process_groups)
         if self._has_tensors:
-            super().__init__(state_dict, foreign)
+            super().__init__(state_dict, foreign, model_params)
             for (name, each), value in self.tensors.items():
                 entry = model_params.by_name.get(name)
                 if entry is not None and entry.group is not None:

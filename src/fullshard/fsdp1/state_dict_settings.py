@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, NoReturn
 
 from torch import nn
 
+from fullshard import torch_border
 from fullshard.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -17,11 +18,12 @@ from fullshard.api import (
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
+    ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
-from fullshard.errors import ConfigurationError, UsageError
+from fullshard.errors import ConfigurationError, UnsupportedError, UsageError
 from fullshard.fsdp1.wrapper_base import WrapperBase, wrappers_in
 from fullshard.plan.policies import check_type
 
@@ -111,3 +113,37 @@ def settings_of(module: nn.Module) -> StateDictSettings:
             f"others: {others}. Call set_state_dict_type on the whole model."
         )
     return first
+
+
+# --- torch.distributed.checkpoint.state_dict ------------------------------------------------------
+
+
+def for_torch_s_functions(cls: type[WrapperBase]) -> torch_border.StateDictWrapper:
+    """Return what torch's functions for state dicts must know of the class of wrappers."""
+    return torch_border.StateDictWrapper(
+        cls=cls,
+        hybrid_strategies=(ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2),
+        translate=_from_torch,
+        refuse_mixture=_refuse_mixture,
+    )
+
+
+_BY_NAME: dict[str, Any] = {cls.__name__: cls for pair in _CONFIGS.values() for cls in pair}
+
+
+def _from_torch(option: Any) -> Any:
+    """Return the setting that means the same as one of torch's, by its name; other values as they are."""
+    name = type(option).__name__
+    if name == StateDictType.__name__:
+        return StateDictType[option.name]
+    if name in _BY_NAME:
+        return _BY_NAME[name](**{each.name: getattr(option, each.name) for each in fields(option)})
+    return option
+
+
+def _refuse_mixture(model: nn.Module) -> NoReturn:
+    raise UnsupportedError(
+        "A model must be wrapped by one library for torch.distributed.checkpoint.state_dict, but some of its modules are "
+        f"wrapped by torch's FullyShardedDataParallel and these by fullshard's: {[w._label for w in wrappers_in(model)]}. Wrap "
+        "all of them with fullshard."
+    )

@@ -266,14 +266,15 @@ def _before_loading(
     if wrapper._state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         _prepare_local_entries(wrapper, state_dict, prefix)
         return
-    flat = f"{prefix}{FSDP_PREFIX}{FLAT_PARAM}"
-    if any(
-        state_dict.get(flat) is sharded_param.param
-        for g in _groups(wrapper)
-        for sharded_param in g.sharded_params
-    ):
-        # torch.distributed.checkpoint starts from the module's own entries, and the flat parameter is one.
-        del state_dict[flat]
+    shards = {
+        id(each.param)
+        for group in _groups(wrapper)
+        for each in group.sharded_params
+        if group.layout.world > 1 or not wrapper._use_orig_params
+    }
+    for key in [key for key, value in state_dict.items() if id(value) in shards]:
+        # torch.distributed.checkpoint.state_dict puts them where it has nothing to load.
+        del state_dict[key]
     others = tuple(f"{prefix}{FSDP_PREFIX}{name}" for name in _wrappers_below(wrapper))
     sharded = [
         key

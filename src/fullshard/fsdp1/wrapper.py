@@ -35,7 +35,7 @@ from fullshard.engine.clip_grad import Clipping
 from fullshard.engine.ownership import has_forward, managed_modules
 from fullshard.engine.state import state_of
 from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
-from fullshard.errors import LifecycleError, UnsupportedError
+from fullshard.errors import LifecycleError
 from fullshard.fsdp1 import (
     comm_hooks,
     loadable_optimizer_state,
@@ -401,14 +401,11 @@ class FullyShardedDataParallel(
         return [(each.name, each.param) for group in groups for each in group.sharded_params]
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell `torch.distributed.checkpoint.state_dict` which child is not part of names."""
-        if torch_border.in_optimizer_state_dict():
-            raise UnsupportedError(
-                "torch.distributed.checkpoint.state_dict does not know this wrapper: it would save each rank's shard of an "
-                "optimizer's state as if it were the full state. Use FullyShardedDataParallel.optim_state_dict and "
-                "optim_state_dict_to_load, or fullshard.checkpoint.save and load."
-            )
-        return {"": FSDP_WRAPPED_MODULE}
+        """Introduce wrappers to `torch.distributed.checkpoint.state_dict`, which asks this first; it knows their names then."""
+        torch_border.introduce_wrapper(
+            state_dict_settings.for_torch_s_functions(FullyShardedDataParallel)
+        )
+        return {}
 
     @staticmethod
     def set_state_dict_type(

@@ -57,7 +57,6 @@ from fullshard.torch_border.modules import (
     ConvertibleModule as ConvertibleModule,
     child_table as child_table,
     dcp_item_place as dcp_item_place,
-    in_optimizer_state_dict as in_optimizer_state_dict,
     module_versions as module_versions,
     parameter_table as parameter_table,
     persistent_buffers as persistent_buffers,
@@ -106,6 +105,10 @@ from fullshard.torch_border.sharded_tensors import (
     local_sharded_tensor as local_sharded_tensor,
     parts_of_sharded_tensor as parts_of_sharded_tensor,
     sharded_tensor as sharded_tensor,
+)
+from fullshard.torch_border.state_dict_functions import (
+    StateDictWrapper as StateDictWrapper,
+    introduce_wrapper as introduce_wrapper,
 )
 from fullshard.torch_border.tensors import (
     base_of as base_of,

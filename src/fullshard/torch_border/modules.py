@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -52,22 +51,6 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 def without_activation_wrapper(module: nn.Module) -> nn.Module:
     """Return the module inside of torch's wrapper for activation checkpointing, or the module itself."""
     return child_table(module).get(ACTIVATION_CHECKPOINTED) or module
-
-
-def in_optimizer_state_dict() -> bool:
-    """Whether the caller runs within a function of `torch.distributed.checkpoint.state_dict` that was given optimizers."""
-    functions = {
-        f"{verb}_{what}state_dict" for verb in ("get", "set") for what in ("", "optimizer_")
-    }
-    frame = inspect.currentframe()
-    while frame is not None:
-        if (
-            frame.f_code.co_name in functions
-            and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
-        ):
-            return bool(frame.f_locals.get("optimizers"))
-        frame = frame.f_back
-    return False
 
 
 def dcp_item_place(file: str, offset: int, nbytes: int) -> Any:
