@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.watched_ranks import Run, run_all
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 RUNS = {
     "killed": Run(does="kill"),
@@ -25,10 +25,8 @@ RUNS = {
 SAID = {
     "killed": r"rank 1 died, while others wait\.\n  rank 1 \(host \S+, process \d+\): dead: .*; last seen: .*last called ",
     "store's host killed": r"rank 0 died, while others wait\.\n  rank 0 \(host \S+, process \d+\): dead",
-    "stopped": r"rank 1 was stopped, while others wait\.\n  rank 1 \(host .*\): stopped.*\n  ranks 0, 2: waiting for",
-    # On a crowded machine rank 0 may be stopped before the other one has found its process.
-    "store's host stopped": r"rank 0 was stopped, while others wait\.\n  rank 0 \(host .*\): stopped|"
-    r"the store does not answer. It is served at port \d+ by rank 0",
+    "stopped": r"rank 1 was stopped, while others wait\.\n  rank 1 \(host .*\): stopped",
+    "store's host stopped": r"rank 0 was stopped, while others wait\.\n  rank 0 \(host .*\): stopped",
     "left": r"rank 1 left, while others wait\.\n  rank 1 \(host .*\): left",
     "failed": r"rank 1 raised ValueError: bad sample 7, .*while others wait",
     "failed at once": r"rank 1 raised ValueError: bad sample 7, .*while others wait",
@@ -47,9 +45,7 @@ def test_survivors_name_the_rank_that_is_gone_and_wait_for_one_that_is_slow(tmp_
             end = ends[name][rank]
             assert end.error == "DivergenceError", (name, rank, end)
             assert re.search(said, end.message), (name, rank, end.message)
-            assert re.search(r"waiting for all-gather of (0|root)", end.message), (
-                name,
-                end.message,
-            )
-    for rank in range(2):
-        assert (ends["slow"][rank].error, ends["slow"][rank].stalls) == ("", 1)
+            # Without the wait before step 3, rank 0 may not have seen the end of the step before.
+            where = "all-gather" if run.at == 3 else r"(all-gather|reduce-scatter)"
+            assert re.search(rf"waiting for {where} of (0|1|root)", end.message), (name, end)
+    assert {rank: end.error for rank, end in ends["slow"].items()} == {0: "", 1: ""}

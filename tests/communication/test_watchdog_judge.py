@@ -109,7 +109,11 @@ def test_a_rank_that_does_not_answer_is_named_with_its_host_and_last_position(
 def test_a_rank_that_has_just_left_may_have_sent_what_others_wait_for() -> None:
     absence = Absence(rank=1, state="left")
     just_now = by_rank(*(waits(rank, seconds=0.5) for rank in (0, 2, 3)))
-    assert judge(just_now, {1: absence}).kind == "fine"
+    assert judge(just_now, {1: absence}).kind == "again"
+    wait = just_now[2].wait
+    assert wait is not None
+    just_now[2] = replace(just_now[2], wait=replace(wait, is_in_vain=True))
+    assert judge(just_now, {1: absence}).kind == "diverged", "rank 2 has lost its connection"
 
 
 @pytest.mark.parametrize("state", ["dead", "stopped", "raised", "left", "lost", "busy"])

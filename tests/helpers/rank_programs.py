@@ -32,6 +32,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ from tests.helpers.ranks import FORK_SERVER
 TOGETHER = 10
 """How many jobs run at a time. Most of them wait."""
 
-JOB_TIMEOUT_S = 45.0
+JOB_TIMEOUT_S = 90.0
 """How long a job may take. Then its ranks are asked for their stacks and killed."""
 
 STACKS_S = 1.0
@@ -67,6 +68,8 @@ class Rank:
     """Shared by the ranks of the job."""
     diverged: float | None = None
     """When this rank reached the place where the odd one diverges."""
+    starved_before: float = 0.0
+    """How long the threads of this rank had waited for a processor until then."""
 
     @property
     def is_odd(self) -> bool:
@@ -76,7 +79,7 @@ class Rank:
     def diverges(self) -> bool:
         """Return whether this rank is to do something else now, and note the time."""
         if self.diverged is None:
-            self.diverged = time.monotonic()
+            self.diverged, self.starved_before = time.monotonic(), _starved_s()
             self._note("diverged", {"at": self.diverged})
         return self.is_odd
 
@@ -88,7 +91,11 @@ class Rank:
         found = found or error
         kind = type(found).__name__ if found else ""
         message = "\n".join([str(found), *getattr(found, "__notes__", ())]) if found else ""
-        self._note("end", {"raised": kind, "message": message, "at": time.monotonic()})
+        starved = _starved_s() - self.starved_before
+        self._note(
+            "end",
+            {"raised": kind, "message": message, "at": time.monotonic(), "starved": starved},
+        )
 
     def _note(self, name: str, value: dict[str, Any]) -> None:
         # Renamed into place, since the rank may be killed at any time.
@@ -126,6 +133,8 @@ class RankEnd:
     message: str = ""
     at: float = 0.0
     """When the program ended, or the process if it was not asked."""
+    starved: float = 0.0
+    """How long its threads have waited for a processor since the divergence, all together."""
     hung: bool = False
     stderr: str = ""
     """The last lines; of a rank that hung, with the stacks of all its threads."""
@@ -142,6 +151,11 @@ class JobResult:
     def seconds(self, rank: int) -> float:
         """Return how long after the divergence the rank's program ended."""
         return self.ends[rank].at - (self.diverged or 0.0)
+
+    @property
+    def starved(self) -> float:
+        """How long threads have waited for processors: so much later, at most, did a rank end on a crowded machine."""
+        return sum(end.starved for end in self.ends)
 
 
 class Results:
@@ -311,6 +325,15 @@ class _RunningJob:
         return values
 
 
+def _starved_s() -> float:
+    """Return how long the threads of this process have been ready to run without a processor, in all."""
+    nanoseconds = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, IndexError):  # a thread has ended, or the kernel does not count
+            nanoseconds += int(path.read_text().split()[1])
+    return nanoseconds / 1e9
+
+
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
@@ -354,6 +377,7 @@ def _run(program: Callable[[Rank], None], me: Rank) -> int:
         me.note_end(end)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
+        sys.last_value = error  # as the interpreter does
         sys.excepthook(type(error), error, error.__traceback__)  # which may add notes to it
         me.note_end(error)
         return 1

@@ -9,6 +9,7 @@ import contextlib
 import json
 import multiprocessing.process
 import os
+import re
 import signal
 import sys
 import time
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import fully_shard
-from fullshard.comm.watchdog import stalls
+from fullshard.comm.watchdog import stalls, thread
 from fullshard.errors import DivergenceError
 from tests.helpers.ranks import FORK_SERVER
 
@@ -38,7 +39,7 @@ class Run:
     bad: int = 1
     world: int = 2
     at: int = 3
-    """In which step; before the last one, watchdogs have time to find each other."""
+    """In which step; before the last one, the watchdogs find each other."""
     hosted: bool = False
     """Whether rank 0 serves the store, rather than the process that starts the ranks."""
 
@@ -50,8 +51,6 @@ class End:
     error: str
     """The exception's type; empty if there was none."""
     message: str
-    stalls: int
-    """How many stalls it has seen."""
 
 
 def run_all(runs: Mapping[str, Run], folder: Path) -> dict[str, dict[int, End]]:
@@ -94,9 +93,6 @@ def kill() -> None:
 
 
 def stop() -> None:
-    time.sleep(
-        2
-    )  # meanwhile the watchdogs find each other's processes, of which they know through the store
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -109,7 +105,16 @@ def fail() -> None:
 
 
 def sleep() -> None:
-    time.sleep(10)
+    wait_for_stall()
+
+
+def wait_for_stall() -> None:
+    """Wait until this rank has noted that rank 1 is slow in `sleep`."""
+    report = re.compile(
+        r"rank 1 lets others wait(.*\n)+  rank 1 .*watched_ranks.py:\d+ in wait_for_"
+    )
+    while not any(each.ranks == (1,) and report.match(each.report) for each in stalls()):
+        time.sleep(0.02)
 
 
 def barrier() -> None:
@@ -131,7 +136,7 @@ def be_rank(run: Run, rank: int, path: Path, port: int) -> None:
         error = caught
     finally:
         kind = "" if error is None else type(error).__name__
-        end = {"error": kind, "message": str(error), "stalls": len(stalls())}
+        end = {"error": kind, "message": str(error)}
         part = path.with_suffix(".part")
         part.write_text(json.dumps(end))
         part.rename(path)
@@ -155,11 +160,21 @@ def _train(run: Run, rank: int, port: int) -> None:
     optimizer = torch.optim.SGD(model.parameters())
     for step in range(4):
         if step == 3:
+            _wait_until_watched(run.world)
             dist.barrier()
-            time.sleep(1.5)  # a tick: the ranks of this host have found each other
         if step == run.at and rank == run.bad:
             DEEDS[run.does]()
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    if run.does == "sleep":
+        wait_for_stall()
     dist.destroy_process_group()
+
+
+def _wait_until_watched(world: int) -> None:
+    """Wait until this rank's watchdog knows the processes of the others, and has published where this one is."""
+    watchdog = thread._Process.watchdog
+    assert watchdog is not None
+    while len(watchdog._peers.states) < world - 1 or "last called" not in watchdog._published:
+        time.sleep(0.02)

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.divergences import Kind, all_kinds, outcome
+from tests.helpers.divergences import all_kinds, outcome
 from tests.helpers.rank_programs import JobResult, Results, start
 
 KINDS = {name: kind for name, kind in all_kinds().items() if not kind.is_variant}
-RESULT_TIMEOUT_S = 55.0
+RESULT_TIMEOUT_S = 280.0
+"""A result may come late on a crowded machine. A job that hangs is ended much earlier."""
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +44,9 @@ def results(
     runner.join()
 
 
-def _case(kind: Kind) -> object:
-    marks = []
-    if kind.known_failure:
-        marks.append(pytest.mark.xfail(reason=kind.known_failure, strict=True))
-    return pytest.param(kind.name, marks=marks, id=kind.name)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [_case(kind) for kind in KINDS.values()])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", KINDS)
 def test_every_rank_ends_soon_and_is_told_why(results: Results, name: str) -> None:
     result = results.wait(name, RESULT_TIMEOUT_S)
     problems = KINDS[name].problems(result)

@@ -200,4 +200,7 @@ def journal_of(group: ProcessGroup) -> Journal:
 
 def journals() -> list[Journal]:
     """Return the journals of all process groups that fullshard has used and that still exist."""
-    return list(JOURNALS.values())
+    # Not `values()`: the watchdog's thread calls this while another one may add a journal.
+    groups = [reference() for reference in JOURNALS.keyrefs()]
+    found = [JOURNALS.get(group) for group in groups if group is not None]
+    return [journal for journal in found if journal is not None]

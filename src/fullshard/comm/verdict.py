@@ -13,8 +13,9 @@ from fullshard.errors import DivergenceError
 
 SLICE_S = 0.2
 """How long a wait may last before it looks at the verdict."""
-EXPLANATION_S = 6.0
-"""How long a rank that has lost another one waits for the watchdog to say why."""
+EXPLANATION_S = 40.0
+"""How long a rank that has lost another one waits for the watchdog to say why. The watchdog gives up by itself, and
+does so after some seconds. On a crowded machine these seconds are longer, and the reason is worth waiting for."""
 
 
 class Verdict:
@@ -25,6 +26,11 @@ class Verdict:
         """Why ranks have diverged; None as long as nothing is proven."""
         self.wanted = threading.Event()
         """Set by a thread that has lost another rank, and wants to know why at once."""
+        self.is_sought = False
+        """Whether that thread waits for the reason. It waits in vain for the rank that it has lost, so no time has to
+        prove that."""
+        self.is_unknown = False
+        """Whether the watchdog has looked for the reason, and found none."""
         self.taken = False
         """Whether the thread that trains has raised the verdict."""
         self.watched = False
@@ -42,10 +48,14 @@ class Verdict:
 
     def explain(self, otherwise: str) -> DivergenceError:
         """Return the error for a rank that has lost another one: the watchdog's verdict, or ``otherwise`` if none comes."""
+        self.is_sought, self.is_unknown = True, False
         self.wanted.set()
         end = time.monotonic() + EXPLANATION_S
         while self.watched and self.message is None and time.monotonic() < end:
+            if self.is_unknown:
+                break
             time.sleep(SLICE_S / 10)
+        self.is_sought = False
         self.taken = True
         return DivergenceError(self.message or otherwise)
 

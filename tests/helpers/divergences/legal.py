@@ -13,7 +13,8 @@ from fullshard import FullyShardedDataParallel, StateDictType
 from tests.helpers.divergences import WRAPPER, Net, Training, kind, wrap
 from tests.helpers.rank_programs import Rank
 
-SLOW_S = 12.0
+SLOW_S = 8.0
+"""Longer than the patience, and a round after it."""
 
 
 @kind(legal=True, ranks=3)
@@ -37,13 +38,13 @@ def a_rank_is_slow_in_a_layer(me: Rank) -> None:
     run = Training(me, wrap(Net()))
     run.steps(2)
     if me.diverges():
-        run.net.branch.register_forward_hook(lambda *_: time.sleep(SLOW_S / 2))
+        run.net.branch.register_forward_hook(lambda *_: time.sleep(SLOW_S * 0.75))
     run.net.takes_branch = True
     run.steps(2)
     run.end()
 
 
-@kind(legal=True, ranks=3, resumed_after_s=3)
+@kind(legal=True, ranks=3, resumed_after_s=1)
 def a_rank_is_paused_and_resumed(me: Rank) -> None:
     run = Training(me)
     run.steps(2)

@@ -61,6 +61,8 @@ class Wait:
     count: int
     """Of a collective of ours: its number in the group."""
     seconds: float
+    is_in_vain: bool = False
+    """Whether the rank has lost a connection to another one, which it needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

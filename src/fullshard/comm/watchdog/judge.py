@@ -39,7 +39,7 @@ class Judgement:
     """What one round has found."""
 
     kind: str
-    """ "fine", "slow", "diverged"; "again" if a second round must show whether anybody moves."""
+    """ "fine", "slow", "diverged"; "again" if a second round must show whether anybody moves, or goes on waiting."""
     message: str = ""
     culprits: tuple[int, ...] = ()
     """Ranks that others wait for."""
@@ -124,9 +124,9 @@ def _gone(found: Round) -> Judgement | None:
         return None
     if all(rank in found.absences and found.absences[rank].state == "left" for rank in waited_for):
         # They may have left after the collective that others still wait for, and what they sent is on its way.
-        longest = max(waiter.wait.seconds for waiter in found.waiters if waiter.wait is not None)
-        if longest < LEFT_S:
-            return None
+        waits = [waiter.wait for waiter in found.waiters if waiter.wait is not None]
+        if not any(wait.is_in_vain or wait.seconds >= LEFT_S for wait in waits):
+            return Judgement(kind=AGAIN)
     reasons: dict[str, list[int]] = {}
     for rank in waited_for:
         reasons.setdefault(gone[rank], []).append(rank)

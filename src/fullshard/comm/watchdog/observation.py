@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fullshard import torch_border
 from fullshard.comm.journal import POSITION, Journal, journals
 from fullshard.comm.streams import comm_contexts
+from fullshard.comm.verdict import VERDICT
 from fullshard.comm.watchdog.answers import Answer, GroupAnswer, History, Wait
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -58,6 +59,7 @@ class Observer:
                 group=None if journal is None else group_key(journal),
                 count=0 if journal is None else journal.count,
                 seconds=round(now - waiting.since, 1),
+                is_in_vain=VERDICT.is_sought,
             )
         frame = sys._current_frames().get(self.thread)
         called = _collective_of_torch(frame)

@@ -68,6 +68,10 @@ class Peers:
                 states[rank] = ALIVE
         self.states = states
 
+    def is_gone(self, rank: int) -> bool:
+        """Return whether a process was found dead or stopped."""
+        return self.states.get(rank, ALIVE) != ALIVE
+
     def has_newly_gone(self) -> bool:
         """Return whether a process was found dead or stopped that was not before."""
         gone = {rank for rank, state in self.states.items() if state != ALIVE}

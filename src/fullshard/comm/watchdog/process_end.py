@@ -5,6 +5,9 @@
     the interpreter ends             `atexit`, which runs before torch tears anything down
     fork                             the child has no watchdog: threads do not survive a fork
 
+A process that ends before it has sharded a model has no watchdog, but others may wait for its model. So one function is
+registered when this module is imported (`at_unwatched_end`), and nothing else is changed by that.
+
 Whoever is killed says nothing. Other ranks find that out by themselves.
 """
 
@@ -15,8 +18,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing.util import Finalize
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize, register_after_fork
 from types import TracebackType
+
+import torch.distributed as dist
 
 from fullshard.comm.journal import POSITION, Waiting
 from fullshard.comm.verdict import VERDICT
@@ -31,6 +37,8 @@ class _Hooks:
     pid = 0
     """The process that has installed the functions below; a forked one must do so again."""
     ending: Ending | None = None
+    unwatched: Ending | None = None
+    """Called instead, in a process that never had the one above."""
 
 
 def at_end(ending: Ending, *, forked: Callable[[], None]) -> None:
@@ -50,6 +58,22 @@ def at_end(ending: Ending, *, forked: Callable[[], None]) -> None:
     Finalize(None, _end_child, exitpriority=1)
 
 
+def at_unwatched_end(ending: Ending) -> None:
+    """Call ``ending`` in the same way in processes that end without having called `at_end`. Called once, at import."""
+    _Hooks.unwatched = ending
+    atexit.register(_end_unwatched)
+    os.register_at_fork(after_in_child=_notice_fork)
+    register_after_fork(_Hooks, lambda _: Finalize(None, _end_child, exitpriority=1))
+    if parent_process() is not None:
+        Finalize(None, _end_child, exitpriority=1)
+
+
+def _notice_fork() -> None:
+    """Let a child say nothing if its parent is the rank: a worker of a data loader, for example."""
+    if dist.is_initialized():
+        _Hooks.unwatched = None
+
+
 def exception_text(error: BaseException) -> str:
     """Return type and message of an exception, on one line of bounded length."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -57,8 +81,17 @@ def exception_text(error: BaseException) -> str:
 
 
 def _end(error: BaseException | None) -> None:
-    if _Hooks.ending is not None and _Hooks.pid == os.getpid():
-        _Hooks.ending(error)
+    if _Hooks.pid == os.getpid():
+        if _Hooks.ending is not None:
+            _Hooks.ending(error)
+    elif _Hooks.unwatched is not None:
+        unwatched, _Hooks.unwatched = _Hooks.unwatched, None
+        unwatched(error)
+
+
+def _end_unwatched() -> None:
+    # The interpreter has put the exception that ends it there. At a prompt, it is one that ended nothing.
+    _end(None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
 
 
 def _end_child() -> None:

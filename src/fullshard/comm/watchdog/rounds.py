@@ -9,6 +9,7 @@ A rank's part is a state machine. `poll` is called again and again, and never wa
     reads the answers
     says whose history it wants          those ranks send it
     judges, says the judgement           hear it; the next round is n + 1
+    ... that ranks have diverged         say that they know it
 
 The asker reads all answers with a few operations, and no other rank reads them. So the store has some operations per
 rank and round, whatever the number of ranks: benchmarks/watchdog.py counts them.
@@ -31,7 +32,14 @@ from fullshard.comm.watchdog.answers import (
     history_from,
     registration_from,
 )
-from fullshard.comm.watchdog.judge import AGAIN, FINE, Judgement, histories_wanted, judge
+from fullshard.comm.watchdog.judge import (
+    AGAIN,
+    DIVERGED,
+    FINE,
+    Judgement,
+    histories_wanted,
+    judge,
+)
 from fullshard.comm.watchdog.store_client import StoreOperations
 
 LOST_S = 7.0
@@ -57,6 +65,8 @@ class Member:
     answer: Callable[[], Answer]
     history: Callable[[], History]
     clock: Callable[[], float]
+    is_gone: Callable[[int], bool] = lambda _: False
+    """Whether the process of a rank is known to be dead or stopped."""
 
 
 class Rounds:
@@ -74,6 +84,10 @@ class Rounds:
         self._asking: _Asking | None = None
         self.is_running = False
         """Whether this rank is within a round."""
+        self._asker: int | None = None
+        """Who asks in this round; None if it is this rank, or not known."""
+        self._ended: tuple[int, int] | None = None
+        """After a judgement that ranks have diverged: number of the round, and how many have answered in it."""
         self._previous: tuple[float, Mapping[int, Answer]] | None = None
         """Of the last round that this rank asked for, if another one was to follow: when it ended, and the answers."""
 
@@ -84,7 +98,7 @@ class Rounds:
     def hand_over(self) -> None:
         """Take part in no more rounds: this rank leaves. One in which it asks ends without a judgement."""
         if self._asking is not None:
-            self._say(asdict(Judgement(kind=FINE)))
+            self._say(asdict(Judgement(kind=FINE)) | {"listeners": 0})
             self._store.add("rounds", 1)
         if self.is_running:
             self._leave()
@@ -111,10 +125,25 @@ class Rounds:
             return None
         return self._hear() if self._asking is None else self._poll_asking(self._asking)
 
+    def say_known(self) -> None:
+        """Say that this rank knows that ranks have diverged."""
+        if self._ended is not None:
+            self._store.add(f"knowing/{self._ended[0]}", 1)
+
+    def all_know(self) -> bool:
+        """Return whether all who answered in the last round know that ranks have diverged."""
+        if self._ended is None:
+            return True
+        number, listeners = self._ended
+        return self._store.add(f"knowing/{number}", 0) >= listeners
+
     def _asks_in_open_round(self) -> bool:
         """Return whether the round, which another rank has begun, is left to others, and this rank is the first of them."""
-        if self._store.find(f"round/{self._number}") != OPEN.encode():
+        asker = self._store.find(f"round/{self._number}")
+        if asker != OPEN.encode():
+            self._asker = int(asker) if asker else None
             return False
+        self._asker = None
         return self._store.claim(f"asker/{self._number}", str(self._member.rank))
 
     def _enter(self, *, asks: bool) -> None:
@@ -129,7 +158,8 @@ class Rounds:
     def _hear(self) -> Judgement | None:
         said = self._store.find(f"said/{self._number}/{self._stage}")
         if said is None:
-            if self._member.clock() - self._since > GIVEN_UP_S:
+            is_given_up = self._member.clock() - self._since > GIVEN_UP_S
+            if is_given_up or (self._asker is not None and self._member.is_gone(self._asker)):
                 self._leave()
             return None
         self._stage += 1
@@ -138,8 +168,11 @@ class Rounds:
             if self._member.rank in message["histories"]:
                 self._send_history()
             return None
+        listeners = message.pop("listeners")
+        judgement = Judgement(**message | {"culprits": tuple(message["culprits"])})
+        self._ended = (self._number, listeners) if judgement.kind == DIVERGED else None
         self._leave()
-        return Judgement(**message | {"culprits": tuple(message["culprits"])})
+        return judgement
 
     def _send_history(self) -> None:
         key = f"history/{self._number}/{self._member.rank}"
@@ -178,8 +211,10 @@ class Rounds:
         judgement = judge(asking.answers, asking.absences, histories=histories, previous=previous)
         is_to_be_repeated = judgement.kind == AGAIN
         self._previous = (self._member.clock(), asking.answers) if is_to_be_repeated else None
-        self._say(asdict(judgement))
+        listeners = len(asking.answers)
+        self._say(asdict(judgement) | {"listeners": listeners})
         self._store.add("rounds", 1)
+        self._ended = (self._number, listeners) if judgement.kind == DIVERGED else None
         self._leave()
         return judgement
 
@@ -203,7 +238,8 @@ class Rounds:
             # Ranks that have left will not answer, and need not be waited for.
             if answered + self._store.add("finals", 0) < world:
                 return
-        silent = [] if answered >= world else _missing(self._store, keys, range(world))
+        # The count is a hint: a rank whose store was late may have counted itself twice.
+        silent = _missing(self._store, keys, range(world))
         there = sorted({*range(world)} - {*silent})
         found = self._store.get_all([keys[rank] for rank in there])
         answers = dict(zip(there, map(answer_from, found), strict=True))
@@ -211,7 +247,7 @@ class Rounds:
         if waited < LOST_S and any(absence.state == "lost" for absence in absences.values()):
             # Others may be known to be dead already. Then nobody needs to wait for the rest.
             known = {rank: a for rank, a in absences.items() if a.state != "lost"}
-            if judge(answers, known).kind != "diverged":
+            if judge(answers, known).kind != DIVERGED:
                 return
         asking.answers, asking.absences = answers, absences
 

@@ -101,6 +101,17 @@ class StoreOperations(ABC):
         )
 
 
+class OpenStore(StoreOperations):
+    """A store whose operations may block."""
+
+    def __init__(self, store: KeyStore, prefix: str) -> None:
+        super().__init__(prefix)
+        self._store = store
+
+    def _do(self, operation: Callable[[KeyStore], T], limit_s: float = LIMIT_S) -> T:
+        return operation(self._store)
+
+
 class StoreClient(StoreOperations):
     """A store whose operations never block for long. One thread uses it at a time."""
 
@@ -111,6 +122,8 @@ class StoreClient(StoreOperations):
         """An operation that has not come back in time."""
         self._failure: StoreFailedError | None = None
         """Why the store can never be used again: a connection that has broken is not made anew."""
+        self.num_done = 0
+        """How many operations have come back in time."""
         self._calls: queue.SimpleQueue[tuple[Callable[[KeyStore], Any], Future[Any]] | None] = (
             queue.SimpleQueue()
         )
@@ -136,7 +149,9 @@ class StoreClient(StoreOperations):
         self._pending = result = Future[T]()
         self._calls.put((operation, result))
         try:
-            return result.result(limit_s)
+            found = result.result(limit_s)
+            self.num_done += 1
+            return found
         except Exception as error:
             if isinstance(error, LateError) and not result.done():
                 text = f"the store has not answered for {limit_s:.0f} s"

@@ -11,6 +11,7 @@ If the store does not answer, each rank judges alone, by what it sees on its own
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -27,7 +28,7 @@ from fullshard import torch_border
 from fullshard.comm.journal import IMAGINED_RANKS, POSITION, THREAD_RANKS, journals
 from fullshard.comm.verdict import VERDICT
 from fullshard.comm.watchdog import process_end, release
-from fullshard.comm.watchdog.answers import Wait
+from fullshard.comm.watchdog.answers import Answer, Wait
 from fullshard.comm.watchdog.judge import AGAIN, DIVERGED, SLOW, Judgement, judge
 from fullshard.comm.watchdog.observation import (
     Observer,
@@ -41,7 +42,12 @@ from fullshard.comm.watchdog.peers import Peers
 from fullshard.comm.watchdog.probes import register
 from fullshard.comm.watchdog.rounds import LOST_S, Member, Rounds, tick_of
 from fullshard.comm.watchdog.stalls import StallReports
-from fullshard.comm.watchdog.store_client import StoreClient, StoreFailedError
+from fullshard.comm.watchdog.store_client import (
+    OpenStore,
+    StoreClient,
+    StoreFailedError,
+    StoreOperations,
+)
 
 logger = logging.getLogger("fullshard")
 
@@ -57,11 +63,16 @@ REPEAT_S = 10.0
 AGAIN_S = 1.0
 """How long the asker of a round waits before it looks whether anybody has moved."""
 URGENT_S = 6.0
-"""How long a rank that has lost another one keeps asking why."""
+URGENT_ROUNDS = 2
+"""A rank that has lost another one asks why for so long, and in so many rounds. Then it gives up."""
 FAREWELL_S = 4.0
 """How long the end of a process may be delayed by a store that does not answer."""
+KNOWN_S = 3.0
+"""How long a rank with a verdict waits until all others that run know it, before it raises."""
 RELEASE_S = 1.0
 """How long a blocked thread has to come back by itself, before it is made to."""
+PREFIX = "fullshard/watchdog/"
+"""Of all keys in the store."""
 EXIT_S = 60.0
 """How long a blocked thread has to come back after its collectives were aborted, before the process is ended."""
 
@@ -85,11 +96,7 @@ def start() -> None:
         return
     with _Process.lock:
         running = _Process.watchdog
-        if running is not None and running.group() is group:
-            return
-        backend = dist.get_backend_config(group)
-        is_alone = group.size() == 1 and "nccl" not in backend
-        if is_alone or any(name in backend for name in IMAGINED_RANKS | THREAD_RANKS):
+        if (running is not None and running.group() is group) or not _can_be_watched(group):
             return
         if running is not None:
             running.end()
@@ -97,10 +104,64 @@ def start() -> None:
         process_end.at_end(_process_ends, forked=_forget)
 
 
+def _can_be_watched(group: ProcessGroup) -> bool:
+    backend = dist.get_backend_config(group)
+    is_alone = group.size() == 1 and "nccl" not in backend
+    return not is_alone and not any(name in backend for name in IMAGINED_RANKS | THREAD_RANKS)
+
+
 def _process_ends(error: BaseException | None) -> None:
     watchdog = _Process.watchdog
     if watchdog is not None:
         watchdog.farewell(error)
+
+
+def _unwatched_process_ends(error: BaseException | None) -> None:
+    """Say that this process ends, whose program has initialised a process group and sharded nothing."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is None or os.environ.get("FULLSHARD_WATCHDOG") == "0" or not _can_be_watched(group):
+        return
+    rank, world = group.rank(), group.size()
+
+    def say() -> None:
+        with contextlib.suppress(
+            Exception
+        ):  # the store is gone: so are those who would have listened
+            store = OpenStore(torch_border.default_store(), PREFIX)
+            Peers(store, register(rank)).register()
+            member = Member(
+                rank=rank,
+                world=world,
+                answer=lambda: Answer(rank=rank),
+                history=history,
+                clock=time.monotonic,
+            )
+            rounds = Rounds(store, member)
+            rounds.join()
+            _say_farewell(store, rounds, rank, error)
+
+    thread = threading.Thread(target=say, name="fullshard-farewell", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # newer interpreters start no thread at their end
+        say()
+    else:
+        thread.join(FAREWELL_S)
+
+
+process_end.at_unwatched_end(_unwatched_process_ends)
+
+
+def _say_farewell(
+    store: StoreOperations, rounds: Rounds, rank: int, error: BaseException | None
+) -> None:
+    """Tell the others why a rank takes part in no more rounds."""
+    said = ("left", "") if error is None else ("raised", _place_of(error))
+    store.set(f"final/{rank}", json.dumps(said), FAREWELL_S)
+    store.add("finals", 1)
+    rounds.hand_over()
+    if error is not None:
+        rounds.open_for_others()
 
 
 def _forget() -> None:
@@ -131,8 +192,8 @@ class Watchdog:
         self.group = weakref.ref(group, lambda _: self.end())
         self._wake = threading.Event()
         self._is_over = False
-        self._final: tuple[str, str] | None = None
-        """What this rank says when it ends: left or raised, and the exception."""
+        self._final: tuple[BaseException | None] | None = None
+        """When the process ends: the exception, or None if its program is done."""
         self._said_farewell = threading.Event()
 
         rank, world = group.rank(), group.size()
@@ -149,15 +210,14 @@ class Watchdog:
         """Whether positions are published at every tick, not only at every fifth."""
 
         stores = [store]  # the thread must not keep a store alive that serves others
-        self._store = StoreClient(
-            lambda: torch_border.own_client(stores.pop()), "fullshard/watchdog/"
-        )
+        self._store = StoreClient(lambda: torch_border.own_client(stores.pop()), PREFIX)
         member = Member(
             rank=rank,
             world=world,
             answer=lambda: self._observer.answer(self._peers.states),
             history=history,
             clock=time.monotonic,
+            is_gone=lambda rank: self._peers.is_gone(rank),
         )
         self._rounds = Rounds(self._store, member)
         self._is_registered = False
@@ -170,7 +230,10 @@ class Watchdog:
         self._began = now = time.monotonic()
         self._next_tick = self._next_beat = self._next_poll = now
         self._next_ask = 0.0
+        self._is_urgent = False
+        """Whether this rank has lost another one, and asks why."""
         self._urgent_until = 0.0
+        self._urgent_rounds = 0
         self._is_suspicious = False
         """Whether this rank's journal differs from another one's."""
         self._failed_since: float | None = None
@@ -201,9 +264,13 @@ class Watchdog:
     def farewell(self, error: BaseException | None) -> None:
         """Say that this process ends, and why. Called by the thread that trains, at the end."""
         if self._final is None:
-            self._final = ("left", "") if error is None else ("raised", _place_of(error))
+            self._final = (error,)
         self._wake.set()
-        self._said_farewell.wait(FAREWELL_S)
+        done = -1
+        while self._store.num_done != done:  # on a crowded machine, each operation may take long
+            done = self._store.num_done
+            if self._said_farewell.wait(FAREWELL_S):
+                break
         # A thread that comes back from torch while the interpreter ends would abort the process.
         if not self._store.is_stuck:
             self.thread.join(FAREWELL_S)
@@ -233,14 +300,10 @@ class Watchdog:
     def _say_farewell(self) -> None:
         if VERDICT.message is not None:
             return  # all ranks know
-        state, text = self._final or ("left", "")
+        (error,) = self._final or (None,)
         try:
             self._register()
-            self._store.set(f"final/{self._own.rank}", json.dumps([state, text]), FAREWELL_S)
-            self._store.add("finals", 1)
-            self._rounds.hand_over()
-            if state == "raised":
-                self._rounds.open_for_others()
+            _say_farewell(self._store, self._rounds, self._own.rank, error)
         except StoreFailedError:
             pass  # others will find out by themselves
 
@@ -281,6 +344,7 @@ class Watchdog:
         self._register()
         if self._rounds.is_running:
             if now >= self._next_poll:
+                self._peers.look()
                 self._next_poll = now + LOOK_S * self._tick_s
                 judgement = self._rounds.poll()
                 if judgement is not None:
@@ -312,18 +376,16 @@ class Watchdog:
     def _should_ask(self, now: float, wait: Wait | None) -> bool:
         if VERDICT.wanted.is_set():
             VERDICT.wanted.clear()
-            self._urgent_until = now + URGENT_S
+            self._is_urgent, self._urgent_until, self._urgent_rounds = True, now + URGENT_S, 0
             return True
+        if wait is not None and wait.seconds >= 1.0 and self._peers.has_newly_gone():
+            return True  # also if it was only slow when this rank last asked
         if now < self._next_ask:
             return False
-        if self._rounds.must_ask_again or self._is_suspicious or now < self._urgent_until:
+        if self._rounds.must_ask_again or self._is_suspicious or self._is_urgent:
             self._is_suspicious = False
             return True
-        if wait is None:
-            return False
-        if wait.seconds >= 1.0 and self._peers.has_newly_gone():
-            return True
-        return wait.seconds >= self._patience
+        return wait is not None and wait.seconds >= self._patience
 
     # --- the store ------------------------------------------------------------------------------------
 
@@ -334,11 +396,12 @@ class Watchdog:
         text = f"{POSITION.text()}{called}"
         if text == self._published:
             return
-        self._published = text
+        published = text
         marks = {group_key(journal): marks_of(journal) for journal in journals()}
         text = f"{text}, at {time.strftime('%H:%M:%S')}"
         position = json.dumps({"text": text, "marks": marks})
         self._store.set(f"position/{self._own.rank}", position)
+        self._published = published
 
     def _compare_journals(self) -> None:
         """Compare the journals with those of the ranks before this one, at the ends of equal steps."""
@@ -367,8 +430,11 @@ class Watchdog:
             self._next_ask = now + (AGAIN_S if self._rounds.must_ask_again else 3 * AGAIN_S)
         elif judgement.kind == DIVERGED:
             self._diverge(judgement.message)
-        elif now < self._urgent_until:
+        elif self._is_urgent:
             self._next_ask = now + LOOK_S
+            self._urgent_rounds += 1
+            if self._urgent_rounds >= URGENT_ROUNDS and now >= self._urgent_until:
+                self._is_urgent, VERDICT.is_unknown = False, True
         elif judgement.kind == SLOW:
             self._reports.note(judgement, now - self._moved, now)
 
@@ -376,7 +442,7 @@ class Watchdog:
         """Judge by what is seen on this host, since the store does not answer."""
         now = time.monotonic()
         self._failed_since = since = self._failed_since or now
-        is_urgent = VERDICT.wanted.is_set() or now < self._urgent_until
+        is_urgent = VERDICT.wanted.is_set() or self._is_urgent
         if wait is None or (wait.seconds < self._patience and not is_urgent):
             return  # nobody waits; the store may be gone because all is done
         is_lost = now - since >= (LOST_S if error.is_late else 2.0)
@@ -400,8 +466,8 @@ class Watchdog:
         if wait is not None and wait.kind == "torch":
             # Functions of torch.distributed handle the error of the backend, to log it. There, this one is raised instead.
             release.raise_in(self._observer.thread, message)
-        # All ranks hear of it before the first one raises, and ends: its end would be an error of the backend for others.
-        time.sleep(1.5 * LOOK_S * self._tick_s)
+        # All ranks know of it before the first one raises, and ends: its end would be an error of the backend for others.
+        self._wait_until_all_know()
         VERDICT.message = message
         if self._comes_back(RELEASE_S):
             return
@@ -417,6 +483,16 @@ class Watchdog:
             )
             logging.shutdown()
             os._exit(1)
+
+    def _wait_until_all_know(self) -> None:
+        pause = LOOK_S * self._tick_s
+        end = time.monotonic() + max(KNOWN_S, 1.5 * pause)
+        try:
+            self._rounds.say_known()
+            while not self._rounds.all_know() and time.monotonic() < end:
+                time.sleep(pause)
+        except StoreFailedError:
+            time.sleep(1.5 * pause)  # others find out by themselves, at about the same time
 
     def _comes_back(self, seconds: float) -> bool:
         """Wait until the thread that trains has raised the verdict, or waits for nobody; return whether it does."""
