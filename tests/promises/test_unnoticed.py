@@ -4,6 +4,7 @@ optimizers over the wrong tensors, modules that join late, weights that change b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -228,15 +229,21 @@ def wrong_optimizers() -> None:
         LifecycleError, match=r"SGD was made while .*unsharded.*'4\.weight', '4\.bias'"
     ):
         optimizer.step()
-    net = make_net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    fully_shard(net[2])
-    fully_shard(net)
-    loss_of(net).backward()
-    with pytest.raises(
-        LifecycleError, match=r"AdamW has parameters that sharding.*model\.parameters"
-    ):
-        optimizer.step()
+    # Made before sharding; also if it has taken steps, and its parameters have gradients.
+    for num_steps in (0, 1):
+        for wrap in (fully_shard, partial(FullyShardedDataParallel, device_id=CPU)):
+            net = make_net()
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+            for _ in range(num_steps):
+                loss_of(net).backward()
+                optimizer.step()
+            model = wrap(net)
+            loss_of(model).backward()
+            with pytest.raises(
+                LifecycleError,
+                match=r"AdamW was made before the model was sharded.*'0\.weight \(of .*after fully_sh",
+            ):
+                optimizer.step()
     # Made in time, for both doors, also after a whole step, and after forward without gradients.
     for door in DOORS:
         model = door()
@@ -250,6 +257,38 @@ def wrong_optimizers() -> None:
 
 def test_an_optimizer_over_tensors_that_never_get_gradients_is_refused(world):
     world(2).run(wrong_optimizers)
+
+
+# --- forgotten eval() ------------------------------------------------------------------------------
+
+
+class Dropping(nn.Module):
+    """Drops inputs by a number of its own, as attention of transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_dropout = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, self.attention_dropout, self.training)
+
+
+def forwards_with_dropout() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), Dropping(), nn.Dropout(0.0))
+    model: Any = fully_shard(net)
+    loss_of(model).backward()
+    with torch.no_grad():
+        loss_of(model.eval())
+        with pytest.warns(UserWarning, match=r"eval\(\) was not called: .*active \(1, 2\)"):
+            loss_of(model.train())
+        loss_of(model)  # said once
+    quiet: Any = fully_shard(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.0)))
+    with torch.no_grad():
+        loss_of(quiet)
+
+
+def test_dropout_without_gradients_is_named_before_ranks_generate_different_texts(world):
+    world(2).run(forwards_with_dropout)
 
 
 # --- modules that join late -----------------------------------------------------------------------

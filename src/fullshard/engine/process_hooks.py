@@ -39,15 +39,16 @@ from fullshard.engine import backward_hooks, optimizer_checks, pipelines
 from fullshard.engine.optimizer_checks import params_of
 from fullshard.engine.param_group import groups_of, unsharded_groups
 from fullshard.errors import LifecycleError, UsageError
-from fullshard.storage.sharded_params import group_of, unsharded_name
+from fullshard.storage.sharded_params import group_of, replaced_name, unsharded_name
 
 _INSTALLING = threading.Lock()
 
 
 def install() -> None:
-    """Install the hooks, unless that has been done."""
+    """Install the hooks, unless that has been done. A model was sharded: optimizers are checked again."""
     with _INSTALLING:  # ranks may be threads
         _install()
+    _CHECKED.clear()
 
 
 @functools.cache
@@ -96,8 +97,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _check_params(optimizer: Optimizer) -> None:
-    """Refuse tensors that are not, or no longer, the model's parameters: they would never get gradients."""
-    params = [param for param in params_of(optimizer) if param.grad is None]
+    """Refuse tensors that are not, or no longer, the model's parameters: they would never train the model."""
+    params = params_of(optimizer)
+    early = [f"{name} (of {group_of(param)})" for param in params if (name := replaced_name(param))]
+    if early:
+        raise LifecycleError(
+            f"{type(optimizer).__name__} was made before the model was sharded: it has parameters that sharding has replaced, "
+            f"and would never train the model: {early}. Make the optimizer from model.parameters() after fully_shard or "
+            "FullyShardedDataParallel."
+        )
+    params = [param for param in params if param.grad is None]
     unsharded = [name for param in params if (name := unsharded_name(param))]
     if unsharded:
         raise LifecycleError(
@@ -112,7 +121,7 @@ def _check_params(optimizer: Optimizer) -> None:
     ]
     if lost:
         raise LifecycleError(
-            f"{type(optimizer).__name__} has parameters that sharding, or a load with assign=True, has replaced in the "
+            f"{type(optimizer).__name__} has parameters that a load with assign=True, say, has replaced in the "
             f"model, and would never train the model: {lost}. Make the optimizer from model.parameters() afterwards."
         )
 

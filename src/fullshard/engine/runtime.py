@@ -31,6 +31,7 @@ from fullshard import torch_border
 from fullshard.comm.journal import POSITION
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import pipelines, process_hooks
+from fullshard.engine.active_dropout import warn_of_active_dropout
 from fullshard.engine.agreement import ModelAgreement
 from fullshard.engine.backward_passes import BackwardPasses
 from fullshard.engine.model_changes import CHANGES
@@ -66,6 +67,8 @@ class Runtime:
         self._prefetched: set[FSDPState] = set()
         """Gathered on a forecast and not used yet."""
         self._tree_changed = True
+        self._may_have_dropout = True
+        """Whether nobody has looked yet for dropout that is active without gradients."""
         """Whether modules or parameters may have joined the model since it was last checked."""
 
     # --- the model --------------------------------------------------------------------------------
@@ -203,8 +206,23 @@ class Runtime:
         self._begin_gathers(self.states)
         if self._tree_changed:
             self._check_tree()
+        if self._may_have_dropout and not torch.is_grad_enabled():
+            self._look_for_dropout()
         self.agree()
         self.schedule.begin_forward()
+
+    def _look_for_dropout(self) -> None:
+        """Warn once if a forward without gradients drops something: each rank would drop something else."""
+        root, groups = (
+            self.root.modules[0],
+            [each for state in self.states for each in state.groups],
+        )
+        if root.training and any(
+            group.mesh_info.shard_mesh_size * group.mesh_info.replicate_mesh_size > 1
+            for group in groups
+        ):
+            self._may_have_dropout = False
+            warn_of_active_dropout(root)
 
     def _begin_gathers(self, states: Sequence[FSDPState]) -> None:
         """Between steps the shards may have been written: gather from what they are now.

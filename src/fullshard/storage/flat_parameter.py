@@ -19,12 +19,12 @@ from fullshard import torch_border
 from fullshard.errors import LifecycleError
 from fullshard.plan.placement import ParamPlacement
 from fullshard.storage.sharded_params import (
-    GROUP_MARK,
     NOT_TIED,
     ParamModuleInfo,
     PlainShardedParam,
     are_equal,
     installed_on,
+    mark_replaced,
 )
 
 _FLAT_MARK = "_fullshard_flat"
@@ -73,8 +73,8 @@ class FlatShardedParam(PlainShardedParam):
         ]
         self._stand_ins: dict[ParamModuleInfo, Tensor] = {}
         self._installed: list[nn.Parameter] = []
-        for _, _, original, _ in members:
-            setattr(original, GROUP_MARK, group_name)
+        for member_name, _, original, _ in members:
+            mark_replaced(original, member_name, group_name)
         self._put_stand_ins(local)
         flat_param = FlatParameter(local, requires_grad=trainable)
         self._mark(flat_param)

@@ -29,6 +29,8 @@ from fullshard.storage.buffers import in_memory_order
 
 GROUP_MARK = "_fullshard_group"
 """Attribute of a parameter that belongs to a group, on the sharded parameter and on the original it replaced."""
+_REPLACED_MARK = "_fullshard_replaced"
+"""Attribute of a parameter that a sharded one has replaced on its modules: its name."""
 _UNSHARDED_MARK = "_fullshard_unsharded"
 """Attribute of an unsharded parameter: its full name."""
 
@@ -208,7 +210,7 @@ class DTensorShardedParam(ShardedParam):
             # Attributes users hang on parameters move along; a subclass keeps its data in there.
             sharded_param.__dict__.update(original.__dict__)
         torch_border.move_hooks(original, sharded_param)
-        setattr(original, GROUP_MARK, group_name)
+        mark_replaced(original, name, group_name)
         self._set_param(sharded_param, group_name)
 
     @property
@@ -464,7 +466,7 @@ class ParallelOrigParamShard(OrigParamShard):
         piece = nn.Parameter(local, requires_grad=original.requires_grad)
         piece.__dict__.update(original.__dict__)  # attributes users hang on parameters move along
         super().__init__(name, owners, piece, local, group_name)
-        setattr(original, GROUP_MARK, group_name)
+        mark_replaced(original, name, group_name)
         self._placement = placement
         self._installed: nn.Parameter
 
@@ -528,6 +530,17 @@ def installed_on(owners: Sequence[ParamModuleInfo], installed: nn.Parameter) -> 
 def unsharded_name(tensor: Tensor) -> str | None:
     """Return the full name of the parameter if ``tensor`` is an unsharded one, or None."""
     return cast("str | None", getattr(tensor, _UNSHARDED_MARK, None))
+
+
+def mark_replaced(original: Tensor, name: str, group_name: str) -> None:
+    """Let `group_of` and `replaced_name` know a parameter that a sharded one replaces."""
+    setattr(original, GROUP_MARK, group_name)
+    setattr(original, _REPLACED_MARK, name)
+
+
+def replaced_name(param: Tensor) -> str | None:
+    """Return the name of a parameter that a sharded one has replaced, or None."""
+    return cast("str | None", getattr(param, _REPLACED_MARK, None))
 
 
 def mark_unsharded(tensor: Tensor, name: str) -> None:
