@@ -192,6 +192,19 @@ class CustomPolicy(_Policy):
             )
         self._lambda_fn = lambda_fn
 
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        """Answer as a policy function does: for `_or_policy`, and for torch's `apply_activation_checkpointing`."""
+        if recurse:
+            return True
+        answer = self._lambda_fn(module)
+        if answer and isinstance(answer, dict):
+            raise UnsupportedError(
+                "A policy that is asked about one module at a time must answer True or False, but lambda_fn of CustomPolicy "
+                f"returned keyword arguments for a {type(module).__name__}: {answer!r}. Return True. (After "
+                "fullshard.install(), torch's apply_activation_checkpointing takes them.)"
+            )
+        return bool(answer)
+
     def _run_policy(
         self,
         root_module: nn.Module,

@@ -13,7 +13,8 @@ import torch.distributed.checkpoint.state_dict as functions
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from fullshard import ConfigurationError, UnsupportedError
+from fullshard import ConfigurationError, FullyShardedDataParallel, UnsupportedError
+from fullshard.run.install import installed
 from tests.helpers.compare import assert_equal
 from tests.helpers.training import FULLSHARD, TORCH
 from tests.helpers.wrapped_nets import TOKENS, described, make_net, state_dict, wrap
@@ -128,3 +129,25 @@ def what_is_not_there() -> None:
 
 def test_what_is_not_loaded_stays_and_mixtures_are_refused(world) -> None:
     world(2).run(what_is_not_there)
+
+
+def with_install() -> None:
+    expected = {
+        orig: saved(*trained(FULLSHARD, use_orig_params=orig), FULL) for orig in (True, False)
+    }
+    with installed():
+        for orig, full in expected.items():
+            wrapped = trained(TORCH, use_orig_params=orig)  # whose names are ours now
+            assert isinstance(wrapped[0], FullyShardedDataParallel)
+            assert comparable(saved(*wrapped, FULL)) == comparable(full)
+            others = trained(TORCH, steps=0, seed=1, use_orig_params=orig)
+            load(*others, SHARDED, saved(*wrapped, SHARDED))
+            assert comparable(saved(*others, FULL)) == comparable(full)
+    for orig, full in expected.items():
+        wrapped = trained(TORCH, use_orig_params=orig)
+        assert not isinstance(wrapped[0], FullyShardedDataParallel)
+        assert comparable(saved(*wrapped, FULL)) == comparable(full)
+
+
+def test_they_know_the_wrapper_while_fullshard_is_installed_and_torch_s_afterwards(world) -> None:
+    world(2).run(with_install)
