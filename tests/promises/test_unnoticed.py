@@ -291,6 +291,36 @@ def test_dropout_without_gradients_is_named_before_ranks_generate_different_text
     world(2).run(forwards_with_dropout)
 
 
+# --- torch's FSDP in the same model ----------------------------------------------------------------
+
+
+def half_sharded_by_torch() -> None:
+    from torch.distributed.fsdp import (
+        FullyShardedDataParallel as TorchWrapper,
+        fully_shard as torch_fully_shard,
+    )
+
+    wrap = partial(FullyShardedDataParallel, device_id=CPU)
+    for ours in (fully_shard, wrap):
+        net = make_net()
+        torch_fully_shard(net[0])
+        torch_fully_shard(net[2])
+        with pytest.raises(ConfigurationError, match=r"^A model is sharded by .* modules: 0, 2\.$"):
+            ours(net)
+        net = make_net()
+        net[0] = TorchWrapper(net[0], device_id=CPU)
+        with pytest.raises(ConfigurationError, match=r"^A model is sharded by .* modules: 0\.$"):
+            ours(net)
+    net = make_net()
+    torch_fully_shard(net)
+    with pytest.raises(ConfigurationError, match=r"^A model is sharded by .*tensor: weight, bias"):
+        fully_shard(net[2])
+
+
+def test_a_model_that_torch_has_sharded_in_part_is_refused_with_the_cause_first(world):
+    world(2).run(half_sharded_by_torch)
+
+
 # --- modules that join late -----------------------------------------------------------------------
 
 

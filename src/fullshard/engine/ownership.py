@@ -118,6 +118,25 @@ def ignored_below(
     return found
 
 
+BY_ONE_OF_THE_TWO = (
+    "A model is sharded by torch's FSDP or by fullshard, not by both. Import fully_shard and FullyShardedDataParallel from "
+    "fullshard for all modules, or call fullshard.install() before torch's are imported"
+)
+
+
+def check_not_sharded_by_torch(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse modules that torch's own FSDP has sharded: both would gather and reduce the same parameters."""
+    found = [
+        name or type(module).__name__
+        for name, module in modules
+        if torch_border.is_sharded_by_torch(module)
+    ]
+    if found:
+        raise ConfigurationError(
+            f"{BY_ONE_OF_THE_TWO}. torch.distributed.fsdp has sharded these modules: {', '.join(found)}."
+        )
+
+
 def check_can_be_owned(found: Sequence[OwnedParam], remedy: str) -> None:
     """Refuse parameters that cannot be sharded, or that another call has; ``remedy`` is about the latter."""
     taken = [f"{each.name} (by {group})" for each in found if (group := group_of(each.param))]

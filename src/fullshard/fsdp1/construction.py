@@ -22,6 +22,7 @@ from fullshard.engine.options import StateOptions
 from fullshard.engine.ownership import (
     OwnedParam,
     check_can_be_owned,
+    check_not_sharded_by_torch,
     check_real_for_wire,
     ignored_below,
     managed_modules,
@@ -165,6 +166,7 @@ def shard(wrapper: nn.Module, wrapped: nn.Module, options: WrapperOptions) -> FS
     ]
     failure: ConfigurationError | UnsupportedError | None = None
     try:
+        check_not_sharded_by_torch(modules)
         _check(owned_params(modules, options.ignored.params), options)
         materialise(modules, options.param_init_fn, options.device)
     except (ConfigurationError, UnsupportedError) as error:

@@ -26,8 +26,10 @@ from fullshard.comm import collectives
 from fullshard.engine import module_hooks
 from fullshard.engine.options import StateOptions
 from fullshard.engine.ownership import (
+    BY_ONE_OF_THE_TWO,
     check_all_on_meta_or_none,
     check_can_be_owned,
+    check_not_sharded_by_torch,
     check_real_for_wire,
     has_forward,
     ignored_below,
@@ -54,7 +56,12 @@ from fullshard.plan.mesh import (
     replicating_mesh_info,
     sharding_mesh_info,
 )
-from fullshard.plan.placement import DTensorPlacer, ParamPlacement, local_tensor
+from fullshard.plan.placement import (
+    AlreadyShardedError,
+    DTensorPlacer,
+    ParamPlacement,
+    local_tensor,
+)
 from fullshard.plan.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -411,13 +418,16 @@ def _params_to_shard(
     shard_placement_fn: ShardPlacementFn | None,
     info: DataParallelMeshInfo,
 ) -> list[_ParamPlan]:
-    owned = owned_params(managed_modules(modules), ignored_params)
+    managed = tuple(managed_modules(modules))
+    check_not_sharded_by_torch(managed)
+    owned = owned_params(managed, ignored_params)
     check_can_be_owned(
         owned,
         "Apply fully_shard to children before their parents. Pass modules that share a parameter to one call, "
         "fully_shard([a, b]).",
     )
-    placer, result, faults = DTensorPlacer(), list[_ParamPlan](), list[str]()
+    placer, result = DTensorPlacer(), list[_ParamPlan]()
+    faults, sharded = list[str](), list[str]()
     check_all_on_meta_or_none(owned)
     for each in owned:
         name, param = each.name, each.param
@@ -429,10 +439,18 @@ def _params_to_shard(
         dim = normalized_shard_dim(name, param, answer)
         try:
             placement = placer.place(param, dim, own_info)
+        except AlreadyShardedError:
+            sharded.append(name)
+            continue
         except ConfigurationError as error:
             faults.append(f"{name}: {error}")
             continue
         result.append(_ParamPlan(name, param, each.owners, dim, own_info, placement))
+    if sharded:  # by a call for a module around these, so no class of a module shows it
+        raise ConfigurationError(
+            f"{BY_ONE_OF_THE_TWO}. These parameters are DTensors on the data-parallel mesh already, by torch's fully_shard of "
+            f"a module around them, or by distribute_tensor: {', '.join(sharded)}."
+        )
     if faults:
         raise ConfigurationError(
             "Parameters that are DTensors must lie on axes of the mesh that are not data-parallel. With dp_mesh_dims all "

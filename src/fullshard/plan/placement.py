@@ -123,6 +123,10 @@ def local_tensor(param: Tensor) -> Tensor:
     return torch_border.local_of(param) if isinstance(param, DTensor) else param.data
 
 
+class AlreadyShardedError(ConfigurationError):
+    """A parameter is a DTensor on the mesh that it was to be sharded over."""
+
+
 class DTensorPlacer:
     """Chooses placements for the parameters of one `fully_shard` call, which share the meshes it makes."""
 
@@ -151,9 +155,7 @@ class DTensorPlacer:
     ) -> ParamPlacement:
         spec = torch_border.spec_of(param)
         if spec.mesh == info.mesh:
-            raise ConfigurationError(
-                f"is a DTensor on the data-parallel mesh already, {spec.placements}; by torch's fully_shard?"
-            )
+            raise AlreadyShardedError(f"is {spec.placements} on the data-parallel mesh already")
         split_factor = _splits(spec.mesh, spec.placements, dim, first_axis=0)
         return ParamPlacement(
             shape=tuple(param.shape),

@@ -53,6 +53,11 @@ def without_activation_wrapper(module: nn.Module) -> nn.Module:
     return child_table(module).get(ACTIVATION_CHECKPOINTED) or module
 
 
+def is_sharded_by_torch(module: nn.Module) -> bool:
+    """Return whether torch's own FSDP has sharded a module, or wrapped one. Does not import torch's FSDP."""
+    return any(cls.__module__.startswith("torch.distributed.fsdp.") for cls in type(module).__mro__)
+
+
 def dcp_item_place(file: str, offset: int, nbytes: int) -> Any:
     """Return the location of an item of a torch distributed checkpoint, as its metadata has it."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
