@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
 
 from fullshard.comm.journal import Journal, tag
-from fullshard.comm.watchdog.observation import Observer, line_of, marks_of
+from fullshard.comm.watchdog.judge import Judgement
+from fullshard.comm.watchdog.observation import (
+    Observer,
+    _collective_of_torch,
+    line_of,
+    marks_of,
+)
+from fullshard.comm.watchdog.stalls import FIRST_REPEAT_S, StallReports, stalls
 
 
 def test_the_line_is_the_innermost_one_that_is_the_user_s() -> None:
@@ -28,3 +41,43 @@ def test_a_thread_that_runs_python_of_its_own_does_not_wait() -> None:
     observer = Observer(0, threading.get_ident(), "here", None)
     assert observer.wait() is None
     assert observer.answer({}).line.startswith("communication/test_watchdog_observation.py:")
+
+
+def test_a_wait_in_torch_has_the_name_of_the_function_that_users_call() -> None:
+    folder = os.path.dirname(dist.__file__)
+    layers = {  # the innermost first, as in `DTensor.full_tensor` and in the state dicts of torch
+        "unwrap": "_functional_collectives.py",
+        "_to_torch": "tensor/_redistribute.py",
+        "apply": "../autograd/function.py",
+        "full_tensor": "tensor/_api.py",
+        "_gather_state_dict": "_state_dict_utils.py",
+        "get_model_state_dict": "checkpoint/state_dict.py",
+    }
+    frames: list[Any] = []
+    names: dict[str, Any] = {"__inner__": lambda: frames.append(sys._getframe(1))}
+    for inner, (name, file) in zip(["__inner__", *layers], layers.items(), strict=False):
+        path = os.path.normpath(os.path.join(folder, file))
+        code = compile(f"def {name}():\n    {inner}()", path, "exec")
+        exec(code, names)
+    names["get_model_state_dict"]()
+    found = _collective_of_torch(frames[0])
+    assert found is not None
+    assert found[:2] == ("unwrap", "get_model_state_dict")
+
+
+def test_a_stall_is_noted_once_and_printed_less_and_less_often_by_one_rank(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = len(stalls())
+    slow = Judgement(kind="slow", message="rank 1 lets others wait", culprits=(1,), where="here")
+    with caplog.at_level(logging.WARNING, "fullshard"):
+        speaking, silent = StallReports(), StallReports()
+        for now in (0.0, 10.0, FIRST_REPEAT_S, FIRST_REPEAT_S + 10):
+            speaking.note(slow, now + 5, now, speaks=True)
+            silent.note(slow, now + 5, now, speaks=False)
+    assert [record.message for record in caplog.records] == [slow.message] * 2
+    noted = stalls()[before:]
+    assert [(each.ranks, each.where) for each in noted] == [((1,), "here")] * 2
+    assert speaking.end() and not speaking.end()
+    speaking.note(slow, 5.0, 100.0, speaks=True)
+    assert [each.number - noted[0].number for each in stalls()[before:]] == [0, 1, 2]

@@ -303,6 +303,7 @@ def hostile_run(folder: Path) -> Path:
     records[0] |= {"model": HOSTILE, "data": HOSTILE, "versions": {HOSTILE: HOSTILE}}
     records += [
         {"kind": "trouble", "step": 5, "what": HOSTILE, "action": HOSTILE},
+        {"kind": "stall", "step": 5, "ranks": [1], "where": HOSTILE, "report": HOSTILE},
         {"kind": "samples", "step": 12, "texts": [HOSTILE]},
     ]
     write_metrics(folder, records)

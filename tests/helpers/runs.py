@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
+from fullshard.comm.watchdog.judge import Judgement
+from fullshard.comm.watchdog.stalls import StallReports
 from fullshard.programs.run_events import read_events
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import read_config
@@ -59,7 +61,7 @@ class Incident:
     """Something that happens to the forward of one rank in training."""
 
     what: str
-    """nan: the scores are; dropout: some of the scores are dropped, at random; large: the scores are, such that gradients explode; error: one is raised, when no checkpoint
+    """nan: the scores are; dropout: some of the scores are dropped, at random; large: the scores are, such that gradients explode; stall: the watchdog notes one; error: one is raised, when no checkpoint
     is on its way; SIGTERM: the process gets it."""
     call: int
     """In which forward, from 1."""
@@ -97,6 +99,10 @@ def happen(what: str, scores: Tensor) -> Tensor:
         return scores * float("nan")
     if what == "large":
         return scores * 1e6
+    if what == "stall":
+        slow = Judgement(kind="slow", message="all of it", culprits=(1,), where="at data.py:3")
+        StallReports().note(slow, 7.0, 0.0, speaks=False)
+        return scores
     if what == "dropout":
         return F.dropout(scores)
     if what == "error":

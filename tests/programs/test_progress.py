@@ -15,6 +15,7 @@ from fullshard.programs.run_events import (
     End,
     Evaluation,
     Samples,
+    Stall,
     Start,
     Step,
     Stopped,
@@ -93,10 +94,12 @@ def test_what_happens_besides_steps_gets_a_line_of_its_own() -> None:
         progress(step(1))
         progress(BadStep(step=9, what="loss is nan", action="skip"))
         progress(step(9, math.nan))
+        progress(Stall(step=9, seconds=7.4, ranks=(1,), where="at data.py:3", report="all"))
         progress(Stopped(step=9, why="a signal"))
-    assert file.getvalue().splitlines()[-3:] == [
+    assert file.getvalue().splitlines()[-4:] == [
         "step 9: loss is nan; its update is skipped",
         "step  9/40  loss nan  lr 3.0e-03  norm 0.75  128 tokens/s  123.5 MB",
+        "step 9: others waited 7 s for rank 1 (at data.py:3)",
         "step 9: stopped by a signal",
     ]
     output = seen(terminal=False)

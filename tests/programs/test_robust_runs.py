@@ -279,14 +279,20 @@ def test_too_many_failed_steps_in_a_row_stop_the_run(world: MakeWorld, tmp_path:
         assert "a larger train.accumulate" in str(outcome)
 
 
-def test_an_ignored_step_is_told(world: MakeWorld, tmp_path: Path) -> None:
+def test_an_ignored_step_and_slow_ranks_are_told(world: MakeWorld, tmp_path: Path) -> None:
     config = tiny(tmp_path, "train.on_bad_step=ignore", "train.steps=4")
-    for result in world(2).run(run, config, NAN):
+    for result in world(2).run(run, config, NAN, Incident("stall", call=2, until=3, rank=None)):
         assert math.isnan(result.losses[4]), "the weights are no numbers any more"
     assert [(r["step"], r["action"]) for r in records(config, "trouble")] == [
         (3, "ignore"),
         (4, "ignore"),
     ]
+    told = [r for r in records(config, "stall") if r["report"] == "all of it"]
+    assert [(r["step"], r["ranks"], r["where"]) for r in told] == [
+        (2, (1,), "at data.py:3"),
+        (3, (1,), "at data.py:3"),
+    ]
+    assert min(r["seconds"] for r in told) >= 7.0
 
 
 def test_a_norm_above_the_limit_is_bad(world: MakeWorld, tmp_path: Path) -> None:

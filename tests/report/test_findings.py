@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.diagnosis import diagnose
 from fullshard.programs.report.findings import Finding, Remedy, Setting
-from fullshard.programs.report.run_files import Mark, Metrics, Run
+from fullshard.programs.report.run_files import Mark, Metrics, Run, read_run
+from fullshard.programs.report.run_findings import find_in_training
 from fullshard.programs.run_events import Step
 from fullshard.programs.train.config_file import read_config
 from fullshard.tracing.schema import parse_trace
-from tests.helpers.run_folders import Machine, simulated_trace
+from tests.helpers.run_folders import Machine, metrics_records, simulated_trace, write_metrics
 
 CALM = Machine(layers=8, gather_us=100, reduce_us=50, optimizer_us=3000)
 """All but the first gather and the last reductions is hidden."""
@@ -215,6 +218,25 @@ def test_bad_steps_come_first():
     findings = found_in([1.0] * 100, [0.1] * 50 + [0.2] * 50, mark)
     assert findings[0].title == "1 bad step: step 9, loss is nan; action: skip"
     assert findings[0].severity == "bad"
+
+
+def test_ranks_that_let_others_wait_are_told_with_how_long_how_often_and_where():
+    lines = [
+        {"kind": "stall", "step": 4, "seconds": 6.0, "ranks": [1], "where": "at a.py:1", "report": "a"},
+        {"kind": "stall", "step": 4, "seconds": 30.0, "ranks": [1], "where": "at b.py:2", "report": "b"},
+        {"kind": "stall", "step": 9, "seconds": 8.0, "ranks": [0, 3], "where": "at c.py:3", "report": "c"},
+        {"kind": "stall", "step": 9, "report": "without ranks"},
+    ]  # fmt: skip
+    with TemporaryDirectory() as folder:
+        write_metrics(Path(folder), [*metrics_records(9), *lines])
+        run = read_run(Path(folder))
+    first, second = find_in_training(run)
+    assert first.title == "Rank 1 let others wait 2 times, 36 s in all"
+    assert "The longest wait took 30 s and ended in step 4" in first.text
+    assert "at b.py:2" in first.text and first.remedies
+    assert second.title == "Ranks 0, 3 let others wait once, for 8 s"
+    marks = [mark.text for mark in run.metrics.marks if mark.kind == "stall"]
+    assert "others waited 8 s for ranks 0, 3" in marks and len(marks) == 3
 
 
 @pytest.mark.parametrize(("last", "is_told"), [(0.105, False), (0.12, True)])

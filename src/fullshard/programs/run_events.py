@@ -108,6 +108,21 @@ class BadStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Stall:
+    """A time in which ranks waited for others that were slow, written after the step in which it ended."""
+
+    kind: ClassVar[str] = "stall"
+    step: int
+    seconds: float
+    ranks: tuple[int, ...]
+    """Who was waited for."""
+    where: str
+    """What the first of them did when the others noticed, and its line."""
+    report: str
+    """Who was where then."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
     """Texts that the model has generated."""
 
@@ -135,7 +150,7 @@ class End:
     """Of this process only."""
 
 
-Event = Start | Step | Evaluation | Checkpoint | BadStep | Samples | Stopped | End
+Event = Start | Step | Evaluation | Checkpoint | BadStep | Stall | Samples | Stopped | End
 Watcher = Callable[[Event], None]
 """A function that is called with every event of a run."""
 

@@ -53,6 +53,8 @@ class Wait:
 
     text: str
     """What it waits for: the text of a tag, or a function of torch.distributed."""
+    caller: str = ""
+    """The function of torch that has called that one, if it says more to people: "full_tensor"."""
     kind: str
     """ "fullshard": a collective of ours; "torch": one that the user has called; "device": the host has issued
     all that it can, and the device has not come to the end of it."""

@@ -43,6 +43,10 @@ class Judgement:
     message: str = ""
     culprits: tuple[int, ...] = ()
     """Ranks that others wait for."""
+    where: str = ""
+    """Of a slow rank, the first one: what it does, and its line."""
+    speakers: tuple[int, ...] = ()
+    """Ranks that print that others are slow: of each host, the first that waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +203,23 @@ def _slow(found: Round) -> Judgement | None:
         message=f"{ranks_text(waited_for)} let{'s' if len(waited_for) == 1 else ''} others wait for {longest:.0f} s. "
         f"Nothing is wrong so far, so they go on waiting.\n{_lines(found)}",
         culprits=tuple(waited_for),
+        where=_where(found, waited_for[0]),
+        speakers=_speakers(found),
     )
+
+
+def _where(found: Round, rank: int) -> str:
+    answer = found.answers.get(rank)
+    if answer is None:
+        return _SILENT[found.absences[rank].state]
+    return answer.place() + (f", at {answer.line}" if answer.line else "")
+
+
+def _speakers(found: Round) -> tuple[int, ...]:
+    hosts: dict[str, int] = {}
+    for waiter in sorted(found.waiters, key=lambda each: each.rank):
+        hosts.setdefault(waiter.host.partition(",")[0], waiter.rank)
+    return tuple(hosts.values())
 
 
 # --- what rules ask ---------------------------------------------------------------------------------
@@ -402,7 +422,7 @@ def _place(answer: Answer) -> str:
         if wait.group is not None and wait.kind != "torch"
         else ""
     )
-    return f"{raised}waiting for {where}{wait.text}{number}: {answer.place()}{at}"
+    return f"{raised}waiting for {where}{wait.caller or wait.text}{number}: {answer.place()}{at}"
 
 
 _SILENT = {

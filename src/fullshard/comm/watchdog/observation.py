@@ -31,6 +31,13 @@ _DISPATCH = (
     _TORCH + os.path.join("distributed", "c10d_logger.py"),
 )
 """Files of torch that may stand between such a function and its caller, or below it."""
+_CALLING = (
+    *(_TORCH + os.path.join("distributed", name) + os.sep for name in ("tensor", "checkpoint")),
+    _TORCH + os.path.join("distributed", "_state_dict_utils.py"),
+    _TORCH + os.path.join("autograd", "function.py"),
+    _TORCH + os.path.join("utils", "_contextlib.py"),
+)
+"""Files of torch whose functions call those, and that users call by name: DTensor, state dicts, checkpoints."""
 _LOCAL = frozenset({"_object_to_tensor", "_tensor_to_object", "destroy_process_group"})
 """Functions there that wait for nobody: pickling may take long, and so may the end of a backend."""
 SETTLED_S = 2.0
@@ -64,9 +71,14 @@ class Observer:
         frame = sys._current_frames().get(self.thread)
         called = _collective_of_torch(frame)
         if called is not None:
-            text, group = called
+            text, caller, group = called
             return Wait(
-                text=text, kind="torch", group=group, count=0, seconds=self._since(now, frame)
+                text=text,
+                caller=caller,
+                kind="torch",
+                group=group,
+                count=0,
+                seconds=self._since(now, frame),
             )
         return _device_wait(now)
 
@@ -169,8 +181,8 @@ def _line_text(code: CodeType, number: int) -> str:
     return f"{file}:{number} in {code.co_name}"
 
 
-def _collective_of_torch(frame: FrameType | None) -> tuple[str, str | None] | None:
-    """Return the function of torch.distributed that a thread is in, and its process group if that is known.
+def _collective_of_torch(frame: FrameType | None) -> tuple[str, str, str | None] | None:
+    """Return the function of torch.distributed that a thread is in, its caller, and its process group if that is known.
 
     Only if the innermost frame is one that waits for ranks: torch.distributed has much that works for long by itself
     (checkpoints, tensor operations).
@@ -188,7 +200,18 @@ def _collective_of_torch(frame: FrameType | None) -> tuple[str, str | None] | No
         return None
     found = outermost.f_locals.get("group")
     group = found if isinstance(found, dist.ProcessGroup) else dist.group.WORLD
-    return outermost.f_code.co_name, group_name(group)
+    return outermost.f_code.co_name, _caller(frame), group_name(group)
+
+
+def _caller(frame: FrameType | None) -> str:
+    """Return the outermost public function of DTensor, state dicts or checkpoints that a thread is in; "" for none."""
+    found = ""
+    while frame is not None and frame.f_code.co_filename.startswith((*_CALLING, *_DISPATCH)):
+        name = frame.f_code.co_name
+        if name[:1] not in "_<" and name not in ("apply", "decorate_context"):
+            found = name
+        frame = frame.f_back
+    return found
 
 
 def group_name(group: dist.ProcessGroup | None) -> str | None:

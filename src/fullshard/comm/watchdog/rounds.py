@@ -169,7 +169,8 @@ class Rounds:
                 self._send_history()
             return None
         listeners = message.pop("listeners")
-        judgement = Judgement(**message | {"culprits": tuple(message["culprits"])})
+        lists = {name: tuple(message[name]) for name in ("culprits", "speakers")}
+        judgement = Judgement(**message | lists)
         self._ended = (self._number, listeners) if judgement.kind == DIVERGED else None
         self._leave()
         return judgement

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
@@ -20,17 +21,22 @@ LONGEST_REPEAT_S = 600.0
 class Stall:
     """A time in which ranks waited for others that were slow."""
 
+    number: int
+    """Counted from 1 in this process."""
     began: float
     """By `time.time`."""
     seconds: float
     """How long it lasted; grows until it ends."""
     ranks: tuple[int, ...]
     """Who was waited for."""
+    where: str
+    """What the first of them did, and its line."""
     report: str
     """Who was where, when it was first noticed."""
 
 
 _STALLS: deque[Stall] = deque(maxlen=256)
+_NUMBERS = itertools.count(1)
 
 
 def stalls() -> list[Stall]:
@@ -39,7 +45,7 @@ def stalls() -> list[Stall]:
 
 
 class StallReports:
-    """Notes stalls, and prints them: once, then less and less often."""
+    """Notes stalls, and prints them: once, then less and less often; on one rank of each host."""
 
     def __init__(self) -> None:
         self._stall: Stall | None = None
@@ -47,19 +53,21 @@ class StallReports:
         self._next_report = 0.0
         self._repeat_s = FIRST_REPEAT_S
 
-    def note(self, judgement: Judgement, waited: float, now: float) -> None:
-        """Note that ranks are slow; nothing has moved here for ``waited`` seconds."""
+    def note(self, judgement: Judgement, waited: float, now: float, *, speaks: bool) -> None:
+        """Note that ranks are slow; nothing has moved here for ``waited`` seconds. Print it if this rank ``speaks``."""
         if self._stall is None:
             self._stall = Stall(
+                number=next(_NUMBERS),
                 began=time.time() - waited,
                 seconds=waited,
                 ranks=judgement.culprits,
+                where=judgement.where,
                 report=judgement.message,
             )
             _STALLS.append(self._stall)
             self._next_report = now
             self._repeat_s = FIRST_REPEAT_S
-        if now >= self._next_report:
+        if speaks and now >= self._next_report:
             logger.warning("%s", judgement.message)
             self._next_report = now + self._repeat_s
             self._repeat_s = min(2 * self._repeat_s, LONGEST_REPEAT_S)

@@ -436,7 +436,8 @@ class Watchdog:
             if self._urgent_rounds >= URGENT_ROUNDS and now >= self._urgent_until:
                 self._is_urgent, VERDICT.is_unknown = False, True
         elif judgement.kind == SLOW:
-            self._reports.note(judgement, now - self._moved, now)
+            speaks = self._own.rank in judgement.speakers
+            self._reports.note(judgement, now - self._moved, now, speaks=speaks)
 
     def _judge_alone(self, error: StoreFailedError, wait: Wait | None) -> None:
         """Judge by what is seen on this host, since the store does not answer."""

@@ -25,6 +25,7 @@ MARKS = {
     "checkpoint": ("triangle-up", "var(--muted)"),
     "resumed": ("diamond", "var(--reduce)"),
     "trouble": ("x", "var(--wait)"),
+    "stall": ("hourglass", "var(--wait)"),
     "stopped": ("square", "var(--ink)"),
 }
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 import bisect
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from fullshard.errors import ConfigurationError
+from fullshard.errors import ConfigurationError, ranks_text
 from fullshard.files import content_of
 from fullshard.programs.console.safe_text import safe_line, safe_text
 from fullshard.programs.run_events import (
@@ -29,6 +29,7 @@ from fullshard.programs.run_events import (
     Evaluation,
     Event,
     Samples,
+    Stall,
     Start,
     Step,
     Stopped,
@@ -53,7 +54,7 @@ class Mark:
     """An event that is marked on the loss curve."""
 
     kind: str
-    """resumed, checkpoint, trouble or stopped."""
+    """resumed, checkpoint, trouble, stall or stopped."""
     step: int
     text: str
 
@@ -68,6 +69,7 @@ class Metrics:
     """By step. Numbers that were not finite, or not written, are NaN."""
     evaluations: tuple[Evaluation, ...] = ()
     marks: tuple[Mark, ...] = ()
+    stalls: tuple[Stall, ...] = ()
     samples: tuple[str, ...] = ()
     is_finished: bool = False
     num_broken: int = 0
@@ -201,7 +203,7 @@ def _read_metrics(path: Path, notes: list[str]) -> Metrics:
 
 
 def _metrics(events: list[Event], num_broken: int) -> Metrics:
-    by_step: dict[int, dict[type, Event]] = {}
+    by_step: dict[int, dict[Hashable, Event]] = {}
     steps: list[int] = []
     """The keys of `by_step`, sorted: steps after a checkpoint are at the end."""
     starts: list[Start] = []
@@ -222,13 +224,15 @@ def _metrics(events: list[Event], num_broken: int) -> Metrics:
             if event.step not in by_step:
                 by_step[event.step] = {}
                 bisect.insort(steps, event.step)
-            by_step[event.step][type(event)] = event
+            several = event.report if isinstance(event, Stall) else ""  # in one step
+            by_step[event.step][type(event), several] = event
     kept = [event for step in steps for event in by_step[step].values()]
     return Metrics(
         start=starts[-1] if starts else None,
         steps=tuple(event for event in kept if isinstance(event, Step)),
         evaluations=tuple(event for event in kept if isinstance(event, Evaluation)),
         marks=tuple(_marks(starts, kept)),
+        stalls=tuple(event for event in kept if isinstance(event, Stall) and event.ranks),
         samples=tuple(text for event in kept if isinstance(event, Samples) for text in event.texts),
         is_finished=is_finished,
         num_broken=num_broken,
@@ -244,6 +248,9 @@ def _marks(starts: list[Start], events: list[Event]) -> Iterator[Mark]:
             yield Mark(kind=event.kind, step=event.step, text="checkpoint")
         elif isinstance(event, BadStep):
             text = f"{event.what or 'trouble'}; action: {str(event.action) or 'none'}"
+            yield Mark(kind=event.kind, step=event.step, text=text)
+        elif isinstance(event, Stall) and event.ranks:
+            text = f"others waited {event.seconds:.0f} s for {ranks_text(event.ranks)}"
             yield Mark(kind=event.kind, step=event.step, text=text)
         elif isinstance(event, Stopped):
             yield Mark(kind=event.kind, step=event.step, text=f"stopped: {event.why or '?'}")

@@ -6,16 +6,20 @@ from collections.abc import Iterator
 from math import isfinite
 from statistics import median
 
+from fullshard.errors import ranks_text
 from fullshard.programs.report.findings import Finding, Remedy, Setting
 from fullshard.programs.report.run_files import Run
 from fullshard.programs.report.units import duration
-from fullshard.programs.run_events import Step
+from fullshard.programs.run_events import Stall, Step
 
 WARM_UP_STEPS = 5
 """The first steps allocate, compile and fill caches, so they are no measure of the run's speed."""
 
 SLOWER_BY = 0.1
 """A run has become slower if the median step of its last quarter is longer than that of its first by this share."""
+
+MOST_STALLED = 3
+"""How many ranks, or sets of ranks, that let others wait are told."""
 
 SPIKE_WINDOW = 25
 """Steps before a step whose losses say what loss to expect."""
@@ -25,8 +29,9 @@ SPIKE = 8.0
 
 
 def find_in_training(run: Run) -> Iterator[Finding]:
-    """Yield findings about bad steps, spikes of the loss, and steps that become slower."""
+    """Yield findings about bad steps, slow ranks, spikes of the loss, and steps that become slower."""
     yield from _troubles(run)
+    yield from _stalls(run)
     yield from _spikes(run.metrics.steps)
     yield from _slowing_down(run.metrics.steps)
 
@@ -51,6 +56,41 @@ def _troubles(run: Run) -> Iterator[Finding]:
         severity="bad",
         cost_share=1.0,
     )
+
+
+def _stalls(run: Run) -> Iterator[Finding]:
+    """Yield a finding for each rank, or set of ranks, that let others wait: the longest first."""
+    by_ranks: dict[tuple[int, ...], list[Stall]] = {}
+    for stall in run.metrics.stalls:
+        by_ranks.setdefault(stall.ranks, []).append(stall)
+    run_s = sum(step.step_s for step in run.metrics.steps if step.step_s > 0)
+    found = sorted(by_ranks.items(), key=lambda each: -_seconds(each[1]))
+    for ranks, stalls in found[:MOST_STALLED]:
+        longest = max(stalls, key=lambda stall: _seconds([stall]))
+        name, times = ranks_text(ranks), len(stalls)
+        total, most = duration(1e6 * _seconds(stalls)), duration(1e6 * _seconds([longest]))
+        often = f"once, for {total}" if times == 1 else f"{times} times, {total} in all"
+        yield Finding(
+            title=f"{name[0].upper()}{name[1:]} let others wait {often}",
+            text=("The wait" if times == 1 else f"The longest wait took {most} and")
+            + f" ended in step {longest.step}. "
+            f"In it, {'the rank' if len(ranks) == 1 else 'the first of them'} was here: {longest.where or 'unknown'}.",
+            remedies=(
+                Remedy(
+                    text="Look at that line: what only one rank does, all wait for. Data can be read ahead, files can be "
+                    "written in the background, compiled code can be cached"
+                ),
+                Remedy(
+                    text="If the line is in a layer, look at that rank's device and its host: clocks, memory, other programs"
+                ),
+            ),
+            severity="slow",
+            cost_share=min(1.0, _seconds(stalls) / run_s) if run_s else 0.0,
+        )
+
+
+def _seconds(stalls: list[Stall]) -> float:
+    return sum(stall.seconds for stall in stalls if stall.seconds > 0)
 
 
 def _spikes(steps: tuple[Step, ...]) -> Iterator[Finding]:

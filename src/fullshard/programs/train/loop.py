@@ -32,6 +32,7 @@ from torch import Tensor
 from fullshard import __version__
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.comm.step_guard import StepFailure
+from fullshard.comm.watchdog import stalls
 from fullshard.engine.guarded_step import guarded_step
 from fullshard.programs.run_events import (
     BadStep,
@@ -39,6 +40,7 @@ from fullshard.programs.run_events import (
     End,
     Evaluation,
     Samples,
+    Stall,
     Start,
     Step,
     Stopped,
@@ -122,6 +124,8 @@ class Training:
         self.state = self.checkpoints.resume() or self._begin()
         self.result = TrainResult(tokens=self.state.tokens)
         self.peak_bytes = 0
+        self._told_stall = max((each.number for each in stalls()), default=0)
+        """The last one that was told, or was before this run."""
 
     def run(self) -> TrainResult:
         """Take the steps that are left, and finish the run.
@@ -141,6 +145,7 @@ class Training:
                 traced.begin(self.state.step + 1)
                 is_asked_to_stop = self._take_step()
                 traced.end(self.state.step)
+                self._tell_stalls()
                 if is_asked_to_stop and self.state.step < config.train.steps:
                     self._stop()
                 with traced.between_steps():
@@ -151,6 +156,7 @@ class Training:
         self.checkpoints.finish()
         if config.samples.count:
             self._write_samples()
+        self._tell_stalls()
         self.result.seconds = time.perf_counter() - began
         self.watch(End(step=self.state.step, seconds=self.result.seconds))
         return self.result
@@ -270,6 +276,21 @@ class Training:
         self.state.tokens += self.config.train.batch * self.config.data.context
         self.state.bad_steps = self.state.bad_steps + 1 if is_bad else 0
         self.result.tokens = self.state.tokens
+
+    def _tell_stalls(self) -> None:
+        """Tell the times in which ranks waited for slow ones. They are over: all ranks have met since."""
+        for stall in stalls():
+            if stall.number > self._told_stall:
+                self._told_stall = stall.number
+                self.watch(
+                    Stall(
+                        step=self.state.step,
+                        seconds=round(stall.seconds, 1),
+                        ranks=stall.ranks,
+                        where=stall.where,
+                        report=stall.report,
+                    )
+                )
 
     # --- between steps --------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.table import Table
 
+from fullshard.errors import ranks_text
 from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe
 from fullshard.programs.console.progress_line import ProgressLine, showing_line
 from fullshard.programs.console.tables import print_line
@@ -19,6 +20,7 @@ from fullshard.programs.run_events import (
     Evaluation,
     Event,
     Samples,
+    Stall,
     Start,
     Step,
     Stopped,
@@ -82,6 +84,10 @@ class RunProgress:
                 if event.action == "skip":
                     self._skipped.append(event.step)
                 self._print(f"step {event.step}: {event.what}; {DONE[event.action]}")
+            case Stall():
+                self._print(
+                    f"step {event.step}: others waited {event.seconds:.0f} s for {ranks_text(event.ranks)} ({event.where})"
+                )
             case Samples():
                 self._line.close()
                 for text in event.texts:
