@@ -12,10 +12,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp.sharded_grad_scaler
 import torch.distributed.pipelining
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
@@ -160,6 +164,64 @@ def trained(kind: type | None = None) -> list[Tensor]:
         optimizer.zero_grad()
         losses.append(loss.detach())
     return [*losses, *(param.to_local().detach().clone() for param in model.parameters())]
+
+
+# --- state dicts ------------------------------------------------------------------------------------------
+
+
+def test_torch_s_functions_for_state_dicts_know_what_install_put_in_its_place(world) -> None:
+    world(2).run(save_and_load_both_apis)
+
+
+def save_and_load_both_apis() -> None:
+    single = net()
+    expected = states(single, step(single))
+    with without_warnings(), fullshard.installed():
+        for shard in (by_fully_shard, by_wrapper, by_flat_wrapper):
+            model = shard(net())
+            optimizer = step(model)
+            assert_equal(states(model, optimizer, full_state_dict=True), expected)
+            other = shard(net())
+            new = torch.optim.AdamW(other.parameters(), lr=0.1)
+            weights, moments = get_state_dict(model, optimizer)
+            set_state_dict(other, new, model_state_dict=weights, optim_state_dict=moments)
+            assert_equal(states(other, new, full_state_dict=True), expected)
+        del model, other
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+
+
+def by_fully_shard(model: nn.Sequential) -> nn.Module:
+    for part in (model[0], model):
+        torch.distributed.fsdp.fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+    return model
+
+
+def by_wrapper(model: nn.Sequential) -> nn.Module:
+    policy = torch.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Linear})
+    return torch.distributed.fsdp.FullyShardedDataParallel(
+        model, use_orig_params=True, auto_wrap_policy=policy
+    )
+
+
+def by_flat_wrapper(model: nn.Sequential) -> nn.Module:
+    return torch.distributed.fsdp.FullyShardedDataParallel(model)
+
+
+def step(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def states(model: nn.Module, optimizer: torch.optim.Optimizer, **options: bool) -> list[object]:
+    weights, moments = get_state_dict(model, optimizer, options=StateDictOptions(**options))
+    return [weights, moments["state"]]
 
 
 # --- refusals and warnings --------------------------------------------------------------------------------
