@@ -167,6 +167,24 @@ def state_dict_needs_no_communication() -> None:
     assert_equal(all_whole(state), dict(original))
 
 
+def test_a_state_dict_can_be_copied_deeply() -> None:
+    with fake_world(2):
+        model = sharded_decoder()
+        saved = model.state_dict()
+        copied = copy.deepcopy(saved)
+        param = copy.deepcopy(model.head.weight)
+    assert any(value.to_local().storage_offset() for value in saved.values())
+    assert_equal(locals_in(copied), locals_in(saved))
+    assert all(value.placements == saved[name].placements for name, value in copied.items())
+    memory = {value.to_local().untyped_storage().data_ptr() for value in saved.values()}
+    assert not memory & {value.to_local().untyped_storage().data_ptr() for value in copied.values()}
+    assert isinstance(param, nn.Parameter) and param.requires_grad
+
+
+def locals_in(state_dict: dict[str, DTensor]) -> dict[str, Tensor]:
+    return {name: value.to_local() for name, value in state_dict.items()}
+
+
 def test_state_dict_has_dtensors_and_needs_no_communication(world) -> None:
     world(2).run(state_dict_needs_no_communication)
 
