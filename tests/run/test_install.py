@@ -9,6 +9,8 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,9 @@ import fullshard
 from fullshard import LifecycleError
 from tests.helpers.compare import assert_equal
 
+fsdp: Any = torch.distributed.fsdp
+"""For mypy, its names can never mean ours."""
+
 PUBLIC = ("", ".api", ".fully_sharded_data_parallel", ".wrap", ".sharded_grad_scaler")
 
 
@@ -38,9 +43,10 @@ def not_installed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Hide what `install` says about subclasses and models of other tests in this process."""
-    with warnings.catch_warnings():
+    module = importlib.import_module("fullshard.run.install")
+    with warnings.catch_warnings(), mock.patch.object(module, "_refuse_torch_models"):
         warnings.filterwarnings("ignore", message="install does not change")
         warnings.filterwarnings("ignore", message="fullshard is no longer installed")
         yield
@@ -75,7 +81,7 @@ def unchanged(before: dict[str, object]) -> bool:
 
 def test_all_public_names_of_torch_are_rebound_and_its_engine_is_left_alone() -> None:
     before = names_of_modules()
-    with without_warnings():
+    with undisturbed():
         record = fullshard.install()
     assert record.left_alone == []
     assert changed(before) == [name for name in record.rebound if name in before]
@@ -114,13 +120,13 @@ def install_between_two_trainings(folder: str) -> None:
     first = trained()
     gc.collect()
     mine = types.ModuleType("alias_of_torch")
-    mine.shard = torch.distributed.fsdp.fully_shard
+    mine.shard = fsdp.fully_shard
     mine.own = fullshard.fully_shard
     sys.modules[mine.__name__] = mine
     sys.path.insert(0, folder)
     before = names_of_modules()
     try:
-        with without_warnings():
+        with undisturbed():
             fullshard.install()
             assert mine.shard is mine.own is fullshard.fully_shard
             later = importlib.import_module("imported_while_installed")
@@ -130,9 +136,9 @@ def install_between_two_trainings(folder: str) -> None:
             gc.collect()
             fullshard.uninstall()
         assert unchanged(before)
-        assert later.shard is mine.shard is torch.distributed.fsdp.fully_shard
-        assert later.FSDPModule is torch.distributed.fsdp.FSDPModule is not fullshard.FSDPModule
-        assert later.Policy is torch.distributed.fsdp.MixedPrecisionPolicy
+        assert later.shard is mine.shard is fsdp.fully_shard
+        assert later.FSDPModule is fsdp.FSDPModule is not fullshard.FSDPModule
+        assert later.Policy is fsdp.MixedPrecisionPolicy
         assert later.Ours is fullshard.FSDPModule
         assert later.own_policy is fullshard.MixedPrecisionPolicy
         assert mine.own is fullshard.fully_shard
@@ -176,7 +182,7 @@ def test_torch_s_functions_for_state_dicts_know_what_install_put_in_its_place(wo
 def save_and_load_both_apis() -> None:
     single = net()
     expected = states(single, step(single))
-    with without_warnings(), fullshard.installed():
+    with undisturbed(), fullshard.installed():
         for shard in (by_fully_shard, by_wrapper, by_flat_wrapper):
             model = shard(net())
             optimizer = step(model)
@@ -196,19 +202,17 @@ def net() -> nn.Sequential:
 
 def by_fully_shard(model: nn.Sequential) -> nn.Module:
     for part in (model[0], model):
-        torch.distributed.fsdp.fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+        fsdp.fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
     return model
 
 
 def by_wrapper(model: nn.Sequential) -> nn.Module:
-    policy = torch.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Linear})
-    return torch.distributed.fsdp.FullyShardedDataParallel(
-        model, use_orig_params=True, auto_wrap_policy=policy
-    )
+    policy = fsdp.wrap.ModuleWrapPolicy({nn.Linear})
+    return fsdp.FullyShardedDataParallel(model, use_orig_params=True, auto_wrap_policy=policy)
 
 
 def by_flat_wrapper(model: nn.Sequential) -> nn.Module:
-    return torch.distributed.fsdp.FullyShardedDataParallel(model)
+    return fsdp.FullyShardedDataParallel(model)
 
 
 def step(model: nn.Module) -> torch.optim.Optimizer:
@@ -233,27 +237,26 @@ def test_models_and_subclasses_that_exist_are_named(world) -> None:
 
 def install_too_late() -> None:
     mesh = init_device_mesh("cpu", (1,))
-    theirs = torch.distributed.fsdp.fully_shard(nn.Linear(2, 2), mesh=mesh)
+    theirs = fsdp.fully_shard(nn.Linear(2, 2), mesh=mesh)
     before = names_of_modules()
-    with pytest.raises(LifecycleError, match=r"it has sharded\n  .*FSDPLinear\nInstall first"):
+    with pytest.raises(LifecycleError, match=r"it has sharded\n(?s:.*)FSDPLinear\nInstall first"):
         fullshard.install()
     assert unchanged(before)
     del theirs
 
-    class Mine(torch.distributed.fsdp.FullyShardedDataParallel):
+    class Mine(fsdp.FullyShardedDataParallel):  # type: ignore[misc]
         pass
 
     with pytest.warns(UserWarning, match=r"do(?s:.*)install_too_late.<locals>.Mine\n"):
         record = fullshard.install()
     assert any(name.endswith("Mine") for name in record.subclasses)
-    model = torch.distributed.fsdp.fully_shard(nn.Linear(2, 2), mesh=mesh)
+    model = fsdp.fully_shard(nn.Linear(2, 2), mesh=mesh)
     with pytest.warns(UserWarning, match=r"no longer installed(?s:.*)FSDPLinear\nThey keep"):
         fullshard.uninstall()
     assert isinstance(model, fullshard.FSDPModule)
     assert unchanged(before)
-    with without_warnings():  # the model existed before
-        with fullshard.installed(), fullshard.installed():
-            assert torch.distributed.fsdp.fully_shard is fullshard.fully_shard
-        assert unchanged(before)
+    with undisturbed(), fullshard.installed(), fullshard.installed():  # the model existed before
+        assert fsdp.fully_shard is fullshard.fully_shard
+    assert unchanged(before)
     with warnings.catch_warnings(action="error"):
         fullshard.uninstall()

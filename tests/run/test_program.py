@@ -11,11 +11,10 @@ from multiprocessing import spawn
 from pathlib import Path
 
 import pytest
-import torch.distributed.fsdp
 
 import fullshard
 from fullshard.run import program
-from tests.run.test_install import without_warnings
+from tests.run.test_install import fsdp, undisturbed
 
 SEEN = """\
 import sys
@@ -137,13 +136,13 @@ def test_a_script_under_torchrun_gets_modules_of_fullshard(
 
 def test_a_process_that_multiprocessing_starts_installs_it_before_it_imports_the_program() -> None:
     original = spawn.get_preparation_data
-    with without_warnings(), fullshard.installed():
+    with undisturbed(), fullshard.installed():
         new = spawn.get_preparation_data("child")
         fact = pickle.dumps({name: new[name] for name in new.keys() - original("child").keys()})
     assert spawn.get_preparation_data is original
-    theirs = torch.distributed.fsdp.fully_shard
-    with without_warnings():
+    theirs = fsdp.fully_shard
+    with undisturbed():
         pickle.loads(fact)
-        assert torch.distributed.fsdp.fully_shard is fullshard.fully_shard
+        assert fsdp.fully_shard is fullshard.fully_shard
         fullshard.uninstall()
-    assert torch.distributed.fsdp.fully_shard is theirs
+    assert fsdp.fully_shard is theirs

@@ -61,7 +61,7 @@ PUBLIC = {
 }
 """Torch's modules whose ``__all__`` is rebound, and further names of them that programs import."""
 
-PRIVATE = {
+PRIVATE: dict[str, dict[str, object]] = {
     # torchtitan imports these for the placement functions of experts.
     "torch.distributed.fsdp._fully_shard._fsdp_common": {
         "DDPMeshInfo": mesh.DDPMeshInfo,
@@ -305,8 +305,9 @@ def _foreign_subclasses(classes: list[type]) -> list[str]:
     found: set[str] = set()
     waiting = list(classes)
     while waiting:
-        for cls in type.__subclasses__(waiting.pop()):
-            waiting.append(cls)
+        below: list[type] = type.__subclasses__(waiting.pop())
+        waiting += below
+        for cls in below:
             if not within(cls.__module__, "torch"):
                 found.add(_name(cls))
     return sorted(found)
