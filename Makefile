@@ -1,5 +1,7 @@
 # make train    fullshard train
 # make test     format and lint, then types and all tests
+# make test-clients   the programs of examples/clients, with Accelerate, Trainer, TRL, Lightning and torchtitan, in
+#               an environment of their own: .venv-clients
 # make check    format, lint and types only
 # make docs     the pages as a site in build/site; a link that leads nowhere is an error
 # make clean    remove .venv and everything the tools left behind
@@ -19,10 +21,14 @@ ARGS ?=
 ifdef PY
 RUN := PYTHONPATH=src $(PY)
 READY :=
+CLIENTS_RUN := $(RUN)
+CLIENTS_READY :=
 TOGETHER :=
 else
 RUN := .venv/bin/python
 READY := .venv/.ready
+CLIENTS_RUN := .venv-clients/bin/python
+CLIENTS_READY := .venv-clients/.ready
 # Tests wait for ranks about half of the time, so two run side by side.
 TOGETHER := -n 2 --dist worksteal
 endif
@@ -30,7 +36,7 @@ endif
 # Tests start many interpreters, and each would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test check lint docs clean
+.PHONY: train test test-clients check lint docs clean
 
 train: $(READY)
 	$(RUN) -m fullshard train $(ARGS)
@@ -40,6 +46,9 @@ test: $(READY) lint
 	@$(RUN) -m mypy > .mypy_output 2>&1 & types=$$!; \
 	$(RUN) -m pytest $(TOGETHER) $(ARGS); tests=$$?; \
 	wait $$types; types=$$?; cat .mypy_output; rm -f .mypy_output; exit $$((tests ? tests : types))
+
+test-clients: $(CLIENTS_READY)
+	FULLSHARD_TEST_CLIENTS=1 $(CLIENTS_RUN) -m pytest $(or $(ARGS),tests/clients)
 
 check: $(READY) lint
 	$(RUN) -m mypy
@@ -54,7 +63,7 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 
 clean:
-	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-clients build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # torch comes first and alone, because TORCH_PIP_ARGS are for it only.
@@ -63,4 +72,13 @@ clean:
 	.venv/bin/python -m pip install -c constraints.txt $(TORCH_PIP_ARGS) torch
 	.venv/bin/python -m pip install -c constraints.txt -e '.[dev]'
 	@nvidia-smi >/dev/null 2>&1 || .venv/bin/python -c 'import torch; torch.version.cuda is None or print("There is no GPU here, but this torch is a CUDA build. It works; for the smaller CPU build: make clean, then TORCH_PIP_ARGS (see Makefile).")'
+	touch $@
+
+# torchtitan asks for an old datasets, for wandb and more that its decoder does not import, so it comes without its
+# dependencies. It imports triton also on a CPU; a CUDA build of torch has brought its own.
+.venv-clients/.ready: pyproject.toml constraints.txt
+	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install -c constraints.txt $(TORCH_PIP_ARGS) torch
+	.venv-clients/bin/python -m pip install -c constraints.txt -e '.[cli,clients]' hypothesis numpy pytest pytest-timeout safetensors
+	.venv-clients/bin/python -m pip install -c constraints.txt --no-deps spmd_types torch_checkpointing torchtitan triton
 	touch $@

@@ -60,6 +60,8 @@ class Outcome:
 
     losses: list[float] = field(default_factory=list)
     """And, after the losses, the program's checks."""
+    saved: list[float] = field(default_factory=list)
+    """What the program says of the model that it saved."""
     engines: tuple[str, ...] = ()
     """Whose sharded modules the model had."""
     error: str | None = None
@@ -159,6 +161,7 @@ def _serve(
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
+        torch.use_deterministic_algorithms(True, warn_only=True)
     if engine == "fullshard":
         import fullshard
 
@@ -190,7 +193,9 @@ def _run(store: str, job: Job, device: str) -> Outcome:
         )
         program = importlib.import_module(job.program)
         trained = program.train(program.command_line().parse_args(job.arguments))
-        return Outcome(losses=[*trained.losses, *trained.checks], engines=_engines(trained.model))
+        losses = [*trained.losses, *trained.checks]
+        print("losses", *losses, flush=True)
+        return Outcome(losses=losses, saved=trained.saved, engines=_engines(trained.model))
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         lines = str(error).strip().splitlines() or [""]

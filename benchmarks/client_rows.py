@@ -9,6 +9,11 @@ BF16_TOLERANCE = 2e-2
 """Against one process, which rounds elsewhere."""
 
 
+RESUMING = ("resume", "torch to fullshard", "fullshard to torch")
+EMPTY_OPTIMIZER = dict.fromkeys(RESUMING, "Accelerate resumes an empty optimizer")
+NO_ADAPTERS = dict.fromkeys(("save", *RESUMING), "PEFT saves no adapters")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One program and its options."""
@@ -28,7 +33,7 @@ class Row:
     """By column: a bug of others that makes this cell bad, and whose."""
     world: int | None = None
     """How many ranks it needs, if it cannot do with any number."""
-    only_cpu: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
     @property
     def name(self) -> str:
@@ -55,7 +60,7 @@ def _trainer(version: int, options: str, *arguments: str, **rest: object) -> Row
         options=options,
         program="examples.clients.trainer_lora",
         arguments=("--fsdp-version", str(version), *arguments),
-        needs=("accelerate", "transformers", "peft"),
+        needs=("accelerate", "transformers", *(("peft",) if "LoRA" in options else ())),
         **rest,  # type: ignore[arg-type]
     )
 
@@ -98,7 +103,7 @@ ROWS = (
     _accelerate(2, "tied weights", "--tied"),
     _accelerate(2, "cpu_ram_efficient_loading", "--cpu-ram-efficient-loading"),
     _accelerate(1, "full checkpoint", "--state-dict", "full"),
-    _accelerate(1, "sharded checkpoint"),
+    _accelerate(1, "sharded checkpoint", known=EMPTY_OPTIMIZER),
     _accelerate(1, "flat parameters", "--flat-parameters", "--state-dict", "full"),
     _accelerate(1, "bf16", "--bf16", "--state-dict", "full", tolerance=BF16_TOLERANCE),
     _accelerate(
@@ -107,14 +112,18 @@ ROWS = (
         "--cpu-ram-efficient-loading",
         "--state-dict",
         "full",
+        devices=("cuda",),  # Accelerate refuses it on a CPU
     ),
     _trainer(2, "all parameters, evaluate, generate", "--rank-of-lora", "0"),
     _trainer(2, "LoRA, evaluate, generate"),
-    _trainer(1, "all parameters, evaluate, generate", "--rank-of-lora", "0"),
-    _trainer(1, "LoRA, evaluate, generate"),
+    _trainer(
+        1, "all parameters, evaluate, generate", "--rank-of-lora", "0", "--state-dict", "full"
+    ),
+    _trainer(1, "LoRA, evaluate, generate", "--state-dict", "full", known=NO_ADAPTERS),
     _trl(2, "SFT"),
     _trl(2, "SFT, LoRA", "--lora"),
-    _trl(1, "SFT, LoRA", "--lora"),
+    _trl(1, "SFT", "--state-dict", "full"),
+    _trl(1, "SFT, LoRA", "--lora", "--state-dict", "full", known=NO_ADAPTERS),
     _lightning(2, "ModelParallelStrategy"),
     _lightning(1, "FSDPStrategy"),
     _lightning(1, "FSDPStrategy, flat parameters", "--flat-parameters"),
@@ -132,6 +141,6 @@ ROWS = (
         program="examples.clients.pipelining",
         needs=("transformers",),
         world=4,
-        only_cpu=True,
+        devices=("cpu",),
     ),
 )

@@ -14,6 +14,7 @@ and the row does not name it as a known bug of others.
 import argparse
 import importlib.metadata
 import importlib.util
+import math
 import shutil
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
 
-from benchmarks.client_ranks import Engine, Job, Ranks
+from benchmarks.client_ranks import Engine, Job, Outcome, Ranks
 from benchmarks.client_rows import ROWS, Row
 
 CLIENTS = ("accelerate", "transformers", "peft", "trl", "lightning", "torchtitan")
@@ -40,6 +41,8 @@ COLUMNS = (
     "torch to fullshard",
     "fullshard to torch",
 )
+TORCH_ERROR = "torch's error"
+"""A cell for the text below the table."""
 
 
 class RowFailedError(Exception):
@@ -66,8 +69,8 @@ class Bench:
         self._programs = sorted({row.program for row in rows})
         self._worlds: dict[tuple[Engine, int], Ranks] = {}
 
-    def losses(self, row: Row, engine: Engine, *arguments: str) -> list[list[float]]:
-        """Run a row's program and return the losses by rank; an error of any rank is raised."""
+    def run(self, row: Row, engine: Engine, *arguments: str) -> list[Outcome]:
+        """Run a row's program and return the outcomes by rank; an error of any rank is raised."""
         size = 1 if "--unsharded" in arguments else row.world or self._world
         ranks = self._worlds.setdefault(
             (engine, size), Ranks(engine, size, self._device, self.folder, self._programs)
@@ -81,7 +84,7 @@ class Bench:
                 raise RowFailedError(outcome.error)
             if "--unsharded" not in arguments and outcome.engines != (engine,):
                 raise RowFailedError(f"the model was sharded by {outcome.engines or 'nobody'}")
-        return [outcome.losses for outcome in outcomes]
+        return outcomes
 
     def close(self) -> None:
         """End all ranks."""
@@ -92,61 +95,85 @@ class Bench:
 def examine(bench: Bench, row: Row) -> Cells:
     """Run all jobs of a row and return its cells."""
     folder = bench.folder / row.name.replace(" ", "_")
-    cells: Cells = {}
-    saved: dict[Engine, Path] = {}
-    trained: dict[Engine, list[list[float]]] = {}
-    torch_error = ""
-    for engine in ("torch", "fullshard"):
-        path = folder / engine
-        try:
-            trained[engine] = bench.losses(
-                row, engine, "--folder", str(path), "--save-after", str(SAVED)
-            )
-            saved[engine] = path
-        except RowFailedError as error:
-            if engine == "fullshard":
-                return {"runs": Cell(text=str(error), good=False)}
-            torch_error = str(error)
-    cells["runs"] = Cell(text="yes", good=True)
-    if torch_error:
-        cells["torch's losses"] = against_one_process(bench, row, trained["fullshard"], torch_error)
-    else:
-        cells["torch's losses"] = compare(trained["torch"], trained["fullshard"], row.tolerance)
-    written = any(saved["fullshard"].rglob("*"))
-    cells["save"] = Cell(text="yes" if written else "no file", good=written)
+    folders: dict[Engine, Path] = {"torch": folder / "torch", "fullshard": folder / "fullshard"}
 
-    def resumed(engine: Engine, source: Engine) -> Cell:
-        if torch_error and "torch" in (engine, source):
+    def train(engine: Engine) -> list[Outcome]:
+        return bench.run(row, engine, "--folder", str(folders[engine]), "--save-after", str(SAVED))
+
+    def resume(engine: Engine, source: Engine) -> Cell:
+        if source not in trained or (engine == "torch" and torch_error):
             return Cell(text="torch fails", good=True)
         try:
-            losses = bench.losses(
-                row, engine, "--resume", str(saved[source]), "--save-after", str(SAVED)
+            outcomes = bench.run(
+                row,
+                engine,
+                *("--resume", str(folders[source]), "--save-after", str(SAVED)),
+                *("--folder", str(folder / f"{engine}_from_{source}")),
             )
         except RowFailedError as error:
             return Cell(text=str(error), good=False)
-        return compare([by_rank[SAVED:] for by_rank in trained[source]], losses, row.tolerance)
+        expected = [outcome.losses[SAVED:] for outcome in trained[source]]
+        return compare(expected, [outcome.losses for outcome in outcomes], row.tolerance)
 
-    cells["resume"] = resumed("fullshard", "fullshard")
-    cells["torch to fullshard"] = resumed("fullshard", "torch")
-    cells["fullshard to torch"] = resumed("torch", "fullshard")
+    trained: dict[Engine, list[Outcome]] = {}
+    torch_error = ""
+    try:
+        trained["torch"] = train("torch")
+    except RowFailedError as error:
+        torch_error = str(error)
+    try:
+        trained["fullshard"] = train("fullshard")
+    except RowFailedError as error:
+        return {"runs": Cell(text=str(error), good=False)}
+    cells = {"runs": Cell(text="yes", good=True)}
+    if torch_error:
+        cells |= against_one_process(bench, row, trained["fullshard"], torch_error)
+    else:
+        cells |= against(trained["torch"], trained["fullshard"], row.tolerance)
+    if not any(folders["fullshard"].rglob("*")):
+        cells["save"] = Cell(text="no file", good=False)
+    cells["resume"] = resume("fullshard", "fullshard")
     if not cells["resume"].good and not torch_error:
         # Whose bug is it? What torch does with its own checkpoint says so.
-        own = resumed("torch", "torch")
+        own = resume("torch", "torch")
         cells["resume"].text += "; torch: " + ("right" if own.good else own.text)
+    cells["torch to fullshard"] = resume("fullshard", "torch")
+    cells["fullshard to torch"] = resume("torch", "fullshard")
     return cells
 
 
+def against(expected: Sequence[Outcome], found: Sequence[Outcome], tolerance: float) -> Cells:
+    """Compare losses, and what was saved."""
+    same = compare(
+        [outcome.saved for outcome in expected[:1]] if expected[0].saved else [[1.0]],
+        [outcome.saved for outcome in found[:1]] if found[0].saved else [[1.0]],
+        tolerance,
+    )
+    return {
+        "torch's losses": compare(
+            [outcome.losses for outcome in expected],
+            [outcome.losses for outcome in found],
+            tolerance,
+        ),
+        "save": Cell(text="yes" if same.good else f"another model: {same.text}", good=same.good),
+    }
+
+
 def against_one_process(
-    bench: Bench, row: Row, sharded: Sequence[Sequence[float]], torch_error: str
-) -> Cell:
+    bench: Bench, row: Row, sharded: Sequence[Outcome], torch_error: str
+) -> Cells:
     """Compare with the same steps in one process, since torch's FSDP cannot take them."""
+    folder = bench.folder / "one_process" / row.name.replace(" ", "_")
     try:
-        (single,) = bench.losses(row, "torch", "--unsharded")
+        single = bench.run(row, "torch", "--unsharded", "--folder", str(folder))
     except RowFailedError as error:
-        return Cell(text=f"one process: {error}", good=False)
-    means = [sum(losses) / len(losses) for losses in zip(*sharded, strict=True)]
-    cell = compare([single], [means], row.tolerance)
-    return Cell(text=f"{cell.text} to one process; torch fails ({torch_error})", good=cell.good)
+        return {"torch's losses": Cell(text=f"one process: {error}", good=False)}
+    by_step = zip(*(outcome.losses for outcome in sharded), strict=True)
+    means = [sum(losses) / len(losses) for losses in by_step]
+    cells = against(single, [Outcome(losses=means, saved=sharded[0].saved)], row.tolerance)
+    losses = cells["torch's losses"]
+    losses.text = f"{losses.text} to one process; torch: {torch_error.split(':')[0]}"
+    return {**cells, TORCH_ERROR: Cell(text=torch_error, good=True)}
 
 
 def compare(
@@ -161,8 +188,9 @@ def compare(
         for one, other in zip(expected, found, strict=True)
         for pair in zip(one, other, strict=True)
     ]
-    worst = max(abs(one - other) / max(abs(one), 1e-9) for one, other in pairs)
-    good = worst <= tolerance
+    differences = [abs(one - other) / max(abs(one), 1e-9) for one, other in pairs]
+    worst = next((each for each in differences if math.isnan(each)), max(differences))
+    good = worst <= tolerance  # which no NaN is
     return Cell(text="equal" if worst == 0 else f"{'' if good else 'NO: '}{worst:.0e}", good=good)
 
 
@@ -178,7 +206,7 @@ def choose(device: str, only: Sequence[str]) -> list[Row]:
         missing = [name for name in row.needs if importlib.util.find_spec(name) is None]
         if missing:
             print(f"left out, {', '.join(missing)} is not installed: {row.name}", file=sys.stderr)
-        elif not (row.only_cpu and device == "cuda"):
+        elif device in row.devices:
             chosen.append(row)
     return chosen
 
@@ -233,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = choose(options.device, options.only)
     print(f"{versions()}; {options.world} ranks, {options.device}\n")
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
-    wrong = []
+    wrong, torch_errors = [], set()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="fullshard-clients-"))
     folder.mkdir(parents=True, exist_ok=True)
     bench = Bench(options.device, options.world, folder, rows)
@@ -242,12 +270,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             since = time.monotonic()
             cells = examine(bench, row)
             wrong += verdicts(row, cells)
+            if TORCH_ERROR in cells:
+                torch_errors.add(cells[TORCH_ERROR].text)
             print(line(row, cells), flush=True)
             print(f"{row.name}: {time.monotonic() - since:.0f} s", file=sys.stderr, flush=True)
     finally:
         bench.close()
         if not options.folder:
             shutil.rmtree(folder, ignore_errors=True)
+    if torch_errors:
+        print("\nWhere torch itself fails, it says:", *sorted(torch_errors), sep="\n- ")
     print(f"\n{len(rows)} rows, {len(wrong)} bad cells", *wrong, sep="\n")
     return 1 if wrong else 0
 

@@ -10,6 +10,7 @@ import argparse
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import TorchDynamoPlugin
 
 from examples.clients import accelerate_on_cpu, small_task
 from examples.clients.small_task import BATCH, Trained
@@ -25,6 +26,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--cpu-ram-efficient-loading", action="store_true")
     parser.add_argument("--activation-checkpointing", action="store_true")
     parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="each layer by itself")
     parser.add_argument("--tied", action="store_true", help="one embedding for input and output")
     return parser
 
@@ -46,6 +48,9 @@ def make_accelerator(options: argparse.Namespace) -> Accelerator:
         mixed_precision="bf16" if options.bf16 else "no",
         gradient_accumulation_steps=options.microbatches,
         fsdp_plugin=None if options.unsharded else plugin,
+        dynamo_plugin=TorchDynamoPlugin(
+            backend="aot_eager" if options.compile else "no", use_regional_compilation=True
+        ),
     )
 
 
@@ -56,11 +61,15 @@ def train(options: argparse.Namespace) -> Trained:
     accelerator = make_accelerator(options)
     share = BATCH // accelerator.num_processes // options.microbatches
     model = small_task.small_llama(seed=1 if options.resume else 0, tied=options.tied)
-    model, optimizer, loader = accelerator.prepare(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
-        small_task.loader(share),
-    )
+    if (
+        options.flat_parameters
+    ):  # the optimizer's parameters are there only after the model is wrapped
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    loader = accelerator.prepare(small_task.loader(share))
     first = 0
     if options.resume:
         accelerator.load_state(str(options.resume))

@@ -19,6 +19,10 @@ from examples.clients import small_task
 from examples.clients.small_task import BATCH, Batch, Trained
 
 
+class FSDP1(FSDPStrategy):
+    """FSDPStrategy, also on a CPU: Lightning refuses that for the class itself, since torch's FSDP1 cannot."""
+
+
 class LanguageModel(lightning.LightningModule):
     """The model, its loss and its optimizer."""
 
@@ -45,8 +49,8 @@ class LanguageModel(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer of the sharded parameters."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        """Return the optimizer of the sharded parameters, which the trainer's model has."""
+        return torch.optim.AdamW(self.trainer.model.parameters(), lr=1e-2)
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -68,7 +72,7 @@ def make_strategy(options: argparse.Namespace) -> Strategy | str:
             tensor_parallel_size=1,
             save_distributed_checkpoint=options.state_dict == "sharded",
         )
-    return FSDPStrategy(
+    return FSDP1(
         auto_wrap_policy={LlamaDecoderLayer},
         state_dict_type=options.state_dict,
         use_orig_params=not options.flat_parameters,
@@ -90,7 +94,7 @@ def train(options: argparse.Namespace) -> Trained:
         strategy=make_strategy(options),
         max_steps=options.steps,
         callbacks=callbacks,
-        gradient_clip_val=None,
+        use_distributed_sampler=False,
         enable_checkpointing=bool(callbacks),
         logger=False,
         enable_progress_bar=False,
@@ -98,9 +102,15 @@ def train(options: argparse.Namespace) -> Trained:
     )
     shard_here = not options.unsharded and options.fsdp_version == 2
     module = LanguageModel(seed=1 if options.resume else 0, shard_here=shard_here)
-    loader = small_task.loader(BATCH // trainer.world_size)
+    # Lightning would shuffle, and a checkpoint within an epoch does not have the loader's place.
+    loader = small_task.loader(
+        BATCH // trainer.world_size,
+        first_step=options.save_after if options.resume else 0,
+        rank=trainer.global_rank,
+        ranks=trainer.world_size,
+    )
     checkpoint = Path(options.resume) / "saved.ckpt" if options.resume else None
-    trainer.fit(module, loader, ckpt_path=checkpoint, weights_only=False)
+    trainer.fit(module, loader, ckpt_path=checkpoint)
     return Trained(losses=module.losses, model=trainer.strategy.model or module)
 
 

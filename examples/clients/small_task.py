@@ -38,6 +38,8 @@ class Trained:
     model: nn.Module
     checks: list[float] = field(default_factory=list)
     """Further numbers that must be the same: an evaluation, generated tokens."""
+    saved: list[float] = field(default_factory=list)
+    """How many tensors the saved model has, and their sum."""
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -99,9 +101,11 @@ def collate(rows: Sequence[Batch]) -> Batch:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def loader(batch_size: int) -> "DataLoader[Batch]":
-    """Return a loader of all sequences in order; the client gives each rank its share."""
-    rows: Any = sequences()  # a list will do for a dataset
+def loader(
+    batch_size: int, *, first_step: int = 0, rank: int = 0, ranks: int = 1
+) -> "DataLoader[Batch]":
+    """Return a loader of the sequences from a step on, of one rank or of all together."""
+    rows: Any = sequences()[first_step * BATCH + rank :: ranks]  # a list will do for a dataset
     return DataLoader(rows, batch_size=batch_size, collate_fn=collate)
 
 

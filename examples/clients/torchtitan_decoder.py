@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -74,6 +75,12 @@ def make_model(device: torch.device, seed: int) -> Llama3Model:
         reduce_dtype=torch.float32,
         pp_enabled=False,
     )
+    if (
+        device.type == "cpu"
+    ):  # gloo has no scaled sum, with which torch would divide gradients by one
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
     model.to_empty(device=device)
     torch.manual_seed(seed)
     with torch.no_grad():

@@ -6,9 +6,10 @@ torchrun --nproc-per-node 2 -m fullshard.run -m examples.clients.trainer_lora   
 
 import argparse
 import tempfile
+from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from examples.clients import accelerate_on_cpu, small_task
@@ -19,6 +20,7 @@ def command_line() -> argparse.ArgumentParser:
     """Return the options of this program."""
     parser = small_task.parser(__doc__)
     parser.add_argument("--fsdp-version", type=int, choices=(1, 2), default=2)
+    parser.add_argument("--state-dict", choices=("full", "sharded"), default="sharded")
     parser.add_argument("--rank-of-lora", type=int, default=4, help="0: train all parameters")
     return parser
 
@@ -28,6 +30,8 @@ def make_model(options: argparse.Namespace) -> PreTrainedModel:
     other_seed = 1 if options.resume else 0
     if not options.rank_of_lora:
         return small_task.small_llama(seed=other_seed)
+    from peft import LoraConfig, get_peft_model
+
     base = small_task.small_llama()
     torch.manual_seed(other_seed)
     config = LoraConfig(
@@ -44,7 +48,9 @@ def make_arguments(options: argparse.Namespace, folder: str) -> TrainingArgument
         fsdp_config={
             "version": options.fsdp_version,
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-            "state_dict_type": "SHARDED_STATE_DICT",
+            "state_dict_type": f"{options.state_dict.upper()}_STATE_DICT",
+            # FSDP1 only; Accelerate wants an accelerator for it.
+            "sync_module_states": small_task.on_gpu(),
         },
         max_steps=options.steps,
         per_device_train_batch_size=BATCH // small_task.world_size(),
@@ -58,6 +64,17 @@ def make_arguments(options: argparse.Namespace, folder: str) -> TrainingArgument
         report_to=[],
         disable_tqdm=True,
     )
+
+
+def save_model(trainer: Trainer, folder: Path) -> list[float]:
+    """Save what others load, the model or its adapters; return how many tensors, and their sum."""
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model(str(folder))
+    trainer.accelerator.wait_for_everyone()
+    (file,) = folder.glob("*model.safetensors")
+    tensors = load_file(file).values()
+    return [float(len(tensors)), float(sum(tensor.double().sum() for tensor in tensors))]
 
 
 def train(options: argparse.Namespace) -> Trained:
@@ -76,15 +93,14 @@ def train(options: argparse.Namespace) -> Trained:
     evaluated = trainer.evaluate()["eval_loss"]
     prompt = torch.tensor([[3, 5, 7]], device=trainer.args.device)
     with torch.no_grad():
-        written = trainer.model_wrapped.generate(
-            input_ids=prompt, max_new_tokens=4, do_sample=False
-        )
+        written = trainer.model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)
     first = options.save_after if options.resume else 0
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     return Trained(
         losses=[entry["loss"] for entry in log if entry["step"] > first],
-        model=trainer.model_wrapped,
+        model=trainer.model,
         checks=[evaluated, *map(float, written[0])],
+        saved=save_model(trainer, options.folder / "model") if options.folder else [],
     )
 
 

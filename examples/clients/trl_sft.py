@@ -21,6 +21,7 @@ def command_line() -> argparse.ArgumentParser:
     """Return the options of this program."""
     parser = small_task.parser(__doc__)
     parser.add_argument("--fsdp-version", type=int, choices=(1, 2), default=2)
+    parser.add_argument("--state-dict", choices=("full", "sharded"), default="sharded")
     parser.add_argument("--lora", action="store_true", help="train adapters, not all parameters")
     return parser
 
@@ -43,7 +44,9 @@ def make_config(options: argparse.Namespace, folder: str) -> SFTConfig:
         fsdp_config={
             "version": options.fsdp_version,
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-            "state_dict_type": "SHARDED_STATE_DICT",
+            "state_dict_type": f"{options.state_dict.upper()}_STATE_DICT",
+            # FSDP1 only; Accelerate wants an accelerator for it.
+            "sync_module_states": small_task.on_gpu(),
         },
         max_steps=options.steps,
         per_device_train_batch_size=BATCH // small_task.world_size(),
