@@ -82,7 +82,7 @@ def test_all_text_in_a_folder_is_read_and_what_is_left_out_is_said(tmp_path: Pat
     for name in "abcde":
         write(tmp_path / "tests" / f"{name}.png", b"\0" * 40)
     data = opened(tmp_path, max_bytes=190)
-    by_name = "data.path reads one that it names"
+    by_name = "to read one, name it with data.path"
     assert data.left_out == (
         f"hidden, or a link to a folder: .git, lost+found ({by_name}); "
         f"binary: tests/a.png, tests/b.png, tests/c.png and 2 more ({by_name}); "

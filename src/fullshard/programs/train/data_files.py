@@ -33,7 +33,7 @@ NOT_LIBRARY = frozenset(
 LIBRARY_BYTES = 8_000_000
 """How much of the standard library is read, unless `data.max_bytes` says otherwise."""
 
-BY_NAME = "data.path reads one that it names"
+BY_NAME = "to read one, name it with data.path"
 
 SHOWN_NAMES = 3
 """How many names are listed of what is left out."""
