@@ -5,6 +5,7 @@ Four ranks: two places in the pipeline, each with two data-parallel ranks.
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from fullshard import FullyShardedDataParallel, ShardingStrategy
+import fullshard
+from fullshard import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from fullshard.errors import LifecycleError
 from fullshard.plan.names import clean_name
 from tests.helpers.compare import assert_close
 from tests.helpers.traffic import GATHER, REDUCE_SCATTER, Traffic
@@ -36,17 +40,31 @@ class WithoutReduction(pipelining.ScheduleInterleaved1F1B):
     _step_microbatches = PipelineScheduleMulti._step_microbatches
 
 
+class LateWeights(pipelining.ScheduleInterleavedZeroBubble):
+    """Runs a forward of a stage just before the second part of an earlier backward, which finds it resharded."""
+
+    def _prepare_schedule_with_comms(self, actions: Any, format: Any = "compute_only") -> None:
+        order = actions[1]
+        names = [str(action) for action in order]
+        first, second = names.index("3I1"), names.index("3W0")  # behind 3I0 and 3F1
+        assert names.index("3I0") < names.index("3F1") < first < second
+        order[first], order[second] = order[second], order[first]
+        super()._prepare_schedule_with_comms(actions, format)
+
+
 class Block(nn.Module):
-    """The residual connection and the norm give a split backward paths to part."""
+    """The residual connection and the norm give a split backward paths to part; the gradient of a factor needs the other."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 5)
+        self.left = nn.Parameter(torch.randn(5, 2) / 2)
+        self.right = nn.Parameter(torch.randn(2, WIDTH) / 2)
         self.down = nn.Linear(5, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        h = F.linear(self.norm(x), self.left @ self.right)
+        y: Tensor = x + self.down(torch.tanh(h))
         return y
 
 
@@ -164,13 +182,15 @@ class Pipeline:
         """Each stage has two groups, the block and the rest."""
         case = self.case
         assert traffic.sizes(REDUCE_SCATTER).total() == 2 * len(self.own)
-        if case.api != FULLSHARD:
+        if case.api == TORCH:
             return
         # A forward gives back what it gathered, a backward keeps it until the end of the step. So what is resharded after
-        # forward is gathered for each forward and once more, whatever the order of forwards and backwards.
-        gathers = {False: 2, True: 2 * (case.microbatches + 1)}
+        # forward is gathered for each forward and once more, whatever the order of forwards and backwards. The root of a
+        # wrapper is kept.
+        again = case.microbatches + 1
+        resharded = 2 * again if case.api == FULLSHARD else 1 + again
         assert traffic.sizes(GATHER).total() == sum(
-            gathers[case.reshard_after_forward[index % 2]] for index in self.own
+            resharded if case.reshard_after_forward[index % 2] else 2 for index in self.own
         )
 
     def _reference_step(self, x: Tensor, target: Tensor) -> list[Tensor]:
@@ -224,6 +244,7 @@ CASES = {
     "interleaved 1F1B": Case(schedule=pipelining.ScheduleInterleaved1F1B),
     "a user's, without a reduction": Case(schedule=WithoutReduction),
     "interleaved zero bubble": Case(schedule=pipelining.ScheduleInterleavedZeroBubble),
+    "late weights": Case(schedule=LateWeights, reshard_after_forward=(False, True)),
     "ZBV zero bubble": Case(schedule=pipelining.ScheduleZBVZeroBubble, folded=True),
     "DualPipeV": Case(schedule=pipelining.ScheduleDualPipeV, folded=True),
 }
@@ -244,8 +265,112 @@ def test_a_split_backward_trains_with_mixed_precision_and_with_wrappers(world) -
     )
 
 
+def train_installed(*cases: Case) -> None:
+    fullshard.install()
+    try:
+        assert torch.distributed.fsdp.FSDPModule is fullshard.FSDPModule
+        train(*cases)
+        gc.collect()  # uninstall warns of models that exist
+    finally:
+        fullshard.uninstall()
+
+
+def test_schedules_that_gather_whole_stages_do_so_after_install(world) -> None:
+    """Torch's stages then take the modules for torch's: actions UNSHARD and RESHARD, other options, cleaning up."""
+    world(4).run(
+        train_installed,
+        replace(CASES["1F1B"], static=False),
+        CASES["interleaved 1F1B"],
+        replace(CASES["ZBV zero bubble"], static=False),
+    )
+
+
 def test_the_comparison_holds_for_torch_where_torch_is_right(world) -> None:
     """With parameters that are resharded after forward, its split backward loses gradients."""
     world(4).run(
         train, replace(CASES["ZBV zero bubble"], api=TORCH, reshard_after_forward=(False, False))
     )
+
+
+# --- one stage, which is the first and the last ------------------------------------------------------
+
+
+class Mishap(Exception):
+    """What a test raises in a step."""
+
+
+class OneStage:
+    """A pipeline of one stage on two data-parallel ranks, with three microbatches of a row each."""
+
+    def __init__(self) -> None:
+        self.mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+        self.chunk: Any = make_chunks(1)[0]
+        fully_shard(self.chunk, mesh=self.mesh["dp"])
+        self.stage = pipelining.PipelineStage(
+            self.chunk,
+            0,
+            1,
+            torch.device("cpu"),
+            input_args=torch.empty(1, WIDTH),
+            output_args=torch.empty(1, WIDTH),
+            group=self.mesh["pp"].get_group(),
+        )
+        self.losses_left = 3
+        self.batch = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def step(self, losses: int = 3) -> None:
+        """Run a step, in which the loss fails after so many microbatches."""
+        self.losses_left = losses
+        schedule = pipelining.Schedule1F1B(self.stage, 3, loss_fn=self._loss)
+        schedule.step(self.batch, target=self.batch)
+
+    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.losses_left == 0:
+            raise Mishap
+        self.losses_left -= 1
+        return F.mse_loss(output, target)
+
+
+def steps_that_reduce_nothing() -> None:
+    pipeline = OneStage()
+    pipeline.step()
+    once = gradients(pipeline.chunk)
+    pipeline.chunk.zero_grad()
+    pipeline.chunk.set_requires_gradient_sync(False)
+    pipeline.step()
+    assert not gradients(pipeline.chunk)
+    pipeline.chunk.set_requires_gradient_sync(True)
+    pipeline.step()
+    twice = {name: 2 * gradient for name, gradient in once.items()}
+    assert_close(gradients(pipeline.chunk), twice, rtol=1e-5, atol=1e-6)
+
+
+def steps_that_fail() -> None:
+    pipeline = OneStage()
+    optimizer = torch.optim.SGD(pipeline.chunk.parameters(), lr=0.1)
+    pipeline.step()
+    expected = gradients(pipeline.chunk)
+    optimizer.zero_grad()
+    with pytest.raises(Mishap):
+        pipeline.step(losses=2)
+    with pytest.raises(LifecycleError, match=r"not reduced: \['0.left of stage 0', .*zero_grad"):
+        optimizer.step()
+    optimizer.zero_grad()
+    pipeline.step()
+    assert_close(gradients(pipeline.chunk), expected, rtol=1e-5, atol=1e-6)
+    optimizer.step()
+    optimizer.zero_grad()
+    # Without a pipeline, the options are the user's again after a reset.
+    with pytest.raises(Mishap):
+        pipeline.step(losses=2)
+    pipeline.chunk.reset_iter_state()
+    pipeline.chunk(pipeline.batch).sum().backward()
+    assert gradients(pipeline.chunk).keys() == expected.keys()
+
+
+def test_a_step_may_reduce_nothing(world) -> None:
+    world(2).run(steps_that_reduce_nothing)
+
+
+def test_a_failed_step_is_not_optimized_and_the_next_one_is_right(world) -> None:
+    world(2).run(steps_that_fail)

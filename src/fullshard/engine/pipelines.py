@@ -170,7 +170,9 @@ def _by_runtime(states: Sequence[FSDPState]) -> list[tuple[Runtime, list[FSDPSta
 @contextlib.contextmanager
 def _unsharded_parameters(module: nn.Module, states: Sequence[FSDPState]) -> Iterator[None]:
     """Let ``module.parameters()`` return what the graph was made with: [Note: split backward]."""
-    found = [p for p in module.parameters() if not group_of(p) and not unsharded_name(p)]
+    found: list[Tensor] = [
+        p for p in module.parameters() if not group_of(p) and not unsharded_name(p)
+    ]
     for state in states:
         for group in state.groups:
             for param in group.params:

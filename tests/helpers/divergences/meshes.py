@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -18,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 from fullshard import ShardingStrategy
 from tests.helpers.divergences import WIDTH, WRAPPER, Block, Net, Training, kind, shard, wrap
 from tests.helpers.divergences.exits import raise_mishap
+from tests.helpers.divergences.legal import SLOW_S
 from tests.helpers.rank_programs import Rank
 
 TORCH = "DivergenceError or RuntimeError"
@@ -141,24 +147,35 @@ def a_rank_has_another_tensor_parallel_plan(me: Rank) -> None:
 
 
 class Pipeline:
-    """Two stages, each sharded over two ranks."""
+    """Two stages, each sharded over two ranks; or four, two on each rank, with a schedule that splits backward."""
 
-    def __init__(self, microbatches: int) -> None:
+    def __init__(self, microbatches: int, *, split_backward: bool = False) -> None:
         mesh = square("pp", "dp")
-        self.stage_number = mesh["pp"].get_local_rank()
-        self.model = shard(Net(), mesh=mesh["dp"])
-        group = mesh["pp"].get_group()
-        stage = PipelineStage(
-            _Chunk(self.model), self.stage_number, 2, torch.device("cpu"), group=group
-        )
-        self.schedule = ScheduleGPipe(stage, microbatches, loss_fn=_loss)
+        place = mesh["pp"].get_local_rank()
+        self.stage_numbers = (place, place + 2) if split_backward else (place,)
+        self.num_stages = 2 * len(self.stage_numbers)
+        self.models = [shard(Net(), mesh=mesh["dp"]) for _ in self.stage_numbers]
+        stages = [
+            PipelineStage(
+                _Chunk(model),
+                number,
+                self.num_stages,
+                torch.device("cpu"),
+                group=mesh["pp"].get_group(),
+            )
+            for number, model in zip(self.stage_numbers, self.models, strict=True)
+        ]
+        self.schedule: Any
+        if split_backward:
+            self.schedule = ScheduleInterleavedZeroBubble(stages, microbatches, loss_fn=_loss)
+        else:
+            self.schedule = ScheduleGPipe(stages[0], microbatches, loss_fn=_loss)
 
     def step(self) -> None:
-        inputs = torch.randn(12, WIDTH)
-        if self.stage_number == 0:
-            self.schedule.step(inputs)
-        else:
-            self.schedule.step(target=inputs)
+        batch = torch.randn(12, WIDTH)
+        inputs = [batch] if 0 in self.stage_numbers else []
+        last = self.num_stages - 1 in self.stage_numbers
+        self.schedule.step(*inputs, target=batch if last else None)
 
 
 class _Chunk(nn.Module):
@@ -190,7 +207,19 @@ def a_pipeline_rank_raises_in_forward(me: Rank) -> None:
     pipeline = Pipeline(2)
     pipeline.step()
     if me.diverges():
-        pipeline.model.layers[1].second.register_forward_pre_hook(raise_mishap)
+        pipeline.models[0].layers[1].second.register_forward_pre_hook(raise_mishap)
     for _ in range(4):
+        pipeline.step()
+    dist.destroy_process_group()
+
+
+@kind(legal=True, ranks=4, odd=2)
+def a_stage_of_a_pipeline_is_slow(me: Rank) -> None:
+    """Ranks of other stages run other modules, and wait for it in torch's messages."""
+    pipeline = Pipeline(4, split_backward=True)
+    pipeline.step()
+    if me.diverges():
+        time.sleep(SLOW_S)
+    for _ in range(2):
         pipeline.step()
     dist.destroy_process_group()
