@@ -45,8 +45,8 @@ def introduce_wrapper(ours: StateDictWrapper) -> None:
     state_of = module._get_module_fsdp_state_if_fully_sharded_module
     if not hasattr(state_of, _KNOWS_OURS):
         module._get_module_fsdp_state_if_fully_sharded_module = _either_state(state_of, ours.cls)
-    known = module.HYBRID_SHARDING_STRATEGIES
-    if not set(ours.hybrid_strategies) <= set(known):
+    known = getattr(module, "HYBRID_SHARDING_STRATEGIES", None)  # not all versions have it
+    if known is not None and not set(ours.hybrid_strategies) <= set(known):
         module.HYBRID_SHARDING_STRATEGIES = [*known, *ours.hybrid_strategies]
 
 
