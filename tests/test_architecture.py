@@ -505,6 +505,15 @@ def test_torch_s_own_fsdp_is_not_imported() -> None:
     assert none(imports_of_torch_fsdp(sources()))
 
 
+def test_install_is_imported_only_when_a_user_asks_for_it() -> None:
+    graph = module_graph(sources())
+    importers = [name for name, imported in graph.items() if "fullshard.run.install" in imported]
+    assert importers == ["fullshard.run.program"]
+    (source,) = (source for source in sources() if source.module == "fullshard.run.program")
+    at_once = [ast.unparse(node) for node in source.tree.body]
+    assert not [line for line in at_once if line.startswith("from fullshard.run.install")]
+
+
 def test_only_comm_calls_collectives() -> None:
     assert none(collectives_outside_comm(sources()))
 

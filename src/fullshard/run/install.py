@@ -85,7 +85,7 @@ OUR_MODELS = (fsdp_module.FSDPModule, fully_sharded_data_parallel.FullyShardedDa
 
 @dataclass(frozen=True, kw_only=True)
 class Installation:
-    """What `install` has rebound, and what it has not. ``print`` shows all of it."""
+    """What `install` has rebound, and what it has not, in one line as text; `listing` returns all of it."""
 
     rebound: list[str]
     """Names that meant something of torch and now mean fullshard's, as ``module.name``."""
