@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +45,7 @@ class Messages:
         )
 
 
-@dataclass(slots=True)
-class AllGatherState:
+class AllGatherState(NamedTuple):
     """An all-gather that has been issued and not been finished."""
 
     work: Work | None = None
@@ -54,6 +54,10 @@ class AllGatherState:
     """Its record, if somebody records."""
     rows: Tensor | None = None
     """Memory of a comm object that it was staged in: bytes of shape (world, bytes of one rank)."""
+
+
+_NOTHING_LEFT = AllGatherState()
+"""An all-gather after which the stream is ordered, and which nobody records: there is nothing to tell about it."""
 
 
 class GroupAllGather:
@@ -124,7 +128,7 @@ class GroupAllGather:
         if self._group is None:  # there is one rank, and the cast was all there is to gather
             if extra is not None:
                 extra.copy_to_outputs()
-            return AllGatherState()
+            return _NOTHING_LEFT
         outputs, inputs = buffer.outputs, buffer.inputs
         # One call for all: each call costs the host, and a small message the network's latency.
         if extra is not None:
@@ -135,6 +139,8 @@ class GroupAllGather:
         work = collectives.all_gather(outputs, inputs, self._group, tag, async_op=async_op)
         if span is not None:
             span.called((work,))
+        elif work is None:
+            return _NOTHING_LEFT
         return AllGatherState(work, span)
 
     def _start_custom(
@@ -157,7 +163,7 @@ class GroupAllGather:
                 work.wait()
         numel = self.buffer.packed_nbytes // self._dtype.itemsize
         if not numel:
-            return AllGatherState()
+            return _NOTHING_LEFT
         output = custom.allocate((numel * self._world,), dtype=self._dtype, device=self._device)
         # Kept here until `finish`, so that nothing else gets this memory while the collective writes it.
         self._staged = rows = output.view(torch.uint8).view(self._world, -1)
@@ -237,7 +243,7 @@ class UnshardedInPlace:
         """Bring ``extra`` to its outputs; the parameters are in memory."""
         if extra is not None:
             extra.copy_to_outputs()
-        return AllGatherState()
+        return _NOTHING_LEFT
 
     def finish(self, state: AllGatherState) -> None:
         """Do nothing: there is nothing to wait for."""

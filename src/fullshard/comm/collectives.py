@@ -20,7 +20,7 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.comm.journal import IMAGINED_RANKS, Tag, tag as make_tag
+from fullshard.comm.journal import IMAGINED_RANKS, Journal, Tag, journal_of, tag as make_tag
 from fullshard.comm.meetings import WatchedWork, meet, waiting_for
 from fullshard.errors import CommunicationError, ConfigurationError
 from fullshard.plan.mesh import DataParallelAxes, global_rank
@@ -288,6 +288,30 @@ def backend_of(group: ProcessGroup, device: torch.device) -> str:
     return backends.get(device.type, "nothing")
 
 
+class _Carrier(NamedTuple):
+    """What every group of parameters asks for in every step about the process group that carries its collectives."""
+
+    backend: str
+    journal: Journal
+
+
+_CARRIERS: weakref.WeakKeyDictionary[ProcessGroup, dict[str, _Carrier]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By type of device."""
+
+
+def _carrier_of(group: ProcessGroup, device: torch.device) -> _Carrier:
+    """Return what carries a group's collectives on a device, with one look into one table."""
+    carriers = _CARRIERS.get(group)
+    if carriers is None:
+        carriers = _CARRIERS[group] = {}
+    found = carriers.get(device.type)
+    if found is None:
+        found = carriers[device.type] = _Carrier(backend_of(group, device), journal_of(group))
+    return found
+
+
 _CONNECTED: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
@@ -325,11 +349,11 @@ def all_gather(
     if not outputs:
         return None
     options = _gather_options(async_op=async_op)
-    backend = backend_of(group, outputs[0].device)
+    backend, journal = _carrier_of(group, outputs[0].device)
     joined = None
     if backend == "gloo" and len(outputs) > 1:
         joined = _JoinedGather(outputs, inputs, group)  # takes memory, so before the ranks meet
-    meet(group, tag, backend, inputs)
+    meet(group, tag, backend, inputs, journal=journal)
     if joined is not None:
         joined.start(group, options)
         work = cast(Work, joined)
@@ -391,10 +415,11 @@ def reduce_scatter(
     options = _reduce_options(op, async_op=async_op)
     if outputs[0].is_complex():  # as are all others, then
         outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
-    backend = backend_of(group, outputs[0].device)
-    meet(group, tag, backend, inputs)
+    backend, journal = _carrier_of(group, outputs[0].device)
+    meet(group, tag, backend, inputs, journal=journal)
     work = torch_border.reduce_scatter_coalesced(group)(outputs, inputs, options)
-    work = _watched(work, group, backend)
+    if backend == "gloo":
+        work = _watched(work, group, backend)
     return work if async_op else _ordered(work, backend)
 
 

@@ -152,7 +152,7 @@ class GradientReducer:
 
         Before: gradients in `.grad` of unsharded parameters. After: those are None.
         """
-        self.unreduced.add(self._take_counted_gradients(), self.reduce_dtypes)
+        self.unreduced.add(self._take_gradients(), self.reduce_dtypes)
 
     def reduce(self, *, include_unused: bool = False) -> None:
         """Take the unsharded parameters' gradients and all that wait, and start to reduce them.
@@ -163,7 +163,7 @@ class GradientReducer:
         Before: gradients in `.grad` of unsharded parameters. After: those are None, and a reduction is in flight. The
         context waits for it when it needs room for another one, and at the latest when it is joined.
         """
-        gradients = self._take_counted_gradients()
+        gradients = self._take_gradients()
         unreduced, settings, context = self.unreduced, self.settings, self._context
         if unreduced.held:
             # Sums over several backwards are rounded for the wire when they are complete.
@@ -187,18 +187,8 @@ class GradientReducer:
             span = recorder.new_span("reduce", group)
         ReduceScatterState.start(self._reduced_group, settings, buffer, buckets, span)
 
-    def _take_counted_gradients(self) -> dict[int, Tensor]:
-        """Take the unsharded parameters' gradients: zeros, if those of this rank do not count."""
-        gradients = self._take_unsharded_gradients()
-        active = self.settings.active
-        if active is not None and not active.this_rank:
-            # Zeros are written. A product with zero would keep NaN.
-            for index, gradient in gradients.items():
-                gradients[index] = torch.zeros_like(gradient, requires_grad=False)
-        return gradients
-
-    def _take_unsharded_gradients(self) -> dict[int, Tensor]:
-        """Take `.grad` of the unsharded parameters; by index of the parameter."""
+    def _take_gradients(self) -> dict[int, Tensor]:
+        """Take `.grad` of the unsharded parameters, by index of the parameter: zeros, if this rank's do not count."""
         gradients = {}
         for index, param in enumerate(self._params):
             unsharded = param.unsharded_param
@@ -210,6 +200,11 @@ class GradientReducer:
                 if param.placement.unsharded_mesh is not None:
                     gradient = local_gradient(param.placement, gradient)
                 gradients[index] = gradient
+        active = self.settings.active
+        if active is not None and not active.this_rank:
+            # Zeros are written. A product with zero would keep NaN.
+            for index, gradient in gradients.items():
+                gradients[index] = torch.zeros_like(gradient, requires_grad=False)
         return gradients
 
     def _without_gradient(self, gradients: Collection[int], *, include_unused: bool) -> set[int]:
@@ -271,7 +266,9 @@ class GradientReducer:
 
     def drop(self) -> None:
         """Forget gradients that were not reduced: after a failed step, when no reduction is in flight."""
-        self._take_unsharded_gradients()
+        for param in self._params:
+            if param.unsharded_param is not None:
+                param.unsharded_param.grad = None
         self.unreduced.drop()
         if self._buffer is not None and self._buffer.allocated:
             self._buffer.release()

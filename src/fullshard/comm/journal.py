@@ -185,22 +185,21 @@ class Position:
 POSITION = Position()
 """Ranks that are threads share it; they have no watchdog."""
 
-JOURNALS: weakref.WeakKeyDictionary[ProcessGroup, Journal] = weakref.WeakKeyDictionary()
-"""Of the process groups that fullshard has used."""
+_JOURNALS: weakref.WeakKeyDictionary[ProcessGroup, Journal] = weakref.WeakKeyDictionary()
 
 
 def journal_of(group: ProcessGroup) -> Journal:
     """Return the journal of a process group, which lives as long as the group."""
-    found = JOURNALS.get(group)
+    found = _JOURNALS.get(group)
     if found is None:
         ranks = dist.get_process_group_ranks(group)
-        found = JOURNALS[group] = Journal(group.group_name, group.rank(), ranks)
+        found = _JOURNALS[group] = Journal(group.group_name, group.rank(), ranks)
     return found
 
 
 def journals() -> list[Journal]:
     """Return the journals of all process groups that fullshard has used and that still exist."""
     # Not `values()`: the watchdog's thread calls this while another one may add a journal.
-    groups = [reference() for reference in JOURNALS.keyrefs()]
-    found = [JOURNALS.get(group) for group in groups if group is not None]
+    groups = [reference() for reference in _JOURNALS.keyrefs()]
+    found = [_JOURNALS.get(group) for group in groups if group is not None]
     return [journal for journal in found if journal is not None]

@@ -33,7 +33,6 @@ from fullshard import torch_border
 from fullshard.comm.control_channel import ControlChannel
 from fullshard.comm.journal import (
     IMAGINED_RANKS,
-    JOURNALS,
     POSITION,
     THREAD_RANKS,
     Journal,
@@ -92,6 +91,7 @@ def meet(
     backend: str,
     inputs: Sequence[Tensor] = (),
     *,
+    journal: Journal | None = None,
     text: str | None = None,
 ) -> Sequence[str] | None:
     """Note that a collective is about to be called through ``backend``, and let the ranks agree on it where they meet.
@@ -105,6 +105,7 @@ def meet(
         backend: The backend that carries it.
         inputs: What it reads, if that must have the same size on all ranks. Where ranks meet, they compare the sizes,
             too: gloo aborts the process when they differ.
+        journal: The group's, if the caller has it at hand.
         text: What this rank brings to the meeting, if it is for that.
 
     Raises:
@@ -113,7 +114,8 @@ def meet(
     """
     if VERDICT.message is not None:
         VERDICT.raise_if_diverged()
-    journal = JOURNALS.get(group) or journal_of(group)
+    if journal is None:
+        journal = journal_of(group)
     if journal.guard is not None:
         journal.guard.raise_if_failed()
     digest = journal.digest

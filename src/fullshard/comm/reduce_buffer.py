@@ -225,7 +225,7 @@ class ReduceBuffer(Buffer):
         self.targets = {param: self._target(param) for param in params}
         """Per parameter, the views that its gradient is copied to."""
         self._splits = {param: self._split(param) for param in params}
-        """Per parameter, a function that splits its gradient to match its targets."""
+        """Per parameter, a function that splits its gradient to match its targets; None if there is nothing to split."""
         self._pads = [pad for segment in self._kinds for pad in self._padding(segment)]
 
     def _arrange(self) -> int:
@@ -313,14 +313,14 @@ class ReduceBuffer(Buffer):
         views = [self._view(segment, 0, (ranks, piece), (step, 1))] if ranks else []
         return views + ([self._view(segment, ranks * step, (rest,), (1,))] if rest else [])
 
-    def _split(self, param: int) -> Callable[[Tensor], list[Tensor]]:
+    def _split(self, param: int) -> Callable[[Tensor], list[Tensor]] | None:
         division, layout = self.layout.slots[param].division, self.layout
         if division is Division.CHUNKS:
             return functools.partial(rank_chunks, layout, param)
         if division is Division.REPLICATED:
             return lambda gradient: [gradient.expand(layout.world)]
         if not self.rank_major:
-            return lambda gradient: [gradient]
+            return None
         shapes = [tuple(target.shape) for target in self.targets[param]]
         starts = itertools.accumulate((math.prod(shape) for shape in shapes), initial=0)
         views = [
@@ -331,6 +331,8 @@ class ReduceBuffer(Buffer):
         def split(gradient: Tensor) -> list[Tensor]:
             flat = gradient if gradient.is_contiguous() else gradient.contiguous()
             begin = flat.storage_offset()
+            if not begin:
+                return [*itertools.starmap(flat.as_strided, views)]
             return [
                 flat.as_strided(shape, strides, begin + start) for shape, strides, start in views
             ]
@@ -348,15 +350,22 @@ class ReduceBuffer(Buffer):
         gradients; one fused cast-copy for all of them.
         """
         self.allocate()
-        buckets = self.buckets(frozenset((*gradients, *zeros)))
+        used = frozenset((*gradients, *zeros))
+        buckets = self._buckets.get(used) or self.buckets(used)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for param, gradient in gradients.items():
             targets += self.targets[param]
-            sources += self._splits[param](gradient)
+            split = self._splits[param]
+            if split is None:
+                sources.append(gradient)
+            else:
+                sources += split(gradient)
         if targets:
             torch._foreach_copy_(targets, sources)
-        unfilled = [target for param in zeros for target in self.targets[param]]
+        unfilled: list[Tensor] = []
+        for param in zeros:
+            unfilled += self.targets[param]
         for bucket in buckets:
             unfilled += bucket.unfilled
         if unfilled:

@@ -19,6 +19,7 @@ division comes after it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -199,6 +200,8 @@ class ReduceScatterState:
         self._buffer = buffer
         self._buckets: list[_BucketState] = []
         self._works: list[Work | None] = []
+        self._brings_out = False
+        """Whether results are in memory that is given back with the input: see `_BucketState.bring_out`."""
         self._kept: list[Tensor] = []
         """Memory that the last steps use besides that of the buckets."""
         self._issued = False
@@ -222,13 +225,17 @@ class ReduceScatterState:
         if rule.before != 1:
             torch._foreach_div_(inputs, rule.before)
         if self._custom is not None:
+            self._brings_out = self._brings_out or self._custom.recycles
             return self._prepare_packed(bucket, rule, inputs, self._custom)
-        reduce_output = self._empty(bucket, bucket.reduce_dtype)
+        device = self._context.device
+        reduce_output = torch.empty(bucket.numel, dtype=bucket.reduce_dtype, device=device)
         outputs = _views(reduce_output, bucket.outputs)
-        state = _BucketState(
-            bucket, rule, inputs, outputs, reduce_output, self._sharded_grads(bucket, reduce_output)
-        )
+        sharded_grads = reduce_output
+        if bucket.gradient_dtype is not bucket.reduce_dtype:
+            sharded_grads = torch.empty(bucket.numel, dtype=bucket.gradient_dtype, device=device)
+        state = _BucketState(bucket, rule, inputs, outputs, reduce_output, sharded_grads)
         if bucket.exchanged:
+            self._brings_out = True
             state.outputs, state.sums = [torch.empty_like(tensor) for tensor in inputs], outputs
         return state
 
@@ -248,25 +255,22 @@ class ReduceScatterState:
             [rows.narrow(1, start, numel) for start, numel in bucket.output_ranges],
             [tensor.view(world, -1) for tensor in inputs],
         )
-        reduce_output = self._empty(bucket, dtype) if custom.recycles else output
+        reduce_output = output
+        if custom.recycles:
+            reduce_output = torch.empty(bucket.numel, dtype=dtype, device=device)
+        sharded_grads = reduce_output
+        if bucket.gradient_dtype is not dtype:
+            sharded_grads = torch.empty(bucket.numel, dtype=bucket.gradient_dtype, device=device)
         return _BucketState(
             bucket,
             rule,
             [packed],
             [output],
             reduce_output,
-            self._sharded_grads(bucket, reduce_output),
+            sharded_grads,
             copied=custom.recycles,
             staged=[packed, output] if custom.recycles else [packed],
         )
-
-    def _empty(self, bucket: ReduceBucket, dtype: torch.dtype) -> Tensor:
-        return torch.empty(bucket.numel, dtype=dtype, device=self._context.device)
-
-    def _sharded_grads(self, bucket: ReduceBucket, reduce_output: Tensor) -> Tensor:
-        if bucket.gradient_dtype == bucket.reduce_dtype:
-            return reduce_output
-        return self._empty(bucket, bucket.gradient_dtype)
 
     # --- issue ------------------------------------------------------------------------------------
 
@@ -286,7 +290,7 @@ class ReduceScatterState:
             events.ready.wait()
             try:
                 self._call_collectives(span)
-                if context.asynchronous:
+                if context.asynchronous and self._brings_out:
                     # Before the event: behind it, compute may reuse what was received or staged.
                     self._bring_out()
             except BaseException:
@@ -310,6 +314,19 @@ class ReduceScatterState:
             self._accumulate()
         finally:
             done.record()
+
+    def _accumulate(self) -> None:
+        """Finish the arithmetic and give every sharded parameter its gradient.
+
+        On the stream of the last collective; on the CPU once the host has waited for it.
+        """
+        if (
+            torch.is_grad_enabled()
+        ):  # only in a backward with ``create_graph``, and outside of backward
+            with torch.no_grad():
+                self._accumulate_buckets()
+        else:
+            self._accumulate_buckets()
 
     def _call_collectives(self, span: CollectiveSpan | None) -> None:
         settings = self._settings
@@ -372,9 +389,12 @@ class ReduceScatterState:
             for work in self._works:
                 if work is not None:
                     work.wait()
-        if not context.asynchronous and self._issued:
+        if self._brings_out and not context.asynchronous and self._issued:
             self._bring_out()
-        self._wait_for(self._events.input_read)
+        if self._span is None:
+            self._events.input_read.wait()
+        else:
+            self._span.wait_for(self._events.input_read)
         # The compute stream is behind the last read now, so the memory may go back to its pool.
         self._buffer.release()
         for each in self._buckets:
@@ -389,27 +409,16 @@ class ReduceScatterState:
         """See `InFlight`."""
         if accumulate and self._issued and not self._accumulated:
             self._accumulate()
-        if self._mesh_info.replicate_process_group is None:
-            self._events.done.wait()  # right behind the read of the input, which has been waited for
+        if self._span is None or self._mesh_info.replicate_process_group is None:
+            self._events.done.wait()  # without replicas, right behind the read of the input
         else:
-            self._wait_for(self._events.done)
+            self._span.wait_for(self._events.done)
         self._buckets.clear()
         self._kept.clear()
 
-    def _wait_for(self, event: Event) -> None:
-        if self._span is None:
-            event.wait()
-        else:
-            self._span.wait_for(event)
-
     # --- from the reduce output to the sharded gradients ------------------------------------------
 
-    @torch.no_grad()
-    def _accumulate(self) -> None:
-        """Finish the arithmetic and give every sharded parameter its gradient.
-
-        On the stream of the last collective; on the CPU once the host has waited for it.
-        """
+    def _accumulate_buckets(self) -> None:
         self._accumulated = True
         info, settings = self._mesh_info, self._settings
         for each in self._buckets:
@@ -499,8 +508,11 @@ class ReduceScatterState:
 
 def _views(output: Tensor, views: Sequence[OutputView]) -> list[Tensor]:
     """Return views of a reduce output."""
-    begin = output.storage_offset()  # a comm object's memory may be part of a larger block
+    begin = output.storage_offset()
     # Not narrow, split or view: this takes half of their time.
+    if not begin:
+        return [*itertools.starmap(output.as_strided, views)]
+    # A comm object's memory may be part of a larger block.
     return [output.as_strided(shape, strides, begin + start) for shape, strides, start in views]
 
 

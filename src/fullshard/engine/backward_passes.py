@@ -81,7 +81,9 @@ class BackwardPasses:
         if (reached is not None and call in reached.calls) or call.finished_in == this_pass:
             return  # by another output
         if state.options.unshard_in_backward:
-            self._check_weights(state, call)
+            for group, version in zip(state.groups, call.weight_versions, strict=True):
+                if group.weight_version != version:
+                    raise _weights_have_changed(state)
         if this_pass not in self.running:
             self._begin_pass(this_pass)
         self._finish_left(call, this_pass)
@@ -98,7 +100,11 @@ class BackwardPasses:
         use = state.use
         use.reached_at, use.num_trainable = call.begin, reached.expected
         use.returns_inner_output = bool(inner)
-        self._runtime.unshard_for_backward(state, call)
+        if torch_border.profiler_enabled():
+            with torch_border.profiler_range(state.labels.pre_backward):
+                self._runtime.unshard_for_backward(state, call)
+        else:
+            self._runtime.unshard_for_backward(state, call)
         recorder = self._runtime.context.recorder
         if recorder is not None:
             recorder.backward_begins(state, call.begin)
@@ -108,16 +114,6 @@ class BackwardPasses:
         assert self._graphs is not None, "an earlier pass has added to the graph"
         self._graphs.reach(call)
         self.pre_backward(state, call)
-
-    def _check_weights(self, state: FSDPState, call: Call[FSDPState]) -> None:
-        """Refuse a backward that would compute with other weights than its forward did."""
-        for group, version in zip(state.groups, call.weight_versions, strict=True):
-            if group.weight_version != version:
-                raise LifecycleError(
-                    f"Weights must not change between a forward and its backward, but those of {state.name!r} have: by an "
-                    "optimizer step, a load or another write. Gradients would mix old weights with new ones. Run backward "
-                    "before the weights are changed, or forward again after it; then reset_iter_state() on the root module."
-                )
 
     def _begin_pass(self, this_pass: int) -> None:
         """Note that a pass has come to this model, and have its end told."""
@@ -326,6 +322,14 @@ class BackwardPasses:
             call = self._runtime.schedule.in_backward(state, this_pass, self._graphs.latest)
             call.weight_versions = tuple([group.weight_version for group in state.groups])
             self._graphs.add(state, call)
+
+
+def _weights_have_changed(state: FSDPState) -> LifecycleError:
+    return LifecycleError(
+        f"Weights must not change between a forward and its backward, but those of {state.name!r} have: by an "
+        "optimizer step, a load or another write. Gradients would mix old weights with new ones. Run backward "
+        "before the weights are changed, or forward again after it; then reset_iter_state() on the root module."
+    )
 
 
 def _is_first(calls: Sequence[Call[FSDPState]]) -> bool:

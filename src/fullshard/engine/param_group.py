@@ -305,7 +305,8 @@ class FSDPParamGroup:
 
         Before: any state. After: UNSHARDED.
         """
-        if self.sharded_state is not _UNSHARDED:
+        state = self.sharded_state
+        if state is _SHARDED or state is _SHARDED_POST_FORWARD:
             self.unshard(may_stay=may_stay)
         self.wait()
         if type(self._all_gather) is GroupAllGather:

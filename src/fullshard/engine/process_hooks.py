@@ -16,7 +16,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,16 @@ from fullshard.comm.journal import POSITION, journal_of, journals
 from fullshard.comm.meetings import step_taken
 from fullshard.comm.unreduced_gradients import gradients_were_cleared, not_to_be_updated
 from fullshard.engine import backward_hooks, optimizer_checks, pipelines
+from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.optimizer_checks import params_of
 from fullshard.engine.param_group import groups_of, unsharded_groups
 from fullshard.errors import LifecycleError, UsageError
-from fullshard.storage.sharded_params import group_of, replaced_name, unsharded_name
+from fullshard.storage.sharded_params import (
+    GROUP_MARK,
+    group_of,
+    replaced_name,
+    unsharded_name,
+)
 
 _INSTALLING = threading.Lock()
 
@@ -67,6 +73,19 @@ _CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary(
 """How many parameters an optimizer had when it was checked."""
 
 
+class _Communicating(NamedTuple):
+    """The process groups over which an optimizer's parameters are sharded or replicated."""
+
+    process_groups: frozenset[ProcessGroup]
+    changes: int
+    """`CHANGES.count` when they were looked up; a change may give parameters another group."""
+    num_params: int
+    """How many parameters the optimizer had then."""
+
+
+_COMMUNICATING: weakref.WeakKeyDictionary[Optimizer, _Communicating] = weakref.WeakKeyDictionary()
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if any(each.guard is not None for each in journals()) and any(
         journal_of(group).guard is not None for group in _process_groups(optimizer)
@@ -77,7 +96,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
     POSITION.phase = "optimizer"
     optimizer_checks.check(optimizer)
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    count = _num_params(optimizer)
     if _CHECKED.get(optimizer) != count:
         _check_params(optimizer)
         _CHECKED[optimizer] = count
@@ -131,22 +150,42 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     in_backward = torch_border.backward_pass_id() != -1
     POSITION.phase = "backward" if in_backward else "outside"
     # An optimizer that steps in backward does so when its gradients are there: not at the same place on all ranks.
-    process_groups = set() if in_backward else _process_groups(optimizer)
+    process_groups = None if in_backward else _process_groups(optimizer)
     if process_groups:
         step_taken(process_groups)
     if isinstance(optimizer, torch_border.DelegatingOptimizer):
         return  # does so itself
-    written = [p for p in params_of(optimizer) if p.grad is not None and group_of(p)]
+    # Of every parameter in every step, so without a call of `group_of`.
+    written = [
+        param
+        for param in params_of(optimizer)
+        if param.grad is not None and getattr(param, GROUP_MARK, None)
+    ]
     torch.autograd.graph.increment_version(written)
 
 
-def _process_groups(optimizer: Optimizer) -> set[ProcessGroup]:
+def _process_groups(optimizer: Optimizer) -> frozenset[ProcessGroup]:
     """Return the process groups over which the optimizer's parameters are sharded or replicated."""
-    axes = [group.mesh_info for group in groups_of(params_of(optimizer))]
-    found = {
-        group for each in axes for group in (each.shard_process_group, each.replicate_process_group)
-    }
-    return {group for group in found if group is not None}
+    known = _COMMUNICATING.get(optimizer)
+    count = _num_params(optimizer)
+    if known is None or known.changes != CHANGES.count or known.num_params != count:
+        axes = [group.mesh_info for group in groups_of(params_of(optimizer))]
+        found = {
+            group
+            for each in axes
+            for group in (each.shard_process_group, each.replicate_process_group)
+            if group is not None
+        }
+        known = _Communicating(frozenset(found), CHANGES.count, count)
+        _COMMUNICATING[optimizer] = known
+    return known.process_groups
+
+
+def _num_params(optimizer: Optimizer) -> int:
+    count = 0
+    for group in optimizer.param_groups:
+        count += len(group["params"])
+    return count
 
 
 # --- zero_grad ------------------------------------------------------------------------------------

@@ -370,13 +370,6 @@ class Runtime:
 
     def unshard_for_backward(self, state: FSDPState, call: Call[FSDPState]) -> None:
         """Unshard ``state`` for the backward of ``call``, if it needs that, and prefetch what comes next."""
-        if torch_border.profiler_enabled():
-            with torch_border.profiler_range(state.labels.pre_backward):
-                self._unshard_for_backward(state, call)
-        else:
-            self._unshard_for_backward(state, call)
-
-    def _unshard_for_backward(self, state: FSDPState, call: Call[FSDPState]) -> None:
         POSITION.module = state.name
         # Asked for before this state is gathered: of one that was used twice, an earlier call may come next.
         following = () if state.options.prefetches_late else self.before(state, call)

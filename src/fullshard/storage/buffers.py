@@ -441,7 +441,10 @@ class GatherBuffer:
 
     def fill(self, source: FlatShard | UploadBuffer) -> None:
         """Take memory to gather into and copy this rank's shard to it, on the current stream."""
-        self.allocate()
+        if not self.packed:
+            self.full.allocate()
+        if self._staging.nbytes:
+            self._staging.allocate()
         source.copy_into(self.own_shard)
 
     def allocate_params(self) -> None:
@@ -455,8 +458,11 @@ class GatherBuffer:
         Before: a packed gather has staged everything. After: the full parameters are complete, and staging
         has no memory.
         """
-        self.allocate_params()
-        assert self.full.allocated or not self.full.nbytes, "there must be memory to copy to"
+        full = self.full
+        present = full.storage.nbytes()
+        if self.packed and not present:
+            full.allocate()
+        assert self.packed or present or not full.nbytes, "there must be memory to copy to"
         if self._split is not None:
             self._split()
             self._staging.release()
@@ -467,7 +473,8 @@ class GatherBuffer:
     def release(self) -> None:
         """Give the memory back."""
         self.full.release()
-        self._staging.release()  # it has memory if nobody has finished the gather
+        if self._staging.storage.nbytes():  # nobody has finished the gather
+            self._staging.release()
 
 
 class _Split:

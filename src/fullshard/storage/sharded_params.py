@@ -262,7 +262,11 @@ class DTensorShardedParam(ShardedParam):
             param.grad = torch_border.dtensor(gradient, torch_border.spec_of(param))
         else:
             torch_border.local_of(param.grad).add_(gradient)
-        _after_accumulation(param)
+        if (
+            torch_border.post_accumulate_grad_hooks(param)
+            or torch_border.IN_BACKWARD_OPTIMIZERS in param.__dict__
+        ):
+            _after_accumulation(param)
 
 
 class PlainShardedParam(ShardedParam):
@@ -502,7 +506,8 @@ class ParallelOrigParamShard(OrigParamShard):
 
 def group_of(param: Tensor) -> str | None:
     """Name of the group a parameter belongs to, or None."""
-    return cast("str | None", getattr(param, GROUP_MARK, None))
+    found: str | None = getattr(param, GROUP_MARK, None)
+    return found
 
 
 NOT_TIED = "shared by several modules, on which there are different parameters now"
