@@ -68,8 +68,8 @@ class Rank:
     """Shared by the ranks of the job."""
     diverged: float | None = None
     """When this rank reached the place where the odd one diverges."""
-    starved_before: float = 0.0
-    """How long the threads of this rank had waited for a processor until then."""
+    starved_before: Mapping[str, int] = field(default_factory=dict)
+    """How long each thread of this rank had waited for a processor until then."""
 
     @property
     def is_odd(self) -> bool:
@@ -79,7 +79,7 @@ class Rank:
     def diverges(self) -> bool:
         """Return whether this rank is to do something else now, and note the time."""
         if self.diverged is None:
-            self.diverged, self.starved_before = time.monotonic(), _starved_s()
+            self.diverged, self.starved_before = time.monotonic(), _starved_ns()
             self._note("diverged", {"at": self.diverged})
         return self.is_odd
 
@@ -91,7 +91,8 @@ class Rank:
         found = found or error
         kind = type(found).__name__ if found else ""
         message = "\n".join([str(found), *getattr(found, "__notes__", ())]) if found else ""
-        starved = _starved_s() - self.starved_before
+        before = self.starved_before
+        starved = sum(now - before.get(thread, 0) for thread, now in _starved_ns().items()) / 1e9
         self._note(
             "end",
             {"raised": kind, "message": message, "at": time.monotonic(), "starved": starved},
@@ -134,7 +135,7 @@ class RankEnd:
     at: float = 0.0
     """When the program ended, or the process if it was not asked."""
     starved: float = 0.0
-    """How long its threads have waited for a processor since the divergence, all together."""
+    """How long the threads that it has at the end have waited for a processor since the divergence, all together."""
     hung: bool = False
     stderr: str = ""
     """The last lines; of a rank that hung, with the stacks of all its threads."""
@@ -325,13 +326,13 @@ class _RunningJob:
         return values
 
 
-def _starved_s() -> float:
-    """Return how long the threads of this process have been ready to run without a processor, in all."""
-    nanoseconds = 0
+def _starved_ns() -> dict[str, int]:
+    """Return how long each thread of this process has been ready to run without a processor."""
+    found = {}
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError, IndexError):  # a thread has ended, or the kernel does not count
-            nanoseconds += int(path.read_text().split()[1])
-    return nanoseconds / 1e9
+            found[path.parent.name] = int(path.read_text().split()[1])
+    return found
 
 
 def _free_port() -> int:
