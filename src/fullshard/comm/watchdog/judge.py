@@ -45,8 +45,6 @@ class Judgement:
     """Ranks that others wait for."""
     where: str = ""
     """Of a slow rank, the first one: what it does, and its line."""
-    speakers: tuple[int, ...] = ()
-    """Ranks that print that others are slow: of each host, the first that waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +202,6 @@ def _slow(found: Round) -> Judgement | None:
         f"Nothing is wrong so far, so they go on waiting.\n{_lines(found)}",
         culprits=tuple(waited_for),
         where=_where(found, waited_for[0]),
-        speakers=_speakers(found),
     )
 
 
@@ -213,13 +210,6 @@ def _where(found: Round, rank: int) -> str:
     if answer is None:
         return _SILENT[found.absences[rank].state]
     return answer.place() + (f", at {answer.line}" if answer.line else "")
-
-
-def _speakers(found: Round) -> tuple[int, ...]:
-    hosts: dict[str, int] = {}
-    for waiter in sorted(found.waiters, key=lambda each: each.rank):
-        hosts.setdefault(waiter.host.partition(",")[0], waiter.rank)
-    return tuple(hosts.values())
 
 
 # --- what rules ask ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 from fullshard.comm.watchdog.answers import (
     ALIVE,
@@ -67,6 +68,11 @@ class Peers:
             if patiently and now - since < STOPPED_S:
                 states[rank] = ALIVE
         self.states = states
+
+    def is_first_besides(self, ranks: Collection[int]) -> bool:
+        """Return whether this rank is the first one on its host that is none of the given ones."""
+        others = {self._own.rank, *self._peers}.difference(ranks)
+        return min(others, default=None) == self._own.rank
 
     def is_gone(self, rank: int) -> bool:
         """Return whether a process was found dead or stopped."""

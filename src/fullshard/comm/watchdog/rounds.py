@@ -169,8 +169,7 @@ class Rounds:
                 self._send_history()
             return None
         listeners = message.pop("listeners")
-        lists = {name: tuple(message[name]) for name in ("culprits", "speakers")}
-        judgement = Judgement(**message | lists)
+        judgement = Judgement(**message | {"culprits": tuple(message["culprits"])})
         self._ended = (self._number, listeners) if judgement.kind == DIVERGED else None
         self._leave()
         return judgement

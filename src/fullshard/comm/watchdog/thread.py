@@ -436,7 +436,7 @@ class Watchdog:
             if self._urgent_rounds >= URGENT_ROUNDS and now >= self._urgent_until:
                 self._is_urgent, VERDICT.is_unknown = False, True
         elif judgement.kind == SLOW:
-            speaks = self._own.rank in judgement.speakers
+            speaks = self._peers.is_first_besides(judgement.culprits)
             self._reports.note(judgement, now - self._moved, now, speaks=speaks)
 
     def _judge_alone(self, error: StoreFailedError, wait: Wait | None) -> None:
