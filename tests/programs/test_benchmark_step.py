@@ -14,7 +14,7 @@ SHORT = "--device cpu --world 4 --rounds 1 --steps 2 --warmup 1".split()
 
 def run_benchmark(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [python, str(ROOT / "benchmarks" / "step.py"), *SHORT, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=130, check=False)
 
 
 def test_every_contestant_is_in_the_table_and_in_the_samples(

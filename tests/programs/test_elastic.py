@@ -25,7 +25,7 @@ from tests.helpers.runs import in_folder, last_losses, records, run, tiny
 
 NUM_KILLS = int(os.environ.get("FULLSHARD_KILLS", "1"))
 NUM_STEPS = 30 + 10 * NUM_KILLS
-START_S = 50.0
+START_S = 100.0
 """How long ranks may take to start and come to a step."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * START_S + START_S * NUM_KILLS)]

@@ -149,7 +149,7 @@ def run_here(folder: Path, *command: str, programs: dict[str, str], **variables:
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=130,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr

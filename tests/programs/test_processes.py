@@ -252,5 +252,5 @@ def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
     )
     wait_until(partial(have_started, tmp_path, 2))
     parent.kill()
-    parent.wait(timeout=20)
+    parent.wait(timeout=LONG_S)
     wait_until(partial(have_ended, tmp_path))

@@ -42,7 +42,7 @@ def output(folder: Path, executable: str, *arguments: str, **variables: str) -> 
         env={**os.environ, "PYTHONPATH": source, "PYTHONDONTWRITEBYTECODE": "1", **variables},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=130,
     )
     lines = done.stderr.splitlines()
     ours = [line for line in lines if line.startswith("fullshard has replaced torch's FSDP: ")]
