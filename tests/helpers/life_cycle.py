@@ -12,7 +12,10 @@ from fullshard.engine.state import FSDPState
 
 
 class CheckedAttribute:
-    """Stands for an attribute with states, and refuses changes that its table of transitions does not have."""
+    """Stands for an attribute with states, and refuses changes that its table of transitions does not have.
+
+    It has no ``__get__``, so that who reads the attribute finds it in the object at once.
+    """
 
     def __init__(
         self, name: str, transitions: Mapping[Any, frozenset[Any]], *, may_stay: bool = False
@@ -21,9 +24,6 @@ class CheckedAttribute:
         self._transitions = transitions
         self._first = next(iter(transitions))
         self._may_stay = may_stay
-
-    def __get__(self, owner: Any, _: type) -> Any:
-        return self if owner is None else owner.__dict__[self._name]
 
     def __set__(self, owner: Any, following: enum.Enum) -> None:
         before = owner.__dict__.get(self._name)

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.journal import POSITION
-from tests.helpers.groups import leave_group
+from tests.helpers.groups import leave_group, spare_collections
 from tests.helpers.life_cycle import check_every_change_of_state
 from tests.helpers.torch_costs import spare_torch_costs
 
@@ -82,6 +82,7 @@ def serve(connection: Connection, folder: Path, number: int) -> None:
     threading.Thread(target=_watch_parent, args=(connection, folder, inbox), daemon=True).start()
 
     torch.set_num_threads(1)
+    spare_collections()
     check_every_change_of_state()
     spare_torch_costs()
     connection.send_bytes(pickle.dumps(Report()))
