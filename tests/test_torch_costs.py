@@ -1,11 +1,15 @@
-"""The memory of plans that `tests.helpers.torch_costs` adds to DTensor."""
+"""What `tests.helpers.torch_costs` spares changes no result."""
+
+import inspect
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.helpers.groups import alone
+from tests.helpers.torch_costs import spare_torchrun_costs
 
 
 def kinds_of_results() -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -39,3 +43,12 @@ def test_operations_with_equal_arguments_of_other_kinds_are_not_mixed_up(
                 ((2, 3), torch.float32),
                 ((2, 3), torch.float32),
             ]
+
+
+def test_the_rendezvous_of_torchrun_finds_the_name_of_its_method(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dynamic_rendezvous, "inspect", inspect)
+    spare_torchrun_costs()
+    assert dynamic_rendezvous.inspect is not inspect
+    assert dynamic_rendezvous.get_method_name(depth=1) == inspect.stack()[0].function

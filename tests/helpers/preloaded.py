@@ -70,6 +70,7 @@ def _serve(listener: socket.socket, tests: socket.socket) -> None:
     """Fork a process for every client, until the tests are gone."""
     for module in ("fullshard.programs.train.rank", "torch.distributed.run"):
         importlib.import_module(module)
+    importlib.import_module("tests.helpers.torch_costs").spare_torchrun_costs()
 
     os.setsid()
     caretakers: set[int] = set()

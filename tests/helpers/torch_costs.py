@@ -6,13 +6,17 @@ What tests see of torch stays the same. It took a tenth of the processor time of
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -22,6 +26,17 @@ def spare_torch_costs() -> None:
     """Make torch cheaper in this process from now on."""
     _seed_only_what_is_there()
     _remember_plans_of_dtensor()
+
+
+def spare_torchrun_costs() -> None:
+    """Make torchrun cheaper in this process and in those that it forks.
+
+    Its rendezvous looks up the method that it is in many times a second. It does so through `inspect.stack`, which
+    finds the source of every frame among all modules that are imported: most of the time that torchrun took.
+    """
+    dynamic_rendezvous.inspect = SimpleNamespace(  # type: ignore[attr-defined]
+        stack=partial(inspect.stack, context=0)
+    )
 
 
 def _seed_only_what_is_there() -> None:
