@@ -27,7 +27,8 @@ __all__ = ["Engine", "Job", "Outcome", "Ranks"]
 
 Engine = Literal["torch", "fullshard"]
 
-JOB_TIMEOUT_S = 180.0
+JOB_TIMEOUT_S = 600.0
+"""A job takes seconds on an idle machine; this is for ranks that wait for each other forever."""
 GRACE_S = 10.0
 """How long other ranks may go on once one has failed: they may wait for it forever."""
 START_TIMEOUT_S = 300.0

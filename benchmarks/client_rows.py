@@ -101,6 +101,7 @@ ROWS = (
         "2",
     ),
     _accelerate(2, "tied weights", "--tied"),
+    _accelerate(2, "regional compilation", "--compile"),
     _accelerate(2, "cpu_ram_efficient_loading", "--cpu-ram-efficient-loading"),
     _accelerate(1, "full checkpoint", "--state-dict", "full"),
     _accelerate(1, "sharded checkpoint", known=EMPTY_OPTIMIZER),

@@ -13,7 +13,7 @@ from benchmarks.clients import Bench, examine, verdicts
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(0),  # each job has its own
     pytest.mark.skipif(
         "FULLSHARD_TEST_CLIENTS" not in os.environ, reason="make test-clients runs it"
     ),
