@@ -107,6 +107,9 @@ def in_a_hybrid_strategy() -> None:
     model, optimizer = trained(FULLSHARD, **wrapping)
     full, offloaded = saved(model, optimizer, FULL), saved(model, optimizer, OFFLOADED)
     assert comparable(offloaded) == (comparable(full) if dist.get_rank() == 0 else [{}, {}])
+    others = trained(FULLSHARD, steps=0, seed=1, **wrapping)
+    load(*others, FROM_RANK_0, offloaded)
+    assert comparable(saved(*others, FULL)) == comparable(full)
 
 
 def test_one_rank_of_a_hybrid_strategy_has_what_is_offloaded(world) -> None:
