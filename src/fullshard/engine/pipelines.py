@@ -48,7 +48,7 @@ _observed = False
 def observe() -> None:
     """Observe stages, as soon as pipelining has been imported; asked at the beginning of every forward."""
     global _observed
-    if _observed:
+    if _observed or not torch_border.pipelining_is_imported():
         return
     with _OBSERVING:  # ranks may be threads
         _observed = _observed or torch_border.observe_stages(

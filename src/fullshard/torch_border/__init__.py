@@ -72,7 +72,10 @@ from fullshard.torch_border.optimizers import (
     observe_zero_grad as observe_zero_grad,
     unscale_and_check as unscale_and_check,
 )
-from fullshard.torch_border.pipelining import observe_stages as observe_stages
+from fullshard.torch_border.pipelining import (
+    observe_stages as observe_stages,
+    pipelining_is_imported as pipelining_is_imported,
+)
 from fullshard.torch_border.process_groups import (
     aborts as aborts,
     all_gather_coalesced as all_gather_coalesced,

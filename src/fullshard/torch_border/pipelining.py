@@ -11,6 +11,12 @@ Observer = Callable[..., Any]
 """Called in the place of a stage's method, with torch's own function, the stage and the arguments."""
 
 
+_STAGES = "torch.distributed.pipelining.stage"
+
+pipelining_is_imported: Callable[[], bool] = functools.partial(sys.modules.__contains__, _STAGES)
+"""Whether anybody has imported pipelining; asked at the beginning of every forward, so it has no Python frame."""
+
+
 def observe_stages(
     forward: Observer,
     backward: Observer,
@@ -28,8 +34,7 @@ def observe_stages(
         scale_gradients: For the division by the number of microbatches, at the end of a step, too. Schedules that
             derive from torch's oldest class for several stages call nothing else there.
     """
-    module = sys.modules.get("torch.distributed.pipelining.stage")
-    stage = getattr(module, "_PipelineStageBase", None)
+    stage = getattr(sys.modules.get(_STAGES), "_PipelineStageBase", None)
     if stage is None:
         return False
     # Before torch 2.11 the last one had another name.
