@@ -29,8 +29,8 @@ RUN := .venv/bin/python
 READY := .venv/.ready
 CLIENTS_RUN := .venv-clients/bin/python
 CLIENTS_READY := .venv-clients/.ready
-# Tests wait for ranks about half of the time, so two run side by side.
-TOGETHER := -n 2 --dist worksteal
+# Tests wait now and then, so three of them run side by side on two cores.
+TOGETHER := -n 3 --dist worksteal
 endif
 
 # Tests start many interpreters, and each would compile the package anew.

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # not allow it, and oneDNN would die of an illegal instruction in its first bf16 matmul.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Programs take all cores that they find, and threads of OpenMP that wait keep their core busy, which others need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 # How long an example takes says something about the machine, not about what is tested.
