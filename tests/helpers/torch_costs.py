@@ -34,7 +34,7 @@ def spare_torchrun_costs() -> None:
     Its rendezvous looks up the method that it is in many times a second. It does so through `inspect.stack`, which
     finds the source of every frame among all modules that are imported: most of the time that torchrun took.
     """
-    dynamic_rendezvous.inspect = SimpleNamespace(  # type: ignore[attr-defined]
+    dynamic_rendezvous.inspect = SimpleNamespace(  # type: ignore[attr-defined, assignment]
         stack=partial(inspect.stack, context=0)
     )
 
