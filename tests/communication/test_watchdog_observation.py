@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fullshard.comm.journal import Journal, tag
+from fullshard.comm.journal import Journal, journal_of, journals, tag
 from fullshard.comm.watchdog.judge import Judgement
 from fullshard.comm.watchdog.observation import (
     Observer,
@@ -20,6 +20,7 @@ from fullshard.comm.watchdog.observation import (
     marks_of,
 )
 from fullshard.comm.watchdog.stalls import FIRST_REPEAT_S, StallReports, stalls
+from tests.helpers.fake import fake_world
 
 
 def test_the_line_is_the_innermost_one_that_is_the_user_s() -> None:
@@ -35,6 +36,18 @@ def test_marks_are_those_of_the_last_steps_and_of_round_numbers() -> None:
         journal.note(tag("all-gather of a"))
         journal.end_step()
     assert [(step, count) for step, count, _ in marks_of(journal)] == [(32, 32), (40, 40)]
+
+
+def test_journals_of_destroyed_groups_are_not_compared_with_those_of_new_ones() -> None:
+    held = []
+    for collective in ("all-gather of a", "all-gather of b"):
+        with fake_world(2):
+            assert dist.group.WORLD is not None
+            held.append(dist.group.WORLD)  # as a traceback may, on one rank
+            journal_of(held[-1]).note(tag(collective))
+            assert [each.last_tag for each in journals()] == [tag(collective)]
+    assert held[0].group_name == held[1].group_name
+    assert journals() == []
 
 
 def test_a_thread_that_runs_python_of_its_own_does_not_wait() -> None:

@@ -21,6 +21,8 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from fullshard import torch_border
+
 RING = 256
 """How many of the last collectives a journal remembers."""
 MARKS = 64
@@ -198,8 +200,14 @@ def journal_of(group: ProcessGroup) -> Journal:
 
 
 def journals() -> list[Journal]:
-    """Return the journals of all process groups that fullshard has used and that still exist."""
+    """Return the journals of all process groups that fullshard has used and that have not been destroyed.
+
+    Something may hold the object of a destroyed group on some ranks only. Torch gives its name to the next group, and the
+    journals of two different groups would be compared.
+    """
     # Not `values()`: the watchdog's thread calls this while another one may add a journal.
     groups = [reference() for reference in _JOURNALS.keyrefs()]
-    found = [_JOURNALS.get(group) for group in groups if group is not None]
+    found = [
+        _JOURNALS.get(each) for each in groups if each is not None and torch_border.exists(each)
+    ]
     return [journal for journal in found if journal is not None]

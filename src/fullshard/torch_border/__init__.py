@@ -88,6 +88,7 @@ from fullshard.torch_border.process_groups import (
     arrived as arrived,
     choose_symmetric_backend as choose_symmetric_backend,
     default_store as default_store,
+    exists as exists,
     fake_process_group as fake_process_group,
     own_client as own_client,
     own_store_client as own_store_client,

@@ -145,6 +145,11 @@ def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
+def exists(group: ProcessGroup) -> bool:
+    """Return whether a process group has not been destroyed. Its object may live on, for example in a traceback."""
+    return group in dist.distributed_c10d._world.pg_group_ranks
+
+
 def store_of(group: ProcessGroup) -> Store:
     """Return the store through which the ranks of a group found each other, with keys of the group's own."""
     return dist.distributed_c10d._world.pg_map[group][1]

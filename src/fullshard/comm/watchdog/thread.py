@@ -293,9 +293,13 @@ class Watchdog:
             self._store.close()
 
     def _has_to_end(self) -> bool:
+        return not self._watches_still() or self._final is not None or VERDICT.message is not None
+
+    def _watches_still(self) -> bool:
+        """Return whether the process group that is watched is still the default one; end if it is not."""
         if not self._is_over and self.group() is not dist.group.WORLD:
             self.end()
-        return self._is_over or self._final is not None or VERDICT.message is not None
+        return not self._is_over
 
     def _say_farewell(self) -> None:
         if VERDICT.message is not None:
@@ -469,6 +473,8 @@ class Watchdog:
             release.raise_in(self._observer.thread, message)
         # All ranks know of it before the first one raises, and ends: its end would be an error of the backend for others.
         self._wait_until_all_know()
+        if not self._watches_still():
+            return  # the program has left the process group meanwhile, and may have made another one
         VERDICT.message = message
         if self._comes_back(RELEASE_S):
             return
