@@ -18,9 +18,10 @@ import torch.distributed as dist
 from benchmarks.watchdog import one_round
 from fullshard.comm.watchdog.answers import Answer, GroupAnswer, History, Registration, Wait, encode
 from fullshard.comm.watchdog.judge import Judgement
-from fullshard.comm.watchdog.probes import register, state_of
+from fullshard.comm.watchdog.peers import Peers
+from fullshard.comm.watchdog.probes import host_key, register, state_of
 from fullshard.comm.watchdog.rounds import Member, Rounds
-from fullshard.comm.watchdog.store_client import StoreClient, StoreFailedError
+from fullshard.comm.watchdog.store_client import OpenStore, StoreClient, StoreFailedError
 
 GROUP = "0 (3 ranks, 0 to 2)"
 
@@ -64,6 +65,21 @@ def all_hear(ranks: list[Rank]) -> list[Judgement]:
     for each in threads:
         each.join(60)
     return judgements
+
+
+def test_ranks_of_a_host_find_each_other_though_a_place_of_their_list_stays_empty() -> None:
+    store = OpenStore(dist.HashStore(), "test/")
+    ranks = [Peers(store, register(rank)) for rank in range(3)]
+    ranks[0].register()
+    store.add(
+        f"host/{host_key()}", 1
+    )  # a late answer of the store: the rank will take another place
+    for late in ranks[1:]:
+        late.register()
+        for each in ranks:
+            each.find()
+            each.look()
+    assert [sorted(each.states) for each in ranks] == [[1, 2], [0, 2], [0, 1]]
 
 
 def test_one_rank_asks_all_answer_and_all_hear_the_same() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from fullshard.comm.watchdog.answers import (
     ALIVE,
@@ -32,6 +32,8 @@ class Peers:
         self._own = own
         self._key = f"host/{own.host_key}"
         self._peers: dict[int, Registration] = {}
+        self._read: set[int] = set()
+        """Places of the list that have been read."""
         self.states: dict[int, str] = {}
         """Their states when they were last looked at."""
         self._stopped_since: dict[int, float] = {}
@@ -48,12 +50,21 @@ class Peers:
         self._store.set(f"{self._key}/{place}", encode(self._own))
 
     def find(self) -> None:
-        """Find ranks that have registered since."""
-        keys = [f"{self._key}/{place}" for place in range(1, self._store.add(self._key, 0) + 1)]
-        if len(keys) == len(self._peers) + 1 or not self._store.has(keys):
-            return  # nobody is new, or somebody is about to say who it is
-        found = map(registration_from, self._store.get_all(keys))
-        self._peers = {each.rank: each for each in found if each.rank != self._own.rank}
+        """Find ranks that have registered since.
+
+        A place may stay empty for good: its rank has ended before it wrote itself there, or the store answered so late
+        that it has taken another place.
+        """
+        new = set(range(1, self._store.add(self._key, 0) + 1)) - self._read
+        if new and not self._store.has(self._keys(new)):
+            new = {place for place in new if self._store.has(self._keys({place}))}
+        if new:
+            found = map(registration_from, self._store.get_all(self._keys(new)))
+            self._peers |= {each.rank: each for each in found if each.rank != self._own.rank}
+            self._read |= new
+
+    def _keys(self, places: Iterable[int]) -> list[str]:
+        return [f"{self._key}/{place}" for place in sorted(places)]
 
     def look(self, *, patiently: bool = True) -> None:
         """Look whether their processes run.
