@@ -103,6 +103,31 @@ def test_ranks_that_wait_for_each_other_are_told_so(monkeypatch: pytest.MonkeyPa
     assert message is not None and "rank 1: shards over ranks 1, 3" in message
 
 
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 2)])
+def test_ranks_that_find_each_other_at_the_same_time_are_told_the_same(
+    ranks: tuple[int, int],
+) -> None:
+    class Interrupted(dist.HashStore):
+        """Lets the other rank publish right after this one has claimed its first comparison."""
+
+        def add(self, key: str, amount: int) -> int:
+            found = super().add(key, amount)
+            if key.endswith("/judges") and interruptions:
+                interruptions.pop()()
+            return found
+
+    store, interruptions = Interrupted(), list[Callable[[], None]]()
+    comparisons = [(0, 1), (1, 2)]
+    agreements = {each: StoreAgreement(store, each, 1, timeout_s=1) for each in comparisons}
+    for agreement in agreements.values():
+        agreement.arrive("a")
+    keys = {each: agreement._key for each, agreement in agreements.items()}
+    other = next(each for each in comparisons if each != ranks)
+    interruptions.append(lambda: agreements[other]._publish("second", keys[ranks]))
+    agreements[ranks]._publish("first", keys[other])
+    assert {store.get(f"{key}/verdict")[1:] for key in keys.values()} == {b"first"}
+
+
 def test_a_rank_that_waits_for_others_first_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 waits for rank 2, which comes late, and then comes to the comparison in which rank 0 waits for it."""
     monkeypatch.setattr(store_agreement, "_SLOW_S", 0.02)

@@ -245,9 +245,14 @@ class StoreAgreement:
     def _publish(self, message: str, *other_keys: str) -> None:
         """Let all ranks that wait here, and in other comparisons, raise the same error."""
         verdict = _DIFFERENT + message.encode()
-        for key in (self._key, *other_keys):
-            if self._claim(key):
-                self._set_verdict(key, verdict)
+        # Ranks of several comparisons may find each other at the same time. All claim in the same order, and claim
+        # everything before they publish: who comes second at the first key claims nothing, and all get one message.
+        first, *others = sorted({self._key, *other_keys})
+        claimed = [first] if self._claim(first) else []
+        if claimed or self._store.check([f"{first}/verdict"]):
+            claimed += [key for key in others if self._claim(key)]
+        for key in claimed:
+            self._set_verdict(key, verdict)
         if self._has_claimed:
             if not self._store.check([self._verdict]):
                 self._set_verdict(self._key, verdict)
