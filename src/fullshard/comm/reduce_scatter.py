@@ -320,9 +320,8 @@ class ReduceScatterState:
 
         On the stream of the last collective; on the CPU once the host has waited for it.
         """
-        if (
-            torch.is_grad_enabled()
-        ):  # only in a backward with ``create_graph``, and outside of backward
+        # Only in a backward with ``create_graph``, and outside of backward.
+        if torch.is_grad_enabled():
             with torch.no_grad():
                 self._accumulate_buckets()
         else:

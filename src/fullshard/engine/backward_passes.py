@@ -267,9 +267,8 @@ class BackwardPasses:
     def reduce_microbatches(self, states: Sequence[FSDPState]) -> None:
         """Reduce what the backwards of a pipeline's step have added up; see `pipelines`."""
         POSITION.phase = "backward"
-        for state in reversed(
-            states
-        ):  # about the order of a backward pass, and the same on all ranks
+        # About the order of a backward pass, and the same on all ranks.
+        for state in reversed(states):
             POSITION.module = state.name
             state.left_unsharded = False
             for group in state.groups:  # [Note: memory first]

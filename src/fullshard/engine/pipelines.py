@@ -86,9 +86,8 @@ def _backward(
 def _backward_weight(run: Callable[..., Any], stage: Any, *args: Any, **kw: Any) -> Any:
     states = _begin_microbatches(stage) if stage.has_backward else ()
     if not states or (stage.is_first and stage.dw_builder is None):
-        return run(
-            stage, *args, **kw
-        )  # of the first stage, which has no first part: a whole backward
+        # Of the first stage, which has no first part: a whole backward.
+        return run(stage, *args, **kw)
     for runtime, theirs in _by_runtime(states):
         runtime.unshard_for_weights(theirs)
     try:

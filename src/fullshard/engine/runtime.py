@@ -67,9 +67,9 @@ class Runtime:
         self._prefetched: set[FSDPState] = set()
         """Gathered on a forecast and not used yet."""
         self._tree_changed = True
+        """Whether modules or parameters may have joined the model since it was last checked."""
         self._may_have_dropout = True
         """Whether nobody has looked yet for dropout that is active without gradients."""
-        """Whether modules or parameters may have joined the model since it was last checked."""
 
     # --- the model --------------------------------------------------------------------------------
 
@@ -213,10 +213,8 @@ class Runtime:
 
     def _look_for_dropout(self) -> None:
         """Warn once if a forward without gradients drops something: each rank would drop something else."""
-        root, groups = (
-            self.root.modules[0],
-            [each for state in self.states for each in state.groups],
-        )
+        root = self.root.modules[0]
+        groups = [group for state in self.states for group in state.groups]
         if root.training and any(
             group.mesh_info.shard_mesh_size * group.mesh_info.replicate_mesh_size > 1
             for group in groups
