@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.state_dict import (
 import fullshard
 from fullshard import CheckpointError
 from fullshard.checkpoint import dcp
-from fullshard.checkpoint.blocks import Block, whole
 from fullshard.checkpoint.dcp import DcpCheckpoint, write_dcp
 from fullshard.checkpoint.load_plan import load_source
 from fullshard.checkpoint.source import TensorRef
+from fullshard.plan.blocks import Block, whole
 from tests.helpers.checkpoints import MemorySource, plain_source, value_of
 from tests.helpers.models import ModelOptions, make_decoder, tokens_for
 from tests.helpers.ranks import World

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from fullshard import CheckpointError, ConfigurationError, FullyShardedDataParallel, fully_shard
 from fullshard.checkpoint import huggingface, replacement
-from fullshard.checkpoint.blocks import Block, whole
 from fullshard.checkpoint.huggingface import (
     HuggingFaceFolder,
     load_huggingface,
@@ -30,6 +29,7 @@ from fullshard.checkpoint.huggingface import (
 )
 from fullshard.checkpoint.source import TensorInfo
 from fullshard.checkpoint.torch_files import TorchFile
+from fullshard.plan.blocks import Block, whole
 from tests.helpers.compare import assert_equal
 
 ONE = "model.safetensors"

@@ -18,8 +18,8 @@ from torch import nn, optim
 
 from fullshard import checkpoint, fully_shard
 from fullshard.checkpoint import manifest as manifests
-from fullshard.checkpoint.blocks import whole
 from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
+from fullshard.plan.blocks import whole
 from tests.helpers.ranks import RankError
 
 KILLS = int(os.environ.get("FULLSHARD_KILLS", "7"))

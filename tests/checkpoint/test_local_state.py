@@ -19,8 +19,8 @@ from fullshard import (
     fully_shard,
 )
 from fullshard.checkpoint.local_state import LocalModelState
-from fullshard.checkpoint.param_shardings import dtensor_sharding
 from fullshard.plan.mesh import ProcessGroupAxes, ranks_by_replica
+from fullshard.plan.param_shardings import dtensor_sharding
 from tests.helpers.checkpoints import Snapshot, snapshot, source_of
 from tests.helpers.compare import assert_equal
 from tests.helpers.fake import fake_world

@@ -19,14 +19,14 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from fullshard.checkpoint import stored_checkpoint as stored_module, tensor_files
-from fullshard.checkpoint.blocks import Block, whole
 from fullshard.checkpoint.dtypes import DTYPE_CODES
 from fullshard.checkpoint.manifest import Manifest, StoredTensor, file_name
-from fullshard.checkpoint.sharding import Sharding, replicated
 from fullshard.checkpoint.source import Source, TensorInfo
 from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import NewEntry, write_file
 from fullshard.errors import CheckpointError
+from fullshard.plan.blocks import Block, whole
+from fullshard.plan.sharding import Sharding, replicated
 from tests.helpers.shardings import blocks_in, shardings
 
 

@@ -27,7 +27,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fullshard.checkpoint import tensor_files
-from fullshard.checkpoint.blocks import Block, whole
 from fullshard.checkpoint.dtypes import DTYPE_CODES, DTYPES_BY_CODE
 from fullshard.checkpoint.manifest import FileRecord
 from fullshard.checkpoint.tensor_files import (
@@ -38,6 +37,7 @@ from fullshard.checkpoint.tensor_files import (
     write_file,
 )
 from fullshard.errors import CheckpointError
+from fullshard.plan.blocks import Block, whole
 
 
 def entries_of(tensors: Mapping[str, Tensor]) -> list[NewEntry]:

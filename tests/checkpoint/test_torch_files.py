@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from fullshard import CheckpointError, FullyShardedDataParallel, checkpoint, fully_shard
 from fullshard.checkpoint import manifest as manifests
-from fullshard.checkpoint.blocks import Block, whole
 from fullshard.checkpoint.json_values import DeviceScalar, encode
 from fullshard.checkpoint.load_plan import load_source
 from fullshard.checkpoint.source import TensorInfo, TensorRef
 from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.torch_files import TorchFile, write_torch_file
+from fullshard.plan.blocks import Block, whole
 from tests.helpers.compare import assert_equal
 
 

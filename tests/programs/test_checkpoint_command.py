@@ -83,7 +83,7 @@ def test_pieces_are_where_inspect_says(made: Path, name: str) -> None:
 
 
 def _whole(tensor: torch.Tensor) -> Any:
-    from fullshard.checkpoint.blocks import whole
+    from fullshard.plan.blocks import whole
 
     return whole(tensor.shape)
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from fullshard.checkpoint.blocks import whole
 from fullshard.checkpoint.conversion import write
 from fullshard.checkpoint.formats import open_source
 from fullshard.errors import CheckpointError
+from fullshard.plan.blocks import whole
 from fullshard.programs import cli
 from fullshard.programs.train import launch
 from fullshard.programs.train.config import RunConfig

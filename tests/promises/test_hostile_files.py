@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from fullshard import CheckpointError, ConfigurationError, checkpoint
 from fullshard.checkpoint import manifest as manifests
-from fullshard.checkpoint.blocks import whole
 from fullshard.checkpoint.dcp import DcpCheckpoint, write_dcp
 from fullshard.checkpoint.formats import open_source
 from fullshard.checkpoint.huggingface import HuggingFaceFolder, save_huggingface
@@ -44,6 +43,7 @@ from fullshard.checkpoint.source import Source
 from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import TensorFile
 from fullshard.checkpoint.torch_files import TorchFile, write_torch_file
+from fullshard.plan.blocks import whole
 from fullshard.programs.checkpoint_tool.contents import describe
 from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.diagnosis import diagnose

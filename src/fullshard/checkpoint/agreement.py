@@ -25,12 +25,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fullshard.checkpoint import json_values
-from fullshard.checkpoint.blocks import whole
 from fullshard.checkpoint.local_state import LocalTensor
 from fullshard.checkpoint.manifest import StoredTensor
-from fullshard.checkpoint.sharding import Sharding
 from fullshard.checkpoint.source import CLASS, MODEL, TensorRef
 from fullshard.errors import CheckpointError, fault_paragraphs, ranks_text
+from fullshard.plan.blocks import whole
+from fullshard.plan.sharding import Sharding
 
 Tree = Mapping[str, Any]
 

@@ -13,17 +13,17 @@ from pathlib import Path
 from torch import Tensor
 
 from fullshard.checkpoint import json_values, publication
-from fullshard.checkpoint.blocks import Block
 from fullshard.checkpoint.dcp import write_dcp
 from fullshard.checkpoint.formats import use_source
 from fullshard.checkpoint.huggingface import write_huggingface
 from fullshard.checkpoint.manifest import Manifest, StoredTensor, file_name
-from fullshard.checkpoint.sharding import Cuts, Sharding
 from fullshard.checkpoint.source import MODEL, OPTIMIZER, Source
 from fullshard.checkpoint.tensor_files import NewEntry, write_file
 from fullshard.checkpoint.torch_files import write_torch_file
 from fullshard.checkpoint.verified_reads import read_verified
 from fullshard.errors import CheckpointError, ConfigurationError
+from fullshard.plan.blocks import Block
+from fullshard.plan.sharding import Cuts, Sharding
 
 FORMATS = ("fullshard", "huggingface", "dcp", "torch")
 

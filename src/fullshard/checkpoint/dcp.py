@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fullshard.checkpoint import json_values
-from fullshard.checkpoint.blocks import Block, slabs, whole
 from fullshard.checkpoint.dcp_metadata import METADATA, Chunk, DcpTensor, Item, read_metadata
 from fullshard.checkpoint.source import (
     MODEL,
@@ -50,6 +49,7 @@ from fullshard.checkpoint.torch_items import fault_of, refuse_compressed
 from fullshard.checkpoint.verified_reads import raise_if_damaged, read_verified, with_tensors
 from fullshard.errors import CheckpointError
 from fullshard.files import atomic_write
+from fullshard.plan.blocks import Block, slabs, whole
 from fullshard.torch_border import EXTRA_STATE, dcp_item_place
 
 EXTRA = "extra/"

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.blocks import MAX_DIMS, Block, are_sizes, whole
 from fullshard.checkpoint.metadata_pickle import Record, unpickle
 from fullshard.checkpoint.verified_reads import raise_if_damaged
 from fullshard.errors import CheckpointError
 from fullshard.files import content_of
+from fullshard.plan.blocks import MAX_DIMS, Block, are_sizes, whole
 
 METADATA = ".metadata"
 MAX_BYTES = 4 << 30

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.blocks import slabs
 from fullshard.checkpoint.json_values import DeviceScalar, references
 from fullshard.checkpoint.source import CLASS, MODEL, Source, TensorInfo, TensorRef, without_class
 from fullshard.checkpoint.verified_reads import read_verified
+from fullshard.plan.blocks import slabs
 
 COMPARED_AT_ONCE = 1 << 20
 """Elements of each checkpoint that are in memory at once."""

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fullshard.checkpoint import manifest as manifests
-from fullshard.checkpoint.blocks import Block, whole
 from fullshard.checkpoint.found_checkpoint import FoundCheckpoint, read_together
 from fullshard.checkpoint.json_values import without_repetition
 from fullshard.checkpoint.load_plan import Loaded, Staging, load_source, rows_of
@@ -43,6 +42,7 @@ from fullshard.checkpoint.tensor_files import NewEntry, TensorFile, write_file
 from fullshard.checkpoint.verified_reads import raise_if_damaged
 from fullshard.errors import CheckpointError, ConfigurationError
 from fullshard.files import content_of
+from fullshard.plan.blocks import Block, whole
 
 T = TypeVar("T")
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard.checkpoint.agreement import check_optimizer_classes
-from fullshard.checkpoint.blocks import Block, whole
 from fullshard.checkpoint.local_state import LocalModelState
 from fullshard.checkpoint.model_target import Faults, ModelTarget, ReadRequest
 from fullshard.checkpoint.optimizer_compatibility import class_names
@@ -30,6 +29,7 @@ from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.save_plan import OnProgress, log, speed
 from fullshard.checkpoint.source import MODEL, Source
 from fullshard.errors import CheckpointError
+from fullshard.plan.blocks import Block, whole
 
 COMPARED_BYTES = 4 << 20
 """Bytes of each of two tensors that are compared at once."""

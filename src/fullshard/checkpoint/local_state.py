@@ -20,22 +20,21 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fullshard import torch_border
 from fullshard.checkpoint import json_values
-from fullshard.checkpoint.blocks import Block
-from fullshard.checkpoint.param_shardings import (
-    dtensor_sharding,
-    flat_sharding,
-    in_model_order,
-    inverse,
-)
-from fullshard.checkpoint.sharding import Sharding, replicated
 from fullshard.checkpoint.source import MODEL
 from fullshard.checkpoint.tensor_memory import contiguous_values, stores_each_element
 from fullshard.engine.ownership import params_by_owner
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, state_of
 from fullshard.errors import CheckpointError, LifecycleError, UnsupportedError, fault_paragraphs
+from fullshard.plan.blocks import Block
 from fullshard.plan.mesh import global_rank, ranks_by_replica
 from fullshard.plan.names import clean_name
+from fullshard.plan.param_shardings import (
+    dtensor_sharding,
+    flat_sharding,
+    parts_of_cell,
+)
+from fullshard.plan.sharding import Sharding, replicated
 from fullshard.storage.flat_parameter import FlatParameter, FlatShardedParam
 from fullshard.storage.sharded_params import PlainShardedParam
 
@@ -59,13 +58,8 @@ class LocalTensor:
         """Yield the blocks of the model's tensor that make up this rank's cell, each with its view of `local`."""
         if self.local is None or not self.local.numel():
             return
-        for block, offset in self.sharding.blocks(self.sharding.cell_of(global_rank()) or 0):
-            view = self.local
-            if self.sharding.flat:
-                view = view.narrow(0, offset, block.numel).view(block.shape)
-            if self.sharding.order is not None:
-                view = view.permute(inverse(self.sharding.order))
-            yield in_model_order(self.sharding, block), view
+        cell = self.sharding.cell_of(global_rank()) or 0
+        yield from parts_of_cell(self.sharding, cell, self.local)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,12 +20,12 @@ from typing import Any, NoReturn
 import torch
 
 from fullshard.checkpoint import json_values
-from fullshard.checkpoint.blocks import are_sizes
 from fullshard.checkpoint.dtypes import DTYPE_CODES, DTYPES_BY_CODE
-from fullshard.checkpoint.sharding import Cuts, Sharding
 from fullshard.checkpoint.source import CLASS, MODEL, OPTIMIZER
 from fullshard.errors import CheckpointError
 from fullshard.files import content_of
+from fullshard.plan.blocks import are_sizes
+from fullshard.plan.sharding import Cuts, Sharding
 
 MANIFEST = "manifest.json"
 FORMAT = "fullshard.checkpoint"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.blocks import MAX_DIMS, are_sizes
+from fullshard.plan.blocks import MAX_DIMS, are_sizes
 
 MAX_TUPLE = 256
 """Values in a tuple; sizes, paths and arguments have fewer."""

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from fullshard.checkpoint import json_values
-from fullshard.checkpoint.blocks import Block, whole
 from fullshard.checkpoint.local_state import LocalModelState, LocalTensor
 from fullshard.checkpoint.source import MODEL, Source, TensorInfo
 from fullshard.checkpoint.tensor_memory import fill
 from fullshard.errors import CheckpointError, fault_paragraphs
+from fullshard.plan.blocks import Block, whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 from fullshard.checkpoint.json_values import DeviceScalar
 from fullshard.checkpoint.local_state import LocalModelState, LocalParam, LocalTensor, local_of
 from fullshard.checkpoint.optimizer_compatibility import class_names
-from fullshard.checkpoint.sharding import Sharding, replicated
 from fullshard.checkpoint.source import CLASS, OPTIMIZER, TensorRef
 from fullshard.engine.tensor_trees import map_tensors, tensors_in
 from fullshard.errors import CheckpointError, fault_paragraphs
+from fullshard.plan.sharding import Sharding, replicated
 
 Tree = dict[str, Any]
 

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from fullshard import torch_border
-from fullshard.checkpoint.blocks import whole
 from fullshard.checkpoint.json_values import DeviceScalar, are_same
 from fullshard.checkpoint.local_state import LocalModelState, LocalParam, LocalTensor, local_of
 from fullshard.checkpoint.model_target import Faults, ReadRequest, StoredNames
@@ -30,6 +29,7 @@ from fullshard.checkpoint.optimizer_local_state import NOT_OPTIONS, is_number_of
 from fullshard.checkpoint.source import Source, TensorRef
 from fullshard.checkpoint.tensor_memory import stores_each_element
 from fullshard.optim.fused_shards import like_param
+from fullshard.plan.blocks import whole
 
 _OWN_OPTIONS = (*NOT_OPTIONS, "foreach", "fused", "capturable", "differentiable")
 """Entries of a group that stay the optimizer's own: its parameters, and the choice of an implementation."""

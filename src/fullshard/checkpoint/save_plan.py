@@ -28,12 +28,12 @@ from fullshard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, Stored
 from fullshard.checkpoint.optimizer_local_state import optimizer_tree
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.retention import TrainingRun, remove_old_checkpoints, training_run_of
-from fullshard.checkpoint.sharding import Sharding
 from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import NewEntry, write_file
 from fullshard.checkpoint.tensor_memory import contiguous_values
 from fullshard.checkpoint.unfinished_save import UnfinishedSave
 from fullshard.errors import CheckpointError, ConfigurationError, FullshardError, ranks_text
+from fullshard.plan.sharding import Sharding
 
 log = logging.getLogger("fullshard.checkpoint")
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.blocks import Block
+from fullshard.plan.blocks import Block
 
 MODEL = "model/"
 OPTIMIZER = "optimizer/"

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fullshard.checkpoint.blocks import Block
 from fullshard.checkpoint.manifest import Manifest, StoredTensor, file_name
-from fullshard.checkpoint.sharding import CellPart
 from fullshard.checkpoint.source import TensorInfo
 from fullshard.checkpoint.tensor_files import CHUNK_BYTES, FileEntry, TensorFile
 from fullshard.errors import CheckpointError
+from fullshard.plan.blocks import Block
+from fullshard.plan.sharding import CellPart
 
 MAX_OPEN_FILES = 64
 """Files that are open at once. Their headers stay in memory, so opening a file again costs little."""

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from fullshard.checkpoint import json_values
-from fullshard.checkpoint.blocks import Block, whole
 from fullshard.checkpoint.source import (
     MODEL,
     OPTIMIZER,
@@ -35,6 +34,7 @@ from fullshard.checkpoint.torch_items import fault_of, refuse_compressed
 from fullshard.checkpoint.verified_reads import raise_if_damaged, with_tensors
 from fullshard.errors import CheckpointError
 from fullshard.files import atomic_write
+from fullshard.plan.blocks import Block, whole
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict")
 _OPTIMIZER_NAMES = ("optimizer", "optimizer_state_dict", "optim")

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.blocks import Block, whole
 from fullshard.checkpoint.json_values import DeviceScalar
 from fullshard.checkpoint.source import Source, TensorRef
 from fullshard.errors import CheckpointError
+from fullshard.plan.blocks import Block, whole
 
 
 def read_verified(source: Source, key: str, wanted: Block | None = None) -> Tensor:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from fullshard import torch_border
-from fullshard.checkpoint.blocks import Block
-from fullshard.checkpoint.sharding import Cuts, Sharding
+from fullshard.plan.blocks import Block
 from fullshard.plan.layout import Layout, chunk_size
+from fullshard.plan.sharding import Cuts, Sharding
 
 
 def dtensor_sharding(
@@ -84,6 +85,17 @@ def in_model_order(sharding: Sharding, block: Block) -> Block:
         return block
     dims = inverse(sharding.order)
     return Block(tuple(block.start[dim] for dim in dims), tuple(block.shape[dim] for dim in dims))
+
+
+def parts_of_cell(sharding: Sharding, cell: int, local: Tensor) -> Iterator[tuple[Block, Tensor]]:
+    """Yield the blocks of the model's tensor that make up a cell, each with its view of ``local``, the cell's elements."""
+    for block, offset in sharding.blocks(cell):
+        view = local
+        if sharding.flat:
+            view = view.narrow(0, offset, block.numel).view(block.shape)
+        if sharding.order is not None:
+            view = view.permute(inverse(sharding.order))
+        yield in_model_order(sharding, block), view
 
 
 def inverse(order: Sequence[int]) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from hypothesis import given, settings, strategies as st
 
-from fullshard.checkpoint.blocks import Block, whole
-from fullshard.checkpoint.sharding import Sharding, replicated
+from fullshard.plan.blocks import Block, whole
+from fullshard.plan.sharding import Sharding, replicated
 from tests.helpers.shardings import blocks_in, shardings
 
 quickly = settings(max_examples=60)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from fullshard.checkpoint import blocks as blocks_module
-from fullshard.checkpoint.blocks import Block, blocks_of_range, slabs, whole
+from fullshard.plan import blocks as blocks_module
+from fullshard.plan.blocks import Block, blocks_of_range, slabs, whole
 from tests.helpers.shardings import blocks_in, shapes
 
 quickly = settings(max_examples=60)

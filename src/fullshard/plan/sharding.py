@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fullshard.checkpoint.blocks import Block, blocks_of_range, row_major_strides
+from fullshard.plan.blocks import Block, blocks_of_range, row_major_strides
 
 Cuts = range | tuple[int, ...]
 """The first indices of cells along one dimension. A cell ends where the next begins. Indices below 0 do not count, so cells may
