@@ -90,3 +90,21 @@ def ranks_text(ranks: Iterable[int]) -> str:
             runs.append([rank])
     parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {', '.join(parts)}"
+
+
+SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+"""The units of sizes in all messages, tables and charts: those in which torch and drivers count memory."""
+
+
+def size_text(num_bytes: float) -> str:
+    """Return a number of bytes as three digits and a unit."""
+    unit, bytes_in_unit = size_unit(num_bytes)
+    return f"{num_bytes / bytes_in_unit:.3g} {unit}"
+
+
+def size_unit(num_bytes: float) -> tuple[str, int]:
+    """Return the unit in which a number of bytes has one to three digits before the point, and the unit's bytes."""
+    power = 0
+    while abs(num_bytes) >= 999.5 * 1024**power and power + 1 < len(SIZE_UNITS):
+        power += 1
+    return SIZE_UNITS[power], 1024**power

@@ -263,11 +263,11 @@ def test_bytes_are_those_of_the_compute_dtype() -> None:
 EXPLANATION = """\
 Net has 2.87 KiB of parameters in 6 groups; at most 1.58 KiB are gathered at a time.
 
-groups  modules  elements   gathered                        why
-   1 x        1       185  740 bytes  (root)                what is left; embed, head: embed.weight is shared
-   5 x        2       110  440 bytes  layers.0 to layers.9  merged to reach 368 bytes (1/8 of the model)
+groups  modules  elements  gathered                        why
+   1 x        1       185     740 B  (root)                what is left; embed, head: embed.weight is shared
+   5 x        2       110     440 B  layers.0 to layers.9  merged to reach 368 B (1/8 of the model)
 
-Smaller than 400 bytes, so that latency counts: 0 of 6.
+Smaller than 400 B, so that latency counts: 0 of 6.
 Merged modules stay gathered from the first to the last of them; if one does not run, to the end of forward."""
 
 

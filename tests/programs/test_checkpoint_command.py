@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 
 from fullshard.checkpoint.conversion import FORMATS, write
 from fullshard.checkpoint.formats import open_source
+from fullshard.errors import size_text
 from fullshard.programs import cli
 from fullshard.programs.checkpoint_tool import contents, output
-from fullshard.programs.console.tables import size_text
 from tests.helpers.checkpoints import plain_source
 
 

@@ -44,7 +44,7 @@ def all_rows(windows: Windows) -> list[list[int]]:
 def test_the_standard_library_gives_the_same_windows_each_time() -> None:
     first, second = opened(None, context=128), opened(None, context=128)
     assert sysconfig.get_path("stdlib") in first.source
-    assert re.fullmatch(r"[0-9.]+ MB of [0-9.]+ MB of text \(data.max_bytes\)", first.left_out)
+    assert re.fullmatch(r"[0-9.]+ MiB of [0-9.]+ MiB of text \(data.max_bytes\)", first.left_out)
     assert 100_000 < first.training.tokens + first.held_out.tokens <= 8_000_000
     assert len(first.held_out) == pytest.approx(len(first.training) * 0.05 / 0.95, rel=0.01)
     assert torch.equal(first.training.rows([7, 1000]), second.training.rows([7, 1000]))
@@ -97,7 +97,7 @@ def test_a_text_is_read_to_its_end_and_a_limit_is_said(tmp_path: Path) -> None:
     assert data.left_out == ""
     assert data.training.tokens + data.held_out.tokens > 11_990_000
     limited = opened(path, context=1000, max_bytes=8_000_000)
-    assert limited.left_out == "4.0 MB of 12.0 MB of text (data.max_bytes)"
+    assert limited.left_out == "3.81 MiB of 11.4 MiB of text (data.max_bytes)"
 
 
 def test_an_opening_is_the_first_held_out_text_in_whole_characters(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from fullshard.checkpoint.conversion import write
 from fullshard.checkpoint.formats import open_source
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, size_text
 from fullshard.plan.blocks import whole
 from fullshard.programs import cli
 from fullshard.programs.train import launch
@@ -112,7 +112,7 @@ def exported_by_command(config: RunConfig) -> None:
     assert result.exit_code == 0, result.output
     assert "step_00000006 after step 6" in said(result)
     size = sum(file.stat().st_size for file in (folder / "model").iterdir() if file.name != MARK)
-    assert f"{size / 1000:.1f} kB" in said(result)
+    assert size_text(size) in said(result)
     assert invoke("export", folder, "--step", 4, "--to", folder / "four").exit_code == 0
     for name, step in (("model", 6), ("four", 4)):
         model = AutoModelForCausalLM.from_pretrained(folder / name)

@@ -105,10 +105,10 @@ def test_groups_totals_memory_and_traffic_are_shown() -> None:
     output = inspect("small", "--world", "8", "--precision", "bf16")
     assert "decoder of 6 layers x 384, 6 heads, 10,818,432 parameters" in output
     assert "whole, to compute  per rank, at rest" in output
-    assert re.search(r"^blocks\.5 +1 +9 +1,770,240 +3\.5 MB +885\.1 kB +0\.00%$", output, re.M)
-    assert re.search(r"^7 groups +7 +57 +10,818,432 +21\.6 MB +5\.4 MB +0\.00%$", output, re.M)
-    assert re.search(r"^optimizer state \(Adam\) +10\.8 MB +86\.5 MB$", output, re.M)
-    assert re.search(r"^gathers, received +37\.5 MB$", output, re.M)
+    assert re.search(r"^blocks\.5 +1 +9 +1,770,240 +3\.38 MiB +864 KiB +0\.00%$", output, re.M)
+    assert re.search(r"^7 groups +7 +57 +10,818,432 +20\.6 MiB +5\.16 MiB +0\.00%$", output, re.M)
+    assert re.search(r"^optimizer state \(Adam\) +10\.3 MiB +82\.5 MiB$", output, re.M)
+    assert re.search(r"^gathers, received +35\.8 MiB$", output, re.M)
     assert "compute in bfloat16, gradients in float32" in output
 
 
@@ -120,7 +120,7 @@ def test_a_large_model_on_many_ranks_takes_no_memory() -> None:
 
 def test_what_one_rank_computes_with_is_the_whole_though_nothing_is_gathered() -> None:
     output = inspect("tiny", "--world", "1")
-    assert re.search(r"^5 groups +5 +39 +918,656 +3\.7 MB +3\.7 MB +0\.00%$", output, re.M)
+    assert re.search(r"^5 groups +5 +39 +918,656 +3\.5 MiB +3\.5 MiB +0\.00%$", output, re.M)
     assert re.search(r"^gathered parameters, at most +0 B +0 B$", output, re.M)
 
 

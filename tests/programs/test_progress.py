@@ -77,7 +77,7 @@ def test_a_pipe_gets_a_plain_line_for_each_tenth_of_the_run() -> None:
     assert "\x1b" not in output and "\r" not in output
     lines = [line for line in output.splitlines() if line.startswith("step ") and "/40" in line]
     assert len(lines) == 11  # the first step, then every tenth
-    assert lines[0] == "step  1/40  loss 5.545  lr 3.0e-03  norm 0.75  128 tokens/s  123.5 MB"
+    assert lines[0] == "step  1/40  loss 5.545  lr 3.0e-03  norm 0.75  128 tokens/s  118 MiB"
     assert lines[-1].startswith("step 40/40  loss 4.634")
 
 
@@ -98,7 +98,7 @@ def test_what_happens_besides_steps_gets_a_line_of_its_own() -> None:
         progress(Stopped(step=9, why="a signal"))
     assert file.getvalue().splitlines()[-4:] == [
         "step 9: loss is nan; its update is skipped",
-        "step  9/40  loss nan  lr 3.0e-03  norm 0.75  128 tokens/s  123.5 MB",
+        "step  9/40  loss nan  lr 3.0e-03  norm 0.75  128 tokens/s  118 MiB",
         "step 9: others waited 7 s for rank 1 (at data.py:3)",
         "step 9: stopped by a signal",
     ]
@@ -117,9 +117,9 @@ def test_the_summary_says_what_was_trained_and_what_each_rank_held() -> None:
     assert ["step", "1", "5.5452", "8.0000"] in rows
     assert ["step", "40", "1.3863", "2.0000"] in rows
     assert ["held", "out,", "after", "step", "40", "1.5000", "2.1640"] in rows
-    assert ["rank", "0", "502", "50.2%"] in rows
-    assert ["rank", "1", "498", "49.8%"] in rows
-    assert ["unsharded", "model", "1,000", "100.0%"] in rows
+    assert ["rank", "0", "502", "B", "50.2%"] in rows
+    assert ["rank", "1", "498", "B", "49.8%"] in rows
+    assert ["unsharded", "model", "0.977", "KiB", "100.0%"] in rows
     assert output.splitlines()[-1] == "Report  runs/[a]/report.html"
 
 

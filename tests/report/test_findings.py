@@ -53,7 +53,7 @@ def test_a_gather_that_a_deeper_prefetch_hides_is_named_with_both_remedies():
     )
     assert "Its gather takes 3.1 ms; those of groups of its size take 100 \u00b5s." in finding.text
     assert "2 groups ahead instead of 1" in finding.text
-    assert "12 MB more memory" in finding.text
+    assert "11.4 MiB more memory" in finding.text
     assert any("sharding.prefetch = 2" in str(remedy) for remedy in finding.remedies)
     assert any("set_modules_to_backward_prefetch" in str(remedy) for remedy in finding.remedies)
 

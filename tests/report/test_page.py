@@ -103,7 +103,7 @@ def test_hovering_a_wait_names_its_group(tab: Tab):
 def test_hovering_a_gather_tells_its_bytes(tab: Tab):
     tab.mouse("mouseMoved", *middle_of_bar(tab, "all-gather", "layers.3, backward"))
     text = hover_text(tab)
-    assert "all-gather of layers.3, backward, 3 MB" in text
+    assert "all-gather of layers.3, backward, 2.86 MiB" in text
     assert "800 \u00b5s, from " in text
 
 

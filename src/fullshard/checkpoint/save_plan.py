@@ -32,7 +32,13 @@ from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import NewEntry, write_file
 from fullshard.checkpoint.tensor_memory import contiguous_values
 from fullshard.checkpoint.unfinished_save import UnfinishedSave
-from fullshard.errors import CheckpointError, ConfigurationError, FullshardError, ranks_text
+from fullshard.errors import (
+    CheckpointError,
+    ConfigurationError,
+    FullshardError,
+    ranks_text,
+    size_text,
+)
 from fullshard.plan.sharding import Sharding
 
 log = logging.getLogger("fullshard.checkpoint")
@@ -56,9 +62,8 @@ class Saved:
 
 def speed(nbytes: int, seconds: float) -> str:
     """Return an amount of data, the time it took and the rate, for people."""
-    return (
-        f"{nbytes / 1e9:.3g} GB in {seconds:.3g} s ({nbytes / 1e9 / max(seconds, 1e-9):.3g} GB/s)"
-    )
+    rate = size_text(nbytes / max(seconds, 1e-9))
+    return f"{size_text(nbytes)} in {seconds:.3g} s ({rate}/s)"
 
 
 @dataclass(slots=True)

@@ -21,9 +21,9 @@ from itertools import groupby
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.errors import LifecycleError
+from fullshard.errors import LifecycleError, size_text
 from fullshard.fsdp2.fully_shard import ShardPlacementFn, fully_shard
-from fullshard.fsdp2.group_reasons import TARGETS_PER_MODEL, GroupReasons, size_text
+from fullshard.fsdp2.group_reasons import TARGETS_PER_MODEL, GroupReasons
 from fullshard.fsdp2.group_units import (
     GroupingOptions,
     Unit,

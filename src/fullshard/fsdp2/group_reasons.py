@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fullshard.errors import size_text
 from fullshard.fsdp2.group_units import GroupingOptions, Unit
 
 TARGETS_PER_MODEL = 8
@@ -60,13 +61,3 @@ def _first_few(names: Sequence[str], most: int = 4) -> str:
     """Return names in one line; if there are many, the first ones."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
-
-
-def size_text(num_bytes: int) -> str:
-    """Return a number of bytes as three digits and a unit."""
-    value, unit = float(num_bytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1000:
-            break
-        value, unit = value / 1024, larger
-    return f"{num_bytes} bytes" if unit == "bytes" else f"{value:.3g} {unit}"

@@ -16,6 +16,7 @@ from rich.console import Console
 from fullshard.checkpoint.dcp import EXTRA
 from fullshard.checkpoint.differences import Differences
 from fullshard.checkpoint.source import MODEL, OPTIMIZER, TensorInfo
+from fullshard.errors import size_text
 from fullshard.programs.checkpoint_tool.verification import Report
 from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe
 from fullshard.programs.console.progress_line import showing_line
@@ -26,7 +27,6 @@ from fullshard.programs.console.tables import (
     print_facts,
     print_line,
     print_table,
-    size_text,
 )
 
 QUIET_SECONDS = 1.0

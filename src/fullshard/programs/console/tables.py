@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -28,11 +27,6 @@ def print_error(text: str) -> None:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: `1 rank`, `2 ranks`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def size_text(nbytes: int) -> str:
-    """Return a number of bytes with its unit."""
-    return decimal(nbytes).replace("bytes", "B")
 
 
 def print_line(console: Console, text: str) -> None:

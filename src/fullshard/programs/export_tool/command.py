@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fullshard.errors import ConfigurationError
+from fullshard.errors import ConfigurationError, size_text
 from fullshard.programs.checkpoint_tool.command import errors_as_exit_codes
-from fullshard.programs.console.tables import print_line, size_text
+from fullshard.programs.console.tables import print_line
 from fullshard.programs.export_tool.origin import Origin, find_origin
 from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.exported_model import check_target

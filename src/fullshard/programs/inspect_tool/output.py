@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+from fullshard.errors import size_text
 from fullshard.programs.console.tables import (
     counted,
     print_facts,
     print_line,
     print_table,
-    size_text,
 )
 from fullshard.programs.inspect_tool.cost import ShardedPlan
 from fullshard.tracing.schema import GroupFacts

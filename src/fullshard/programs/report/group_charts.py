@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import plotly.graph_objects as go
 
+from fullshard.errors import size_unit
 from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.chart import Chart, Table, figure, plain
 from fullshard.programs.report.timeline import StepTimes, group_bytes
@@ -123,11 +124,14 @@ def _by_group(analysis: Analysis) -> Chart:
             if (wait.phase, wait.awaited) == (phase, awaited)
         }
         if by_name:
-            traces.append(_group_bars(names, x, by_name, label, color, "y"))
-    for kind, label in COLLECTIVES.items():
-        by_name = group_bytes(analysis.steps, kind)
+            traces.append(_group_bars(names, x, by_name, label, color, "y", 1e3))
+    sent = {kind: group_bytes(analysis.steps, kind) for kind in COLLECTIVES}
+    most = max((sum(each.get(name, 0.0) for each in sent.values()) for name in names), default=0.0)
+    unit, bytes_in_unit = size_unit(most)
+    for kind, by_name in sent.items():
         if by_name:
-            traces.append(_group_bars(names, x, by_name, label, kind, "y2"))
+            label = COLLECTIVES[kind]
+            traces.append(_group_bars(names, x, by_name, label, kind, "y2", bytes_in_unit))
     return Chart(
         name="groups",
         title="Waits and bytes by group",
@@ -143,10 +147,8 @@ def _by_group(analysis: Analysis) -> Chart:
                 xaxis={"type": "category", "anchor": "y2"},
                 yaxis={"title": {"text": "ms"}, "domain": [0.54, 1], "rangemode": "tozero"},
                 yaxis2={
-                    "title": {"text": "bytes"},
+                    "title": {"text": unit},
                     "domain": [0, 0.46],
-                    "tickformat": ".3~s",
-                    "ticksuffix": "B",
                     "rangemode": "tozero",
                 },
             )
@@ -162,13 +164,14 @@ def _group_bars(
     label: str,
     color: str,
     yaxis: str,
+    unit: float,
 ) -> go.Bar:
     values = [by_name.get(name, 0.0) for name in names]
     show = duration if yaxis == "y" else size
     return go.Bar(
         name=label,
         x=x,
-        y=[value / 1e3 for value in values] if yaxis == "y" else values,
+        y=[value / unit for value in values],
         yaxis=yaxis,
         marker={"color": f"var(--{color})"},
         hovertext=[

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import plotly.graph_objects as go
 
+from fullshard.errors import size_unit
 from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.chart import Chart, Table, figure
 from fullshard.programs.report.timeline import StepTimes
@@ -88,29 +89,37 @@ def _memory(step: StepTimes, levels: Levels) -> go.Figure:
     layers = {name: [nbytes] * len(x) for name, nbytes in levels.at_rest.items()}
     layers["gathered"] = [sample.gathered for sample in samples]
     layers["reducing"] = [sample.reducing for sample in samples]
+    asked = [(at, s.allocated) for at, s in zip(x, samples, strict=True) if s.allocated is not None]
+    stacked = map(sum, zip(*layers.values(), strict=True))
+    most = max(levels.unsharded, *stacked, *(allocated for _, allocated in asked))
+    unit, bytes_in_unit = size_unit(most)
+    hover = f"<b>%{{y:.4g}} {unit}</b><extra></extra>"
+
+    def in_unit(values: Iterable[float]) -> list[float]:
+        return [round(value / bytes_in_unit, 4) for value in values]
+
     traces = [
         go.Scatter(
             name=name,
             x=x,
-            y=values,
+            y=in_unit(values),
             stackgroup="held",
             mode="lines",
             line={"shape": "hv", "width": 0.5, "color": f"var(--{COLORS[name]})"},
             fillcolor=f"var(--{COLORS[name]})",
-            hovertemplate=f"{name}: <b>%{{y:.4s}}B</b><extra></extra>",
+            hovertemplate=f"{name}: {hover}",
         )
         for name, values in layers.items()
     ]
-    asked = [(at, s.allocated) for at, s in zip(x, samples, strict=True) if s.allocated is not None]
     if asked:
         traces.append(
             go.Scatter(
                 name="allocated in all",
                 x=[at for at, _ in asked],
-                y=[allocated for _, allocated in asked],
+                y=in_unit(allocated for _, allocated in asked),
                 mode="lines",
                 line={"shape": "hv", "width": 1.8, "color": "var(--ink)"},
-                hovertemplate="allocated: <b>%{y:.4s}B</b><extra></extra>",
+                hovertemplate=f"allocated: {hover}",
             )
         )
     ends = [x[0], x[-1]]
@@ -118,10 +127,10 @@ def _memory(step: StepTimes, levels: Levels) -> go.Figure:
         go.Scatter(
             name="unsharded",
             x=ends,
-            y=[levels.unsharded] * 2,
+            y=in_unit([levels.unsharded] * 2),
             mode="lines",
             line={"color": "var(--wait)", "width": 1.8, "dash": "dash"},
-            hovertemplate="unsharded: <b>%{y:.4s}B</b><extra></extra>",
+            hovertemplate=f"unsharded: {hover}",
         )
     )
     return figure(
@@ -129,12 +138,7 @@ def _memory(step: StepTimes, levels: Levels) -> go.Figure:
         height=340,
         hovermode="x unified",
         xaxis={"title": {"text": "ms from the start of the step, on the host"}, "range": ends},
-        yaxis={
-            "title": {"text": "bytes"},
-            "tickformat": ".3~s",
-            "ticksuffix": "B",
-            "rangemode": "tozero",
-        },
+        yaxis={"title": {"text": unit}, "rangemode": "tozero"},
     )
 
 

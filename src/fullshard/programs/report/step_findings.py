@@ -30,7 +30,7 @@ WIRE_BOUND = 0.8
 SLOW_GATHER = 4.0
 """A gather is slow if it takes this many times as long as gathers of groups of its size."""
 
-SMALL_GROUP_BYTES = 1_000_000
+SMALL_GROUP_BYTES = 1 << 20
 """A group with fewer gathered bytes is small: on wires of 10 GB/s and more its time is mostly latency."""
 
 MANY_SMALL = 0.5

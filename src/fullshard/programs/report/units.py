@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-BYTES = ("B", "KB", "MB", "GB", "TB", "PB")
+from fullshard.errors import size_text
+
+size = size_text
 COUNTS = ("", " K", " M", " B", " T")
 
 
@@ -17,14 +19,9 @@ def duration(us: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def size(nbytes: float) -> str:
-    """Return bytes in powers of 1000."""
-    return _scaled(nbytes, BYTES, " ")
-
-
 def count(number: float) -> str:
     """Return a count, rounded to three digits from a thousand on."""
-    return f"{number:.0f}" if abs(number) < 1000 else _scaled(number, COUNTS, "")
+    return f"{number:.0f}" if abs(number) < 1000 else _scaled(number, COUNTS)
 
 
 def exact(number: float) -> str:
@@ -47,12 +44,12 @@ def share(part: float) -> str:
     return f"{percent:.1f} %" if abs(percent) < 10 else f"{percent:.0f} %"
 
 
-def _scaled(number: float, units: tuple[str, ...], space: str) -> str:
+def _scaled(number: float, units: tuple[str, ...]) -> str:
     for unit in units[:-1]:
         if abs(number) < 999.5:
-            return f"{_digits(number)}{space}{unit}"
+            return f"{_digits(number)}{unit}"
         number /= 1000
-    return f"{_digits(number)}{space}{units[-1]}"
+    return f"{_digits(number)}{units[-1]}"
 
 
 def _digits(number: float) -> str:

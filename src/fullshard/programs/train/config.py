@@ -157,7 +157,7 @@ class DataSection:
     """Share of the tokens, from the end, that is held out for evaluation."""
 
     max_bytes: PositiveCount | None = field(default=None, metadata=FIXED)
-    """Most bytes of text to read. Not set: all of it, and 8 MB of the standard library."""
+    """Most bytes of text to read. Not set: all of it, and 8 million bytes of the standard library."""
 
     def problems(self) -> Iterator[Problem]:
         """Yield the problems of fields that do not go together."""

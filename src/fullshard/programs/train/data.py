@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fullshard.errors import ConfigurationError
-from fullshard.programs.console.tables import size_text
+from fullshard.errors import ConfigurationError, size_text
 from fullshard.programs.train.array_files import read_header
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.data_files import (

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.table import Table
 
-from fullshard.errors import ranks_text
+from fullshard.errors import ranks_text, size_text
 from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe
 from fullshard.programs.console.progress_line import ProgressLine, showing_line
 from fullshard.programs.console.tables import print_line
@@ -172,7 +172,7 @@ def status_of(step: Step, *, loss: float, speed: float) -> str:
     """Return loss, rate, norm, speed and memory as one text; loss and speed are means of the last steps."""
     return (
         f"loss {loss:.3f}  lr {step.lr:.1e}  norm {step.grad_norm:.2f}  "
-        f"{speed:,.0f} tokens/s  {megabytes(step.memory_bytes)}"
+        f"{speed:,.0f} tokens/s  {size_text(step.memory_bytes)}"
     )
 
 
@@ -193,20 +193,15 @@ def memory_table(start: Start) -> Table:
     """Return a table of the bytes of parameters that each rank holds between steps."""
     table = Table(title="Parameters held at rest", title_justify="left")
     table.add_column("")
-    table.add_column("bytes", justify="right")
+    table.add_column("size", justify="right")
     table.add_column("share", justify="right")
     for rank, held in enumerate(start.rank_bytes):
-        table.add_row(f"rank {rank}", f"{held:,}", f"{held / start.unsharded_bytes:.1%}")
+        table.add_row(f"rank {rank}", size_text(held), f"{held / start.unsharded_bytes:.1%}")
     table.add_section()
-    table.add_row("unsharded model", f"{start.unsharded_bytes:,}", "100.0%")
+    table.add_row("unsharded model", size_text(start.unsharded_bytes), "100.0%")
     return table
 
 
 def ranks_on(start: Start) -> str:
     """Return the number and the device of the ranks as a text."""
     return f"{start.world} {start.device} rank{'s' if start.world > 1 else ''}"
-
-
-def megabytes(num_bytes: int) -> str:
-    """Return a size in megabytes as a text."""
-    return f"{num_bytes / 1e6:,.1f} MB"
