@@ -48,7 +48,7 @@ test: $(READY) lint
 	wait $$types; types=$$?; cat .mypy_output; rm -f .mypy_output; exit $$((tests ? tests : types))
 
 test-clients: $(CLIENTS_READY)
-	FULLSHARD_TEST_CLIENTS=1 $(CLIENTS_RUN) -m pytest $(or $(ARGS),tests/clients)
+	FULLSHARD_TEST_CLIENTS=1 $(CLIENTS_RUN) -m pytest $(or $(ARGS),tests/clients tests/docs/test_how_do_i.py)
 
 check: $(READY) lint
 	$(RUN) -m mypy

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,11 +19,12 @@ from torch import Tensor
 from fullshard.comm import collectives
 from fullshard.comm.journal import Tag
 from tests.helpers.compare import assert_close, assert_equal
+from tests.helpers.page_programs import DOCS, blocks, check_output, execute
 from tests.helpers.training import gradients, weights
 
 pytestmark = pytest.mark.slow
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
+GUIDE = DOCS / "guide.md"
 STEPS = 10
 
 
@@ -48,10 +46,6 @@ class Outcome(NamedTuple):
 
 
 # --- reading the guide -------------------------------------------------------------------------------
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def programs(text: str) -> dict[str, Program]:
@@ -111,22 +105,6 @@ def recorded_collectives() -> Iterator[Counter[tuple[str, int, int]]]:
         yield seen
 
 
-def execute(common: str, code: str, folder: str) -> dict[str, Any]:
-    """Run a program as a script in ``folder``; returns its names."""
-    module = ModuleType("common")
-    names: dict[str, Any] = {"__name__": "__main__"}
-    sys.modules["common"] = module
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        exec(compile(common, "guide.md: common.py", "exec"), module.__dict__)
-        exec(compile(code, "guide.md", "exec"), names)
-    finally:
-        os.chdir(before)
-        del sys.modules["common"]
-    return names
-
-
 def run(common: str, code: str, folder: str) -> Outcome:
     output = io.StringIO()
     with contextlib.redirect_stdout(output), recorded_collectives() as collectives:
@@ -178,16 +156,6 @@ def of_one_process(outcomes_of) -> Outcome:
     return _OF_ONE_PROCESS[0]
 
 
-def check_output(name: str, outcome: Outcome) -> None:
-    """Same words, numbers about the same; however lines are broken."""
-    number = r"\d+\.\d+"
-    shown, printed = PROGRAMS[name].output.split(), outcome.output.split()
-    assert re.sub(number, "#", " ".join(printed)) == re.sub(number, "#", " ".join(shown))
-    expected = [float(text) for text in re.findall(number, " ".join(shown))]
-    actual = [float(text) for text in re.findall(number, " ".join(printed))]
-    assert actual == pytest.approx(expected, abs=0.02)
-
-
 SINGLE = [name for name in PROGRAMS if name != "common" and not name.startswith("step_e")]
 SAME_TRAINING = ["step_b", "step_d", "step_f", "step_f_parts", "step_g", "step_h", "step_j"]
 
@@ -195,8 +163,8 @@ SAME_TRAINING = ["step_b", "step_d", "step_f", "step_f_parts", "step_g", "step_h
 def test_training_goes_on_from_the_checkpoints_of_the_guide(outcomes_of, tmp_path: Path) -> None:
     saved, *_ = outcomes_of("step_e", tmp_path)
     loaded, *_ = outcomes_of("step_e_load", tmp_path)
-    check_output("step_e", saved)
-    check_output("step_e_load", loaded)
+    check_output(PROGRAMS["step_e"].output, saved.output)
+    check_output(PROGRAMS["step_e_load"].output, loaded.output)
     assert saved.losses[-1] < 0.1 * saved.losses[0]
     assert loaded.losses == saved.losses[5:]
     assert loaded.output.split()[-1] == f"{saved.losses[5]:.3f}"
@@ -255,7 +223,7 @@ def test_a_program_does_what_the_guide_says(
     outcomes_of, of_one_process: Outcome, name: str
 ) -> None:
     outcome, *others = [of_one_process] if name == "step_a" else outcomes_of(name)
-    check_output(name, outcome)
+    check_output(PROGRAMS[name].output, outcome.output)
     assert len(outcome.losses) == STEPS
     assert outcome.losses[-1] < 0.1 * outcome.losses[0]
     for other in others:
