@@ -39,6 +39,7 @@ if _TYPE_CHECKING:
     from fullshard.engine.clip_grad import clip_grad_norm_
     from fullshard.engine.guarded_step import GuardedStep, guarded_step
     from fullshard.engine.join import JoinedBatches, join
+    from fullshard.engine.planned_groups import PlannedGroup
     from fullshard.engine.unshard_handle import UnshardHandle
     from fullshard.errors import (
         CheckpointError,
@@ -61,7 +62,7 @@ if _TYPE_CHECKING:
         share_comm_ctx,
     )
     from fullshard.fsdp2.fully_shard import fully_shard, replicate
-    from fullshard.fsdp2.group_plan import GroupPlan, PlannedGroup, plan_groups
+    from fullshard.fsdp2.group_plan import GroupPlan, plan_groups
     from fullshard.plan.policies import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
@@ -151,7 +152,7 @@ _MODULES = {
     "OffloadPolicy": "plan.policies",
     "OptimStateDictConfig": "api",
     "OptimStateKeyType": "api",
-    "PlannedGroup": "fsdp2.group_plan",
+    "PlannedGroup": "engine.planned_groups",
     "Recording": "tracing.trace",
     "ReplicateModule": "fsdp2.fsdp_module",
     "ShardedOptimStateDictConfig": "api",

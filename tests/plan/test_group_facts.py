@@ -20,10 +20,12 @@ from fullshard import (
     MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
+    plan_groups,
     replicate,
 )
 from fullshard.comm.collectives import DefaultAllGather, DefaultReduceScatter
 from fullshard.tracing.group_facts import facts_of_groups, group_facts
+from fullshard.tracing.planned_facts import planned_facts
 from fullshard.tracing.schema import GroupFacts
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.fake import fake_world
@@ -184,6 +186,11 @@ def test_one_block_by_hand() -> None:
         wire_dtype="float32",
         world=4,
         replicas=1,
+        division="rows",
+        flat_padded_numel=188,  # 187 elements, over 4 ranks
+        # Both matrices along the dimension of 13: 4 on each rank.
+        longest_padded_numel=4 * (4 * 6 + 4 + 6 * 4 + 2 + 2 + 2),
+        halved_padded_numel=2 * (7 * 6 + 7 + 3 * 13 + 3 + 3 + 3),
     )
 
 
@@ -231,3 +238,41 @@ def test_modules_of_one_group_are_named_together() -> None:
 def test_a_model_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="nothing in this Linear is"):
         group_facts(nn.Linear(2, 2))
+
+
+class Tied(nn.Module):
+    """A model whose head may have the embedding's weight."""
+
+    def __init__(self, *, is_tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        layers = (nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(6))
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(16, 50, bias=False)
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Nobody calls it, but a plan is for modules that have one."""
+        return tokens
+
+
+def by_layers(model: Tied) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def wrapped(model: Tied) -> nn.Module:
+    return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_sharded_model_has_the_plan_of_the_model_before(is_tied: bool) -> None:
+    with fake_world(4):
+        plan = plan_groups(Tied(is_tied=is_tied))
+        expected = [(group.modules, group.num_bytes) for group in plan.groups]
+        assert (("embed",) in dict(expected)) != is_tied
+        for shard in (by_layers, wrapped, lambda model: plan_groups(model).apply()):
+            facts = planned_facts(shard(Tied(is_tied=is_tied)))
+            assert [(each.modules, each.gathered_bytes) for each in facts] == expected

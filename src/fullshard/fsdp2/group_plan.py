@@ -6,7 +6,7 @@
 
 Small groups are slow: a collective has its latency however little it moves, and each group costs host time. Large groups
 need memory, and the first gather has no compute to run beside. So a group should have a certain size, the **target**:
-``min_bytes``, but at most an eighth of the model. `group_units` finds the modules and puts them together.
+``min_bytes``, but at most an eighth of the model. `engine/group_units.py` finds the modules and puts them together.
 
 Everything depends on shapes, names and classes. So all ranks make the same plan, for any number of ranks. Nothing is
 allocated and nothing is communicated.
@@ -21,49 +21,12 @@ from itertools import groupby
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.engine.group_units import GroupingOptions
+from fullshard.engine.planned_groups import MAX_BYTES, MIN_BYTES, PlannedGroup, planned_groups
 from fullshard.errors import LifecycleError, size_text
 from fullshard.fsdp2.fully_shard import ShardPlacementFn, fully_shard
-from fullshard.fsdp2.group_reasons import TARGETS_PER_MODEL, GroupReasons
-from fullshard.fsdp2.group_units import (
-    GroupingOptions,
-    Unit,
-    UnitWalk,
-    is_container,
-    merge,
-    reached_params,
-    untie,
-)
-from fullshard.plan.placement import local_tensor
 from fullshard.plan.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.wrap import CustomPolicy
-
-MIN_BYTES = 32 * 2**20
-"""Latency is a large part of the time of collectives below some 30 MB. Bytes are counted as in NCCL's tests of gathers:
-the pieces of all ranks together."""
-
-MAX_BYTES = 2 * 2**30
-"""Two groups are in memory at a time: together a twentieth of an 80 GB device."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedGroup:
-    """Modules whose parameters will be gathered and reduced together."""
-
-    modules: tuple[str, ...]
-    """Full names; the root's is empty."""
-    num_params: int
-    """The number of parameters (tensors, not elements) that are in no other group."""
-    num_elements: int
-    """The number of their elements."""
-    num_bytes: int
-    """Their bytes in memory while they are gathered, in the compute dtype and without padding."""
-    reason: str
-    """Why these modules form a group."""
-
-    def encloses(self, other: PlannedGroup) -> bool:
-        """Return whether the other group's modules run within this one's."""
-        inside = tuple(f"{name}." if name else "" for name in self.modules)
-        return other is not self and other.modules[0].startswith(inside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +72,7 @@ class GroupPlan:
         Returns:
             The model, now also an `FSDPModule`.
         """
-        if _planned(self.model, self.options) != self.groups:
+        if planned_groups(self.model, self.options) != self.groups:
             raise LifecycleError(
                 "A plan can be applied once, to the model as it was planned, but modules or parameters of "
                 f"{type(self.model).__name__} have changed or are sharded now. Call plan_groups again, and apply the new "
@@ -182,37 +145,7 @@ def plan_groups(
         max_bytes=max_bytes,
     )
     options.check(model)
-    return GroupPlan(groups=_planned(model, options), options=options, model=model)
-
-
-# --- the plan -------------------------------------------------------------------------------------
-
-
-def _planned(model: nn.Module, options: GroupingOptions) -> tuple[PlannedGroup, ...]:
-    """Return the groups of a model, the root's first."""
-    root = Unit(name="", module=model, num_bytes=options.bytes_below(model))
-    target = min(options.min_bytes, -(-root.num_bytes // TARGETS_PER_MODEL))
-    walk = UnitWalk(options, target)
-    walk.look_into(model, "", root, entries=is_container(model))
-    units, left_out = untie(root, walk.units, options)
-    together = [[root], *merge(units, target)]
-    members: dict[Unit, list[nn.Parameter]] = {unit: [] for group in together for unit in group}
-    for reached in reached_params(root, members, options):
-        (unit,) = reached.units
-        members[unit].append(reached.param)
-    reasons = GroupReasons(options, target, {*members}, left_out)
-    return tuple(
-        PlannedGroup(
-            modules=tuple(unit.name for unit in group),
-            num_params=len(params),
-            num_elements=sum(local_tensor(param).numel() for param in params),
-            num_bytes=sum(map(options.bytes_of, params)),
-            reason=reasons.of(group),
-        )
-        for group in together
-        # The root has a group even if no parameters are left for it: its hooks begin and end a step.
-        if (params := [p for unit in group for p in members[unit]]) or group == [root]
-    )
+    return GroupPlan(groups=planned_groups(model, options), options=options, model=model)
 
 
 def _explanation(plan: GroupPlan) -> str:

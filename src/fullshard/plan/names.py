@@ -19,3 +19,8 @@ def clean_name(name: str) -> str:
     'layers.0.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def is_wrapper(name: str) -> bool:
+    """Return whether a child of this name is a module with a wrapper around it."""
+    return name in _WRAPPERS

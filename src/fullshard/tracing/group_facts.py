@@ -7,7 +7,7 @@ Nothing is run and nothing is communicated, so this also works on the meta devic
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from torch import nn
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, named_states, state_of
 from fullshard.errors import ConfigurationError
+from fullshard.plan.layout import Division, Layout, flat_layout, per_row_layout
+from fullshard.storage.param import FSDPParam
 from fullshard.tracing.schema import GroupFacts
 
 
@@ -102,7 +104,7 @@ def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupF
         modules=modules,
         parameters=len(group.params),
         numel=sum(slot.numel for slot in layout.slots),
-        padded_numel=sum(segment.piece_numel for segment in layout.segments) * layout.world,
+        padded_numel=padded_numel(layout),
         shard_bytes=group.shards.nbytes,
         gathered_bytes=gathers.memory,
         gather_bytes=gathers.received,
@@ -114,7 +116,35 @@ def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupF
         wire_dtype=_names({reducer.wire_dtype or dtype for dtype in reduce_dtypes}),
         world=axes.shard_mesh_size,
         replicas=axes.replicate_mesh_size,
+        division="flat" if any(s.division is Division.FLAT for s in layout.slots) else "rows",
+        **_padded_otherwise(group.params, layout.world),
     )
+
+
+def _padded_otherwise(params: Sequence[FSDPParam], world: int) -> dict[str, int]:
+    """Return the elements of all shards if the parameters were cut in other ways."""
+    shapes = [param.shape for param in params]
+    # A parameter without dimensions cannot be cut; 0 stands for the dimension of nothing.
+    longest = [
+        min(
+            range(len(shape)),
+            key=lambda dim, s=shape: (-s[dim] % world) / s[dim] if s[dim] else 0,
+            default=0,
+        )
+        for shape in shapes
+    ]
+    ways = {
+        "flat_padded_numel": flat_layout(shapes, world=world, kinds=[p.dtype for p in params]),
+        "longest_padded_numel": per_row_layout(shapes, world=world, dims=longest),
+    }
+    if world % 2 == 0:
+        ways["halved_padded_numel"] = per_row_layout(shapes, world=world // 2)
+    return {name: padded_numel(layout) for name, layout in ways.items()}
+
+
+def padded_numel(layout: Layout) -> int:
+    """Return the elements of the shards of all ranks."""
+    return sum(segment.piece_numel for segment in layout.segments) * layout.world
 
 
 def _names(dtypes: Collection[torch.dtype]) -> str:

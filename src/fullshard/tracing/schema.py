@@ -73,11 +73,29 @@ class GroupFacts:
     """Ranks that share one copy of the group."""
     replicas: int
     """Copies of the group."""
+    division: str = ""
+    """How parameters are cut: "rows" or "flat", regardless of rows; "" in older files."""
+    flat_padded_numel: int = 0
+    """What `padded_numel` would be if parameters were cut regardless of rows. 0 if it is not known, as in the next two."""
+    longest_padded_numel: int = 0
+    """... if each parameter were cut along the dimension that needs least padding."""
+    halved_padded_numel: int = 0
+    """... over half of the ranks; 0 also if their number is odd."""
 
     @property
     def padding_share(self) -> float:
         """Padding as a share of what is stored and sent."""
         return 1 - self.numel / self.padded_numel if self.padded_numel else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedFacts:
+    """A group that `plan_groups` would make of the same model."""
+
+    modules: tuple[str, ...]
+    """Their names; "" is the outermost."""
+    gathered_bytes: int
+    """Memory of the full parameters in the compute dtype, without padding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +163,8 @@ class Header:
     """In order of forward."""
     dropped: int
     """Events beyond the limit, which were not recorded."""
+    planned: tuple[PlannedFacts, ...] = ()
+    """The plan for this model, the outermost group first; empty if it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,6 +200,7 @@ def to_document(trace: Trace) -> dict[str, Any]:
             "format": FORMAT,
             **header,
             "groups": [asdict(group) for group in trace.groups],
+            "planned": [asdict(group) for group in trace.planned],
         },
     }
 
@@ -245,10 +266,12 @@ def parse_trace(document: object) -> Trace:
         raise ValueError(
             f"its format is {reprlib.repr(facts.get('format'))}, this version of fullshard reads {FORMAT}"
         )
-    header = read_fields(Header, {**facts, "groups": None}, is_strict=True)
+    header = read_fields(Header, {**facts, "groups": None, "planned": None}, is_strict=True)
     header |= {"world": header["world"] or 1, "device": header["device"] or "cpu"}
-    header["groups"] = tuple(
-        _group(each) for each in _list(facts.get("groups")) if isinstance(each, Mapping)
+    header["groups"] = tuple(map(_group, _objects(facts.get("groups"))))
+    header["planned"] = tuple(
+        PlannedFacts(**read_fields(PlannedFacts, each, is_strict=True))
+        for each in _objects(facts.get("planned"))
     )
     spans: list[Span] = []
     releases: list[Release] = []
@@ -329,6 +352,11 @@ def _args(event: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(args, Mapping):
         raise ValueError("an event has args")
     return args
+
+
+def _objects(value: object) -> list[Mapping[str, Any]]:
+    """Return the objects of a list; what else is in it is left out."""
+    return [each for each in _list(value) if isinstance(each, Mapping)]
 
 
 def _list(value: object) -> list[Any]:

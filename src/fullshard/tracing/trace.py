@@ -36,6 +36,7 @@ from fullshard.errors import ConfigurationError, LifecycleError
 from fullshard.files import atomic_write
 from fullshard.plan.mesh import global_rank, world_size
 from fullshard.tracing.group_facts import facts_of_groups, outermost_states, states_in
+from fullshard.tracing.planned_facts import planned_facts
 from fullshard.tracing.schema import (
     COLLECTIVES,
     Kind,
@@ -178,6 +179,7 @@ class _Export:
 
     def __init__(self, model: nn.Module, recorder: TraceRecorder) -> None:
         self._facts = facts_of_groups(model)
+        self._planned = planned_facts(model)
         self._recorder = recorder
         self._clock = recorder.clock
         self._names: dict[Named, str] = {state: name for state, name, _ in states_in(model)}
@@ -194,6 +196,7 @@ class _Export:
             zero_unix_ns=recorder.started_unix_ns,
             groups=tuple(facts for _, facts in self._facts),
             dropped=recorder.dropped,
+            planned=self._planned,
             # A stable sort: of spans with the same times, the one that was recorded first is the outer.
             spans=tuple(sorted(self._spans(), key=lambda span: (span.start_us, -span.duration_us))),
             releases=tuple(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fullshard.engine.group_units import GroupingOptions, Unit
 from fullshard.errors import size_text
-from fullshard.fsdp2.group_units import GroupingOptions, Unit
 
 TARGETS_PER_MODEL = 8
 """A group should have at most 1/8 of the model. Two neighbours are in memory at a time, so a quarter of a small model;
