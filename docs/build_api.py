@@ -95,7 +95,7 @@ PACKAGES = {
         "Saved",
         "Loaded",
     ],
-    "optim": ["ShardedOptimizer"],
+    "optim": ["ShardedOptimizer", "EMA"],
     "mesh": [
         "DataParallelAxes",
         "ProcessGroupAxes",

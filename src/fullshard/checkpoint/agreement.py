@@ -27,7 +27,7 @@ from torch import Tensor
 from fullshard.checkpoint import json_values
 from fullshard.checkpoint.local_state import LocalTensor
 from fullshard.checkpoint.manifest import StoredTensor
-from fullshard.checkpoint.source import CLASS, MODEL, TensorRef
+from fullshard.checkpoint.source import AVERAGES, CLASS, MODEL, TensorRef
 from fullshard.errors import CheckpointError, fault_paragraphs, ranks_text
 from fullshard.plan.blocks import whole
 from fullshard.plan.sharding import Sharding
@@ -223,6 +223,11 @@ class _Merged:
             }
         return Outline(tensors=self.tensors, tied=self.tied, optimizer=optimizer)
 
+    @property
+    def averages(self) -> Tree:
+        """The numbers that belong to averages; empty if no rank has averages."""
+        return {} if self._optimizer is None else self._optimizer.get(AVERAGES, {})
+
     def rank_of(self, name: str) -> str:
         """Return, for messages, the rank that reported a tensor of the model."""
         reporter = self.reporter.get(MODEL + name)
@@ -270,6 +275,8 @@ def _tied_differences(own: Outline, merged: _Merged) -> Iterator[str]:
 
 
 def _optimizer_differences(own: Outline, optimizer: Tree, merged: _Merged) -> Iterator[str]:
+    own_averages, averages = optimizer.get(AVERAGES, {}), merged.averages
+    yield from _differences(own_averages, averages, "the averages (ema)", "other ranks")
     groups = optimizer["param_groups"]
     own_numbers, numbers = _numbers(groups), _numbers(merged.groups)
     for name in own_numbers | numbers:

@@ -32,6 +32,7 @@ from fullshard.checkpoint.source import Source
 from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.torch_files import TorchFile
 from fullshard.errors import CheckpointError
+from fullshard.optim import EMA
 
 T = TypeVar("T")
 
@@ -60,6 +61,7 @@ def load(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    ema: EMA | None = None,
     without_optimizer: bool = False,
     cast: bool = False,
     process_group: ProcessGroup | None = None,
@@ -76,7 +78,9 @@ def load(
         model: Gets the parameters and buffers.
         optimizer: Gets the state and the options of its parameter groups. It has the saved class, or one with the same
             state (docs/checkpoints.md).
-        without_optimizer: Do not load a saved optimizer's state: to evaluate, or to begin with a new optimizer.
+        ema: Gets the averages, if the checkpoint has them.
+        without_optimizer: Do not load a saved optimizer's state: to evaluate, or to begin with a new optimizer. Averages are
+            then loaded only if ``ema`` is passed.
         cast: Let tensors have another dtype than the saved ones.
         process_group: The ranks that load together; all by default.
         on_progress: Called with the bytes that this rank has read, and will read in total.
@@ -89,6 +93,7 @@ def load(
             source,
             model,
             optimizer,
+            ema=ema,
             without_optimizer=without_optimizer,
             cast=cast,
             rank_group=rank_group,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fullshard import torch_border
+from fullshard.optim import EMA
 
 ALIGNMENT = 64
 
@@ -87,11 +88,11 @@ class Snapshot:
             self._events[device] = stream.record_event()
         memory.note_write(self._events[device])
 
-    def hold_back(self, optimizer: Optimizer | None) -> None:
+    def hold_back(self, optimizer: Optimizer | None, ema: EMA | None = None) -> None:
         """Keep the tensors from changing before they are copied.
 
-        Forward and backward do not change them, so the device waits for the copies at the optimizer's next step. Without
-        an optimizer it waits at once. The host never waits.
+        Forward and backward do not change them, so the device waits for the copies at the optimizer's next step, and
+        before ``ema`` writes. Without an optimizer it waits at once. The host never waits.
         """
         if not self._events:
             return
@@ -104,6 +105,8 @@ class Snapshot:
             self._let_device_wait()
 
         handle = optimizer.register_step_pre_hook(wait)
+        if ema is not None:
+            ema.call_before_write(self._let_device_wait)
 
     def _let_device_wait(self) -> None:
         for device, event in self._events.items():

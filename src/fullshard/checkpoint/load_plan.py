@@ -21,15 +21,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard.checkpoint.agreement import check_optimizer_classes
+from fullshard.checkpoint.averages_target import AveragesTarget
 from fullshard.checkpoint.local_state import LocalModelState
 from fullshard.checkpoint.model_target import Faults, ModelTarget, ReadRequest
 from fullshard.checkpoint.optimizer_compatibility import class_names
 from fullshard.checkpoint.optimizer_target import OptimizerTarget
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.save_plan import OnProgress, log, speed
-from fullshard.checkpoint.source import MODEL, Source
+from fullshard.checkpoint.source import MODEL, Source, averages_in
 from fullshard.errors import CheckpointError
+from fullshard.optim import EMA
 from fullshard.plan.blocks import Block, whole
+
+Target = ModelTarget | OptimizerTarget | AveragesTarget
 
 COMPARED_BYTES = 4 << 20
 """Bytes of each of two tensors that are compared at once."""
@@ -57,6 +61,7 @@ def load_source(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    ema: EMA | None = None,
     without_optimizer: bool = False,
     cast: bool = False,
     rank_group: RankGroup | None = None,
@@ -68,7 +73,12 @@ def load_source(
     try:
         comparison = rank_group.on_each(
             lambda: compare(
-                source, model, optimizer, without_optimizer=without_optimizer, cast=cast
+                source,
+                model,
+                optimizer,
+                ema=ema,
+                without_optimizer=without_optimizer,
+                cast=cast,
             )
         )
         targets = _checked_targets(rank_group, comparison, optimizer)
@@ -94,7 +104,7 @@ class Comparison:
     """What model and optimizer take from a source, and why they cannot."""
 
     source: Source
-    targets: list[ModelTarget | OptimizerTarget]
+    targets: list[Target]
     faults: Faults
     others: list[str]
     """Sentences about an optimizer that is missing on one side."""
@@ -116,12 +126,13 @@ def compare(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    ema: EMA | None = None,
     without_optimizer: bool = False,
     cast: bool = False,
 ) -> Comparison:
     """Compare a source with what this rank has."""
     local_state = LocalModelState(model, "fullshard.checkpoint.load")
-    targets: list[ModelTarget | OptimizerTarget] = [ModelTarget(local_state, source, cast=cast)]
+    targets: list[Target] = [ModelTarget(local_state, source, cast=cast)]
     others = []
     if optimizer is not None and without_optimizer:
         others.append(
@@ -135,13 +146,25 @@ def compare(
         others.append(
             "The checkpoint has an optimizer's state, and no optimizer was passed. Pass it, or without_optimizer=True."
         )
+    has_averages = averages_in(source.optimizer) is not None
+    if ema is not None and has_averages:
+        targets.append(AveragesTarget(ema, local_state, source))
+    elif ema is not None:
+        others.append(
+            "The checkpoint has no averages, and an EMA was passed. Load without it, and call its reset() to begin with the "
+            "loaded weights."
+        )
+    elif has_averages and not without_optimizer:
+        others.append(
+            "The checkpoint has averages of the parameters, and no EMA was passed. Pass ema, or without_optimizer=True."
+        )
     faults = sum((target.faults for target in targets), Faults())
     return Comparison(source, targets, faults, others, local_state.tied)
 
 
 def _checked_targets(
     rank_group: RankGroup, comparison: Comparison, optimizer: Optimizer | None
-) -> list[ModelTarget | OptimizerTarget]:
+) -> list[Target]:
     """Return the targets after checking that the checkpoint fits on all ranks.
 
     A tensor that one rank does not have may be another rank's: stages of a pipeline.

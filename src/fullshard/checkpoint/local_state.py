@@ -22,10 +22,11 @@ from fullshard import torch_border
 from fullshard.checkpoint import json_values
 from fullshard.checkpoint.source import MODEL
 from fullshard.checkpoint.tensor_memory import contiguous_values, stores_each_element
+from fullshard.engine.at_rest import bring_to_rest
 from fullshard.engine.ownership import params_by_owner
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.state import FSDPState, state_of
-from fullshard.errors import CheckpointError, LifecycleError, UnsupportedError, fault_paragraphs
+from fullshard.engine.state import FSDPState
+from fullshard.errors import CheckpointError, UnsupportedError, fault_paragraphs
 from fullshard.plan.blocks import Block
 from fullshard.plan.mesh import global_rank, ranks_by_replica
 from fullshard.plan.names import clean_name
@@ -116,7 +117,7 @@ class LocalModelState:
         self._holders: dict[Hashable, tuple[tuple[int, ...], ...]] = {}
         self._names: dict[Hashable, str] = {}
         self._faults = _Faults()
-        states = _rest(model, method)
+        states = bring_to_rest(model, method)
         self._members = _members(states)
         plain = [
             found
@@ -276,25 +277,6 @@ def local_of(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = torch_border.arrived(torch_border.local_of(tensor))
     return tensor.detach()
-
-
-def _rest(model: nn.Module, method: str) -> list[FSDPState]:
-    """Put the sharded parameters on the modules, and return the states that both APIs keep for them."""
-    found = (state_of(module) for module in model.modules())
-    states = list(dict.fromkeys(state for state in found if state is not None))
-    if any(state.runtime is not None and state.runtime.busy for state in states):
-        raise LifecycleError(
-            f"{method} was called within forward or backward of the model. Call it between them. (After an exception, "
-            "call reset_iter_state of a model that was sharded with fully_shard, or run a forward of a wrapped one.)"
-        )
-    if any(state.summoned for state in states):
-        raise LifecycleError(f"{method} was called within summon_full_params. Call it outside.")
-    for state in states:
-        state.installed_full_params.uninstall()  # loading a state dict has failed
-        for group in state.groups:
-            group.reshard()
-            group.notice_replacements()
-    return states
 
 
 def _members(

@@ -21,7 +21,7 @@ import torch
 
 from fullshard.checkpoint import json_values
 from fullshard.checkpoint.dtypes import DTYPE_CODES, DTYPES_BY_CODE
-from fullshard.checkpoint.source import CLASS, MODEL, OPTIMIZER
+from fullshard.checkpoint.source import AVERAGES, CLASS, MODEL, OPTIMIZER, TensorRef
 from fullshard.errors import CheckpointError
 from fullshard.files import content_of
 from fullshard.plan.blocks import are_sizes
@@ -340,6 +340,12 @@ def _check_optimizer(optimizer: Mapping[str, Any]) -> None:
     params = [name for group in groups for name in group["params"]]
     if not all(isinstance(name, str) for name in (*params, *state)):
         raise ValueError("its optimizer has parameters that are not names")
+    if AVERAGES in optimizer:
+        _count(optimizer[AVERAGES]["updates"], "updates of averages")
+        if not all(
+            isinstance(own.get(AVERAGES, TensorRef("")), TensorRef) for own in state.values()
+        ):
+            raise ValueError("its averages are not tensors")
     if names is not None and not (
         isinstance(names, list)
         and names

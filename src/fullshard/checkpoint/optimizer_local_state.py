@@ -22,9 +22,10 @@ from torch.optim import Optimizer
 from fullshard.checkpoint.json_values import DeviceScalar
 from fullshard.checkpoint.local_state import LocalModelState, LocalParam, LocalTensor, local_of
 from fullshard.checkpoint.optimizer_compatibility import class_names
-from fullshard.checkpoint.source import CLASS, OPTIMIZER, TensorRef
+from fullshard.checkpoint.source import AVERAGES, CLASS, OPTIMIZER, TensorRef
 from fullshard.engine.tensor_trees import map_tensors, tensors_in
-from fullshard.errors import CheckpointError, fault_paragraphs
+from fullshard.errors import CheckpointError, LifecycleError, fault_paragraphs
+from fullshard.optim import EMA
 from fullshard.plan.sharding import Sharding, replicated
 
 Tree = dict[str, Any]
@@ -33,7 +34,9 @@ NOT_OPTIONS = ("params", "param_names")
 """Entries of a parameter group that are not options."""
 
 
-def optimizer_tree(optimizer: Optimizer, model: LocalModelState) -> tuple[Tree, list[LocalTensor]]:
+def optimizer_tree(
+    optimizer: Optimizer, model: LocalModelState, ema: EMA | None = None
+) -> tuple[Tree, list[LocalTensor]]:
     """Return the optimizer as a tree (see `source.Source.optimizer`), and the tensors that the tree refers to.
 
     In a wrapper with ``use_orig_params``, a rank's tree lacks parameters that the rank has no elements of (see
@@ -52,11 +55,47 @@ def optimizer_tree(optimizer: Optimizer, model: LocalModelState) -> tuple[Tree, 
         if known.get(param)
         for member in model.params[param]
     }
+    if ema is not None:
+        for name, reference in _averages(ema, model, collected).items():
+            state.setdefault(name, {})[AVERAGES] = reference
     collected.raise_faults(
         foreign=[_described(key) for key in known if not any(key is param for param in params)]
     )
     tree = _with_scalars_on_cpu({"state": state, "param_groups": groups})
+    if ema is not None:
+        tree = {AVERAGES: {"updates": ema.updates}, **tree}
     return {CLASS: class_names(optimizer), **tree}, collected.tensors
+
+
+def _averages(ema: EMA, model: LocalModelState, collected: _Collected) -> Tree:
+    """Return the averages by the names of parameters, for the tree."""
+    if ema.is_swapped:
+        raise LifecycleError(
+            "Within EMA.averaged the model has the averages in place of its parameters. Save both outside of it, or leave "
+            "ema out to save the averages as the model's weights."
+        )
+    return {
+        member.name: collected.value(param, member, f"{OPTIMIZER}{member.name}/{AVERAGES}", average)
+        for param, members, average in averaged_params(ema, model)
+        for member in members
+        # As optimizers, which have no state of an empty flat shard.
+        if average.numel() or not member.sharding.flat
+    }
+
+
+def averaged_params(
+    ema: EMA, model: LocalModelState
+) -> list[tuple[Tensor, list[LocalParam], Tensor]]:
+    """Return the averaged parameters, their members, and the averages."""
+    averages = ema.averages_by_param()
+    unknown = [_described(param) for param in averages if param not in model.params]
+    for paragraph in fault_paragraphs(
+        unknown,
+        "All parameters that an EMA averages must be parameters of the model; these are not:",
+        "Pass the model that contains them all, and make the EMA after sharding it.",
+    ):
+        raise CheckpointError(paragraph)
+    return [(param, model.params[param], average) for param, average in averages.items()]
 
 
 def _described(key: Any) -> str:

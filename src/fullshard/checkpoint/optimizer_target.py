@@ -26,7 +26,7 @@ from fullshard.checkpoint.optimizer_compatibility import (
     with_counts_it_can_read,
 )
 from fullshard.checkpoint.optimizer_local_state import NOT_OPTIONS, is_number_of_state, named_groups
-from fullshard.checkpoint.source import Source, TensorRef
+from fullshard.checkpoint.source import Source, TensorRef, without_averages
 from fullshard.checkpoint.tensor_memory import stores_each_element
 from fullshard.optim.fused_shards import like_param
 from fullshard.plan.blocks import whole
@@ -54,17 +54,18 @@ class OptimizerTarget:
         if source.optimizer is None:
             self.faults.missing.append("the optimizer")
             return
-        saved_groups, saved_state = source.optimizer["param_groups"], source.optimizer["state"]
+        saved = without_averages(source.optimizer)
+        saved_groups, saved_state = saved["param_groups"], saved["state"]
         saved_names = [name for group in saved_groups for name in group["params"]]
         names = StoredNames(model, source.tied, [*saved_names, *saved_state])
         self._match_groups(named_groups(optimizer, model), saved_groups, names)
         if self.faults.missing or self.faults.others:
             return
-        self._check_compatibility(source.optimizer, model, names)
+        self._check_compatibility(saved, model, names)
         if self.faults.kinds:
             return
-        for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
-            counts = _counts_on_device(group), _counts_on_device(saved)
+        for group, saved_group in zip(optimizer.param_groups, self._groups, strict=True):
+            counts = _counts_on_device(group), _counts_on_device(saved_group)
             for param in group["params"]:
                 members = model.params[param]
                 states = [

@@ -24,6 +24,7 @@ from fullshard.checkpoint.process_exit import join_at_exit
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.save_plan import OnProgress, Saved, log, make_plan, write
 from fullshard.errors import CheckpointError, ConfigurationError
+from fullshard.optim import EMA
 from fullshard.plan import mesh
 
 
@@ -32,6 +33,7 @@ def save(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    ema: EMA | None = None,
     extra: Any = None,
     keep_last: int | None = None,
     process_group: ProcessGroup | None = None,
@@ -45,6 +47,7 @@ def save(
         path: A folder: new, empty, or a checkpoint, which is replaced.
         model: Sharded by `fully_shard` or `FullyShardedDataParallel`, or not at all.
         optimizer: Its state is saved, too. Pass it on all ranks or on none, with the same options and step counts.
+        ema: Averages of the model's parameters, which are saved, too. It needs an optimizer.
         extra: Values that JSON can hold, tuples, and small tensors: the step, a scheduler's state, a generator's. The
             first rank's is saved.
         keep_last: Keep so many of the newest checkpoints of this training run beside ``path``, and remove its older ones. A
@@ -55,7 +58,7 @@ def save(
     """
     rank_group = RankGroup(process_group)
     _finish_previous(rank_group, "wait")
-    plan = make_plan(rank_group, path, model, optimizer, extra, keep_last)
+    plan = make_plan(rank_group, path, model, optimizer, extra, keep_last, ema)
     return write(rank_group, plan, on_progress)
 
 
@@ -64,6 +67,7 @@ def async_save(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    ema: EMA | None = None,
     extra: Any = None,
     keep_last: int | None = None,
     when_busy: Literal["wait", "refuse"] = "wait",
@@ -84,6 +88,7 @@ def async_save(
         path: See `save`.
         model: See `save`.
         optimizer: See `save`.
+        ema: See `save`. Its next write waits for the copies, too.
         extra: See `save`.
         keep_last: See `save`.
         when_busy: Whether to wait for a save that is still in flight, or to refuse this one with an error.
@@ -94,11 +99,11 @@ def async_save(
         raise ConfigurationError(f"when_busy must be 'wait' or 'refuse', got {when_busy!r}.")
     rank_group = RankGroup(process_group)
     _finish_previous(rank_group, when_busy)
-    plan = make_plan(rank_group, path, model, optimizer, extra, keep_last)
+    plan = make_plan(rank_group, path, model, optimizer, extra, keep_last, ema)
     thread_ranks = _rank_group_of_threads(process_group)
     # This must be the last step that can fail: after it the copies are under way, and the thread must keep them.
     snapshot = rank_group.on_each(lambda: Snapshot([local for _, local in plan.own], _host_memory))
-    snapshot.hold_back(optimizer)
+    snapshot.hold_back(optimizer, ema)
     plan.own = [(key, copy) for (key, _), copy in zip(plan.own, snapshot.copies, strict=True)]
 
     def finish() -> Saved:

@@ -39,6 +39,7 @@ from fullshard.errors import (
     ranks_text,
     size_text,
 )
+from fullshard.optim import EMA
 from fullshard.plan.sharding import Sharding
 
 log = logging.getLogger("fullshard.checkpoint")
@@ -108,9 +109,10 @@ def make_plan(
     optimizer: Optimizer | None,
     extra: Any,
     keep_last: int | None,
+    ema: EMA | None = None,
 ) -> Plan:
     """Return what will be written, and by which ranks. It is the same on all ranks, or an error on all."""
-    own = rank_group.on_each(lambda: _collect(rank_group, model, optimizer, extra, keep_last))
+    own = rank_group.on_each(lambda: _collect(rank_group, model, optimizer, extra, keep_last, ema))
     outline = _agreed(rank_group, own)
     turns = {key: turn for turn, key in enumerate(sorted(outline.tensors))}
     tensors = {
@@ -135,13 +137,19 @@ def _collect(
     optimizer: Optimizer | None,
     extra: Any,
     keep_last: int | None,
+    ema: EMA | None,
 ) -> _LocalContent:
     if keep_last is not None and keep_last < 1:
         raise ConfigurationError(f"keep_last must be at least 1, got {keep_last}.")
+    if ema is not None and optimizer is None:
+        raise ConfigurationError(
+            "Averages (ema) are saved beside the state of an optimizer, and none was passed. Pass the optimizer; or save "
+            "the averages as a model, within EMA.averaged."
+        )
     local_state = LocalModelState(model, "fullshard.checkpoint.save", first=rank_group.ranks[0])
     tensors, tree = local_state.tensors, None
     if optimizer is not None:
-        tree, of_optimizer = optimizer_tree(optimizer, local_state)
+        tree, of_optimizer = optimizer_tree(optimizer, local_state, ema)
         tensors = [*tensors, *of_optimizer]
     faults: list[str] = []
     json_values.encode(tree, "optimizer", faults)

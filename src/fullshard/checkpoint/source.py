@@ -6,6 +6,9 @@ Keys of tensors are
     optimizer/<name of a parameter>/<path within its state>
 
 The optimizer's options and numbers are in a tree of values (`json_values`), with a `TensorRef` in place of each tensor.
+Averages of parameters (`fullshard.optim.EMA`) are in the same tree, as one more state of each parameter:
+
+    {"ema": {"updates": 300}, "state": {"head.weight": {"exp_avg": ..., "ema": TensorRef("optimizer/head.weight/ema")}}, ...}
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ MODEL = "model/"
 OPTIMIZER = "optimizer/"
 CLASS = "class"
 """Key in an optimizer's tree: the names of its class and of the classes that it derives from."""
+AVERAGES = "ema"
+"""Key in an optimizer's tree, and in the state of each averaged parameter there. In a tree without it, a state of this name
+is the optimizer's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,5 +83,24 @@ class Source(Protocol):
 
 
 def without_class(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's tree as torch's formats have it."""
-    return {key: value for key, value in optimizer.items() if key != CLASS}
+    """Return an optimizer's tree as torch's formats have it; averages are states of their parameters."""
+    return {key: value for key, value in optimizer.items() if key not in (CLASS, AVERAGES)}
+
+
+def without_averages(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an optimizer's tree as it would be without averages."""
+    if AVERAGES not in optimizer:
+        return optimizer
+    state = {
+        name: {key: value for key, value in own.items() if key != AVERAGES}
+        for name, own in optimizer["state"].items()
+    }
+    return {**{key: each for key, each in optimizer.items() if key != AVERAGES}, "state": state}
+
+
+def averages_in(optimizer: Mapping[str, Any] | None) -> tuple[int, dict[str, TensorRef]] | None:
+    """Return the number of updates and the averages by parameter; None if a checkpoint has none."""
+    if optimizer is None or AVERAGES not in optimizer:
+        return None
+    averages = {name: own[AVERAGES] for name, own in optimizer["state"].items() if AVERAGES in own}
+    return optimizer[AVERAGES]["updates"], averages

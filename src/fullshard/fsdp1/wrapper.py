@@ -186,7 +186,8 @@ class FullyShardedDataParallel(
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise LifecycleError(
             "A wrapped module cannot be copied, because its parameters share one buffer. Copy the module before wrapping "
-            "it, or wrap a second one and load the state dict."
+            "it, or wrap a second one and load the state dict. For averages of the parameters, as "
+            "torch.optim.swa_utils.AveragedModel keeps them, use fullshard.optim.EMA(model)."
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

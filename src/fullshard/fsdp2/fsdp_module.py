@@ -68,7 +68,8 @@ class FSDPModule(torch_border.ConvertibleModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise LifecycleError(
             "A sharded module cannot be copied, because its parameters share one buffer and its hooks one runtime. "
-            "Copy the module before fully_shard, or build a second one and load the state dict."
+            "Copy the module before fully_shard, or build a second one and load the state dict. For averages of the "
+            "parameters, as torch.optim.swa_utils.AveragedModel keeps them, use fullshard.optim.EMA(model)."
         )
 
     def _before_conversion(self) -> None:
