@@ -92,6 +92,12 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {', '.join(parts)}"
 
 
+def names_text(names: Sequence[str], most: int = 5) -> str:
+    """Return names in one line: all of them, or the first and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
+
+
 SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 """The units of sizes in all messages, tables and charts: those in which torch and drivers count memory."""
 

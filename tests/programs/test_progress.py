@@ -4,11 +4,16 @@ import errno
 import io
 import math
 import os
+import re
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
+from fullshard.programs.console.progress_line import LiveLine
 from fullshard.programs.run_events import (
     BadStep,
     Checkpoint,
@@ -20,7 +25,9 @@ from fullshard.programs.run_events import (
     Step,
     Stopped,
     Watcher,
+    line_of,
 )
+from fullshard.programs.train.earlier_starts import read_earlier_starts
 from fullshard.programs.train.progress import showing_progress
 
 START = Start(
@@ -77,7 +84,7 @@ def test_a_pipe_gets_a_plain_line_for_each_tenth_of_the_run() -> None:
     assert "\x1b" not in output and "\r" not in output
     lines = [line for line in output.splitlines() if line.startswith("step ") and "/40" in line]
     assert len(lines) == 11  # the first step, then every tenth
-    assert lines[0] == "step  1/40  loss 5.545  lr 3.0e-03  norm 0.75  128 tokens/s  118 MiB"
+    assert lines[0] == "step  1/40  loss 5.545  128 tokens/s  118 MiB  lr 3.0e-03  norm 0.75"
     assert lines[-1].startswith("step 40/40  loss 4.634")
 
 
@@ -85,6 +92,64 @@ def test_a_terminal_gets_one_line_that_renews_itself() -> None:
     output = seen(terminal=True)
     assert "step 40/40" in output
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l"), "the cursor comes back"
+
+
+STATUS = ("loss 3.989", "2,811 tokens/s", "386 MiB", "lr 3.5e-04", "norm 2.62")
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (110, "step 120/2000  BAR  " + "  ".join(STATUS) + "  1:02:40 left"),
+        (80, "step 120/2000  loss 3.989  2,811 tokens/s  386 MiB  lr 3.5e-04  1:02:40 left"),
+        (60, "step 120/2000  loss 3.989  2,811 tokens/s  1:02:40 left"),
+        (40, "step 120/2000  loss 3.989  1:02:40 left"),
+    ],
+)
+def test_a_narrow_terminal_loses_the_bar_first_and_never_the_remaining_time(
+    width: int, expected: str
+) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True)
+    now = 0.0
+    line = LiveLine(console, clock=lambda: now)
+    line.begin(2000, 100, "step 100/2000", ["evaluating"])
+    line.show(101, "step 101/2000", STATUS)
+    for number in range(102, 121):  # after a resume only its own steps tell how long a step takes
+        now += 2.0
+        line.show(number, f"step {number}/2000", STATUS)
+    line.close()
+    with console.capture() as shown:
+        console.print(line)
+    text = Text.from_ansi(shown.get()).plain
+    assert re.sub("[\u2500-\u257f]+", "BAR", text).rstrip() == expected
+    assert len(text.rstrip()) <= width
+
+
+def test_the_summary_of_a_resumed_run_counts_the_whole_run(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    events = [
+        *(START, Evaluation(step=0, loss=5.5), step(1, 8 * math.log(2))),
+        *(BadStep(step=9, what="w", action="skip"), BadStep(step=13, what="w", action="skip")),
+        *(step(13), replace(START, resumed_from=10), step(11)),
+    ]
+    times = [100, 101, 102, 103, 104, 110, 1000, 1005]  # killed after 10 s, and again after 5 s
+    with metrics.open("w") as file, patch("fullshard.programs.run_events.time") as clock:
+        for clock.time.return_value, event in zip(times, events, strict=True):
+            file.write(line_of(event).decode())
+    output = io.StringIO()
+    with showing_progress(Console(file=output, width=120)) as progress:
+        progress.count_earlier(read_earlier_starts(metrics))
+        progress(replace(START, resumed_from=10))
+        progress(BadStep(step=13, what="w", action="skip"))
+        progress(step(40, 2 * math.log(2)))
+        progress(Evaluation(step=40, loss=1.5))
+        progress(End(step=40, seconds=6.0))
+    text = output.getvalue()
+    assert "goes on after step 10" in text
+    assert "Trained 40 steps on 2,560 tokens in 21.0 s, in 3 starts.\n" in text
+    assert "This start: 30 steps on 1,920 tokens in 6.0 s.\n" in text
+    assert "Skipped 2 of the steps: 9, 13.\n" in text
+    assert "step 1 " in text and "held out, after step 0 " in text
 
 
 def test_what_happens_besides_steps_gets_a_line_of_its_own() -> None:
@@ -98,7 +163,7 @@ def test_what_happens_besides_steps_gets_a_line_of_its_own() -> None:
         progress(Stopped(step=9, why="a signal"))
     assert file.getvalue().splitlines()[-4:] == [
         "step 9: loss is nan; its update is skipped",
-        "step  9/40  loss nan  lr 3.0e-03  norm 0.75  128 tokens/s  118 MiB",
+        "step  9/40  loss nan  128 tokens/s  118 MiB  lr 3.0e-03  norm 0.75",
         "step 9: others waited 7 s for rank 1 (at data.py:3)",
         "step 9: stopped by a signal",
     ]
@@ -112,7 +177,8 @@ def test_the_summary_says_what_was_trained_and_what_each_rank_held() -> None:
     assert "the folder [here]" in output and "a decoder of [2] layers" in output
     assert "        left out: hidden: [.git]\n" in output
     assert "def [f]():\n" in output and "return \\x1b[2J" in output
-    assert "Trained 250 parameters on 2,560 tokens in 12.3 s, sharded over 2 cpu ranks." in output
+    assert "\nTrained 40 steps on 2,560 tokens in 12.3 s.\n" in output
+    assert "\n250 parameters, sharded over 2 cpu ranks.\n" in output
     rows = [line.replace("|", " ").split() for line in output.translate({0x2502: "|"}).splitlines()]
     assert ["step", "1", "5.5452", "8.0000"] in rows
     assert ["step", "40", "1.3863", "2.0000"] in rows
@@ -121,18 +187,6 @@ def test_the_summary_says_what_was_trained_and_what_each_rank_held() -> None:
     assert ["rank", "1", "498", "B", "49.8%"] in rows
     assert ["unsharded", "model", "0.977", "KiB", "100.0%"] in rows
     assert output.splitlines()[-1] == "Report  runs/[a]/report.html"
-
-
-def test_a_run_that_goes_on_says_from_where_and_counts_its_own_tokens() -> None:
-    file = io.StringIO()
-    with showing_progress(Console(file=file, width=120)) as progress:
-        progress(replace(START, resumed_from=38))
-        progress(step(39))
-        progress(step(40))
-        progress(End(step=40, seconds=1.0))
-    assert "goes on after step 38" in file.getvalue()
-    assert "on 128 tokens in 1.0 s" in file.getvalue()
-    assert "Skipped" not in file.getvalue()
 
 
 def test_the_summary_names_steps_that_were_skipped() -> None:

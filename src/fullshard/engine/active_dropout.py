@@ -10,6 +10,8 @@ import warnings
 
 from torch import nn
 
+from fullshard.errors import names_text
+
 DROPOUT = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
@@ -42,10 +44,9 @@ def warn_of_active_dropout(root: nn.Module) -> None:
     names = active_dropout(root)
     if not names:
         return
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     warnings.warn(
         f"model.eval() was not called: {type(root).__name__} runs without gradients in training mode, and its dropout is "
-        f"active ({', '.join(names[:MOST_NAMES])}{more}). Every rank draws its own random numbers, so ranks get different "
+        f"active ({names_text(names, most=MOST_NAMES)}). Every rank draws its own random numbers, so ranks get different "
         "outputs; ranks that generate text would choose different tokens, end at different lengths, and wait for each other. "
         "Call model.eval() before, and model.train() after.",
         stacklevel=2,

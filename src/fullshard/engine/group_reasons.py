@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fullshard.engine.group_units import GroupingOptions, Unit
-from fullshard.errors import size_text
+from fullshard.errors import names_text, size_text
 
 TARGETS_PER_MODEL = 8
 """A group should have at most 1/8 of the model. Two neighbours are in memory at a time, so a quarter of a small model;
@@ -51,13 +51,7 @@ class GroupReasons:
         else:
             reason = f"larger than {self._limit}, but nothing in it is safe to split off"
         ties = [
-            f"{_first_few(names)}: {shared} is shared"
+            f"{names_text(names, most=4)}: {shared} is shared"
             for shared, names in self._ties.get(unit, {}).items()
         ]
         return "; ".join([reason, *ties])
-
-
-def _first_few(names: Sequence[str], most: int = 4) -> str:
-    """Return names in one line; if there are many, the first ones."""
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

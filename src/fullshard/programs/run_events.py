@@ -195,6 +195,11 @@ def parse_line(line: bytes | str) -> Event | None:
         UnknownFormatError: It is a start in another format.
         ValueError: It is not a record: cut off, damaged, or a step without a number.
     """
+    return _parse(line)[1]
+
+
+def _parse(line: bytes | str) -> tuple[float, Event | None]:
+    """Return the time at which a line was written, and its event, as `parse_line` does."""
     try:
         record = json.loads(line)
     except RecursionError:  # a text of brackets alone is too deep for Python
@@ -202,8 +207,10 @@ def parse_line(line: bytes | str) -> Event | None:
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         raise ValueError("a record is an object with a kind")
     kind = _EVENTS.get(record["kind"])
+    written_s = record.get("time")
+    written_s = float(written_s) if isinstance(written_s, int | float) else 0.0
     if kind is None:
-        return None
+        return written_s, None
     if kind is Start and record.get("format", FORMAT) != FORMAT:
         raise UnknownFormatError(
             f"its format is {reprlib.repr(record['format'])}, this version of fullshard reads {FORMAT}"
@@ -211,7 +218,7 @@ def parse_line(line: bytes | str) -> Event | None:
     event = kind(**read_fields(kind, record, is_strict=False))
     if isinstance(event, Step) and event.step <= 0:
         raise ValueError("steps are counted from 1")
-    return event
+    return written_s, event
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -220,15 +227,21 @@ def read_events(path: Path) -> Iterator[Event]:
     Raises:
         UnknownFormatError: It was written in another format.
     """
+    for _, event in read_timed_events(path):
+        yield event
+
+
+def read_timed_events(path: Path) -> Iterator[tuple[float, Event]]:
+    """Yield the same events, each with the time at which it was written, in seconds since the epoch."""
     if not path.exists():
         return
     with path.open("rb") as file:
         for line in file:
             try:
-                event = parse_line(line)
+                written_s, event = _parse(line)
             except UnknownFormatError:
                 raise
             except ValueError:
                 continue
             if event is not None:
-                yield event
+                yield written_s, event

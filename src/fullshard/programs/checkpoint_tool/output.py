@@ -44,14 +44,14 @@ def progress(console: Console, verb: str, total: int) -> Iterator[Callable[[int]
         # Standard output is for the reader of the pipe.
         console = Console(file=broken_pipe_safe(sys.stderr), highlight=False)
     with showing_line(console) as line:
-        line.begin(total, verb, "")
+        line.begin(total, 0, verb, ())
 
         def advance(nbytes: int) -> None:
             nonlocal done
             done = min(done + nbytes, total)  # more than all, if tied tensors are read twice
             seconds = time.perf_counter() - began
             if console.is_terminal or seconds > QUIET_SECONDS:
-                status = f"{size_text(done)} of {size_text(total)}  {rate(done, seconds)}"
+                status = f"{size_text(done)} of {size_text(total)}", rate(done, seconds)
                 line.show(done, verb, status)
 
         yield advance

@@ -29,6 +29,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def time_text(seconds: float) -> str:
+    """Return a time in the unit that fits."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def print_line(console: Console, text: str) -> None:
     """Print a text without markup, and with control characters escaped."""
     console.print(safe_text(text), soft_wrap=True, highlight=False, markup=False)

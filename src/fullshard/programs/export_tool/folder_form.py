@@ -6,13 +6,10 @@ from pathlib import Path
 
 from fullshard.checkpoint.formats import use_source
 from fullshard.checkpoint.source import MODEL, Source
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, names_text
 from fullshard.programs.train.config import ModelSection, RunConfig
 from fullshard.programs.train.exported_model import ExportForm
 from fullshard.programs.train.transformers_model import TransformersModel
-
-MOST_NAMES = 5
-"""Names of each kind that an error lists."""
 
 
 def form_of_folder(folder: Path, checkpoint: Path) -> ExportForm:
@@ -55,5 +52,4 @@ def form_of_folder(folder: Path, checkpoint: Path) -> ExportForm:
 
 
 def _line(kind: str, names: list[str]) -> list[str]:
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return [f"{kind}: {', '.join(names[:MOST_NAMES])}{more}"] if names else []
+    return [f"{kind}: {names_text(names)}"] if names else []

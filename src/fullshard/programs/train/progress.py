@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.table import Table
 
-from fullshard.errors import ranks_text, size_text
+from fullshard.errors import names_text, ranks_text, size_text
 from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe
 from fullshard.programs.console.progress_line import ProgressLine, showing_line
-from fullshard.programs.console.tables import print_line
+from fullshard.programs.console.tables import counted, print_line, time_text
 from fullshard.programs.run_events import (
     BadStep,
     Checkpoint,
@@ -25,6 +25,7 @@ from fullshard.programs.run_events import (
     Step,
     Stopped,
 )
+from fullshard.programs.train.earlier_starts import EarlierStarts
 
 SMOOTHING = 0.9
 """Weight of the old value in a shown running mean."""
@@ -65,8 +66,15 @@ class RunProgress:
         """The first and the latest."""
         self._evaluations: list[Evaluation] = []
         """The first and the latest."""
-        self._skipped: list[int] = []
-        """Numbers of steps."""
+        self._skipped: dict[int, None] = {}
+        """Numbers of steps, each once."""
+        self._earlier = EarlierStarts()
+
+    def count_earlier(self, earlier: EarlierStarts) -> None:
+        """Let the summary count what earlier starts of the run have done. Call it before the first event."""
+        self._earlier = earlier
+        self._steps = [earlier.first_step] if earlier.first_step else []
+        self._evaluations = [earlier.first_evaluation] if earlier.first_evaluation else []
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
@@ -82,7 +90,7 @@ class RunProgress:
                 self._print(f"step {event.step}: saved in {event.path}")
             case BadStep():
                 if event.action == "skip":
-                    self._skipped.append(event.step)
+                    self._skipped[event.step] = None
                 self._print(f"step {event.step}: {event.what}; {DONE[event.action]}")
             case Stall():
                 self._print(
@@ -119,7 +127,9 @@ class RunProgress:
         if start.resumed_from is not None:
             self._print(f"        goes on after step {start.resumed_from}")
         first = start.resumed_from or 0
-        self._line.begin(start.steps, step_of(first, start.steps), "evaluating")
+        self._skipped = {number: None for number in self._earlier.skipped if number <= first}
+        status = [] if first else ["evaluating"]
+        self._line.begin(start.steps, first, step_of(first, start.steps), status)
 
     def _show_step(self, step: Step) -> None:
         assert self._start is not None, "runs begin with their start"
@@ -132,24 +142,30 @@ class RunProgress:
         )
         self._line.show(step.step, step_of(step.step, self._start.steps), status)
 
-    def _skipped_text(self) -> str:
-        if not self._skipped:
-            return ""
-        first, more = self._skipped[:SHOWN_STEPS], len(self._skipped) - SHOWN_STEPS
-        numbers = ", ".join(map(str, first)) + (f" and {more} more" if more > 0 else "")
-        return f"Skipped {len(self._skipped)} of the steps: {numbers}.\n"
-
     def _end(self, end: End) -> None:
         assert self._start is not None, "runs begin with their start"
         self._line.close()
-        num_steps = end.step - (self._start.resumed_from or 0)
-        self._print(
-            f"\nTrained {self._start.parameters:,} parameters on {num_steps * self._start.tokens_per_step:,} "
-            f"tokens in {end.seconds:.1f} s, sharded over {ranks_on(self._start)}.\n{self._skipped_text()}"
-        )
+        self._print("\n" + "\n".join(self._summary(self._start, end)) + "\n")
         self._console.print(
             loss_table(self._steps, self._evaluations), memory_table(self._start), sep="\n"
         )
+
+    def _summary(self, start: Start, end: End) -> Iterator[str]:
+        """Yield lines about the whole run, and about this start of several."""
+
+        def done(num_steps: int, seconds: float) -> str:
+            tokens = num_steps * start.tokens_per_step
+            return f"{counted(num_steps, 'step')} on {tokens:,} tokens in {time_text(seconds)}"
+
+        earlier = self._earlier
+        starts = f", in {earlier.count + 1} starts" if earlier.count else ""
+        yield f"Trained {done(end.step, earlier.seconds + end.seconds)}{starts}."
+        if earlier.count:
+            yield f"This start: {done(end.step - (start.resumed_from or 0), end.seconds)}."
+        yield f"{start.parameters:,} parameters, sharded over {ranks_on(start)}."
+        if self._skipped:
+            numbers = names_text([*map(str, self._skipped)], most=SHOWN_STEPS)
+            yield f"Skipped {len(self._skipped)} of the steps: {numbers}."
 
 
 @contextmanager
@@ -168,19 +184,22 @@ def step_of(step: int, steps: int) -> str:
     return f"step {step:>{len(str(steps))}}/{steps}"
 
 
-def status_of(step: Step, *, loss: float, speed: float) -> str:
-    """Return loss, rate, norm, speed and memory as one text; loss and speed are means of the last steps."""
+def status_of(step: Step, *, loss: float, speed: float) -> tuple[str, ...]:
+    """Return loss, speed, memory, rate and norm, the most important first; loss and speed are means of the last steps."""
     return (
-        f"loss {loss:.3f}  lr {step.lr:.1e}  norm {step.grad_norm:.2f}  "
-        f"{speed:,.0f} tokens/s  {size_text(step.memory_bytes)}"
+        f"loss {loss:.3f}",
+        f"{speed:,.0f} tokens/s",
+        size_text(step.memory_bytes),
+        f"lr {step.lr:.1e}",
+        f"norm {step.grad_norm:.2f}",
     )
 
 
 def loss_table(steps: Sequence[Step], evaluations: Sequence[Evaluation]) -> Table:
-    """Return a table of the first and the last losses of this process."""
-    table = Table(title="Loss", title_justify="left")
+    """Return a table of the first and the last losses."""
+    table = Table(title="Loss per token", title_justify="left")
     table.add_column("")
-    for unit in ("nats per token", "bits per token"):
+    for unit in ("nats", "bits"):
         table.add_column(unit, justify="right")
     rows = [(f"step {step.step}", step.loss) for step in steps]
     rows += [(f"held out, after step {each.step}", each.loss) for each in evaluations]
@@ -195,8 +214,13 @@ def memory_table(start: Start) -> Table:
     table.add_column("")
     table.add_column("size", justify="right")
     table.add_column("share", justify="right")
+    ranks: dict[int, list[int]] = {}
     for rank, held in enumerate(start.rank_bytes):
-        table.add_row(f"rank {rank}", size_text(held), f"{held / start.unsharded_bytes:.1%}")
+        ranks.setdefault(held, []).append(rank)
+    for held, equal in ranks.items():
+        each = " each" if len(equal) > 1 else ""
+        share = f"{held / start.unsharded_bytes:.1%}"
+        table.add_row(f"{ranks_text(equal)}{each}", size_text(held), share)
     table.add_section()
     table.add_row("unsharded model", size_text(start.unsharded_bytes), "100.0%")
     return table

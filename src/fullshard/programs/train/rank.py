@@ -23,6 +23,7 @@ from fullshard.errors import CheckpointError, FullshardError
 from fullshard.programs.run_events import Watcher, all_of
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.data import open_data
+from fullshard.programs.train.earlier_starts import read_earlier_starts
 from fullshard.programs.train.export import export_newest
 from fullshard.programs.train.loop import Job, Training
 from fullshard.programs.train.metrics_file import MetricsFile, TensorBoardFiles
@@ -77,6 +78,8 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
             stack.enter_context(folder.locked())
             if not folder.begin(config):
                 return False
+            if progress is not None:
+                progress.count_earlier(read_earlier_starts(folder.metrics))
             metrics = MetricsFile(folder.metrics, every=config.log.every)
             watchers.append(stack.enter_context(closing(metrics)))
             if config.log.tensorboard:
