@@ -65,7 +65,11 @@ class Elements(HTMLParser):
 
 
 def test_a_page_has_all_sections_and_no_choice_of_addresses(tmp_path: Path):
-    page = write_report(write_run(tmp_path / "demo", Machine(), steps=30))
+    folder = write_run(tmp_path / "demo", Machine(), steps=30)
+    records = metrics_records(30)
+    records[0]["left_out"] = "12 of 20 MB: data.max_bytes"
+    write_metrics(folder, records)
+    page = write_report(folder)
     assert page == tmp_path / "demo" / "report.html"
     elements = Elements(page.read_text())
     assert elements.text["title"] == "demo - fullshard report"
@@ -75,6 +79,8 @@ def test_a_page_has_all_sections_and_no_choice_of_addresses(tmp_path: Path):
     assert len(ids) == len(set(ids))
     assert [a["href"] for a in elements.all("a") if a["href"].removeprefix("#") not in ids] == []
     assert len(elements.all("figcaption")) == len(charts)
+    assert "Data left out" in elements.text["dt"]
+    assert "12 of 20 MB: data.max_bytes" in elements.text["dd"]
 
 
 def test_a_page_loads_nothing(tmp_path: Path):

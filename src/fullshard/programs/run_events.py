@@ -35,6 +35,8 @@ class Start:
     step: int = 0
     world: int
     device: str
+    device_name: str = ""
+    """Of a GPU, as its driver calls it; empty on the CPU."""
     parameters: int
     """Elements of all parameters."""
     unsharded_bytes: int

@@ -8,6 +8,7 @@ analysis    the numbers that findings and charts share
 diagnosis   all findings: `run_findings` and `step_findings`; `findings` says what a finding is
 chart       what a chart is; `run_charts`, `timeline_chart`, `group_charts` and `memory_chart` make them
 views       which recorded steps can be chosen in a chart
+tiles       the numbers at the top; `peak_flops` knows what GPUs can do
 page        the page, from page.html, page.css and page.js
 units       numbers with three digits and a unit
 """

@@ -46,6 +46,16 @@ class Analysis:
         return {group.name: group for group in self.run.traces[0].groups} if self.run.traces else {}
 
     @cached_property
+    def gathered_bytes(self) -> int:
+        """Bytes of all parameters, gathered."""
+        return sum(group.gathered_bytes for group in self.groups.values())
+
+    @cached_property
+    def gathered_peak(self) -> float:
+        """The most bytes that were gathered at the same time."""
+        return max((s.gathered for step in self.steps for s in step.memory), default=0.0)
+
+    @cached_property
     def step_us(self) -> float:
         """Mean duration of the recorded steps."""
         return fmean(step.duration_us for step in self.steps)

@@ -9,11 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from math import isfinite
-from statistics import median
 
 import jinja2
 from markupsafe import Markup, escape
@@ -27,19 +24,11 @@ from fullshard.programs.report.group_charts import comparing_charts, group_table
 from fullshard.programs.report.memory_chart import memory_chart
 from fullshard.programs.report.replay import FAITHFUL_SHARE, MAX_DEPTH
 from fullshard.programs.report.run_charts import run_charts
-from fullshard.programs.report.run_files import Metrics, Run
+from fullshard.programs.report.run_files import Run
+from fullshard.programs.report.tiles import tiles_of
 from fullshard.programs.report.timeline_chart import timeline_chart
-from fullshard.programs.report.units import count, duration, exact, loss_value, share, size
+from fullshard.programs.report.units import count, duration, exact, share, size
 from fullshard.programs.run_events import Start
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tile:
-    """A number at the top of the page."""
-
-    label: str
-    value: str
-    note: str = ""
 
 
 def render(run: Run) -> str:
@@ -53,7 +42,7 @@ def render(run: Run) -> str:
         run=run,
         version=__version__,
         subtitle=_subtitle(run),
-        tiles=list(_tiles(analysis)),
+        tiles=list(tiles_of(analysis)),
         findings=diagnose(analysis),
         run_charts=of_run,
         step_charts=of_steps,
@@ -125,47 +114,6 @@ def _subtitle(run: Run) -> str:
     return " \u00b7 ".join(parts)
 
 
-def _tiles(analysis: Analysis) -> Iterator[Tile]:
-    yield from _run_tiles(analysis.run.metrics)
-    if analysis.steps:
-        waited = analysis.exposed_share * analysis.step_us
-        yield Tile(
-            label="Exposed communication",
-            value=share(analysis.exposed_share),
-            note=f"{duration(waited)} of {duration(analysis.step_us)} a step",
-        )
-        peak = max((s.gathered for step in analysis.steps for s in step.memory), default=0.0)
-        whole = sum(group.gathered_bytes for group in analysis.groups.values())
-        if peak and whole:
-            yield Tile(
-                label="Gathered at once",
-                value=share(peak / whole),
-                note=f"{size(peak)} of {size(whole)} of parameters",
-            )
-
-
-def _run_tiles(metrics: Metrics) -> Iterator[Tile]:
-    if metrics.steps:
-        last = metrics.steps[-1]
-        notes = [f"step {last.step}"]
-        finite = [step for step in metrics.steps if isfinite(step.loss)]
-        if not isfinite(last.loss) and finite:
-            notes.append(f"last finite {finite[-1].loss:.3f} at step {finite[-1].step}")
-        if metrics.evaluations:
-            held_out = metrics.evaluations[-1]
-            notes.append(f"held-out {loss_value(held_out.loss, digits=3)} at step {held_out.step}")
-        yield Tile(label="Loss", value=loss_value(last.loss, digits=3), note="; ".join(notes))
-    times = [step.step_s for step in metrics.steps if step.step_s > 0]
-    if times:
-        per_step = metrics.start.tokens_per_step if metrics.start else 0
-        middle = median(times)
-        yield Tile(
-            label="Speed",
-            value=f"{count(per_step / middle)} tokens/s" if per_step else duration(1e6 * middle),
-            note=f"median step {duration(1e6 * middle)}" if per_step else "median step",
-        )
-
-
 def _replay_table(analysis: Analysis) -> Table | None:
     """Return the waits for gathers at other prefetch depths; None if the replay is not faithful or there are no waits."""
     if not analysis.steps or analysis.prefetch is None:
@@ -190,9 +138,6 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     if steps:
         done = "finished" if run.metrics.is_finished else "not finished"
         yield "Steps done", f"{steps[-1].step}, {done}"
-        memory = max(step.memory_bytes for step in steps)
-        if memory:
-            yield "Peak memory of rank 0", size(memory)
     if run.traces:
         ranks = ", ".join(str(trace.rank) for trace in run.traces)
         yield "Ranks with a trace", f"{len(run.traces)} of {run.traces[0].world}: {ranks}"
@@ -202,6 +147,10 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _start_facts(start: Start) -> Iterator[tuple[str, str]]:
+    if start.left_out:
+        yield "Data left out", start.left_out
+    if start.device_name:
+        yield "Device of a rank", start.device_name
     for label, value, show in (
         ("Parameters", start.parameters, count),
         ("Bytes of all parameters", start.unsharded_bytes, size),

@@ -63,8 +63,8 @@ class Mark:
 class Metrics:
     """The content of `metrics.jsonl`."""
 
-    start: Start | None = None
-    """The newest start: what is trained, on what, with which versions."""
+    starts: tuple[Start, ...] = ()
+    """Those whose steps count, in order; each may have other ranks."""
     steps: tuple[Step, ...] = ()
     """By step. Numbers that were not finite, or not written, are NaN."""
     evaluations: tuple[Evaluation, ...] = ()
@@ -74,6 +74,27 @@ class Metrics:
     is_finished: bool = False
     num_broken: int = 0
     """Lines that could not be read."""
+
+    @property
+    def start(self) -> Start | None:
+        """The newest start: what is trained, on what, with which versions."""
+        return self.starts[-1] if self.starts else None
+
+    @property
+    def newest(self) -> tuple[Start | None, tuple[Step, ...]]:
+        """The newest start that has steps, and these; all steps if no start was read."""
+        return next(iter(reversed(self.by_start)), (self.start, ()))
+
+    @property
+    def by_start(self) -> list[tuple[Start | None, tuple[Step, ...]]]:
+        """The steps of each start that has any, in order."""
+        firsts = [start.resumed_from or 0 for start in self.starts] or [0]
+        ends = [*firsts[1:], float("inf")]
+        found = [
+            (start, tuple(step for step in self.steps if first < step.step <= end))
+            for start, first, end in zip(self.starts or (None,), firsts, ends, strict=True)
+        ]
+        return [(start, steps) for start, steps in found if steps]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +108,11 @@ class Run:
     """By rank."""
     notes: tuple[str, ...] = ()
     """Sentences about what could not be read."""
+
+    @property
+    def is_of_trainer(self) -> bool:
+        """Whether the trainer made the run, so that its fields can be changed; otherwise a program of the user's did."""
+        return bool(self.config or self.metrics.starts)
 
     def setting(self, section: str, name: str) -> Any:
         """Return a field of the configuration; None if it is missing."""
@@ -228,7 +254,7 @@ def _metrics(events: list[Event], num_broken: int) -> Metrics:
             by_step[event.step][type(event), several] = event
     kept = [event for step in steps for event in by_step[step].values()]
     return Metrics(
-        start=starts[-1] if starts else None,
+        starts=tuple(starts),
         steps=tuple(event for event in kept if isinstance(event, Step)),
         evaluations=tuple(event for event in kept if isinstance(event, Evaluation)),
         marks=tuple(_marks(starts, kept)),

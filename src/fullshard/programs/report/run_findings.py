@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import isfinite
-from statistics import median
+from statistics import median, quantiles
 
 from fullshard.errors import ranks_text
 from fullshard.programs.report.findings import Finding, Remedy, Setting
@@ -16,7 +16,7 @@ WARM_UP_STEPS = 5
 """The first steps allocate, compile and fill caches, so they are no measure of the run's speed."""
 
 SLOWER_BY = 0.1
-"""A run has become slower if the median step of its last quarter is longer than that of its first by this share."""
+"""A run has become slower if the median step of a start's last quarter is longer than that of its first by this share."""
 
 MOST_STALLED = 3
 """How many ranks, or sets of ranks, that let others wait are told."""
@@ -33,7 +33,7 @@ def find_in_training(run: Run) -> Iterator[Finding]:
     yield from _troubles(run)
     yield from _stalls(run)
     yield from _spikes(run.metrics.steps)
-    yield from _slowing_down(run.metrics.steps)
+    yield from _slowing_down(run)
 
 
 def _troubles(run: Run) -> Iterator[Finding]:
@@ -126,17 +126,19 @@ def _unexpected_losses(steps: tuple[Step, ...]) -> Iterator[tuple[Step, float]]:
         window.append(step.loss)
 
 
-def _slowing_down(steps: tuple[Step, ...]) -> Iterator[Finding]:
-    times = [step.step_s for step in steps if step.step_s > 0][WARM_UP_STEPS:]
-    quarter = len(times) // 4
-    if quarter < WARM_UP_STEPS:
+def _slowing_down(run: Run) -> Iterator[Finding]:
+    """Yield a finding about the start whose steps became slower most.
+
+    Only steps of one start are compared: they have the same ranks, devices and settings.
+    """
+    found = [each for _, steps in run.metrics.by_start if (each := _slow_down(steps))]
+    if not found:
         return
-    first, last = median(times[:quarter]), median(times[-quarter:])
-    if last < (1 + SLOWER_BY) * first:
-        return
+    first, last, begin, end = max(found, key=lambda each: each[1] / each[0])
     yield Finding(
         title=f"The run becomes slower: {duration(first * 1e6)} a step at first, {duration(last * 1e6)} at the end",
-        text=f"Medians of the first and the last quarter of the steps, without the first {WARM_UP_STEPS}.",
+        text=f"Medians of the first and the last quarter of steps {begin} to {end}, which one start has taken, without the first "
+        f"{WARM_UP_STEPS}. Three quarters of the later steps took longer than three quarters of the earlier ones.",
         remedies=(
             Remedy(
                 text="Look for what grows or shares the machine: memory, clocks and temperature, data loading, other "
@@ -145,3 +147,21 @@ def _slowing_down(steps: tuple[Step, ...]) -> Iterator[Finding]:
         ),
         cost_share=1 - first / last,
     )
+
+
+def _slow_down(steps: tuple[Step, ...]) -> tuple[float, float, int, int] | None:
+    """Return the median times of the first and the last quarter, and the first and the last step; None if not slower.
+
+    Steps vary, so the medians must differ by more than the times within a quarter do.
+    """
+    timed = [step for step in steps if step.step_s > 0][WARM_UP_STEPS:]
+    quarter = len(timed) // 4
+    if quarter < WARM_UP_STEPS:
+        return None
+    early, late = (
+        quantiles((step.step_s for step in part), n=4, method="inclusive")
+        for part in (timed[:quarter], timed[-quarter:])
+    )
+    if late[1] < (1 + SLOWER_BY) * early[1] or late[0] <= early[2]:
+        return None
+    return early[1], late[1], timed[0].step, timed[-1].step

@@ -49,7 +49,7 @@ from fullshard.programs.run_events import (
 from fullshard.programs.train.config import RunConfig, TrainSection
 from fullshard.programs.train.data import Data
 from fullshard.programs.train.evaluation import held_out_loss, window_losses
-from fullshard.programs.train.memory import memory_bytes
+from fullshard.programs.train.memory import device_name, memory_bytes
 from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from fullshard.programs.train.result import TrainResult
@@ -369,6 +369,7 @@ class Training:
         return Start(
             world=self.world,
             device=self.job.device.type,
+            device_name=device_name(self.job.device),
             parameters=self.model.unsharded.num_elements,
             unsharded_bytes=self.model.unsharded.num_bytes,
             rank_bytes=tuple(RankGroup().collect(self.model.bytes_at_rest())),

@@ -1,4 +1,4 @@
-"""The memory that this rank uses, as far as device and platform report it."""
+"""The device of a rank: its name, and the memory that the rank uses, as far as device and platform report it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return _resident_bytes()
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a GPU is called; a CPU has no name that says what it can do."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def _resident_bytes() -> int:
