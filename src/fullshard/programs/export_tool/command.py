@@ -16,7 +16,7 @@ from fullshard.programs.checkpoint_tool.command import errors_as_exit_codes
 from fullshard.programs.console.tables import print_line
 from fullshard.programs.export_tool.origin import Origin, find_origin
 from fullshard.programs.train.config_file import read_config
-from fullshard.programs.train.exported_model import check_target
+from fullshard.programs.train.exported_model import ExportMark, check_target
 
 if TYPE_CHECKING:
     from fullshard.programs.train.exported_model import ExportForm
@@ -44,6 +44,13 @@ def export(
             help="New, empty, or an earlier export, which is replaced.",
         ),
     ] = None,
+    ema: Annotated[
+        bool,
+        typer.Option(
+            "--ema",
+            help="Averages of the parameters (optimizer.ema of a run), not trained weights.",
+        ),
+    ] = False,
     config_from: Annotated[
         Path | None,
         typer.Option(
@@ -69,10 +76,17 @@ def export(
         else:
             assert origin.run is not None, "other paths are checkpoints"
             checkpoint = newest_checkpoint(origin.run)
-        mark = export_checkpoint(checkpoint, _form(origin, checkpoint, config_from), target)
-        size = sum((target / name).stat().st_size for name in mark.files)
-        after = "" if mark.step is None else f" after step {mark.step}"
-        print_line(Console(), f"{target} has the model of {checkpoint}{after}: {size_text(size)}.")
+        form = _form(origin, checkpoint, config_from)
+        mark = export_checkpoint(checkpoint, form, target, ema=ema)
+        _print_result(target, checkpoint, mark)
+
+
+def _print_result(target: Path, checkpoint: Path, mark: ExportMark) -> None:
+    size = sum((target / name).stat().st_size for name in mark.files)
+    averaged = ", its averages" if mark.ema else ""
+    after = "" if mark.step is None else f" after step {mark.step}"
+    text = f"{target} has the model of {checkpoint}{after}{averaged}: {size_text(size)}."
+    print_line(Console(), text)
 
 
 def _target(path: Path, origin: Origin, to: Path | None) -> Path:

@@ -222,6 +222,12 @@ class OptimizerSection:
     momentum: FractionBelowOne = field(default=0.9, metadata=FIXED)
     """Of sgd."""
 
+    ema: ProperFraction | None = field(default=None, metadata=FIXED)
+    """Keep averages of the parameters (EMA), and let each step keep this share of them, for instance 0.999."""
+
+    ema_warmup: NotNegative = field(default=0.0, metadata=FIXED)
+    """Lets early averages forget the initial parameters: step n keeps at most n / (n + ema_warmup) of them. 0 for none."""
+
     flat: bool = True
     """Update whole shards at once (fullshard.optim), not parameter by parameter."""
 
@@ -290,6 +296,9 @@ class EvaluationSection:
     windows: PositiveCount = 64
     """At most this many windows, spread evenly."""
 
+    ema: bool = False
+    """Evaluate the averages of `optimizer.ema`, and let them write the samples."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSection:
@@ -303,6 +312,9 @@ class CheckpointSection:
 
     export: bool = False
     """At the end, write the model as a Hugging Face folder `model`, in place of an earlier export. A finished run is exported, too."""
+
+    export_ema: bool = False
+    """Export the averages of `optimizer.ema` in place of the trained weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -383,6 +395,16 @@ class RunConfig:
                 f"sharding.prefetch is for fully_shard only: the wrapper gathers 1 group ahead, and not "
                 f"{self.sharding.prefetch}. Leave it out, or sharding.door.",
             )
+        for name, is_set in (
+            ("evaluation.ema", self.evaluation.ema),
+            ("checkpoint.export_ema", self.checkpoint.export_ema),
+        ):
+            if is_set and self.optimizer.ema is None:
+                yield Problem(
+                    (name, "optimizer.ema"),
+                    f"{name} needs averages of the parameters, and optimizer.ema is not set. Set it, for instance to 0.999, "
+                    f"or leave {name} out.",
+                )
         if self.sharding.offload and self.run.device == "cpu":
             yield Problem(("sharding.offload", "run.device"), OFFLOAD_ON_CPU)
 

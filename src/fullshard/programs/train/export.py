@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from fullshard.checkpoint import latest
+from fullshard.checkpoint.averages_source import averages_as_model
 from fullshard.checkpoint.formats import open_found
 from fullshard.checkpoint.found_checkpoint import FoundCheckpoint, read_together
 from fullshard.checkpoint.huggingface import write_huggingface
@@ -29,15 +30,17 @@ from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.run_folder import RunFolder
 
 
-def export_newest(folder: RunFolder, source: ModelSource) -> ExportMark:
+def export_newest(folder: RunFolder, source: ModelSource, *, ema: bool = False) -> ExportMark:
     """Export the newest checkpoint of a run to its folder `model`, unless that was done before. All ranks call it.
+
+    With ``ema``, the averages of the parameters are exported.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read, or the folder cannot be written; the same on all
             ranks. An earlier export is unchanged.
     """
     path = RankGroup().on_first(lambda: newest_checkpoint(folder))
-    return export_checkpoint(path, source.export_form(), folder.exported_model)
+    return export_checkpoint(path, source.export_form(), folder.exported_model, ema=ema)
 
 
 def newest_checkpoint(folder: RunFolder) -> Path:
@@ -55,13 +58,16 @@ def newest_checkpoint(folder: RunFolder) -> Path:
     return found
 
 
-def export_checkpoint(path: Path, form: ExportForm, target: Path) -> ExportMark:
+def export_checkpoint(
+    path: Path, form: ExportForm, target: Path, *, ema: bool = False
+) -> ExportMark:
     """Write a checkpoint as a folder that transformers loads, unless the folder is up to date. All ranks call it.
 
     Args:
         path: A checkpoint of any format.
         form: How transformers knows its model.
         target: New, empty, or an earlier export, which is replaced.
+        ema: Export the averages of the parameters in place of the trained weights.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or the folder cannot be written. The folder is unchanged.
@@ -77,10 +83,11 @@ def export_checkpoint(path: Path, form: ExportForm, target: Path) -> ExportMark:
     def write(found: FoundCheckpoint) -> ExportMark:
         manifest = found.manifest()
         data = None if manifest is None else manifest.data
-        if old is not None and data is not None and old.data == data:
+        if old is not None and data is not None and (old.data, old.ema) == (data, ema):
             return old
         with closing(ranks.on_each(lambda: open_found(found))) as source:
-            return _replace(source, data, form, target, keep=_others(old))
+            weights = ranks.on_each(lambda: averages_as_model(source)) if ema else source
+            return _replace(weights, data, form, target, keep=_others(old), ema=ema)
 
     return read_together(path, ranks, write)
 
@@ -92,6 +99,7 @@ def _replace(
     target: Path,
     *,
     keep: Callable[[Path], bool] | None,
+    ema: bool,
 ) -> ExportMark:
     ranks = RankGroup()
     with replacing(target, ranks, keep=keep) as workspace:
@@ -105,6 +113,7 @@ def _replace(
                 data=data,
                 step=step if isinstance(step, int) else None,
                 files=tuple(sorted(file.name for file in new.iterdir())),
+                ema=ema,
             )
             made.write(new)
             return made

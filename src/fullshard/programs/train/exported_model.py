@@ -50,6 +50,9 @@ class ExportMark:
     files: tuple[str, ...]
     """Names of the export's files, without the mark."""
 
+    ema: bool = False
+    """Whether it has averages of the parameters in place of the trained weights."""
+
     def write(self, folder: Path) -> None:
         """Write the mark into the folder of an export."""
         (folder / MARK).write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -64,6 +67,7 @@ def read_mark(folder: Path) -> ExportMark | None:
             data=content["data"],
             step=content["step"],
             files=tuple(map(str, content["files"])),
+            ema=content.get("ema") is True,
         )
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None

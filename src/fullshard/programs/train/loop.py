@@ -6,7 +6,7 @@ A step, and what its ranks communicate:
                  with train.on_error = "skip", a guarded step: all ranks have gradients, or none
     norm         of all gradients, which are scaled down if it is too large                   one number
     agreement    loss; whether the step is bad; whether any rank was asked to stop            one small message
-    update       skipped if the step is bad and the configuration says so
+    update       skipped if the step is bad and the configuration says so; averages (EMA) follow it
 
 The host waits for the device once, to read the agreement. That comes before the update, because it decides whether there
 is one. It costs the time in which the host issues the update.
@@ -21,7 +21,7 @@ import math
 import platform
 import random
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +51,12 @@ from fullshard.programs.train.data import Data
 from fullshard.programs.train.evaluation import held_out_loss, window_losses
 from fullshard.programs.train.memory import device_name, memory_bytes
 from fullshard.programs.train.model_source import ModelSource
-from fullshard.programs.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from fullshard.programs.train.optimizer import (
+    build_ema,
+    build_optimizer,
+    learning_rate,
+    set_learning_rate,
+)
 from fullshard.programs.train.result import TrainResult
 from fullshard.programs.train.resume import Checkpoints, RunState
 from fullshard.programs.train.run_folder import RunFolder
@@ -117,9 +122,15 @@ class Training:
         self.job, self.config, self.watch = job, job.config, watch
         self.model = build_model(job.config, job.source, job.device)
         self.optimizer = build_optimizer(job.config.optimizer, *self.model.parameters())
+        self.ema = build_ema(job.config.optimizer, self.model.module)
         self.sampler = Sampler(len(job.data.training), job.config.run.seed)
         self.checkpoints = Checkpoints(
-            job.folder, job.config.checkpoint, self.model.module, self.optimizer, watch
+            job.folder,
+            job.config.checkpoint,
+            self.model.module,
+            self.optimizer,
+            self.ema,
+            watch,
         )
         self.state = self.checkpoints.resume() or self._begin()
         self.result = TrainResult(tokens=self.state.tokens)
@@ -179,6 +190,8 @@ class Training:
         action = self._action(fault, train.on_bad_step if failure is None else train.on_error)
         if action in (None, "ignore"):
             self.optimizer.step()
+            if self.ema is not None:
+                self.ema.update()
         self.optimizer.zero_grad()
         self._count_step(is_bad=fault is not None)
         self.result.losses[number] = agreed.loss
@@ -306,28 +319,36 @@ class Training:
 
     def _evaluate(self) -> None:
         config = self.config
-        loss = held_out_loss(
-            self.job.source,
-            self.model.module,
-            self.job.data.held_out,
-            limit=config.evaluation.windows,
-            rows=config.train.batch // (self.world * config.train.accumulate),
-            device=self.job.device,
-        )
+        with self._weights_to_show():
+            loss = held_out_loss(
+                self.job.source,
+                self.model.module,
+                self.job.data.held_out,
+                limit=config.evaluation.windows,
+                rows=config.train.batch // (self.world * config.train.accumulate),
+                device=self.job.device,
+            )
         self.result.evaluations[self.state.step] = loss
         self.watch(Evaluation(step=self.state.step, loss=loss))
 
+    def _weights_to_show(self) -> AbstractContextManager[None]:
+        """Let the model have the weights that are evaluated within the block: the trained ones, or their averages."""
+        if self.ema is None or not self.config.evaluation.ema:
+            return nullcontext()
+        return self.ema.averaged()
+
     def _write_samples(self) -> None:
-        texts = write_samples(
-            self.model.module,
-            self.job.source,
-            self.job.data.tokenizer,
-            self.config.samples,
-            opening=self.job.data.opening(),
-            seed=self.config.run.seed,
-            context=self.config.data.context,
-            device=self.job.device,
-        )
+        with self._weights_to_show():
+            texts = write_samples(
+                self.model.module,
+                self.job.source,
+                self.job.data.tokenizer,
+                self.config.samples,
+                opening=self.job.data.opening(),
+                seed=self.config.run.seed,
+                context=self.config.data.context,
+                device=self.job.device,
+            )
         self.result.samples = tuple(texts)
         self.watch(Samples(step=self.state.step, texts=tuple(texts)))
 
@@ -362,6 +383,8 @@ class Training:
 
     def _begin(self) -> RunState:
         self.job.source.fill(self.model.module, seed=self.config.run.seed)
+        if self.ema is not None:
+            self.ema.reset()
         return RunState()
 
     def _start(self) -> Start:

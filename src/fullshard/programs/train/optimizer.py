@@ -1,4 +1,4 @@
-"""The optimizer, and its learning rate over the run."""
+"""The optimizer, its learning rate over the run, and averages of the parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.optim import ShardedOptimizer
+from fullshard.optim import EMA, ShardedOptimizer
 from fullshard.programs.train.config import OptimizerSection, ScheduleSection
 
 
@@ -28,6 +28,13 @@ def build_optimizer(
     if section.flat:
         return ShardedOptimizer(optimizer_class, groups, **options)
     return optimizer_class(groups, **options)
+
+
+def build_ema(section: OptimizerSection, model: nn.Module) -> EMA | None:
+    """Return the averages of a sharded model's parameters, or None if there are to be none."""
+    if section.ema is None:
+        return None
+    return EMA(model, decay=section.ema, warmup=section.ema_warmup)
 
 
 def class_and_options(section: OptimizerSection) -> tuple[type[torch.optim.Optimizer], Any]:

@@ -105,7 +105,7 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
 def _export(job: Job, progress: RunProgress | None) -> CheckpointError | None:
     """Export the model, and print where it is; return the error if that fails, which all ranks have."""
     try:
-        mark = export_newest(job.folder, job.source)
+        mark = export_newest(job.folder, job.source, ema=job.config.checkpoint.export_ema)
     except CheckpointError as error:
         return CheckpointError(
             f"The run is trained and saved, but its model was not exported: {error}"

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from fullshard import checkpoint
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.errors import CheckpointError
+from fullshard.optim import EMA
 from fullshard.programs.run_events import Checkpoint, Watcher
 from fullshard.programs.train.config import CheckpointSection
 from fullshard.programs.train.run_folder import RunFolder
@@ -65,12 +66,14 @@ class Checkpoints:
         section: CheckpointSection,
         model: nn.Module,
         optimizer: Optimizer,
+        ema: EMA | None,
         watch: Watcher,
     ) -> None:
         self._folder = folder
         self._section = section
         self._model = model
         self._optimizer = optimizer
+        self._ema = ema
         self._watch = watch
         self._pending: tuple[Checkpoint, checkpoint.PendingSave] | None = None
         self._last_step = -1
@@ -84,7 +87,7 @@ class Checkpoints:
         self.newest = RankGroup().on_first(lambda: checkpoint.latest(self._folder.checkpoints))
         if self.newest is None:
             return None
-        loaded = checkpoint.load(self.newest, self._model, self._optimizer)
+        loaded = checkpoint.load(self.newest, self._model, self._optimizer, ema=self._ema)
         state = _state_in(loaded)
         self._last_step = state.step
         return state
@@ -104,6 +107,7 @@ class Checkpoints:
             self._folder.checkpoints / name,
             self._model,
             self._optimizer,
+            ema=self._ema,
             extra=asdict(state),
             keep_last=self._section.keep,
         )
