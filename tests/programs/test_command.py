@@ -8,16 +8,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
+from rich.text import Text
 from typer.testing import CliRunner
 
+import fullshard
 from fullshard.errors import CheckpointError
 from fullshard.programs import cli
 from fullshard.programs.train import launch
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import read_config, to_toml
 from fullshard.programs.train.rank_info import RankInfo
+from fullshard.run import program
 from fullshard.run.program import cap_cpu_instructions
 from tests.helpers.runs import last_losses, records, tiny
 
@@ -172,6 +177,30 @@ def test_help_and_a_wrong_configuration_do_not_wait_for_torch() -> None:
     assert re.findall(r"^code (\d)", answer.stdout, re.MULTILINE) == ["0", "0", "2"]
     assert "--ranks" in answer.stdout
     assert "train.steps must be" in answer.stderr and "none" in answer.stderr
+
+
+def test_every_command_knows_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    verbs = (f"checkpoint {verb}" for verb in ("inspect", "verify", "convert", "diff"))
+    app = cli.build_app()
+    for command in ("", "train", "inspect", "report", "export", "checkpoint", *verbs):
+        result = CliRunner().invoke(app, [*command.split(), "--version"])
+        assert result.exit_code == 0, command
+        assert result.stdout.startswith(
+            f"fullshard {fullshard.__version__} (torch {torch.__version__}"
+        )
+    with pytest.raises(SystemExit, match="0"):
+        program.main(["--version"], "fullshard run")
+    assert capsys.readouterr().out.startswith(f"fullshard {fullshard.__version__} (torch ")
+
+
+def test_one_section_s_fields_are_listed_and_fit_a_narrow_terminal() -> None:
+    with patch.dict(os.environ, {"COLUMNS": "60", "FORCE_COLOR": "1"}):
+        result = CliRunner().invoke(cli.build_app(), ["train", "--fields", "schedule"])
+    shown = Text.from_ansi(result.stdout).plain
+    assert shown.startswith("[schedule]") and "[optimizer]" not in shown
+    assert 'kind = "cosine"  fixed\n    How it falls after the warm-up.' in shown
+    assert max(map(len, shown.splitlines())) <= 60
+    assert "schedul is none. The sections: run, model, " in refusal("--fields", "schedul")
 
 
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,13 +89,11 @@ def build_app() -> typer.Typer:
     from fullshard.programs.inspect_tool.command import inspect
     from fullshard.programs.report.command import report
     from fullshard.programs.train.command import train
+    from fullshard.programs.version_option import fullshard
 
     app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
-    @app.callback()
-    def fullshard() -> None:
-        """Fully sharded data parallel training for PyTorch."""
-
+    app.callback()(fullshard)
     app.command()(train)
     app.command()(inspect)
     app.command()(report)

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import os
 import pkgutil
+import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import CodeType, ModuleType
+
+from fullshard import __version__
 
 USAGE = """\
 usage: {command} [--list] script.py [arguments]
@@ -25,8 +29,18 @@ usage: {command} [--list] script.py [arguments]
 
 Run a program with fullshard in the place of torch's FSDP.
 
-  --list   print every name of torch that now means fullshard's
+  --list      print every name of torch that now means fullshard's
+  --version   print the version
 """
+
+
+def version_text() -> str:
+    """Return the versions that a report of a problem needs."""
+    try:
+        torch = f"torch {version('torch')}"
+    except PackageNotFoundError:
+        torch = "no torch"
+    return f"fullshard {__version__} ({torch}, Python {platform.python_version()})"
 
 
 def cap_cpu_instructions() -> None:
@@ -90,6 +104,9 @@ def _read(arguments: list[str], usage: str) -> tuple[Program, bool]:
         option, *arguments = arguments
         if option in ("-h", "--help"):
             print(usage, end="")
+            sys.exit(0)
+        if option == "--version":
+            print(version_text())
             sys.exit(0)
         if option == "-m" and arguments:
             return Program(target=arguments[0], is_module=True, arguments=arguments[1:]), is_listing

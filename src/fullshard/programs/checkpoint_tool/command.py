@@ -26,6 +26,7 @@ from fullshard.errors import ConfigurationError, FullshardError
 from fullshard.programs.console.tables import print_error
 from fullshard.programs.export_tool.origin import find_origin
 from fullshard.programs.train.run_folder import CONFIG
+from fullshard.programs.version_option import Version
 
 if TYPE_CHECKING:
     from fullshard.checkpoint.differences import Differences
@@ -44,7 +45,7 @@ Checkpoint = Annotated[
 
 
 @app.callback()
-def checkpoint() -> None:
+def checkpoint(version: Version = False) -> None:
     """Look into checkpoints of any format, check, convert and compare them."""
 
 
@@ -55,6 +56,7 @@ def inspect(
         bool, typer.Option("--pieces", help="List the files and bytes of every tensor.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+    version: Version = False,
 ) -> None:
     """Show what a checkpoint has: tensors, optimizer state, who wrote it."""
     with errors_as_exit_codes():
@@ -69,7 +71,7 @@ def inspect(
 
 
 @app.command()
-def verify(path: Checkpoint) -> None:
+def verify(path: Checkpoint, version: Version = False) -> None:
     """Read all of a checkpoint and check it against its checksums.
 
     Exit code 1 if anything is wrong.
@@ -105,6 +107,7 @@ def convert(
     files: Annotated[
         int, typer.Option(help="Files to divide the tensors over, for fullshard.")
     ] = 1,
+    version: Version = False,
 ) -> None:
     """Write a checkpoint in another format."""
     with errors_as_exit_codes():
@@ -139,7 +142,7 @@ def _refuse_checkpoint_of_run(source: Path, target: Path) -> None:
 
 
 @app.command()
-def diff(first: Checkpoint, second: Checkpoint) -> None:
+def diff(first: Checkpoint, second: Checkpoint, version: Version = False) -> None:
     """Compare two checkpoints of any formats, tensor by tensor, to the last bit.
 
     Exit code 0 if they are equal, 1 if they differ.

@@ -17,6 +17,7 @@ from fullshard.programs.console.tables import print_line
 from fullshard.programs.export_tool.origin import Origin, find_origin
 from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.exported_model import ExportMark, check_target
+from fullshard.programs.version_option import Version
 
 if TYPE_CHECKING:
     from fullshard.programs.train.exported_model import ExportForm
@@ -59,6 +60,7 @@ def export(
             help="A Hugging Face folder with configuration and tokenizer of the model, for a checkpoint that is not of a run.",
         ),
     ] = None,
+    version: Version = False,
 ) -> None:
     """Write a model as a folder that transformers loads.
 

@@ -17,6 +17,7 @@ from fullshard.programs.console.tables import print_error
 from fullshard.programs.train.config import Problem, RunConfig, Size
 from fullshard.programs.train.config_file import read_config, toml_value
 from fullshard.programs.train.preflight import model_problems
+from fullshard.programs.version_option import Version
 
 DEFAULT_WORLD = 8
 
@@ -51,6 +52,7 @@ def inspect(
         list[str] | None,
         typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="As in fullshard train."),
     ] = None,
+    version: Version = False,
 ) -> None:
     """Show how a model would be grouped and sharded, without running it.
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from fullshard.errors import FullshardError
 from fullshard.programs.console.tables import print_error, print_line
+from fullshard.programs.version_option import Version
 
 
 def report(
@@ -32,6 +33,7 @@ def report(
         ),
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    version: Version = False,
 ) -> None:
     """Write one HTML page about a run: where its time went, and what would help."""
     from fullshard.programs.report import write_report

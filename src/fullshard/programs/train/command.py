@@ -33,6 +33,16 @@ from fullshard.programs.train.config_reference import print_reference
 from fullshard.programs.train.launch import problems_here, reports_errors, start
 from fullshard.programs.train.processes import RankFailedError, StoppedError
 from fullshard.programs.train.stop import BadStepError, StoppedBySignalError
+from fullshard.programs.version_option import Version
+
+Fields = Annotated[
+    bool,
+    typer.Option(
+        "--fields",
+        help="List the fields of all sections, or of the section that is named instead of RUN.toml, and exit.",
+    ),
+]
+"""The option `--fields`."""
 
 
 def train(
@@ -64,9 +74,8 @@ def train(
         bool,
         typer.Option("--fresh", help="Start a new run; an old one in the folder is moved aside."),
     ] = False,
-    fields: Annotated[
-        bool, typer.Option("--fields", help="List all sections and fields, and exit.")
-    ] = False,
+    fields: Fields = False,
+    version: Version = False,
 ) -> None:
     """Train a language model, sharded over ranks.
 
@@ -76,7 +85,8 @@ def train(
     this process is one of the launcher's ranks.
     """
     if fields:
-        print_reference(Console())
+        with _errors_as_exit_codes(prints_errors=True):
+            print_reference(Console(), None if file is None else str(file))
         return
     wanted = [*(settings or ())]
     if ranks is not None:
