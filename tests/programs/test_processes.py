@@ -135,8 +135,9 @@ def test_a_failure_is_shown_once_and_ends_all_ranks(tmp_path: Path) -> None:
 def test_a_killed_rank_is_named_with_its_signal() -> None:
     with pytest.raises(
         RankFailedError, match=r"Rank 1 \(process \d+\) was ended by signal SIGKILL"
-    ):
+    ) as caught:
         run_in_processes(kill_rank_1, [0, 1])
+    assert caught.value.killed_by == signal.SIGKILL
 
 
 def test_of_cause_and_consequence_the_cause_is_shown(tmp_path: Path) -> None:

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.errors import CheckpointError, ConfigurationError
-from fullshard.programs.train.run_folder import CONFIG, RunFolder
-
-STEP = "step_"
+from fullshard.programs.train.run_folder import CONFIG, RunFolder, step_of_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,5 +59,5 @@ def _checkpoint_of(run: RunFolder, step: int) -> Path:
 def _steps(run: RunFolder) -> Mapping[int, Path]:
     if not run.checkpoints.is_dir():
         return {}
-    names = {path.name.removeprefix(STEP): path for path in run.checkpoints.glob(f"{STEP}*")}
-    return {int(number): path for number, path in names.items() if number.isdecimal()}
+    steps = {step_of_checkpoint(path): path for path in run.checkpoints.iterdir()}
+    return {step: path for step, path in steps.items() if step is not None}

@@ -23,11 +23,13 @@ from pathlib import Path
 from fullshard.errors import CheckpointError, ConfigurationError, FullshardError
 from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe
 from fullshard.programs.train import slurm
+from fullshard.programs.train.after_failure import with_advice
 from fullshard.programs.train.config import OFFLOAD_ON_CPU, DeviceChoice, Problem, RunConfig
 from fullshard.programs.train.config_fields import config_sections
 from fullshard.programs.train.exported_model import check_target
+from fullshard.programs.train.memory_kills import memory_kills
 from fullshard.programs.train.preflight import data_problems, model_problems
-from fullshard.programs.train.processes import StoppedError, run_in_processes
+from fullshard.programs.train.processes import RankFailedError, StoppedError, run_in_processes
 from fullshard.programs.train.rank_info import (
     Device,
     RankInfo,
@@ -96,12 +98,17 @@ def join(config: RunConfig, rank_info: RankInfo) -> None:
 
 def launch(config: RunConfig, ranks: int, device: Device, *, fresh: bool) -> None:
     """Train on ranks that are started here; `fresh` as in `start`."""
+    kills_before = memory_kills()
     with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
         # A file and not a port: another process could take a free port before the ranks do.
         rendezvous = (Path(folder) / "rendezvous").as_uri()
         rank_infos = local_rank_infos(ranks, device, rendezvous=rendezvous)
         work = partial(_launched_rank, config, fresh=fresh)
-        ended = run_in_processes(work, rank_infos, on_stop=_say_stopping)
+        try:
+            ended = run_in_processes(work, rank_infos, on_stop=_say_stopping)
+        except (RankFailedError, StoppedError) as error:
+            error.args = (with_advice(error, RunFolder(config.run.folder), kills_before),)
+            raise
     error = ended.results[0]
     if isinstance(error, StoppedBySignalError):
         raise StoppedError(str(error), ended.stopped_by or signal.SIGTERM)

@@ -51,6 +51,11 @@ FROM_TERMINALS = tuple(number for number in STOPPING if number != signal.SIGTERM
 class RankFailedError(FullshardError, RuntimeError):
     """A rank that this process had started failed."""
 
+    def __init__(self, message: str, killed_by: signal.Signals | None = None) -> None:
+        super().__init__(message)
+        self.killed_by = killed_by
+        """The signal that ended the rank, if one did."""
+
 
 class StoppedError(FullshardError, RuntimeError):
     """This process was asked to stop, and its ranks have ended."""
@@ -82,6 +87,9 @@ class Failure:
 
     is_for_the_user: bool = False
     """The message is that of a `ConfigurationError`, which needs no traceback."""
+
+    killed_by: signal.Signals | None = None
+    """The signal that ended it, if one did."""
 
     was_sent: bool
     """False if the rank was killed from outside, which never follows from another rank's failure."""
@@ -202,7 +210,8 @@ class _Watch(Generic[Result]):
             )
         raise RankFailedError(
             f"{first.message.rstrip()}\n\n"
-            f"Rank {first.rank} of {len(self._processes)} failed; the other ranks were stopped."
+            f"Rank {first.rank} of {len(self._processes)} failed; the other ranks were stopped.",
+            first.killed_by,
         )
 
     def _silent_failure(self, rank: int) -> Iterator[Failure]:
@@ -212,11 +221,16 @@ class _Watch(Generic[Result]):
         code = process.exitcode
         if code == 0 and rank in self._results:
             return
-        reason = f"with exit code {code}"
-        if code is not None and code < 0:
-            reason = f"by signal {signal.Signals(-code).name}"
+        killed_by = signal.Signals(-code) if code is not None and code < 0 else None
+        reason = f"with exit code {code}" if killed_by is None else f"by signal {killed_by.name}"
         message = f"Rank {rank} (process {process.pid}) was ended {reason} and left no message."
-        yield Failure(rank=rank, message=message, was_sent=False, time_s=time.monotonic())
+        yield Failure(
+            rank=rank,
+            message=message,
+            killed_by=killed_by,
+            was_sent=False,
+            time_s=time.monotonic(),
+        )
 
     def _handle(self, number: int) -> None:
         if number not in STOPPING:

@@ -20,7 +20,7 @@ from fullshard.errors import CheckpointError
 from fullshard.optim import EMA
 from fullshard.programs.run_events import Checkpoint, Watcher
 from fullshard.programs.train.config import CheckpointSection
-from fullshard.programs.train.run_folder import RunFolder
+from fullshard.programs.train.run_folder import STEP, RunFolder
 
 
 @dataclass(kw_only=True, slots=True)
@@ -102,7 +102,7 @@ class Checkpoints:
             return
         began = time.perf_counter()
         self.finish()
-        name = f"step_{state.step:08d}"
+        name = f"{STEP}{state.step:08d}"
         pending = checkpoint.async_save(
             self._folder.checkpoints / name,
             self._model,

@@ -34,6 +34,16 @@ LOCK_PATIENCE_S = 5.0
 """How long the first rank waits for the lock. After a restart on other hosts its predecessor may still be ending."""
 
 
+STEP = "step_"
+"""Names of checkpoints begin with it; the number of the step follows."""
+
+
+def step_of_checkpoint(path: Path) -> int | None:
+    """Return the step of a run's checkpoint, which is in its name; None for other names."""
+    number = path.name.removeprefix(STEP)
+    return int(number) if path.name.startswith(STEP) and number.isdecimal() else None
+
+
 class RunFolder:
     """The folder of one run."""
 
