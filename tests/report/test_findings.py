@@ -11,12 +11,11 @@ import pytest
 
 from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.diagnosis import diagnose
-from fullshard.programs.report.findings import Finding, Remedy, Setting
-from fullshard.programs.report.run_files import Mark, Metrics, Run, read_run
+from fullshard.programs.report.findings import Call, Finding, Remedy, Setting
+from fullshard.programs.report.run_files import Metrics, Run, read_run
 from fullshard.programs.report.run_findings import find_in_training
-from fullshard.programs.run_events import Step
-from fullshard.programs.train.config_file import read_config
-from fullshard.tracing.schema import parse_trace
+from fullshard.programs.run_events import BadStep, Step
+from fullshard.tracing.schema import PlannedFacts, parse_trace
 from tests.helpers.run_folders import Machine, metrics_records, simulated_trace, write_metrics
 
 CALM = Machine(layers=8, gather_us=100, reduce_us=50, optimizer_us=3000)
@@ -24,10 +23,16 @@ CALM = Machine(layers=8, gather_us=100, reduce_us=50, optimizer_us=3000)
 
 
 def run_on(machine: Machine, **settings: object) -> Run:
+    """A run of the trainer with these settings of its sharding."""
     traces = [
         parse_trace(simulated_trace(machine, rank, num_steps=2)) for rank in range(machine.world)
     ]
     return Run(name="made up", traces=tuple(traces), config={"sharding": settings})
+
+
+def script_on(machine: Machine) -> Run:
+    """The same steps of a program of the user's."""
+    return replace(run_on(machine), config={})
 
 
 def found_on(machine: Machine, **settings: object) -> list[Finding]:
@@ -45,7 +50,7 @@ def test_a_calm_run_is_told_so_and_nothing_else():
     assert finding.title == "Communication is hidden: 0.3 % of the step is exposed"
 
 
-def test_a_gather_that_a_deeper_prefetch_hides_is_named_with_both_remedies():
+def test_a_gather_that_a_deeper_prefetch_hides_is_named_with_the_remedy_for_the_program():
     machine = replace(CALM, slow_gathers={"layers.3": 3000})
     finding = only(found_on(machine), "layers.3")
     assert finding.title == (
@@ -54,8 +59,11 @@ def test_a_gather_that_a_deeper_prefetch_hides_is_named_with_both_remedies():
     assert "Its gather takes 3.1 ms; those of groups of its size take 100 \u00b5s." in finding.text
     assert "2 groups ahead instead of 1" in finding.text
     assert "11.4 MiB more memory" in finding.text
-    assert any("sharding.prefetch = 2" in str(remedy) for remedy in finding.remedies)
-    assert any("set_modules_to_backward_prefetch" in str(remedy) for remedy in finding.remedies)
+    assert [str(remedy) for remedy in finding.remedies] == [
+        "Gather 2 groups ahead: `sharding.prefetch = 2`"
+    ]
+    (remedy,) = only(diagnose(Analysis(script_on(machine))), "layers.3").remedies
+    assert remedy.settings == () and "set_modules_to_backward_prefetch" in str(remedy)
 
 
 def test_a_wire_slower_than_compute_is_not_helped_by_prefetching():
@@ -79,7 +87,11 @@ def test_the_first_gather_has_a_finding_of_its_own():
 def test_reductions_after_backward_are_told_with_the_narrow_wire():
     finding = only(found_on(replace(CALM, reduce_us=1500)), "reductions")
     assert "3 ms" in finding.title
-    assert "compute.wire" in str(finding.remedies[0]) and "wire_dtype" in str(finding.remedies[0])
+    assert str(finding.remedies[0]) == (
+        'Half of the bytes, still summed in float32: `compute.wire = "bf16"`, in a new run'
+    )
+    finding = only(diagnose(Analysis(script_on(replace(CALM, reduce_us=1500)))), "reductions")
+    assert "wire_dtype" in str(finding.remedies[0])
 
 
 def test_a_late_rank_is_named_and_its_waits_are_not_blamed_on_the_wire():
@@ -97,60 +109,49 @@ def test_a_replay_that_does_not_fit_promises_nothing():
 
 
 def test_what_the_configuration_has_already_is_no_remedy():
-    run = run_on(replace(CALM, slow_gathers={"root": 5000}, reduce_us=1500, optimizer_us=60_000))
-    before = {r for finding in diagnose(Analysis(run)) for r in finding.remedies}
-    config = {"sharding": {"groups": "plan"}, "optimizer": {"flat": True}}
-    after = {r for f in diagnose(Analysis(replace(run, config=config))) for r in f.remedies}
-    assert after < before
-    done = before - after
-    assert sum('`sharding.groups = "plan"`' in str(remedy) for remedy in done) == 2
-    assert sum("`optimizer.flat = true`" in str(remedy) for remedy in done) == 1
-    assert len(done) == 3
+    run = run_on(replace(CALM, optimizer_us=60_000))
+    assert only(diagnose(Analysis(run)), "outside").remedies
+    config = {"sharding": {}, "optimizer": {"flat": True}}
+    assert not only(diagnose(Analysis(replace(run, config=config))), "outside").remedies
 
 
-def test_settings_in_remedies_are_fields_of_the_trainer_with_values_that_it_takes():
-    slow = replace(CALM, gather_us=4500, reduce_us=1500, world=4, padding=0.25)
-    prefetch = replace(CALM, slow_gathers={"layers.3": 3000, "root": 5000}, optimizer_us=60_000)
-    small = replace(CALM, layer_numel=1000, gather_us=2500)
-    runs = [run_on(machine, prefetch=1) for machine in (slow, prefetch, small)]
-    runs.append(run_on(replace(CALM, layers=2), door="wrapper"))
-    runs.append(Run(name="bad", metrics=Metrics(marks=(Mark(kind="trouble", step=1, text=""),))))
-    remedies = [r for run in runs for finding in diagnose(Analysis(run)) for r in finding.remedies]
-    settings = {setting for remedy in remedies for setting in remedy.settings}
-    assert len(settings) >= 8
-    for setting in settings:
-        config = read_config(None, [str(setting)])
-        section = getattr(config, setting.section)
-        assert getattr(section, setting.name) == setting.value
-
-
-def test_a_remedy_is_done_when_the_configuration_has_all_its_settings():
+def test_a_remedy_says_what_it_takes():
     both = (Setting("sharding", "prefetch", 2), Setting("sharding", "door", "fully_shard"))
-    remedy = Remedy(text="Deeper", settings=both, call="`f()`")
-    expected = 'Deeper: `sharding.prefetch = 2` with `sharding.door = "fully_shard"`, or `f()`'
-    assert str(remedy) == expected
-    assert str(Remedy(text="Look", settings=(Setting("optimizer", "flat", True),))) == (
-        "Look: `optimizer.flat = true`"
+    remedy = Remedy(kind="deeper prefetch", text="Deeper", settings=both)
+    assert str(remedy) == 'Deeper: `sharding.prefetch = 2` with `sharding.door = "fully_shard"`'
+    fixed = Remedy(kind="clip", text="Clip", settings=(Setting("train", "clip", 1.0),))
+    assert str(fixed) == "Clip: `train.clip = 1.0`, in a new run"
+    call = Call("fully_shard", ("reshard_after_forward=True",))
+    assert str(Remedy(kind="keep gathered", text="Keep", call=call)) == (
+        "Keep: in every call of `fully_shard`: `reshard_after_forward=True`"
     )
-    assert not remedy.is_done(run_on(CALM, prefetch=2))
-    assert remedy.is_done(run_on(CALM, prefetch=2, door="fully_shard"))
-    assert not Remedy(text="Look at the data").is_done(run_on(CALM))
+    assert str(Remedy(kind="look", text="Look at the data")) == "Look at the data"
 
 
 def test_a_deeper_prefetch_comes_with_the_door_that_has_it():
     machine = replace(CALM, slow_gathers={"layers.3": 3000})
     remedies = only(found_on(machine, prefetch=1, door="wrapper"), "layers.3").remedies
-    assert (
-        str(remedies[0]) == 'Trainer: `sharding.prefetch = 2` with `sharding.door = "fully_shard"`'
+    assert str(remedies[0]) == (
+        'Gather 2 groups ahead: `sharding.prefetch = 2` with `sharding.door = "fully_shard"`'
     )
 
 
 def test_many_small_groups_that_wait_are_to_be_merged():
     small = replace(CALM, layer_numel=1000, gather_us=2500, slow_gathers={"root": -2400})
-    finding = only(found_on(small), "latency")
+    run = run_on(small)
+    assert not any("latency" in each.title for each in diagnose(Analysis(run))), "no plan is known"
+    (first, *others) = run.traces
+
+    def found_with(*planned: PlannedFacts) -> list[Finding]:
+        traces = (replace(first, planned=planned), *others)
+        return diagnose(Analysis(replace(run, traces=traces)))
+
+    root, rest = (PlannedFacts(modules=(m,), gathered_bytes=10_000) for m in ("", "layers.0"))
+    finding = only(found_with(root, rest), "latency")
     assert finding.title.startswith("9 of 9 groups")
-    assert "plan_groups" in str(finding.remedies[1])
-    assert not any("latency" in each.title for each in found_on(small, groups="plan"))
+    assert "the plan for this model has 2 groups, 2 of them small" in str(finding.remedies[0])
+    as_many = found_with(root, *[rest] * 8)
+    assert not any("latency" in each.title for each in as_many), "the plan is no better"
 
 
 def test_one_slow_gather_is_not_blamed_on_small_groups():
@@ -174,7 +175,7 @@ def test_parameters_that_are_all_gathered_at_once_are_told():
 def test_time_outside_of_the_model_is_told():
     finding = only(found_on(replace(CALM, optimizer_us=60_000)), "outside")
     assert "60 ms" in finding.text
-    assert "ShardedOptimizer" in str(finding.remedies[0])
+    assert "optimizer.flat" in str(finding.remedies[0])
 
 
 def test_what_costs_most_comes_first():
@@ -189,7 +190,7 @@ def test_what_costs_most_comes_first():
 # --- of the whole run ------------------------------------------------------------------------------------
 
 
-def found_in(losses: list[float], times: list[float] | None = None, *marks: Mark):
+def found_in(losses: list[float], times: list[float] | None = None, *bad: BadStep):
     steps = tuple(
         Step(
             step=i + 1,
@@ -202,7 +203,7 @@ def found_in(losses: list[float], times: list[float] | None = None, *marks: Mark
         )
         for i, loss in enumerate(losses)
     )
-    return diagnose(Analysis(Run(name="made up", metrics=Metrics(steps=steps, marks=marks))))
+    return diagnose(Analysis(Run(name="made up", metrics=Metrics(steps=steps, bad_steps=bad))))
 
 
 def test_a_jump_of_the_loss_is_told_with_its_step():
@@ -214,8 +215,8 @@ def test_a_jump_of_the_loss_is_told_with_its_step():
 
 
 def test_bad_steps_come_first():
-    mark = Mark(kind="trouble", step=9, text="loss is nan; action: skip")
-    findings = found_in([1.0] * 100, [0.1] * 50 + [0.2] * 50, mark)
+    bad = BadStep(step=9, what="loss is nan", action="skip")
+    findings = found_in([1.0] * 100, [0.1] * 50 + [0.2] * 50, bad)
     assert findings[0].title == "1 bad step: step 9, loss is nan; action: skip"
     assert findings[0].severity == "bad"
 

@@ -124,15 +124,8 @@ def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupF
 def _padded_otherwise(params: Sequence[FSDPParam], world: int) -> dict[str, int]:
     """Return the elements of all shards if the parameters were cut in other ways."""
     shapes = [param.shape for param in params]
-    # A parameter without dimensions cannot be cut; 0 stands for the dimension of nothing.
-    longest = [
-        min(
-            range(len(shape)),
-            key=lambda dim, s=shape: (-s[dim] % world) / s[dim] if s[dim] else 0,
-            default=0,
-        )
-        for shape in shapes
-    ]
+    # A parameter without dimensions cannot be cut; the layout knows.
+    longest = [max(range(len(shape)), key=shape.__getitem__, default=0) for shape in shapes]
     ways = {
         "flat_padded_numel": flat_layout(shapes, world=world, kinds=[p.dtype for p in params]),
         "longest_padded_numel": per_row_layout(shapes, world=world, dims=longest),

@@ -78,7 +78,7 @@ class GroupFacts:
     flat_padded_numel: int = 0
     """What `padded_numel` would be if parameters were cut regardless of rows. 0 if it is not known, as in the next two."""
     longest_padded_numel: int = 0
-    """... if each parameter were cut along the dimension that needs least padding."""
+    """... if each parameter were cut along its longest dimension."""
     halved_padded_numel: int = 0
     """... over half of the ranks; 0 also if their number is odd."""
 

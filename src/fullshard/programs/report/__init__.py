@@ -5,7 +5,9 @@ run_files   reads the folder into plain values
 timeline    where the time of a step went; `intervals` is its arithmetic
 replay      which waits would remain at another prefetch depth
 analysis    the numbers that findings and charts share
-diagnosis   all findings: `run_findings` and `step_findings`; `findings` says what a finding is
+diagnosis   all findings: `run_findings` and `step_findings`; `findings` says what findings and remedies are
+remedies    what can be done, each with the check that is made before it is said
+reference   all findings and remedies as tables, for the documentation
 chart       what a chart is; `run_charts`, `timeline_chart`, `group_charts` and `memory_chart` make them
 views       which recorded steps can be chosen in a chart
 tiles       the numbers at the top; `peak_flops` knows what GPUs can do

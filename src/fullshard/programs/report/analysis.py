@@ -17,7 +17,7 @@ from fullshard.programs.report.timeline import (
     mean_waits,
     steps_of,
 )
-from fullshard.tracing.schema import GroupFacts
+from fullshard.tracing.schema import GroupFacts, PlannedFacts
 
 LATE_SHARE = 0.7
 """A rank is a straggler if at least this share of the time that ranks wait for each other is spent on it."""
@@ -44,6 +44,18 @@ class Analysis:
     def groups(self) -> dict[str, GroupFacts]:
         """The groups by name, in order of forward."""
         return {group.name: group for group in self.run.traces[0].groups} if self.run.traces else {}
+
+    @property
+    def planned(self) -> tuple[PlannedFacts, ...]:
+        """The groups that a plan would make, the outermost first; empty if they are not known."""
+        return self.run.traces[0].planned if self.run.traces else ()
+
+    @cached_property
+    def gathers_again(self) -> bool:
+        """Whether groups are gathered in backward, too."""
+        return any(
+            gather.phase == "backward" for step in self.steps for gather in step.of("gather")
+        )
 
     @cached_property
     def gathered_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What a finding is, and what a remedy is."""
+"""What a finding is, and what a remedy is: data, so that tests can apply remedies to the runs that caused them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fullshard.programs.report.run_files import Run
+from fullshard.programs.train.config_fields import config_sections
 
 Severity = Literal["bad", "slow", "good"]
 
@@ -16,7 +17,12 @@ class Setting:
 
     section: str
     name: str
-    value: bool | int | str
+    value: bool | int | float | str
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a resumed run must keep its value, so that only a new run can have another."""
+        return config_sections()[self.section].fields[self.name].is_fixed
 
     def is_in(self, run: Run) -> bool:
         """Say whether the run's configuration has the field with this value."""
@@ -28,34 +34,69 @@ class Setting:
         return f"{self.section}.{self.name} = {value}"
 
 
+Place = Literal["fully_shard", "wrapper", "before", "instead", "layer", "batch", "optimizer"]
+
+PLACES: dict[Place, str] = {
+    "fully_shard": "in every call of `fully_shard`: {}",
+    "wrapper": "in `FullyShardedDataParallel`: {}",
+    "before": "before `fully_shard(model)`: {}",
+    "instead": "in place of your calls of `fully_shard`, with their options: {}",
+    "layer": "for every layer i: {}",
+    "batch": "before the batch is read: {}",
+    "optimizer": "in place of torch's optimizer, if the program has that: {}",
+}
+"""Where code of a remedy belongs in a program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Code for a program that uses the API: arguments for calls that it has, or statements."""
+
+    place: Place
+    code: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return it with the words that say where it belongs; code is in `backquotes`."""
+        return PLACES[self.place].format(" and ".join(f"`{each}`" for each in self.code))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """One thing to do about a finding: settings of the trainer, a call of the API that does the same, or advice alone."""
+    """One thing to do about a finding: settings of the trainer, or code for a program of the user's, or advice alone."""
 
+    kind: str
+    """One of `remedies.REMEDIES`."""
     text: str
-    """What it does, for whom, or the advice; code is in `backquotes`."""
+    """What it does, or the advice; code is in `backquotes`."""
     settings: tuple[Setting, ...] = ()
     """Needed together."""
-    call: str = ""
-    """Code in `backquotes`, with words around it."""
+    call: Call | None = None
 
-    def is_done(self, run: Run) -> bool:
-        """Say whether the run's configuration has all settings already."""
-        return bool(self.settings) and all(setting.is_in(run) for setting in self.settings)
+    @property
+    def needs_new_run(self) -> bool:
+        """Whether the run that has the finding cannot be resumed with it."""
+        return any(setting.is_fixed for setting in self.settings)
 
     def __str__(self) -> str:
         """Return it as a sentence; code is in `backquotes`."""
-        settings = " with ".join(f"`{setting}`" for setting in self.settings)
-        ways = ", or ".join(way for way in (settings, self.call) if way)
-        return f"{self.text}: {ways}" if ways else self.text
+        way = " with ".join(f"`{setting}`" for setting in self.settings)
+        if self.needs_new_run:
+            way += ", in a new run"
+        if self.call is not None:
+            way = str(self.call)
+        return f"{self.text}: {way}" if way else self.text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     """Something to know, with its numbers, and what to do about it; code in texts is in `backquotes`."""
 
+    kind: str
+    """One of `reference.FINDINGS`."""
     title: str
     text: str
+    amount: float
+    """How much of it there is, to compare with the same finding about another run."""
     remedies: tuple[Remedy, ...] = ()
     severity: Severity = "slow"
     cost_share: float = 0.0

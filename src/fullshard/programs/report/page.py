@@ -107,10 +107,9 @@ def _subtitle(run: Run) -> str:
     start = run.metrics.start
     parts = [text for text in (start.model, start.data) if text] if start else []
     described = [each for each in (start, *run.traces[:1]) if each is not None]
-    world = next((each.world for each in described if each.world), 0)
-    if world:
+    if run.world:
         device = next((each.device for each in described if each.device), "")
-        parts.append(f"{world} {device} {'rank' if world == 1 else 'ranks'}")
+        parts.append(f"{run.world} {device} {'rank' if run.world == 1 else 'ranks'}")
     return " \u00b7 ".join(parts)
 
 

@@ -69,6 +69,7 @@ class Metrics:
     """By step. Numbers that were not finite, or not written, are NaN."""
     evaluations: tuple[Evaluation, ...] = ()
     marks: tuple[Mark, ...] = ()
+    bad_steps: tuple[BadStep, ...] = ()
     stalls: tuple[Stall, ...] = ()
     samples: tuple[str, ...] = ()
     is_finished: bool = False
@@ -113,6 +114,12 @@ class Run:
     def is_of_trainer(self) -> bool:
         """Whether the trainer made the run, so that its fields can be changed; otherwise a program of the user's did."""
         return bool(self.config or self.metrics.starts)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks; 0 if it is not known."""
+        described = (self.metrics.start, *self.traces[:1])
+        return next((each.world for each in described if each is not None and each.world), 0)
 
     def setting(self, section: str, name: str) -> Any:
         """Return a field of the configuration; None if it is missing."""
@@ -258,6 +265,7 @@ def _metrics(events: list[Event], num_broken: int) -> Metrics:
         steps=tuple(event for event in kept if isinstance(event, Step)),
         evaluations=tuple(event for event in kept if isinstance(event, Evaluation)),
         marks=tuple(_marks(starts, kept)),
+        bad_steps=tuple(event for event in kept if isinstance(event, BadStep)),
         stalls=tuple(event for event in kept if isinstance(event, Stall) and event.ranks),
         samples=tuple(text for event in kept if isinstance(event, Samples) for text in event.texts),
         is_finished=is_finished,

@@ -7,10 +7,20 @@ from math import isfinite
 from statistics import median, quantiles
 
 from fullshard.errors import ranks_text
-from fullshard.programs.report.findings import Finding, Remedy, Setting
+from fullshard.programs.report.findings import Finding, Remedy
+from fullshard.programs.report.remedies import (
+    clip,
+    given,
+    look,
+    lower_rate,
+    recompute,
+    skip_bad_steps,
+    smaller_microbatches,
+    warm_up,
+)
 from fullshard.programs.report.run_files import Run
 from fullshard.programs.report.units import duration
-from fullshard.programs.run_events import Stall, Step
+from fullshard.programs.run_events import BadStep, Stall, Step
 
 WARM_UP_STEPS = 5
 """The first steps allocate, compile and fill caches, so they are no measure of the run's speed."""
@@ -30,32 +40,59 @@ SPIKE = 8.0
 
 def find_in_training(run: Run) -> Iterator[Finding]:
     """Yield findings about bad steps, slow ranks, spikes of the loss, and steps that become slower."""
-    yield from _troubles(run)
+    yield from _bad_steps(run)
     yield from _stalls(run)
-    yield from _spikes(run.metrics.steps)
+    yield from _spikes(run)
     yield from _slowing_down(run)
 
 
-def _troubles(run: Run) -> Iterator[Finding]:
-    troubles = [mark for mark in run.metrics.marks if mark.kind == "trouble"]
-    if not troubles:
-        return
-    first = troubles[0]
-    yield Finding(
-        title=f"{len(troubles)} bad {'step' if len(troubles) == 1 else 'steps'}: step {first.step}, {first.text}",
-        text="Loss or gradient norm were not finite, or above the limit, or a rank failed, at "
-        + ("step " if len(troubles) == 1 else "steps ")
-        + ", ".join(str(mark.step) for mark in troubles[:10])
-        + (" and later." if len(troubles) > 10 else "."),
-        remedies=(
-            Remedy(text="Lower `optimizer.lr`, longer `schedule.warmup`, smaller `train.clip`"),
-            Remedy(
-                text="Leave such updates out", settings=(Setting("train", "on_bad_step", "skip"),)
-            ),
-        ),
-        severity="bad",
-        cost_share=1.0,
-    )
+def _bad_steps(run: Run) -> Iterator[Finding]:
+    """Yield a finding about steps whose numbers were bad, and one about steps in which a rank failed."""
+    for kind, found in (
+        ("bad steps", [each for each in run.metrics.bad_steps if not each.traceback]),
+        ("failed steps", [each for each in run.metrics.bad_steps if each.traceback]),
+    ):
+        if not found:
+            continue
+        first, num = found[0], len(found)
+        noun = "step" if num == 1 else "steps"
+        yield Finding(
+            kind=kind,
+            title=f"{num} {kind.split()[0]} {noun}: step {first.step}, {first.what or 'trouble'}; "
+            f"action: {str(first.action) or 'none'}",
+            text=(
+                "Loss or gradient norm were not finite, or above the limit"
+                if kind == "bad steps"
+                else "A rank raised an exception while it computed gradients; `metrics.jsonl` has the traceback"
+            )
+            + f". It was {noun} {', '.join(str(each.step) for each in found[:10])}"
+            + (" and later." if num > 10 else "."),
+            amount=num + _steps_lost(run, found),
+            remedies=_against_bad_numbers(run)
+            if kind == "bad steps"
+            else _against_failures(run, found),
+            severity="bad",
+            cost_share=1.0,
+        )
+
+
+def _steps_lost(run: Run, found: list[BadStep]) -> int:
+    """Return how many steps the run has not taken because a bad one stopped it."""
+    start, steps = run.metrics.start, run.metrics.steps
+    is_stopped = not run.metrics.is_finished and found[-1].action == "stop"
+    if start is None or not steps or not is_stopped or found[-1].step < steps[-1].step:
+        return 0
+    return max(0, start.steps - steps[-1].step)
+
+
+def _against_bad_numbers(run: Run) -> tuple[Remedy, ...]:
+    return given(skip_bad_steps(run), lower_rate(run), clip(run), warm_up(run))
+
+
+def _against_failures(run: Run, found: list[BadStep]) -> tuple[Remedy, ...]:
+    if not any("out of memory" in f"{each.what} {each.traceback}".lower() for each in found):
+        return (look("Look at the traceback of the first of them in `metrics.jsonl`"),)
+    return given(smaller_microbatches(run), recompute(run))
 
 
 def _stalls(run: Run) -> Iterator[Finding]:
@@ -71,20 +108,21 @@ def _stalls(run: Run) -> Iterator[Finding]:
         total, most = duration(1e6 * _seconds(stalls)), duration(1e6 * _seconds([longest]))
         often = f"once, for {total}" if times == 1 else f"{times} times, {total} in all"
         yield Finding(
+            kind="stalls",
             title=f"{name[0].upper()}{name[1:]} let others wait {often}",
             text=("The wait" if times == 1 else f"The longest wait took {most} and")
             + f" ended in step {longest.step}. "
             f"In it, {'the rank' if len(ranks) == 1 else 'the first of them'} was here: {longest.where or 'unknown'}.",
+            amount=_seconds(stalls),
             remedies=(
-                Remedy(
-                    text="Look at that line: what only one rank does, all wait for. Data can be read ahead, files can be "
+                look(
+                    "Look at that line: what only one rank does, all wait for. Data can be read ahead, files can be "
                     "written in the background, compiled code can be cached"
                 ),
-                Remedy(
-                    text="If the line is in a layer, look at that rank's device and its host: clocks, memory, other programs"
+                look(
+                    "If the line is in a layer, look at that rank's device and its host: clocks, memory, other programs"
                 ),
             ),
-            severity="slow",
             cost_share=min(1.0, _seconds(stalls) / run_s) if run_s else 0.0,
         )
 
@@ -93,18 +131,23 @@ def _seconds(stalls: list[Stall]) -> float:
     return sum(stall.seconds for stall in stalls if stall.seconds > 0)
 
 
-def _spikes(steps: tuple[Step, ...]) -> Iterator[Finding]:
+def _spikes(run: Run) -> Iterator[Finding]:
+    steps = run.metrics.steps
     found = [(step, expected) for step, expected in _unexpected_losses(steps)]
     if not found:
         return
     worst, expected = max(found, key=lambda each: each[0].loss - each[1])
     yield Finding(
+        kind="loss jumps",
         title=f"The loss jumps to {worst.loss:.3g} at step {worst.step}, where {expected:.3g} was expected",
         text=f"{len(found)} of {len(steps)} steps are far above the {SPIKE_WINDOW} steps before them.",
-        remedies=(
-            Remedy(
-                text="Look at the batch and the gradient norm of that step; lower `optimizer.lr` or smaller `train.clip`"
+        amount=len(found),
+        remedies=given(
+            look(
+                f"Look at the data and the gradient norm of step {worst.step}, and of the step before it"
             ),
+            lower_rate(run),
+            clip(run),
         ),
         severity="bad",
         cost_share=0.5,
@@ -136,12 +179,14 @@ def _slowing_down(run: Run) -> Iterator[Finding]:
         return
     first, last, begin, end = max(found, key=lambda each: each[1] / each[0])
     yield Finding(
+        kind="slower",
         title=f"The run becomes slower: {duration(first * 1e6)} a step at first, {duration(last * 1e6)} at the end",
         text=f"Medians of the first and the last quarter of steps {begin} to {end}, which one start has taken, without the first "
         f"{WARM_UP_STEPS}. Three quarters of the later steps took longer than three quarters of the earlier ones.",
+        amount=last / first - 1,
         remedies=(
-            Remedy(
-                text="Look for what grows or shares the machine: memory, clocks and temperature, data loading, other "
+            look(
+                "Look for what grows or shares the machine: memory, clocks and temperature, data loading, other "
                 "programs"
             ),
         ),

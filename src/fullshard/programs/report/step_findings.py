@@ -6,9 +6,28 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from fullshard.programs.report.analysis import Analysis
-from fullshard.programs.report.findings import Finding, Remedy, Setting
+from fullshard.programs.report.findings import Finding
+from fullshard.programs.report.remedies import (
+    SMALL_GROUP_BYTES,
+    deeper_prefetch,
+    fewer_groups,
+    flat_optimizer,
+    given,
+    half_of_the_bytes,
+    is_flat,
+    keep_gathered,
+    larger_batch,
+    less_padding,
+    look,
+    narrow_wire,
+    release_after_forward,
+    replicas,
+    smaller_beginning,
+    smaller_groups,
+    unshard_early,
+)
 from fullshard.programs.report.replay import MAX_DEPTH
-from fullshard.programs.report.timeline import StepTimes, WaitTimes, mean_duration_us
+from fullshard.programs.report.timeline import WaitTimes, mean_duration_us
 from fullshard.programs.report.units import count, duration, share, size
 from fullshard.tracing.schema import COLLECTIVES, Span
 
@@ -30,9 +49,6 @@ WIRE_BOUND = 0.8
 SLOW_GATHER = 4.0
 """A gather is slow if it takes this many times as long as gathers of groups of its size."""
 
-SMALL_GROUP_BYTES = 1 << 20
-"""A group with fewer gathered bytes is small: on wires of 10 GB/s and more its time is mostly latency."""
-
 MANY_SMALL = 0.5
 """Merging groups is recommended if at least this share of them is small."""
 
@@ -44,9 +60,6 @@ HELD_AT_ONCE = 0.75
 
 OUTSIDE = 0.35
 """Time outside of forward and backward is reported from this share of the step on."""
-
-
-PLANNED_GROUPS = Setting("sharding", "groups", "plan")
 
 
 def find_in_steps(analysis: Analysis) -> Iterator[Finding]:
@@ -68,22 +81,15 @@ def _first_gather(analysis: Analysis) -> Iterator[Finding]:
     wait = _first_wait(analysis)
     if wait is None or wait.mean_us < WORTH_REPORTING * analysis.step_us:
         return
+    part = wait.mean_us / analysis.step_us
     yield Finding(
+        kind="first gather",
         title=f"The step begins with {duration(wait.mean_us)} of waiting for the gather of `{wait.group}`",
-        text=f"That is {share(wait.mean_us / analysis.step_us)} of the step. Nothing computes before the first gather is "
+        text=f"That is {share(part)} of the step. Nothing computes before the first gather is "
         f"there, so no prefetch can hide it. {_slowness(analysis, wait.group)}",
-        remedies=(
-            Remedy(
-                text="Less in the group that comes first",
-                settings=(PLANNED_GROUPS,),
-                call="`fully_shard` on the embedding and the head by themselves",
-            ),
-            Remedy(
-                text="Issue it earlier",
-                call="`model.unshard(async_op=True)` before the batch is read",
-            ),
-        ),
-        cost_share=wait.mean_us / analysis.step_us,
+        amount=part,
+        remedies=given(smaller_beginning(analysis, wait.group), unshard_early(analysis)),
+        cost_share=part,
     )
 
 
@@ -113,35 +119,25 @@ def _gather_waits(analysis: Analysis) -> Iterator[Finding]:
         f"{_and_others(waits)}. {_slowness(analysis, longest.group)}"
     )
     depth = _helpful_depth(analysis)
-    if depth is None or analysis.prefetch is None:
-        yield _no_depth_helps(analysis, where, text, cost)
+    remedy = None if depth is None else deeper_prefetch(analysis, depth)
+    if depth is None or remedy is None or analysis.prefetch is None:
+        yield _no_depth_helps(analysis, where, text, cost, helpful=depth)
         return
     left = analysis.waits_at(depth)
     left_here = left.get((longest.group, longest.phase), 0.0)
     left_in_all = sum(left.values()) - (left.get((first.group, first.phase), 0.0) if first else 0.0)
     more = (depth - analysis.prefetch) * max(g.gathered_bytes for g in analysis.groups.values())
     yield Finding(
+        kind="gathers",
         title=f"{where}: prefetch depth {depth} would "
         + ("hide it" if left_here < 0.1 * longest.mean_us else f"leave {duration(left_here)}"),
         text=text
         + f"Replayed with gathers issued {depth} groups ahead instead of {analysis.prefetch}, "
         f"{duration(left_in_all)} a step remain, for up to {size(more)} more memory.",
-        remedies=(
-            Remedy(text="Trainer", settings=tuple(_prefetch_settings(analysis, depth))),
-            Remedy(
-                text="API",
-                call="`set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch`, with the next "
-                f"{depth} layers of each",
-            ),
-        ),
+        amount=cost,
+        remedies=(remedy,),
         cost_share=cost,
     )
-
-
-def _prefetch_settings(analysis: Analysis, depth: int) -> Iterator[Setting]:
-    yield Setting("sharding", "prefetch", depth)
-    if analysis.run.setting("sharding", "door") == "wrapper":  # it has no depth to set
-        yield Setting("sharding", "door", "fully_shard")
 
 
 def _and_others(waits: list[WaitTimes]) -> str:
@@ -189,7 +185,9 @@ def _helpful_depth(analysis: Analysis) -> int | None:
     return next(depth for depth, waits in left.items() if left[used] - waits >= NEARLY_ALL * gain)
 
 
-def _no_depth_helps(analysis: Analysis, where: str, text: str, cost: float) -> Finding:
+def _no_depth_helps(
+    analysis: Analysis, where: str, text: str, cost: float, *, helpful: int | None
+) -> Finding:
     steps = analysis.judged
     wire_us = fmean(step.lane("gather").wire_us for step in steps)
     compute_us = fmean(step.compute_us("forward", "backward") for step in steps)
@@ -199,43 +197,26 @@ def _no_depth_helps(analysis: Analysis, where: str, text: str, cost: float) -> F
             "A replay of the step does not give the measured waits, so nothing is promised about another prefetch "
             "depth. "
         )
+    elif helpful is not None:
+        text += f"Prefetch depth {helpful} would help, which `fully_shard` has and the wrapper has not. "
     else:
         text += f"No prefetch depth up to {MAX_DEPTH} would remove much of it. "
         if wire_us >= WIRE_BOUND * compute_us:
             title = f"The wire is the bottleneck: {where}"
     text += f"Gathers are on the wire for {duration(wire_us)} a step; forward and backward compute for {duration(compute_us)}."
     return Finding(
-        title=title, text=text, remedies=tuple(_less_on_the_wire(analysis)), cost_share=cost
+        kind="gathers",
+        title=title,
+        text=text,
+        amount=cost,
+        remedies=given(
+            larger_batch(analysis),
+            half_of_the_bytes(analysis),
+            keep_gathered(analysis),
+            replicas(analysis),
+        ),
+        cost_share=cost,
     )
-
-
-def _less_on_the_wire(analysis: Analysis) -> Iterator[Remedy]:
-    groups = analysis.groups.values()
-    yield Remedy(
-        text="More work per gather: a larger batch per rank (`train.batch`, or more tokens a forward)"
-    )
-    if any(group.compute_dtype == "float32" for group in groups):
-        yield Remedy(
-            text="Half of the bytes",
-            settings=(Setting("compute", "precision", "bf16"),),
-            call="`MixedPrecisionPolicy(param_dtype=torch.bfloat16)`",
-        )
-    if any(_gathers_in_backward(step) for step in analysis.judged):
-        yield Remedy(
-            text="Fewer gathers, for the memory of the whole model",
-            settings=(Setting("sharding", "reshard_after_forward", False),),
-            call="`fully_shard(..., reshard_after_forward=False)`",
-        )
-    if groups and all(g.replicas == 1 and g.world > 2 and g.world % 2 == 0 for g in groups):
-        yield Remedy(
-            text="Gather over fewer and nearer ranks (HSDP)",
-            settings=(Setting("sharding", "replicas", 2),),
-            call="a 2-D mesh",
-        )
-
-
-def _gathers_in_backward(step: StepTimes) -> bool:
-    return any(gather.phase == "backward" for gather in step.of("gather"))
 
 
 def _reduction_waits(analysis: Analysis) -> Iterator[Finding]:
@@ -246,28 +227,17 @@ def _reduction_waits(analysis: Analysis) -> Iterator[Finding]:
     cost = total / analysis.step_us
     if cost < WORTH_REPORTING:
         return
-    remedies = [
-        Remedy(
-            text="A smaller group first in forward, which is reduced last and has nothing to hide behind",
-            settings=(PLANNED_GROUPS,),
-            call="`fully_shard` on the embedding",
-        ),
-        Remedy(text="More work per reduction: a larger batch per rank (`train.batch`)"),
-    ]
-    if any(group.wire_dtype in ("", "float32") for group in analysis.groups.values()):
-        remedies.insert(
-            0,
-            Remedy(
-                text="Half of the bytes, still summed in float32",
-                settings=(Setting("compute", "wire", "bf16"),),
-                call="`MixedPrecisionPolicy(wire_dtype=torch.bfloat16)`",
-            ),
-        )
     yield Finding(
+        kind="reductions",
         title=f"Compute waits {duration(total)} for reductions, {share(cost)} of the step",
         text=f"The longest is that of `{waits[0].group}` with {duration(waits[0].mean_us)}. What is reduced at the end of "
         "backward has no compute left to hide behind.",
-        remedies=tuple(remedies),
+        amount=cost,
+        remedies=given(
+            narrow_wire(analysis),
+            smaller_beginning(analysis, waits[0].group),
+            larger_batch(analysis),
+        ),
         cost_share=cost,
     )
 
@@ -279,28 +249,30 @@ def _straggler(analysis: Analysis) -> Iterator[Finding]:
     exposed = fmean(step.exposed_us for step in analysis.steps if step.rank != late.rank)
     # Time on the wire that compute hides costs nothing.
     lost_us = min(late.waited_us, exposed)
+    part = lost_us / analysis.step_us
     yield Finding(
+        kind="late rank",
         title=f"Rank {late.rank} comes later than the others, which wait up to {duration(lost_us)} a step for it",
         text=f"{share(late.share)} of the time that ranks waited for each other was for this one. Their waits look like a "
         f"slow wire; the other findings are of rank {late.rank} alone.",
+        amount=part,
         remedies=(
-            Remedy(
-                text=f"Look at rank {late.rank}'s machine: clocks, temperature, other processes, its data loading"
+            look(
+                f"Look at rank {late.rank}'s machine: clocks, temperature, other processes, its data loading"
             ),
-            Remedy(text="Give all ranks the same work: batches of equal length"),
+            look("Give all ranks the same work: batches of equal length"),
         ),
-        cost_share=lost_us / analysis.step_us,
+        cost_share=part,
     )
 
 
 def _small_groups(analysis: Analysis) -> Iterator[Finding]:
     groups = analysis.groups.values()
     small = [group for group in groups if 0 < group.gathered_bytes < SMALL_GROUP_BYTES]
-    if (
-        PLANNED_GROUPS.is_in(analysis.run)
-        or len(small) < 4
-        or len(small) < MANY_SMALL * len(groups)
-    ):
+    if len(small) < 4 or len(small) < MANY_SMALL * len(groups):
+        return
+    remedy = fewer_groups(analysis)
+    if remedy is None:  # some models have no larger groups
         return
     names = {group.name for group in small}
     spans = [
@@ -316,13 +288,12 @@ def _small_groups(analysis: Analysis) -> Iterator[Finding]:
     if waited < WORTH_REPORTING * analysis.step_us:
         return
     yield Finding(
+        kind="small groups",
         title=f"{len(small)} of {len(groups)} groups are smaller than {size(SMALL_GROUP_BYTES)}: their time is mostly latency",
         text=f"Compute waits {duration(waited)} a step for them, not counting what is unusually long. Fewer and larger groups send "
         "the same bytes in fewer calls.",
-        remedies=(
-            Remedy(text="Trainer", settings=(PLANNED_GROUPS,)),
-            Remedy(text="API", call="`plan_groups(model).apply()`"),
-        ),
+        amount=waited / analysis.step_us,
+        remedies=(remedy,),
         cost_share=waited / analysis.step_us,
     )
 
@@ -334,40 +305,33 @@ def _padding(analysis: Analysis) -> Iterator[Finding]:
     if part < PADDING:
         return
     worst = max(groups, key=lambda group: group.padded_numel - group.numel)
+    why = (
+        "Parameters are cut regardless of rows, into equal pieces."
+        if is_flat(analysis)
+        else f"Rows are kept whole, so a parameter with few rows is padded up to {worst.world} ranks."
+    )
     yield Finding(
+        kind="padding",
         title=f"{share(part)} of what is stored and sent is padding",
         text=f"Most of it is in `{worst.name}`: {count(worst.padded_numel - worst.numel)} of {count(worst.padded_numel)} elements. "
-        f"Rows are kept whole, so a parameter with few rows is padded up to {worst.world} ranks.",
-        remedies=(
-            Remedy(text="Shard over fewer ranks: `sharding.replicas`, or a 2-D mesh"),
-            Remedy(text="Without rows", settings=(Setting("sharding", "door", "wrapper"),)),
-            Remedy(text="API: shard along a longer dimension with `shard_placement_fn`"),
-        ),
+        + why,
+        amount=part,
+        remedies=less_padding(analysis),
         cost_share=part * analysis.exposed_share,
     )
 
 
 def _held_at_once(analysis: Analysis) -> Iterator[Finding]:
-    whole = sum(group.gathered_bytes for group in analysis.groups.values())
-    peak = max((s.gathered for step in analysis.steps for s in step.memory), default=0.0)
+    whole, peak = analysis.gathered_bytes, analysis.gathered_peak
     if len(analysis.groups) < 3 or not whole or peak < HELD_AT_ONCE * whole:
         return
     yield Finding(
+        kind="gathered at once",
         title=f"{share(min(1.0, peak / whole))} of the parameters are gathered at the same time",
         text=f"At the peak {size(peak)} of {size(whole)} lie unsharded; sharding saves memory of gradients and optimizer "
         "state only.",
-        remedies=(
-            Remedy(
-                text="Give them back after forward",
-                settings=(Setting("sharding", "reshard_after_forward", True),),
-                call="`fully_shard(..., reshard_after_forward=True)`",
-            ),
-            Remedy(
-                text="More and smaller groups",
-                settings=(Setting("sharding", "groups", "blocks"),),
-                call="`fully_shard` on every layer",
-            ),
-        ),
+        amount=peak / whole,
+        remedies=given(release_after_forward(analysis), smaller_groups(analysis)),
     )
 
 
@@ -377,16 +341,12 @@ def _outside(analysis: Analysis) -> Iterator[Finding]:
     if part < OUTSIDE:
         return
     yield Finding(
+        kind="outside",
         title=f"{share(part)} of the step is outside of forward and backward",
         text=f"Loss, optimizer, clipping, data and whatever else the program does take {duration(outside)} a step. Nothing of "
         "it can be changed by sharding, other than the optimizer's part.",
-        remedies=(
-            Remedy(
-                text="Update whole shards at once",
-                settings=(Setting("optimizer", "flat", True),),
-                call="`fullshard.optim.ShardedOptimizer`",
-            ),
-        ),
+        amount=part,
+        remedies=given(flat_optimizer(analysis)),
         cost_share=part - OUTSIDE,
     )
 
@@ -394,8 +354,10 @@ def _outside(analysis: Analysis) -> Iterator[Finding]:
 def _hidden(analysis: Analysis) -> Iterator[Finding]:
     if analysis.exposed_share < HIDDEN_BELOW:
         yield Finding(
+            kind="hidden",
             title=f"Communication is hidden: {share(analysis.exposed_share)} of the step is exposed",
             text=f"Of {duration(analysis.step_us)} a step compute stands still for "
             f"{duration(analysis.exposed_share * analysis.step_us)}.",
+            amount=analysis.exposed_share,
             severity="good",
         )
