@@ -69,6 +69,7 @@ ELSEWHERE = {
     r"python (benchmarks/\w+.py|-m benchmarks.\w+).*": ("takes minutes or a GPU; in parts", "tests/programs/test_benchmarks.py"),
     r"python -m tests.helpers.divergences": ("takes minutes; most cases", "tests/promises/test_divergence.py"),
     r"python docs/build_api.py": ("rewrites a page", "tests/docs/test_api.py"),
+    r"fullshard export .* --ema": ("needs a run with averages", "tests/programs/test_averages.py"),
     r"fullshard export .* --config-from .*": ("imports transformers", "tests/programs/test_export.py"),
 }  # fmt: skip
 """Commands that do not run here: how they look, why, and what runs them or what they do."""

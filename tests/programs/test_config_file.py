@@ -272,6 +272,10 @@ def test_what_may_only_follow_from_a_refused_value_is_not_told() -> None:
             ["model.huggingface=x", "model.width=8", "model.heads=2"],
             "model.width, model.heads shape the built-in",
         ),
+        (
+            ["model.huggingface=x", "model.pretrained=true", "model.weights=y"],
+            "both say which weights to start from",
+        ),
         (["evaluation.ema=true"], "evaluation.ema needs averages"),
         (["checkpoint.export_ema=true"], "checkpoint.export_ema needs averages"),
         (["sharding.offload=true", "run.device=cpu"], "sharding.offload needs CUDA"),

@@ -11,7 +11,7 @@ After each of these, ranks exchange the outcome: an error on one rank is the sam
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,15 @@ def load_source(
     ema: EMA | None = None,
     without_optimizer: bool = False,
     cast: bool = False,
+    only: Collection[str] | None = None,
     rank_group: RankGroup | None = None,
     on_progress: OnProgress | None = None,
 ) -> Loaded:
-    """Load from a source, and close it; see `formats.load`. All ranks of the group call it."""
+    """Load from a source, and close it; see `formats.load`. All ranks of the group call it.
+
+    ``only`` has the names of the model's tensors that are loaded. Other ones stay as they are, and what else the source has is
+    left out.
+    """
     rank_group = RankGroup() if rank_group is None else rank_group
     began = time.perf_counter()
     try:
@@ -79,6 +84,7 @@ def load_source(
                 ema=ema,
                 without_optimizer=without_optimizer,
                 cast=cast,
+                only=only,
             )
         )
         targets = _checked_targets(rank_group, comparison, optimizer)
@@ -129,10 +135,11 @@ def compare(
     ema: EMA | None = None,
     without_optimizer: bool = False,
     cast: bool = False,
+    only: Collection[str] | None = None,
 ) -> Comparison:
     """Compare a source with what this rank has."""
     local_state = LocalModelState(model, "fullshard.checkpoint.load")
-    targets: list[Target] = [ModelTarget(local_state, source, cast=cast)]
+    targets: list[Target] = [ModelTarget(local_state, source, cast=cast, only=only)]
     others = []
     if optimizer is not None and without_optimizer:
         others.append(

@@ -8,7 +8,7 @@ install     after everything was read: copies into tensors that files cannot be 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -96,8 +96,22 @@ class Faults:
 class ModelTarget:
     """A model that is loaded into."""
 
-    def __init__(self, model: LocalModelState, source: Source, *, cast: bool = False) -> None:
-        """Compare a model with a source; with ``cast``, dtypes may differ."""
+    def __init__(
+        self,
+        model: LocalModelState,
+        source: Source,
+        *,
+        cast: bool = False,
+        only: Collection[str] | None = None,
+    ) -> None:
+        """Compare a model with a source.
+
+        Args:
+            model: What this rank holds.
+            source: The checkpoint.
+            cast: Let dtypes differ.
+            only: Names of the tensors to load; all by default, and then the source must have no others.
+        """
         self.faults = Faults()
         self.notes: list[str] = []
         self.requests: list[ReadRequest] = []
@@ -108,12 +122,15 @@ class ModelTarget:
         names = StoredNames(model, source.tied, _model_names(source.tensors))
         for tensor in model.tensors:
             name = tensor.key.removeprefix(MODEL)
+            if only is not None and name not in only:
+                continue
             stored = names.stored(name)
             if stored is None:
                 self.faults.missing.append(name)
             else:
                 self._request(name, tensor, MODEL + stored, source.tensors[MODEL + stored])
-        self.faults.unexpected += names.unknown
+        if only is None:
+            self.faults.unexpected += names.unknown
 
     def _request(self, name: str, tensor: LocalTensor, stored: str, info: TensorInfo) -> None:
         if tensor.key in self._model.extra_states:

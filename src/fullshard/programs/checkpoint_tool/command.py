@@ -24,7 +24,7 @@ from rich.console import Console
 
 from fullshard.errors import ConfigurationError, FullshardError
 from fullshard.programs.console.tables import print_error
-from fullshard.programs.export_tool.origin import find_origin
+from fullshard.programs.train.origin import find_origin
 from fullshard.programs.train.run_folder import CONFIG
 from fullshard.programs.version_option import Version
 

@@ -14,9 +14,9 @@ from rich.console import Console
 from fullshard.errors import ConfigurationError, size_text
 from fullshard.programs.checkpoint_tool.command import errors_as_exit_codes
 from fullshard.programs.console.tables import print_line
-from fullshard.programs.export_tool.origin import Origin, find_origin
 from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.exported_model import ExportMark, check_target
+from fullshard.programs.train.origin import Origin, find_origin
 from fullshard.programs.version_option import Version
 
 if TYPE_CHECKING:

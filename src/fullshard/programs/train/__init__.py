@@ -22,6 +22,7 @@ The files in the order a run passes through them:
     resume  stop         checkpoints and resuming from them; signals and bad steps
     run_events           (one folder up) what happens, as values; `metrics_file` writes it, `progress` shows it
     memory  result       memory use of a rank; the result of a run
+    origin               what a path names: a run, a checkpoint of a run, or another checkpoint
     export               a checkpoint as a folder that transformers loads; `exported_model` knows such folders
 
 Model and data:
@@ -31,6 +32,7 @@ Model and data:
     built_in             the built-in model: `decoder`, in the sizes of `decoder_shape`
     transformers_model   any causal language model of transformers
     weights              starting weights, the same on any number of ranks; memory for them
+    stored_weights       starting weights of another run, a checkpoint or a Hugging Face folder
     data                 training and held-out windows
     data_files           which files to read; `array_files` reads arrays
     tokenizer            from text to tokens and back

@@ -111,6 +111,13 @@ class ModelSection:
     pretrained: bool = field(default=False, metadata=FIXED)
     """Start from the weights in the Hugging Face folder, not from drawn ones."""
 
+    weights: Path | None = field(default=None, metadata=FIXED)
+    """Start from the weights of another run (its folder: the newest checkpoint), of a checkpoint of any format, or of a
+    Hugging Face folder. Step, schedule and optimizer begin anew."""
+
+    weights_strict: bool = field(default=True, metadata=FIXED)
+    """Names and shapes of `weights` must be those of the model. false: what does not fit is drawn, or left out."""
+
     def problems(self) -> Iterator[Problem]:
         """Yield the problems of fields that do not go together."""
         if self.pretrained and self.huggingface is None:
@@ -118,6 +125,11 @@ class ModelSection:
                 ("model.pretrained", "model.huggingface"),
                 "model.pretrained needs a folder with weights to start from. Set model.huggingface, or leave "
                 "model.pretrained out.",
+            )
+        if self.pretrained and self.weights is not None:
+            yield Problem(
+                ("model.pretrained", "model.weights"),
+                "model.pretrained and model.weights both say which weights to start from. Leave one of them out.",
             )
         own = [
             name

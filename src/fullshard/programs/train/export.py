@@ -11,11 +11,11 @@ from contextlib import closing
 from pathlib import Path
 
 from fullshard.checkpoint import latest
-from fullshard.checkpoint.averages_source import averages_as_model
 from fullshard.checkpoint.formats import open_found
 from fullshard.checkpoint.found_checkpoint import FoundCheckpoint, read_together
 from fullshard.checkpoint.huggingface import write_huggingface
 from fullshard.checkpoint.rank_group import RankGroup
+from fullshard.checkpoint.renamed_source import averages_as_model
 from fullshard.checkpoint.replacement import NEW, replacing
 from fullshard.checkpoint.source import Source
 from fullshard.errors import CheckpointError
@@ -41,6 +41,11 @@ def export_newest(folder: RunFolder, source: ModelSource, *, ema: bool = False) 
     """
     path = RankGroup().on_first(lambda: newest_checkpoint(folder))
     return export_checkpoint(path, source.export_form(), folder.exported_model, ema=ema)
+
+
+def has_checkpoint(folder: RunFolder) -> bool:
+    """Say whether a run has a checkpoint that it can be resumed from."""
+    return folder.checkpoints.is_dir() and latest(folder.checkpoints) is not None
 
 
 def newest_checkpoint(folder: RunFolder) -> Path:

@@ -161,6 +161,13 @@ def problems_here(config: RunConfig, *, fresh: bool = False) -> Iterator[Problem
     if not fresh:
         yield from _folder_problems(config)
         yield from _export_problems(config)
+    weights = config.model.weights
+    # A run that is resumed does not read them again.
+    if weights is not None and not weights.exists() and (fresh or not _has_run(config)):
+        yield Problem(
+            ("model.weights",),
+            f"model.weights must be the folder of a run, a checkpoint or a Hugging Face folder; there is nothing at {weights}.",
+        )
     if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         yield Problem(
             ("log.tensorboard",),
@@ -182,6 +189,10 @@ def _problems_under_launcher(config: RunConfig, world: int, *, fresh: bool) -> I
             "--fresh is not allowed under a launcher: ranks that are restarted after a failure would start a new run, "
             "too. Move the folder away, or choose another run.folder.",
         )
+
+
+def _has_run(config: RunConfig) -> bool:
+    return RunFolder(config.run.folder).config.is_file()
 
 
 def _folder_problems(config: RunConfig) -> Iterator[Problem]:

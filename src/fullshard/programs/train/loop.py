@@ -64,6 +64,7 @@ from fullshard.programs.train.sampler import Sampler
 from fullshard.programs.train.samples import write_samples
 from fullshard.programs.train.sharded_model import build_model
 from fullshard.programs.train.stop import BadStepError, StoppedBySignalError, StopRequest
+from fullshard.programs.train.stored_weights import load_weights
 from fullshard.programs.train.traced_steps import TracedSteps
 
 MAX_FAULT = 300
@@ -132,6 +133,8 @@ class Training:
             self.ema,
             watch,
         )
+        self._weights = ""
+        """Where the starting weights come from, for people; empty if they were drawn, or if the run is resumed."""
         self.state = self.checkpoints.resume() or self._begin()
         self.result = TrainResult(tokens=self.state.tokens)
         self.peak_bytes = 0
@@ -382,7 +385,11 @@ class Training:
     # --- at the start ---------------------------------------------------------------------------------
 
     def _begin(self) -> RunState:
-        self.job.source.fill(self.model.module, seed=self.config.run.seed)
+        source, module = self.job.source, self.model.module
+        if self.config.model.weights is None:
+            source.fill(module, seed=self.config.run.seed)
+        else:
+            self._weights = load_weights(self.config, source, module)
         if self.ema is not None:
             self.ema.reset()
         return RunState()
@@ -398,7 +405,7 @@ class Training:
             rank_bytes=tuple(RankGroup().collect(self.model.bytes_at_rest())),
             tokens_per_step=config.train.batch * config.data.context,
             steps=config.train.steps,
-            model=self.job.source.description,
+            model=", ".join(filter(None, (self.job.source.description, self._weights))),
             data=data.source,
             left_out=data.left_out,
             training_tokens=data.training.tokens,

@@ -24,7 +24,7 @@ from fullshard.programs.run_events import Watcher, all_of
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.data import open_data
 from fullshard.programs.train.earlier_starts import read_earlier_starts
-from fullshard.programs.train.export import export_newest
+from fullshard.programs.train.export import export_newest, has_checkpoint
 from fullshard.programs.train.loop import Job, Training
 from fullshard.programs.train.metrics_file import MetricsFile, TensorBoardFiles
 from fullshard.programs.train.model_source import open_model
@@ -34,6 +34,7 @@ from fullshard.programs.train.rendezvous import store_of_torchrun
 from fullshard.programs.train.result import TrainResult
 from fullshard.programs.train.run_folder import RunFolder
 from fullshard.programs.train.stop import COLLECTIVE_ERRORS, noticing_stop_requests
+from fullshard.programs.train.stored_weights import check_weights
 
 
 def run_rank(config: RunConfig, rank_info: RankInfo, *, fresh: bool = False) -> TrainResult:
@@ -65,6 +66,10 @@ def run_rank(config: RunConfig, rank_info: RankInfo, *, fresh: bool = False) -> 
 def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainResult:
     """Start or resume a run in its folder, on all ranks of the default process group; `fresh` as in `run_rank`."""
     ranks, config, folder = RankGroup(), job.config, job.folder
+    if config.model.weights is not None and ranks.on_first(
+        lambda: fresh or not has_checkpoint(folder)
+    ):
+        ranks.on_each(lambda: check_weights(config, job.source))
     with ExitStack() as stack:
         watchers: list[Watcher] = []
         progress = None

@@ -1,4 +1,4 @@
-"""What a path names for an export: a run, a checkpoint of a run, or another checkpoint. This file imports no torch.
+"""What a path names: a run, a checkpoint of a run, or another checkpoint. This file imports no torch.
 
 RUN                          its newest checkpoint, or that of a step
 RUN/checkpoints/step_...     this checkpoint of the run
