@@ -476,6 +476,24 @@ def all_to_all(
     return [work if async_op else _ordered(work, backend) for work in works]
 
 
+def exchange(
+    output: Tensor,
+    sizes: tuple[Sequence[int], Sequence[int]],
+    tensor: Tensor,
+    group: ProcessGroup,
+    tag: Tag,
+) -> Work:
+    """Send parts of ``tensor`` to the ranks, and get parts of ``output`` from them; wait for the work before reading it.
+
+    ``sizes`` are those of the received and of the sent parts, by rank of the group.
+    """
+    backend = backend_of(group, tensor.device)
+    meet(group, tag, backend)  # messages differ in size: the tag says what is exchanged
+    options = _exchange_options(async_op=True)
+    work = torch_border.all_to_all_single(group, output, tensor, options, sizes)
+    return _watched(work, group, backend)
+
+
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType, tag: Tag) -> None:
     """Reduce ``tensor`` over the group in place; the current stream is ordered after it."""
     with _in_order(group, tag, tensor.device, [tensor]):

@@ -1,10 +1,12 @@
-"""Optimizers that work on plain shard memory instead of one DTensor after the other, and averages of parameters.
+"""Optimizers that know the shards: fused memory instead of one DTensor after the other, matrices by owner, averages.
 
 It may import the engine and below; it knows neither of the two APIs.
-It owns the fused ranges of shard memory that one kernel updates, the optimizers over them, and averages of shards.
+It owns the fused ranges of shard memory that one kernel updates, the plans by which ranks exchange matrices, the
+optimizers over both, and averages of shards.
 """
 
 from fullshard.optim.ema import EMA
+from fullshard.optim.muon import Muon
 from fullshard.optim.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["EMA", "ShardedOptimizer"]
+__all__ = ["EMA", "Muon", "ShardedOptimizer"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -300,6 +300,10 @@ def cap_timeout(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
 _COMPANIONS: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[str, int], dist.ProcessGroup]
 ] = weakref.WeakKeyDictionary()
+_OVER: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By default process group and ranks: what `group_over` has made."""
 
 
 def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -350,6 +354,26 @@ def block_group(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     Collective over the ranks of the block.
     """
     return _companion(group, "block", size)
+
+
+def group_over(ranks: Collection[int]) -> dist.ProcessGroup:
+    """Return a process group of these global ranks, in ascending order: the default one, or one that is made once.
+
+    Collective over these ranks when it is made.
+    """
+    world, wanted = dist.group.WORLD, sorted(ranks)
+    assert world is not None, "there are ranks"
+    if dist.get_process_group_ranks(world) == wanted:
+        return world
+    made = _OVER.setdefault(world, {})
+    key = tuple(wanted)
+    if key not in made:
+        group = dist.new_group(
+            wanted, timeout=torch_border.timeout_of(world), use_local_synchronization=True
+        )
+        assert group is not None, "this rank is one of them"
+        made[key] = group
+    return made[key]
 
 
 def _companion(group: dist.ProcessGroup, role: str, size: int) -> dist.ProcessGroup:

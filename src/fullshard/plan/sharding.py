@@ -107,13 +107,14 @@ class Sharding:
         """Yield the parts of cells that together are the block ``wanted``."""
         if not wanted.numel:
             return
-        for cell in self._cells_near(wanted):
+        for cell in self.cells_near(wanted):
             for block, offset in self.blocks(cell):
                 common = block.intersection(wanted)
                 if common is not None:
                     yield CellPart(cell, block, offset, common)
 
-    def _cells_near(self, wanted: Block) -> Iterator[int]:
+    def cells_near(self, wanted: Block) -> Iterator[int]:
+        """Yield the cells that may have elements of a block that is not empty; of a flat one also cells between its rows."""
         if self.flat:
             strides = row_major_strides(self.shape)
             first = sum(s * stride for s, stride in zip(wanted.start, strides, strict=True))

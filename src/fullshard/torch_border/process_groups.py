@@ -92,11 +92,19 @@ def all_to_all_options(*, async_op: bool) -> AllToAllOptions:
 
 
 def all_to_all_single(
-    group: ProcessGroup, output: Tensor, tensor: Tensor, options: AllToAllOptions
+    group: ProcessGroup,
+    output: Tensor,
+    tensor: Tensor,
+    options: AllToAllOptions,
+    sizes: tuple[Sequence[int], Sequence[int]] = ((), ()),
 ) -> Work:
-    """Send part r of ``tensor`` to rank r; ``output`` has what all ranks sent, in their order."""
+    """Send part r of ``tensor`` to rank r; ``output`` has what all ranks sent, in their order.
+
+    ``sizes`` are those of the parts of the output and of the input; all parts are of equal size if there are none.
+    """
     name = "all_to_all_single" if _RENAMED else "alltoall_base"
-    return cast(Work, getattr(group, name)(output, tensor, [], [], options))
+    received, sent = map(list, sizes)
+    return cast(Work, getattr(group, name)(output, tensor, received, sent, options))
 
 
 def allocates_tensors(group: ProcessGroup, device: torch.device) -> bool:

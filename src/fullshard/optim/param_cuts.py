@@ -1,0 +1,100 @@
+"""How parameters are cut over ranks, as an optimizer finds them: DTensors, pieces of a wrapper, or whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from fullshard.engine.param_group import FSDPParamGroup, groups_of
+from fullshard.errors import UnsupportedError
+from fullshard.plan.mesh import global_rank, group_over, ranks_by_replica
+from fullshard.plan.param_shardings import dtensor_sharding, flat_sharding
+from fullshard.plan.sharding import Sharding, replicated
+from fullshard.storage.flat_parameter import FlatParameter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParamCut:
+    """A parameter and the ranks that hold its parts."""
+
+    param: nn.Parameter
+    name: str
+    """Full name; empty if it is not known."""
+    shape: tuple[int, ...]
+    """Of the whole parameter, as the model has it."""
+    sharding: Sharding
+    group: ProcessGroup | None
+    """The ranks that hold parts or copies; None if this rank has it whole."""
+
+    @property
+    def stack(self) -> int | None:
+        """The stored dimension that numbers matrices, of a parameter with three; None for one matrix."""
+        if len(self.shape) != 3:
+            return None
+        return 0 if self.sharding.order is None else self.sharding.order.index(0)
+
+    def in_model_order(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return the rows and columns of a matrix from those of the stored one."""
+        order = self.sharding.order
+        if order is None:
+            return shape
+        first, second = (dim for dim in order if len(self.shape) == 2 or dim)
+        return shape if first < second else (shape[1], shape[0])
+
+
+def param_cuts(params: Sequence[nn.Parameter]) -> list[ParamCut]:
+    """Return how each parameter is cut. All ranks find the same.
+
+    Collective, when a process group of all ranks of a mesh is made.
+
+    Raises:
+        UnsupportedError: parameters are parts of a `FlatParameter`, or of a wrapper and tensor-parallel.
+    """
+    members = {
+        id(member.sharded_param.param): (group, index)
+        for group in groups_of(params)
+        for index, member in enumerate(group.params)
+    }
+    flat = [param for param in params if isinstance(param, FlatParameter)]
+    parallel = [
+        group.params[index].name
+        for group, index in (members[id(param)] for param in params if id(param) in members)
+        if group.params[index].placement.parallel
+        and not isinstance(group.params[index].sharded_param.param, DTensor)
+    ]
+    if flat or parallel:
+        raise UnsupportedError(
+            "An optimizer of matrices needs parameters with their own shapes; "
+            + (
+                f"{len(flat)} are FlatParameters of wrappers. Wrap with use_orig_params=True, or use fully_shard."
+                if flat
+                else f"these of wrappers are also tensor-parallel: {parallel}. Use fully_shard."
+            )
+        )
+    return [_cut(param, members.get(id(param))) for param in params]
+
+
+def _cut(param: nn.Parameter, member: tuple[FSDPParamGroup, int] | None) -> ParamCut:
+    name = "" if member is None else member[0].params[member[1]].name
+    if isinstance(param, DTensor):
+        shape, mesh = tuple(param.shape), param.device_mesh
+        sharding = dtensor_sharding(shape, param.placements, mesh)
+        return ParamCut(param, name, shape, sharding, _group_over(mesh.mesh.flatten().tolist()))
+    if member is not None and member[0].layout.world > 1:
+        group, index = member
+        holders = ranks_by_replica(group.mesh_info)
+        sharding = flat_sharding(group.layout, index, holders)
+        shape = tuple(group.layout.slots[index].shape)
+        ranks = [rank for row in holders for rank in row]
+        return ParamCut(param, name, shape, sharding, _group_over(ranks))
+    shape = tuple(param.shape)
+    return ParamCut(param, name, shape, replicated(shape, [global_rank()]), None)
+
+
+def _group_over(ranks: Sequence[int]) -> ProcessGroup | None:
+    return group_over(ranks) if len(ranks) > 1 and dist.is_initialized() else None
