@@ -30,6 +30,7 @@ MakeWorld = Callable[[int], World]
         ("sharding.door=wrapper",),
         ("optimizer.flat=false", "train.accumulate=2", "sharding.groups=plan"),
         ("optimizer.name=sgd", "compute.precision=bf16", "sharding.door=wrapper"),
+        ("optimizer.name=muon",),
         ("optimizer.name=adagrad", "compute.checkpoint_activations=blocks"),
     ],
     ids=str,
@@ -213,7 +214,7 @@ def what_is_saved(config: RunConfig, step: int) -> dict[str, torch.Tensor]:
     from fullshard.programs.train.sharded_model import build_model
 
     model = build_model(config, open_model(config), torch.device("cpu"))
-    optimizer = build_optimizer(config.optimizer, *model.parameters())
+    optimizer = build_optimizer(config.optimizer, model)
     path = config.run.folder / "checkpoints" / f"step_{step:08d}"
     checkpoint.load(path, model.module, optimizer)
     found = {name: local(param) for name, param in model.module.named_parameters()}

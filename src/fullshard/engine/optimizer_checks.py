@@ -97,7 +97,11 @@ _NO_OPERATOR = "uses operators that torch does not have for DTensors, which thes
 
 RULES: dict[type[optim.Optimizer], Rule] = {
     optim.Adafactor: Rule(_is_sharded_or_flat, _NEEDS_MATRIX, _KEEP_WHOLE),
-    optim.Muon: Rule(_is_not_its_matrix, _NEEDS_MATRIX, _KEEP_WHOLE),
+    optim.Muon: Rule(
+        _is_not_its_matrix,
+        _NEEDS_MATRIX,
+        "Use fullshard.optim.Muon, which brings whole matrices to their owners",
+    ),
     optim.LBFGS: Rule(
         _is_sharded,
         "needs dot products over whole parameters, and a rank has a part of each of these",

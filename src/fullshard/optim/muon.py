@@ -37,7 +37,7 @@ from fullshard.optim.newton_schulz import COEFFICIENTS, orthogonalize
 from fullshard.optim.param_cuts import ParamCut, param_cuts
 from fullshard.plan.mesh import global_rank
 
-__all__ = ["Muon"]
+__all__ = ["Muon", "hidden_matrices"]
 
 Scale = Literal["match_rms_adamw", "original"]
 
@@ -433,9 +433,9 @@ def _tag(what: str) -> Tag:
     return tag(f"Muon: {what}")
 
 
-def _chosen_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the hidden matrices and the other parameters of a model, as `Muon` says."""
-    cuts = {id(cut.param): cut for cut in param_cuts(list(model.parameters()))}
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trainable parameters of a model that are hidden matrices, or stacks of them: see `Muon`."""
+    cuts = param_cuts([param for param in model.parameters() if param.requires_grad])
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     rows = {embedding.num_embeddings for embedding in embeddings}
     others: set[int] = set()
@@ -443,11 +443,14 @@ def _chosen_groups(model: nn.Module) -> list[dict[str, Any]]:
         is_output = isinstance(module, nn.Linear) and module.out_features in rows
         if is_output or isinstance(module, (nn.Embedding, nn.EmbeddingBag, *_CONVOLUTIONS)):
             others.update(id(param) for param in module.parameters(recurse=False))
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    matrices = [p for p in trainable if id(p) not in others and len(cuts[id(p)].shape) in (2, 3)]
-    chosen = {id(param) for param in matrices}
-    rest = [param for param in trainable if id(param) not in chosen]
-    groups = [
+    return [cut.param for cut in cuts if id(cut.param) not in others and len(cut.shape) in (2, 3)]
+
+
+def _chosen_groups(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = hidden_matrices(model)
+    chosen = set(map(id, matrices))
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
+    groups: list[dict[str, Any]] = [
         {"params": matrices, "use_muon": True},
         {"params": rest, "use_muon": False},
     ]

@@ -32,7 +32,7 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 Size = Literal["tiny", "small", "medium", "large"]
 Tokens = Literal["auto", "text", "array"]
 TokenDtype = Literal["uint8", "uint16", "int32", "int64"]
-OptimizerName = Literal["adamw", "adam", "sgd", "adagrad"]
+OptimizerName = Literal["adamw", "adam", "sgd", "adagrad", "muon"]
 Schedule = Literal["cosine", "linear", "constant"]
 Door = Literal["fully_shard", "wrapper"]
 Grouping = Literal["blocks", "plan"]
@@ -217,7 +217,7 @@ class OptimizerSection:
     """The optimizer."""
 
     name: OptimizerName = field(default="adamw", metadata=FIXED)
-    """Which optimizer of torch.optim."""
+    """Which optimizer: of torch.optim, or fullshard.optim.Muon, with adamw for what is not a hidden matrix."""
 
     lr: Positive = field(default=3e-3, metadata=FIXED)
     """Highest learning rate."""
@@ -226,13 +226,13 @@ class OptimizerSection:
     """Of matrices; vectors (norms, biases) are not decayed."""
 
     betas: tuple[FractionBelowOne, FractionBelowOne] = field(default=(0.9, 0.95), metadata=FIXED)
-    """Of adam and adamw."""
+    """Of adam, adamw and muon's adamw."""
 
     eps: Positive = field(default=1e-8, metadata=FIXED)
-    """Of adam, adamw and adagrad."""
+    """Of adam, adamw, adagrad and muon's adamw."""
 
     momentum: FractionBelowOne = field(default=0.9, metadata=FIXED)
-    """Of sgd."""
+    """Of sgd. Muon's is 0.95."""
 
     ema: ProperFraction | None = field(default=None, metadata=FIXED)
     """Keep averages of the parameters (EMA), and let each step keep this share of them, for instance 0.999."""

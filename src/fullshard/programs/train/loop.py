@@ -122,7 +122,7 @@ class Training:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.job, self.config, self.watch = job, job.config, watch
         self.model = build_model(job.config, job.source, job.device)
-        self.optimizer = build_optimizer(job.config.optimizer, *self.model.parameters())
+        self.optimizer = build_optimizer(job.config.optimizer, self.model)
         self.ema = build_ema(job.config.optimizer, self.model.module)
         self.sampler = Sampler(len(job.data.training), job.config.run.seed)
         self.checkpoints = Checkpoints(

@@ -8,26 +8,43 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.optim import EMA, ShardedOptimizer
+from fullshard.optim import EMA, Muon, ShardedOptimizer
+from fullshard.optim.muon import hidden_matrices
 from fullshard.programs.train.config import OptimizerSection, ScheduleSection
+from fullshard.programs.train.sharded_model import ShardedModel
 
 
-def build_optimizer(
-    section: OptimizerSection, matrices: list[nn.Parameter], others: list[nn.Parameter]
-) -> torch.optim.Optimizer:
+def build_optimizer(section: OptimizerSection, model: ShardedModel) -> torch.optim.Optimizer:
     """Return an optimizer of the sharded parameters; matrices are decayed, others not.
 
     Call it while the sharded parameters are on the modules: between steps.
     """
-    groups = [
+    matrices, others = model.parameters()
+    groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": section.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
+    if section.name == "muon":
+        return _build_muon(section, model, groups)
     groups = [group for group in groups if group["params"]]
     optimizer_class, options = class_and_options(section)
     if section.flat:
         return ShardedOptimizer(optimizer_class, groups, **options)
     return optimizer_class(groups, **options)
+
+
+def _build_muon(
+    section: OptimizerSection, model: ShardedModel, groups: list[dict[str, Any]]
+) -> Muon:
+    """Return Muon of the hidden matrices, with AdamW for the others: each with its group's decay."""
+    hidden = set(map(id, hidden_matrices(model.module)))
+    both = [
+        {**group, "params": params, "use_muon": use_muon}
+        for group in groups
+        for use_muon in (True, False)
+        if (params := [p for p in group["params"] if (id(p) in hidden) is use_muon])
+    ]
+    return Muon(both, lr=section.lr, betas=section.betas, adamw_eps=section.eps)
 
 
 def build_ema(section: OptimizerSection, model: nn.Module) -> EMA | None:
