@@ -95,7 +95,7 @@ PACKAGES = {
         "Saved",
         "Loaded",
     ],
-    "optim": ["ShardedOptimizer", "EMA"],
+    "optim": ["ShardedOptimizer", "Muon", "EMA"],
     "mesh": [
         "DataParallelAxes",
         "ProcessGroupAxes",
