@@ -57,6 +57,8 @@ def test_inspect_lists_tensors_and_totals(made: Path) -> None:
     assert 'Extra       {"step": "first"}' in lines
     rows = [line.split() for line in lines]
     assert ["0.weight", "float32", "5", "x", "3", "60", "B", "2"] in rows
+    assert "1.bias/exp_avg " not in result.stdout and "and 3 more (--all lists them)" in lines
+    rows = [line.split() for line in run("inspect", made / "first", "--all").stdout.splitlines()]
     assert ["1.bias/exp_avg", "float32", "2", "8", "B", "2"] in rows
 
 
@@ -88,7 +90,7 @@ def _whole(tensor: torch.Tensor) -> Any:
     return whole(tensor.shape)
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_tables_fit_a_terminal(made: Path, width: int) -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=width, color_system=None)
@@ -97,6 +99,7 @@ def test_tables_fit_a_terminal(made: Path, width: int) -> None:
     lines = file.getvalue().splitlines()
     assert all(len(line) <= width for line in lines)
     assert any(line.startswith("0.weight ") and "5 x 3" in line for line in lines)
+    assert any(line.startswith("0.weight/exp_avg") for line in lines), "names are never cut"
 
 
 def test_verify_says_that_all_is_well(made: Path) -> None:
@@ -104,8 +107,20 @@ def test_verify_says_that_all_is_well(made: Path) -> None:
         result = run("verify", made / name)
         assert result.exit_code == 0, result.output
         well = name in ("fullshard", "dcp")
-        assert ("All is well" if well else "no checksums") in result.stdout
+        assert ("All is well" if well else "no checksums") in result.stdout.splitlines()[0]
         assert "B/s" in result.stdout
+
+
+def test_a_run_stands_for_its_newest_checkpoint(made: Path, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    (tmp_path / "config.toml").touch()
+    assert "has no complete checkpoint yet" in run("verify", tmp_path).stderr
+    for number, name in enumerate(("first", "second"), 1):
+        write(open_source(made / name), checkpoints / f"step_{number}", to="fullshard")
+    for path in (tmp_path, checkpoints):
+        assert f"\n{checkpoints / 'step_2'} was read in " in run("verify", path).stdout
+        assert f"Checkpoint  {checkpoints / 'step_2'}\n" in run("inspect", path).stdout
+        assert run("diff", path, made / "second").stdout.startswith("Equal: 12 tensors")
 
 
 @pytest.mark.parametrize("name", ["fullshard", "dcp"])
@@ -123,7 +138,7 @@ def test_verify_names_every_fault(made: Path, tmp_path: Path, name: str) -> None
     assert result.exit_code == 1
     assert file.name in result.stderr
     assert "model/0.weight" in result.stderr
-    assert "Damaged: 1 fault" in result.stderr
+    assert result.stderr.startswith("Damaged: 1 fault in ")
     file.unlink()
     result = run("verify", path)
     assert result.exit_code == 1
@@ -137,7 +152,7 @@ def test_convert_and_diff(made: Path, tmp_path: Path) -> None:
     assert f"Wrote {tmp_path / 'dcp'}" in result.stdout
     result = run("diff", made / "first", tmp_path / "dcp")
     assert result.exit_code == 0
-    assert result.stdout == "Equal: 12 tensors and all else.\n"
+    assert result.stdout.splitlines()[0] == "Equal: 12 tensors and all else."
     result = run("diff", made / "second", tmp_path / "dcp")
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
@@ -145,7 +160,10 @@ def test_convert_and_diff(made: Path, tmp_path: Path) -> None:
     assert "extra.step: 'second' and 'first'" in lines
     row = next(line.split() for line in lines if line.startswith("model/0.weight "))
     assert row[1:3] == ["15", "100.0%"]
-    assert lines[-1].startswith("Different: 0 of 12 tensors in both are equal")
+    assert lines[0] == "Different: 0 of 12 tensors in both are equal; 5 other values differ."
+    assert lines[-1] == "and 7 more (--all lists them)"
+    everything = run("diff", made / "second", tmp_path / "dcp", "--all").stdout
+    assert "optimizer/1.bias/exp_avg_sq " in everything and "more (" not in everything
 
 
 def test_convert_tells_the_size_of_what_it_wrote_and_that_weights_alone_are_not_a_model(

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fullshard.errors import ConfigurationError, FullshardError
+from fullshard.errors import CheckpointError, ConfigurationError, FullshardError
 from fullshard.programs.console.tables import print_error
 from fullshard.programs.train.origin import find_origin
-from fullshard.programs.train.run_folder import CONFIG
+from fullshard.programs.train.run_folder import CONFIG, RunFolder
 from fullshard.programs.version_option import Version
 
 if TYPE_CHECKING:
@@ -39,9 +39,12 @@ Checkpoint = Annotated[
     typer.Argument(
         exists=True,
         show_default=False,
-        help="A folder of fullshard, Hugging Face or torch.distributed.checkpoint, or a file of torch.save.",
+        help="A folder of fullshard, Hugging Face or torch.distributed.checkpoint, a file of torch.save, or a run, "
+        "which stands for its newest checkpoint.",
     ),
 ]
+
+All = Annotated[bool, typer.Option("--all", help="List everything, not the first five.")]
 
 
 @app.callback()
@@ -52,6 +55,7 @@ def checkpoint(version: Version = False) -> None:
 @app.command()
 def inspect(
     path: Checkpoint,
+    list_all: All = False,
     pieces: Annotated[
         bool, typer.Option("--pieces", help="List the files and bytes of every tensor.")
     ] = False,
@@ -63,15 +67,16 @@ def inspect(
         from fullshard.checkpoint.formats import use_source
         from fullshard.programs.checkpoint_tool import contents, output
 
+        path = newest_checkpoint(path)
         found = use_source(path, lambda source: contents.describe(source, pieces=pieces))
         if as_json:
             output.print_json(found)
         else:
-            output.print_contents(Console(), found)
+            output.print_contents(Console(), found, list_all=list_all)
 
 
 @app.command()
-def verify(path: Checkpoint, version: Version = False) -> None:
+def verify(path: Checkpoint, list_all: All = False, version: Version = False) -> None:
     """Read all of a checkpoint and check it against its checksums.
 
     Exit code 1 if anything is wrong.
@@ -84,8 +89,9 @@ def verify(path: Checkpoint, version: Version = False) -> None:
             with output.progress(Console(), "verify", verification.bytes_in(source)) as advance:
                 return verification.check(source, advance)
 
+        path = newest_checkpoint(path)
         report = use_source(path, check, is_good=lambda report: not report.faults)
-        output.print_report(Console(), report)
+        output.print_report(Console(), path, report, list_all=list_all)
         if report.faults:
             raise typer.Exit(1)
 
@@ -120,6 +126,7 @@ def convert(
         weights_only = to == "huggingface"
         if weights_only:
             _refuse_checkpoint_of_run(source, target)
+        source = newest_checkpoint(source)
 
         def write(opened: Source) -> None:
             nbytes = verification.bytes_in(opened, MODEL if weights_only else "")
@@ -142,7 +149,9 @@ def _refuse_checkpoint_of_run(source: Path, target: Path) -> None:
 
 
 @app.command()
-def diff(first: Checkpoint, second: Checkpoint, version: Version = False) -> None:
+def diff(
+    first: Checkpoint, second: Checkpoint, list_all: All = False, version: Version = False
+) -> None:
     """Compare two checkpoints of any formats, tensor by tensor, to the last bit.
 
     Exit code 0 if they are equal, 1 if they differ.
@@ -156,10 +165,35 @@ def diff(first: Checkpoint, second: Checkpoint, version: Version = False) -> Non
             with output.progress(Console(), "compare", verification.bytes_in(one)) as advance:
                 return differences(one, other, compared=advance)
 
-        found = use_source(first, lambda one: use_source(second, lambda other: compare(one, other)))
-        output.print_differences(Console(), found)
+        paths = newest_checkpoint(first), newest_checkpoint(second)
+        found = use_source(
+            paths[0], lambda one: use_source(paths[1], lambda other: compare(one, other))
+        )
+        output.print_differences(Console(), paths, found, list_all=list_all)
         if found:
             raise typer.Exit(1)
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """Return the newest checkpoint of a run, if the path is that of a run or of its checkpoints; else the path.
+
+    Raises:
+        CheckpointError: the run has none yet.
+    """
+    run = RunFolder(path)
+    if not run.config.is_file():
+        run = RunFolder(path.absolute().parent)
+        if path.absolute() != run.checkpoints or not run.config.is_file():
+            return path
+        run = RunFolder(path.parent)
+    from fullshard.checkpoint import latest
+
+    newest = latest(run.checkpoints) if run.checkpoints.is_dir() else None
+    if newest is None:
+        raise CheckpointError(
+            f"The run in {run.path} has no complete checkpoint yet. Train first: fullshard train {run.config}"
+        )
+    return newest
 
 
 @contextmanager

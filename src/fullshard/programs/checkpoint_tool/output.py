@@ -25,12 +25,15 @@ from fullshard.programs.console.tables import (
     counted,
     print_error,
     print_facts,
+    print_first_rows,
     print_line,
-    print_table,
+    print_more,
 )
 
 QUIET_SECONDS = 1.0
 """Progress of a shorter task is not written to a log file."""
+MOST_NAMES = 5
+"""Tensors or faults that are listed without `--all`."""
 LONGEST_VALUE = 300
 """Characters of `extra` that are shown."""
 
@@ -57,6 +60,11 @@ def progress(console: Console, verb: str, total: int) -> Iterator[Callable[[int]
         yield advance
 
 
+def _most(list_all: bool) -> int | None:
+    """Return how many names are listed; None for all."""
+    return None if list_all else MOST_NAMES
+
+
 # --- inspect -----------------------------------------------------------------------------------------------
 
 
@@ -65,7 +73,7 @@ def print_json(found: Mapping[str, Any]) -> None:
     print(json.dumps(found, indent=2))
 
 
-def print_contents(console: Console, found: Mapping[str, Any]) -> None:
+def print_contents(console: Console, found: Mapping[str, Any], *, list_all: bool = False) -> None:
     """Print the contents for people."""
     print_facts(console, [("Checkpoint", found["path"]), *_facts(found)])
     for title, prefix in (("model", MODEL), ("optimizer", OPTIMIZER), ("extra", EXTRA)):
@@ -81,7 +89,8 @@ def print_contents(console: Console, found: Mapping[str, Any]) -> None:
             for key, each in tensors.items()
         ]
         if rows:
-            print_table(console, [title, "dtype", "shape", "size", "pieces"], rows, num_texts=3)
+            columns = [title, "dtype", "shape", "size", "pieces"]
+            print_first_rows(console, columns, rows, num_texts=3, most=_most(list_all))
     for key, each in found["tensors"].items():
         if "places" in each:
             print_line(console, f"\n{safe_line(key)}")
@@ -142,19 +151,22 @@ def shortened(text: str) -> str:
 # --- verify, convert, diff ---------------------------------------------------------------------------------
 
 
-def print_report(console: Console, report: Report) -> None:
-    """Print the result of `verify`."""
-    for fault in report.faults:
-        print_error(fault)
+def print_report(console: Console, path: Path, report: Report, *, list_all: bool = False) -> None:
+    """Print the result of `verify`, the verdict first."""
     amount = f"{size_text(report.nbytes)} in {counted(report.tensors, 'tensor')}"
     speed = f"{report.seconds:.3g} s, {rate(report.nbytes, report.seconds)}"
+    was_read = f"{path} was read in {speed}."
     if report.faults:
-        print_error(f"Damaged: {counted(len(report.faults), 'fault')} in {amount} ({speed}).")
+        most = _most(list_all)
+        print_error(f"Damaged: {counted(len(report.faults), 'fault')} in {amount}.\n{was_read}")
+        for fault in report.faults[:most]:
+            print_error(fault)
+        print_more(Console(file=broken_pipe_safe(sys.stderr)), report.faults, most)
     elif report.has_checksums:
-        print_line(console, f"All is well: {amount}, as they were written ({speed}).")
+        print_line(console, f"All is well: {amount}, as they were written.\n{was_read}")
     else:
-        text = f"All can be read: {amount} ({speed}). The format has no checksums to compare with."
-        print_line(console, text)
+        text = "The format has no checksums to compare with."
+        print_line(console, f"All can be read: {amount}. {text}\n{was_read}")
 
 
 def print_written(console: Console, target: Path, seconds: float) -> None:
@@ -179,17 +191,21 @@ def rate(nbytes: int, seconds: float) -> str:
     return f"{size_text(int(nbytes / max(seconds, 1e-9)))}/s"
 
 
-def print_differences(console: Console, found: Differences) -> None:
-    """Print how two checkpoints differ."""
-    for label, keys in (("first", found.only_first), ("second", found.only_second)):
-        for key in keys:
-            print_line(console, safe_line(f"{key}: only in the {label}"))
-    for key, each in found.tensors.items():
-        if each.first != each.second:
-            kinds = f"{_kind(each.first)} and {_kind(each.second)}"
-            print_line(console, safe_line(f"{key}: {kinds}"))
-    for line in _alike_together(found.values):
-        print_line(console, safe_line(line))
+def print_differences(
+    console: Console, paths: tuple[Path, Path], found: Differences, *, list_all: bool = False
+) -> None:
+    """Print how two checkpoints differ, the verdict first."""
+    if not found:
+        print_line(console, f"Equal: {counted(found.compared, 'tensor')} and all else.")
+    else:
+        print_line(console, f"Different: {_difference_counts(found)}.")
+    print_facts(console, [("first", str(paths[0])), ("second", str(paths[1]))])
+    most = _most(list_all)
+    for lines in _groups_of_lines(found):
+        print_line(console, "")
+        for line in lines[:most]:
+            print_line(console, safe_line(line))
+        print_more(console, lines, most)
     rows = [
         (
             key,
@@ -203,17 +219,41 @@ def print_differences(console: Console, found: Differences) -> None:
     ]
     if rows:
         columns = ["tensor", "differing", "share", "absolute", "relative"]
-        print_table(console, columns, rows, num_texts=1)
-        print_line(console, "")
-    equal = found.compared - len(found.tensors)
-    print_line(
-        console,
-        f"Different: {equal:,} of {counted(found.compared, 'tensor')} in both are equal; "
-        f"{len(found.only_first):,} are only in the first, {len(found.only_second):,} only in the "
-        f"second; {counted(len(found.values), 'other value')} differ."
-        if found
-        else f"Equal: {counted(found.compared, 'tensor')} and all else.",
-    )
+        print_first_rows(console, columns, rows, num_texts=1, most=most)
+
+
+def _difference_counts(found: Differences) -> str:
+    """Return how many tensors and values are equal and different."""
+    parts = [
+        f"{found.compared - len(found.tensors):,} of {counted(found.compared, 'tensor')} in both are equal"
+    ]
+    for count, text in (
+        (len(found.only_first), "only in the first"),
+        (len(found.only_second), "only in the second"),
+    ):
+        if count:
+            parts.append(f"{counted(count, 'tensor')} {text}")
+    if found.values:
+        differ = "differs" if len(found.values) == 1 else "differ"
+        parts.append(f"{counted(len(found.values), 'other value')} {differ}")
+    return "; ".join(parts)
+
+
+def _groups_of_lines(found: Differences) -> Iterator[list[str]]:
+    """Yield lines about what cannot be compared, one list for each kind."""
+    others = [
+        f"{key}: {_kind(each.first)} and {_kind(each.second)}"
+        for key, each in found.tensors.items()
+        if each.first != each.second
+    ]
+    for lines in (
+        [f"{key}: only in the first" for key in found.only_first],
+        [f"{key}: only in the second" for key in found.only_second],
+        others,
+        [*_alike_together(found.values)],
+    ):
+        if lines:
+            yield lines
 
 
 def _alike_together(lines: Sequence[str]) -> Iterator[str]:

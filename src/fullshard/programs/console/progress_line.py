@@ -95,6 +95,8 @@ class LiveLine:
         self._description = ""
         self._status: Sequence[str] = ()
         self._time_left = TimeLeft(0, clock)
+        self._widest_without_bar = 0
+        """A terminal of this width has had no room for the bar. It stays away, also when the texts become shorter."""
 
     def begin(self, total: int, done: int, description: str, status: Sequence[str]) -> None:
         """Open the line."""
@@ -129,7 +131,9 @@ class LiveLine:
         bar_width = min(BAR_WIDTH, room - len(GAP)) if is_whole else 0
         line = Table.grid(padding=(0, len(GAP)))
         cells: list[Text | ProgressBar] = [Text(self._description)]
-        if bar_width >= SHORTEST_BAR:
+        if bar_width < SHORTEST_BAR:
+            self._widest_without_bar = max(self._widest_without_bar, options.max_width)
+        if options.max_width > self._widest_without_bar:
             cells.append(ProgressBar(self._total, self._done, width=bar_width))
         cells += [Text(part) for part in parts]
         if time_left:

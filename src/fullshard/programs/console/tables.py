@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Literal
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +17,9 @@ from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe
 from fullshard.programs.console.safe_text import safe_line, safe_text
 
 Row = Sequence[str]
+
+GAP = "  "
+"""Between columns."""
 
 
 def print_error(text: str) -> None:
@@ -57,23 +60,42 @@ def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
 
 
 def print_table(console: Console, columns: Row, rows: Sequence[Row], *, num_texts: int) -> None:
-    """Print a table whose first ``num_texts`` columns are texts and the others numbers."""
+    """Print a table whose first ``num_texts`` columns are texts and the others numbers.
+
+    A name that has no room beside the other columns gets a line of its own: a name that is cut cannot be looked up.
+    """
     print_line(console, "")
-    rows = [[safe_line(cell) for cell in row] for row in rows]
-    if not console.is_terminal:
-        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-        for row in (columns, *rows):
-            cells = [
-                f"{cell:<{width}}" if i < num_texts else f"{cell:>{width}}"
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            print_line(console, "  ".join(cells).rstrip())
-        return
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for i, column in enumerate(columns):
-        # Names wrap where there is no room: a name that is cut off cannot be looked up.
-        justify: Literal["left", "right"] = "left" if i < num_texts else "right"
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=i > 0)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
+    lines = [[safe_line(cell) for cell in row] for row in (columns, *rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    if console.is_terminal:
+        room = console.width - sum(widths[1:]) - len(GAP) * len(widths[1:])
+        widths[0] = max(min(widths[0], room), 0)
+    for number, (name, *others) in enumerate(lines):
+        style = "bold" if number == 0 else ""
+        if cell_len(name) > widths[0]:
+            console.print(Text(name, style=style), soft_wrap=True)
+            name = ""
+        cells = [
+            _padded(cell, width, is_number=i >= num_texts)
+            for i, (cell, width) in enumerate(zip((name, *others), widths, strict=True))
+        ]
+        console.print(Text(GAP.join(cells).rstrip(), style=style), soft_wrap=True)
+
+
+def print_first_rows(
+    console: Console, columns: Row, rows: Sequence[Row], *, num_texts: int, most: int | None
+) -> None:
+    """Print a table with at most so many rows, and below it how many more there are; None for all of them."""
+    print_table(console, columns, rows[:most], num_texts=num_texts)
+    print_more(console, rows, most)
+
+
+def print_more(console: Console, items: Sequence[object], most: int | None) -> None:
+    """Print how many items are not shown if only the first ``most`` are; None for all of them."""
+    if most is not None and len(items) > most:
+        print_line(console, f"and {len(items) - most:,} more (--all lists them)")
+
+
+def _padded(cell: str, width: int, *, is_number: bool) -> str:
+    padding = " " * (width - cell_len(cell))
+    return padding + cell if is_number else cell + padding
