@@ -17,7 +17,7 @@ include_patterns = [
     "CHANGELOG.md",
 ]
 myst_heading_anchors = 4  # "#a-one-process", as GitHub has them
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "html_image"]
 
 html_theme = "furo"
 html_title = "fullshard"

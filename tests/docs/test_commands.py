@@ -94,8 +94,8 @@ def commands(page: Path) -> Iterator[Command]:
     name, text = page.name, page.read_text()
     text = text.replace("\\\n", " ")
     prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    after_dollar = rf"^ *\$ ((?:{PROGRAMS}) .*)\n((?:.*\S.*\n)*)"
-    for command, shown in re.findall(after_dollar, text, re.MULTILINE):
+    after_dollar = rf"^( *)\$ ((?:{PROGRAMS}) .*)\n((?:\1(?!```|\$ ).*\n|\n)*)"
+    for _, command, shown in re.findall(after_dollar, text, re.MULTILINE):
         yield Command(name, without_comment(command), shown)
     for command in re.findall(rf"^    ((?:{PROGRAMS}) .*)", prose, re.MULTILINE):
         yield Command(name, without_comment(command))
