@@ -58,6 +58,10 @@ steps = 40
 
 [trace]
 start = 20
+
+[samples]
+prompt = "A checkpoint "
+tokens = 50
 """
 
 TERMINAL = """\

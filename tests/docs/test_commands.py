@@ -69,6 +69,8 @@ ELSEWHERE = {
     r"python (benchmarks/\w+.py|-m benchmarks.\w+).*": ("takes minutes or a GPU; in parts", "tests/programs/test_benchmarks.py"),
     r"python -m tests.helpers.divergences": ("takes minutes; most cases", "tests/promises/test_divergence.py"),
     r"python docs/build_api.py": ("rewrites a page", "tests/docs/test_api.py"),
+    r"python docs/build_images.py": ("trains for minutes and makes pictures; by hand", "docs/build_images.py"),
+    r"python -m fullshard.programs.report.reference": ("prints tables", "tests/report/test_remedies.py"),
     r"fullshard export .* --ema": ("needs a run with averages", "tests/programs/test_averages.py"),
     r"fullshard export .* --config-from .*": ("imports transformers", "tests/programs/test_export.py"),
 }  # fmt: skip

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard import fully_shard
+from fullshard import checkpoint, fully_shard
 from tests.helpers.compare import assert_equal
 from tests.helpers.page_programs import DOCS, blocks, check_output, execute
 from tests.helpers.training import weights
@@ -135,6 +135,20 @@ def the_folder_has_the_adapters_only(names: Names, folder: Path, before: Weights
         assert_equal(tensor, now[name.replace(".weight", ".default.weight")])
 
 
+def averages_are_between_old_and_new_weights(names: Names, folder: Path, before: Weights) -> None:
+    now, name = weights(names["model"]), "head.weight"
+    with names["ema"].averaged():
+        averaged = weights(names["model"])
+    for left, middle, right in zip(before[name], averaged[name], now[name], strict=True):
+        assert not torch.equal(left, middle) and not torch.equal(middle, right)
+    assert names["ema"].updates == 2
+    assert names["averaged"] != names["loss_of"](names["model"], *names["batches"][0]).item()
+    fresh = names["EMA"](names["model"], decay=0.9)
+    checkpoint.load(folder / "runs/ema/step-2", names["model"], names["optimizer"], ema=fresh)
+    with fresh.averaged():
+        assert_equal(weights(names["model"]), averaged)
+
+
 def the_file_has_all_weights(names: Names, folder: Path, before: Weights) -> None:
     assert_equal(torch.load(folder / "weights.pt"), before)
 
@@ -169,6 +183,7 @@ CHECKS: dict[str, Callable[[Names, Path, Weights], None]] = {
     "profile with torch's": both_traces_have_the_same_times,
     "use LoRA, and": the_file_has_the_adapters_only,
     "use PEFT": the_folder_has_the_adapters_only,
+    "keep an average": averages_are_between_old_and_new_weights,
     "save the whole": the_file_has_all_weights,
     "evaluate": the_loss_is_that_of_all_batches,
     "run on several": machines_are_replicas,
