@@ -1,0 +1,178 @@
+"""The optimizer step of Muon on sharded matrices, beside AdamW's and a Muon that gathers everything.
+
+One process is rank 0 of a `fake` group, as in step.py: it does the work of one rank, and nothing waits for a network.
+
+    python benchmarks/muon.py                       # 1.2b on a GPU, tiny on a CPU
+
+adamw         AdamW over whole ranges of the shards (`ShardedOptimizer`, foreach)
+muon          `fullshard.optim.Muon`: each matrix is orthogonalised by its owner
+gathering     every rank gathers every matrix, and orthogonalises all of them
+
+step ms       device time of `optimizer.step`, median of interleaved rounds [interquartile range]; wall time on the CPU
+peak          memory that a step takes at its peak, beyond what is there between steps
+sent, got     MiB that rank 0 sends to and gets from other ranks in a step
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# What is measured, and named in the header, is the checkout that this file is in.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.contestants import Contestant, Setting, adamw_over_shards, build, join_fake_group
+from benchmarks.estimate import of_some
+from benchmarks.measure import collector_paused, timed
+from benchmarks.report import header, headline, markdown, milliseconds, number, write_json
+from benchmarks.transformer import PRESETS, local_tensor
+from fullshard.optim.muon import Muon, hidden_matrices
+from fullshard.optim.newton_schulz import orthogonalize
+
+MIB = 1 << 20
+COLUMNS = ("optimizer", "step ms", "x adamw", "peak GiB", "sent MiB", "got MiB")
+
+
+class Gathering(torch.optim.Optimizer):
+    """Muon as a program without owners has it: `full_tensor`, then Newton-Schulz, on every rank."""
+
+    def __init__(self, params: list[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Update each matrix after the other."""
+        for param in self.param_groups[0]["params"]:
+            state, gradient = self.state[param], param.grad
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(param)
+            average = state["momentum_buffer"]
+            average.lerp_(gradient, 0.05)
+            update = gradient.lerp(average, 0.95).bfloat16().full_tensor()
+            found = orthogonalize(update[None])[0]
+            rows = local_tensor(param).shape[0]  # rank 0 has the first ones
+            local_tensor(param).add_(found[:rows], alpha=-self.param_groups[0]["lr"])
+
+
+def bytes_on_the_wire(optimizer: Muon, itemsize: int) -> tuple[float, float]:
+    """Return the MiB that rank 0 sends and gets in a step, without what it sends to itself."""
+    sent = got = 0
+    for group in optimizer.param_groups:
+        if group["use_muon"]:
+            for _, _, buckets in optimizer._plan_of(group["params"])._parts:
+                for bucket in buckets:
+                    sent += sum(bucket.sent.sizes[1:]) + sum(bucket.scattered.sizes[1:])
+                    got += sum(bucket.gathered.sizes[1:]) + sum(bucket.received.sizes[1:])
+    return sent * itemsize / MIB, got * itemsize / MIB
+
+
+def measure(
+    contestant: Contestant, setting: Setting, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, tuple[float, float, float]]]:
+    """Take turns; return device times, and peak memory in GiB with MiB sent and got."""
+    model, device = contestant.model, setting.device
+    contestant.check()
+    contestant.fill_gradients()
+    matrices = hidden_matrices(model)
+    itemsize = 2 if device.type == "cuda" else 4
+    whole = sum(p.numel() for p in matrices) * itemsize / MIB
+    share = (setting.world - 1) / setting.world
+    muon = Muon(model, lr=1e-5)
+    makers: dict[str, torch.optim.Optimizer] = {
+        "adamw": adamw_over_shards(model.parameters()),
+        "muon": muon,
+        "gathering": Gathering(matrices, lr=1e-5),
+    }
+    wire = {
+        "adamw": (0.0, 0.0),
+        "muon": bytes_on_the_wire(muon, itemsize),
+        "gathering": (whole * share, whole * share),
+    }
+    facts: dict[str, tuple[float, float, float]] = {}
+    samples: dict[str, list[float]] = {name: [] for name in makers}
+    for name, optimizer in makers.items():
+        optimizer.step()
+        peak = peak_of(optimizer.step, device)
+        facts[name] = (peak, *wire[name])
+    names = list(makers)
+    with collector_paused():
+        for turn in range(rounds):
+            for name in names[turn % 3 :] + names[: turn % 3]:
+                samples[name].append(timed(makers[name].step, device).device_s)
+    return samples, facts
+
+
+def peak_of(step: Callable[[], object], device: torch.device) -> float:
+    """Return how many GiB a step takes beyond what is there before it; on the CPU it is not known."""
+    if device.type != "cuda":
+        return float("nan")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / (1 << 30)
+
+
+def rows(
+    samples: dict[str, list[float]], facts: dict[str, tuple[float, float, float]]
+) -> list[list[str]]:
+    """Write the table's rows."""
+    found = []
+    base = of_some(samples["adamw"]).median
+    for name, values in samples.items():
+        spread = of_some(values)
+        peak, sent, got = facts[name]
+        found.append(
+            [
+                name,
+                milliseconds(spread),
+                number(spread.median / base, 2),
+                number(peak, 2),
+                number(sent, 0),
+                number(got, 0),
+            ]
+        )
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, then print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--preset", choices=list(PRESETS), help="default: 1.2b, or tiny on a CPU")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--world", type=int, default=8, help="ranks of the fake group (default 8)")
+    add("--rounds", type=int, default=12, help="turns of each (default 12)")
+    add("--json", type=Path, metavar="FILE", help="write samples")
+    add("--commit", help="name of the measured commit, where the checkout has no git")
+    options = parser.parse_args(arguments)
+    on_cuda = (options.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda"
+    device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+    torch.manual_seed(0)
+    head = header("muon.py", device, options.commit, arguments)
+    join_fake_group(options.world)
+    preset = options.preset or ("1.2b" if on_cuda else "tiny")
+    setting = Setting(
+        shape=PRESETS[preset],
+        device=device,
+        world=options.world,
+        precision="bf16" if on_cuda else "fp32",
+        master="fp32",
+    )
+    samples, facts = measure(build("fullshard", setting), setting, options.rounds)
+    dist.destroy_process_group()
+    write_json(options.json, head, {"preset": preset, "samples": samples, "facts": facts})
+    print(f"{headline(head)}\n\n{preset}, world {options.world}, {options.rounds} rounds.\n")
+    print(markdown(COLUMNS, rows(samples, facts)))
+
+
+if __name__ == "__main__":
+    main()
