@@ -85,6 +85,7 @@ def build_app() -> typer.Typer:
     import typer
 
     from fullshard.programs.checkpoint_tool.command import app as checkpoint
+    from fullshard.programs.evaluate_tool.command import evaluate
     from fullshard.programs.export_tool.command import export
     from fullshard.programs.inspect_tool.command import inspect
     from fullshard.programs.report.command import report
@@ -98,6 +99,7 @@ def build_app() -> typer.Typer:
     app.command()(inspect)
     app.command()(report)
     app.command(add_help_option=False, context_settings=ALL_ARGUMENTS)(run)
+    app.command()(evaluate)
     app.command()(export)
     app.add_typer(checkpoint, name="checkpoint")
     return app

@@ -85,7 +85,7 @@ def train(
     this process is one of the launcher's ranks.
     """
     if fields:
-        with _errors_as_exit_codes(prints_errors=True):
+        with errors_of_ranks_as_exit_codes(prints_errors=True):
             print_reference(Console(), None if file is None else str(file))
         return
     wanted = [*(settings or ())]
@@ -94,7 +94,7 @@ def train(
     if folder is not None:
         wanted.append(f"run.folder={toml_value(folder)}")
     prints_errors = reports_errors(os.environ)
-    with _errors_as_exit_codes(prints_errors=prints_errors):
+    with errors_of_ranks_as_exit_codes(prints_errors=prints_errors):
         config = read_config(file, wanted, checks=[partial(problems_here, fresh=fresh)])
         if prints_errors:
             stream = broken_pipe_safe(sys.stdout)  # the run goes on even if nobody can read this
@@ -103,7 +103,7 @@ def train(
 
 
 @contextmanager
-def _errors_as_exit_codes(*, prints_errors: bool) -> Iterator[None]:
+def errors_of_ranks_as_exit_codes(*, prints_errors: bool) -> Iterator[None]:
     """Turn errors that end a run into a message and an exit code.
 
     Args:

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,13 @@ from fullshard.programs.train.config_fields import config_sections
 from fullshard.programs.train.exported_model import check_target
 from fullshard.programs.train.memory_kills import memory_kills
 from fullshard.programs.train.preflight import data_problems, model_problems
-from fullshard.programs.train.processes import RankFailedError, StoppedError, run_in_processes
+from fullshard.programs.train.processes import (
+    ProcessResults,
+    RankFailedError,
+    Result,
+    StoppedError,
+    run_in_processes,
+)
 from fullshard.programs.train.rank_info import (
     Device,
     RankInfo,
@@ -63,7 +69,7 @@ def start(config: RunConfig, *, fresh: bool = False) -> None:
         _check_machine(config, device, world=rank_info.world, ranks_here=rank_info.local_world)
         join(config, rank_info)
     else:
-        ranks = config.run.ranks or (num_gpus() if device == "cuda" else DEFAULT_CPU_RANKS)
+        ranks = ranks_here(config, device)
         _check_machine(config, device, world=ranks, ranks_here=ranks)
         launch(config, ranks, device, fresh=fresh)
 
@@ -99,16 +105,12 @@ def join(config: RunConfig, rank_info: RankInfo) -> None:
 def launch(config: RunConfig, ranks: int, device: Device, *, fresh: bool) -> None:
     """Train on ranks that are started here; `fresh` as in `start`."""
     kills_before = memory_kills()
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
-        # A file and not a port: another process could take a free port before the ranks do.
-        rendezvous = (Path(folder) / "rendezvous").as_uri()
-        rank_infos = local_rank_infos(ranks, device, rendezvous=rendezvous)
-        work = partial(_launched_rank, config, fresh=fresh)
-        try:
-            ended = run_in_processes(work, rank_infos, on_stop=_say_stopping)
-        except (RankFailedError, StoppedError) as error:
-            error.args = (with_advice(error, RunFolder(config.run.folder), kills_before),)
-            raise
+    work = partial(_launched_rank, config, fresh=fresh)
+    try:
+        ended = on_local_ranks(work, ranks, device, on_stop=_say_stopping)
+    except (RankFailedError, StoppedError) as error:
+        error.args = (with_advice(error, RunFolder(config.run.folder), kills_before),)
+        raise
     error = ended.results[0]
     if isinstance(error, StoppedBySignalError):
         raise StoppedError(str(error), ended.stopped_by or signal.SIGTERM)
@@ -116,12 +118,36 @@ def launch(config: RunConfig, ranks: int, device: Device, *, fresh: bool) -> Non
         raise error
 
 
-def _launched_rank(config: RunConfig, rank_info: RankInfo, *, fresh: bool) -> FullshardError | None:
-    """Train as a rank; return an error that all ranks raise together, since it is not a failure of this one."""
-    # All ranks are on this machine, so gloo can use the loopback and need not resolve the machine's name.
+def ranks_here(config: RunConfig, device: Device) -> int:
+    """Return how many ranks to start on this machine."""
+    return config.run.ranks or (num_gpus() if device == "cuda" else DEFAULT_CPU_RANKS)
+
+
+def on_local_ranks(
+    work: Callable[[RankInfo], Result],
+    ranks: int,
+    device: Device,
+    *,
+    on_stop: Callable[[signal.Signals], None] = lambda by: None,
+) -> ProcessResults[Result]:
+    """Call a function as each of the ranks that are started here, and return the results."""
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
+        # A file and not a port: another process could take a free port before the ranks do.
+        rendezvous = (Path(folder) / "rendezvous").as_uri()
+        rank_infos = local_rank_infos(ranks, device, rendezvous=rendezvous)
+        return run_in_processes(work, rank_infos, on_stop=on_stop)
+
+
+def use_loopback() -> None:
+    """Let gloo use the loopback, if all ranks are on this machine: it need not resolve the machine's name."""
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+
+
+def _launched_rank(config: RunConfig, rank_info: RankInfo, *, fresh: bool) -> FullshardError | None:
+    """Train as a rank; return an error that all ranks raise together, since it is not a failure of this one."""
+    use_loopback()
     from fullshard.programs.train.rank import run_rank
 
     try:

@@ -53,12 +53,12 @@ def run_rank(config: RunConfig, rank_info: RankInfo, *, fresh: bool = False) -> 
     """
     # The loop raises errors of a save when it waits for it. Without this, each rank would also log them.
     checkpoint_log.addHandler(logging.NullHandler())
-    device = _claim_device(rank_info)
+    device = claim_device(rank_info)
     # Read before the process group exists: an error here must not leave other ranks waiting in a collective.
     source = open_model(config)
     data = open_data(config, source)
     # Signals are noted from here on: until the ranks have met there is nothing to save, and SIGTERM may end them.
-    with _process_group(rank_info, device, config.run.timeout), noticing_stop_requests() as stop:
+    with process_group(rank_info, device, config.run.timeout), noticing_stop_requests() as stop:
         job = Job(config=config, source=source, data=data, device=device, stop=stop)
         return run_in_folder(job, Console(), fresh=fresh)
 
@@ -138,7 +138,8 @@ def _report(folder: RunFolder, progress: RunProgress) -> Path | None:
 
 
 @contextmanager
-def _process_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -> Iterator[None]:
+def process_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -> Iterator[None]:
+    """Join the process group of all ranks within the block."""
     store = store_of_torchrun(
         os.environ, rank=rank_info.rank, world=rank_info.world, timeout_s=timeout_s
     )
@@ -169,7 +170,7 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _claim_device(rank_info: RankInfo) -> torch.device:
+def claim_device(rank_info: RankInfo) -> torch.device:
     """Return this rank's device, after making it current: a GPU of its own, or the CPU with its share of the cores."""
     if rank_info.device == "cuda":
         torch.cuda.set_device(rank_info.local_rank)

@@ -37,7 +37,7 @@ class RunState:
     """Bad steps in a row until now."""
 
 
-def _state_in(loaded: checkpoint.Loaded) -> RunState:
+def state_in(loaded: checkpoint.Loaded) -> RunState:
     """Return the state of the run in a checkpoint.
 
     Raises:
@@ -88,7 +88,7 @@ class Checkpoints:
         if self.newest is None:
             return None
         loaded = checkpoint.load(self.newest, self._model, self._optimizer, ema=self._ema)
-        state = _state_in(loaded)
+        state = state_in(loaded)
         self._last_step = state.step
         return state
 
