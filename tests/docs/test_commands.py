@@ -11,8 +11,8 @@ A command that is new must run here, or get a line in `ELSEWHERE`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
-import os
 import re
 import shlex
 import subprocess
@@ -140,12 +140,8 @@ def invoke(words: list[str]) -> Result:
 
 
 def in_folder(folder: str, config: RunConfig) -> None:
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
+    with contextlib.chdir(folder):
         run(config)
-    finally:
-        os.chdir(before)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -34,13 +34,11 @@ def execute(
     module = ModuleType("common")
     names: dict[str, Any] = {"__name__": "__main__", **(given or {})}
     sys.modules["common"] = module
-    before = Path.cwd()
-    os.chdir(folder)
     try:
-        exec(compile(common, "guide.md: common.py", "exec"), module.__dict__)
-        exec(compile(code, "a page of docs", "exec"), names)
+        with contextlib.chdir(folder):
+            exec(compile(common, "guide.md: common.py", "exec"), module.__dict__)
+            exec(compile(code, "a page of docs", "exec"), names)
     finally:
-        os.chdir(before)
         del sys.modules["common"]
     return names
 
