@@ -114,7 +114,7 @@ def build_unsharded(setting: Setting) -> nn.Module:
     return model
 
 
-def build_functional(module_name: str, setting: Setting) -> nn.Module:
+def build_functional(module_name: str, setting: Setting, **options: Any) -> nn.Module:
     """Build with `module_name`'s `fully_shard`: every block a group, the rest in the root's."""
     try:
         door: Any = importlib.import_module(module_name)
@@ -125,8 +125,8 @@ def build_functional(module_name: str, setting: Setting) -> nn.Module:
     mp_policy = policy(**setting.mixed_precision)
     model = setting.meta_model(DTYPES[setting.master])
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=mp_policy)
-    fully_shard(model, mesh=mesh, mp_policy=mp_policy)
+        fully_shard(block, mesh=mesh, mp_policy=mp_policy, **options)
+    fully_shard(model, mesh=mesh, mp_policy=mp_policy, **options)
     model.to_empty(device=setting.device)
     initialise(model)
     return model
@@ -174,6 +174,7 @@ BUILDERS: Mapping[str, Callable[[Setting], nn.Module]] = MappingProxyType(
         "unsharded": build_unsharded,
         "fsdp2": build_fsdp2,
         "fullshard": build_fullshard,
+        "fused": partial(build_functional, "fullshard", fuse_gradients=True),
         "unmet": build_fullshard,
         "fsdp1": partial(build_wrapped, "torch.distributed.fsdp", flat=False),
         "wrapper": partial(build_wrapped, "fullshard", flat=False),
@@ -181,7 +182,7 @@ BUILDERS: Mapping[str, Callable[[Setting], nn.Module]] = MappingProxyType(
         "wrapper-flat": partial(build_wrapped, "fullshard", flat=True),
     }
 )
-"""`unmet` is fullshard without the meetings of ranks before each collective (`gloo_step.py`). `fsdp1` and `wrapper` have ``use_orig_params=True``, the flat ones a `FlatParameter` per block."""
+"""`fused` is fullshard with gradients written once. `unmet` is fullshard without the meetings of ranks before each collective (`gloo_step.py`). `fsdp1` and `wrapper` have ``use_orig_params=True``, the flat ones a `FlatParameter` per block."""
 
 RIVALS: Mapping[str, str] = MappingProxyType(
     {
@@ -214,7 +215,7 @@ def adamw_over_shards(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimiz
 
 
 OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = (
-    MappingProxyType({"fullshard": adamw_over_shards})
+    MappingProxyType({"fullshard": adamw_over_shards, "fused": adamw_over_shards})
 )
 """Whose users make AdamW in another way, by contestant; everybody else has torch's."""
 

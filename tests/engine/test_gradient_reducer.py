@@ -195,6 +195,84 @@ def each_of(cases: Sequence[Any]) -> None:
         case()
 
 
+# --- gradients that backward writes in place --------------------------------------------------------
+
+
+def write(group: Group, index: int, value: float, *, reduced: bool = True) -> bool:
+    """Do what a product does; return whether it was added to another."""
+    place = group.reducer.place_for_product(index, reduced=reduced)
+    assert place is not None
+    target, add = place
+    target.copy_(target + value if add else torch.full_like(target, value))
+    return add
+
+
+def products_are_sent_off_with_the_rest() -> None:
+    group = make_group(((3, 2), (4,), (5, 2)))
+    group.reducer.write_products()
+    assert [group.reducer.takes_product(index) for index in range(3)] == [True] * 3
+    group.backward(None, 5.0, 8.0)
+    assert not write(group, 0, 2.0)
+    assert write(group, 0, 1.0) and not write(group, 2, 4.0)
+    group.reducer.reduce()
+    group.context.join()
+    group.has(3.0, 5.0, 12.0)
+    group.reducer.reduce()
+    assert not group.context.reduce_inputs, "nothing is left of it"
+
+
+def only_a_reduction_of_the_same_memory_is_waited_for() -> None:
+    one, other = make_group(((3, 2),)), make_group(((3, 2),))
+    for group in (one, other):
+        group.reducer.write_products()
+        group.context = one.context
+        group.reducer.connect(one.context, group.named, f"group {group is one}")
+    write(one, 0, 1.0)
+    one.reducer.reduce()
+    write(other, 0, 2.0)
+    assert len(one.context.reduce_inputs) == 1, "the other one's products need not wait for it"
+    buffer = one.buffer()
+    write(one, 0, 4.0)
+    assert not one.context.reduce_inputs and one.buffer() is buffer
+    other.reducer.reduce()
+    one.reducer.reduce()
+    one.context.join()
+    one.has(5.0)
+    other.has(2.0)
+
+
+def products_are_forgotten_or_withdrawn() -> None:
+    group = make_group(((3, 2), (4, 2)))
+    group.reducer.write_products()
+    write(group, 0, 1.0)
+    group.reducer.drop()
+    assert not group.has_memory()
+    group.reduce_now(None, 3.0)
+    group.has(None, 3.0)
+    # Backward has written into a buffer that has no room for a parameter that was frozen then.
+    group.params[1].trainable = False
+    group.reducer.forget_buffer()
+    write(group, 0, 2.0)
+    group.reduce_now(1.0, 3.0)
+    group.has(3.0, 6.0)
+    # The gradient waits for another backward, and the next product is added to it.
+    write(group, 0, 1.0)
+    group.reducer.accumulate()
+    assert not group.has_memory()
+    assert write(group, 0, 2.0)
+    group.reduce_now(None, None)
+    group.has(6.0, 6.0)
+
+
+def test_products_are_written_into_the_buffer_of_their_reduction(world) -> None:
+    cases = (
+        products_are_sent_off_with_the_rest,
+        only_a_reduction_of_the_same_memory_is_waited_for,
+        products_are_forgotten_or_withdrawn,
+    )
+    world(2).run(each_of, cases)
+
+
 def zero_d_gradient() -> Tensor:
     group = make_group(((), (4,)))
     group.reduce_now((1e8, 1.0, -1e8)[dist.get_rank()], 3.0)

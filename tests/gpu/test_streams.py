@@ -51,6 +51,7 @@ def make_model(
     replicated: bool = False,
     part: int | None = None,
     wire: bool = False,
+    fuse: bool = False,
 ) -> nn.Module:
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -70,6 +71,8 @@ def make_model(
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     if part is not None:
         options["reshard_after_forward"] = part
+    if fuse:
+        options["fuse_gradients"] = True
     door = replicate if replicated else fully_shard
     for layer in model[1:]:
         door(layer, **options)
@@ -177,6 +180,9 @@ def test_disturbed_streams_give_the_same_bits(
         {"wire": True},
         {"wire": True, "hsdp": True},
         {"wire": True, "offload": CPUOffloadPolicy()},
+        {"fuse": True},
+        {"fuse": True, "hsdp": True},
+        {"fuse": True, "wire": True},
     ],
     ids=str,
 )
@@ -335,7 +341,9 @@ SABOTAGE = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"part": 2}, {"int8": True}, {"wire": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"part": 2}, {"int8": True}, {"wire": True}, {"fuse": True}], ids=str
+)
 @pytest.mark.parametrize("name", SABOTAGE)
 def test_a_missing_wait_is_seen(
     monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]

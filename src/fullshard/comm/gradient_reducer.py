@@ -1,5 +1,6 @@
 """Reducing a group's gradients: what outlasts one reduction, and what a backward calls.
 
+    place_for_product   where backward writes a gradient by itself: a slot of the reduce buffer (`engine.fused_linear`)
     reduce       take `.grad` of the unsharded parameters, fill the reduce buffer, start a reduction
     accumulate   take it, and let it wait for a later backward (`unreduced_gradients`)
     drop         forget it: a step has failed
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fullshard.comm.reduce_buffer import ReduceBuffer
+from fullshard.comm.reduce_buffer import ReduceBuffer, lies_in_one_piece
 from fullshard.comm.reduce_scatter import (
     ReducedGroup,
     ReduceEvents,
@@ -91,6 +92,12 @@ class GradientReducer:
         self.unreduced = UnreducedGradients(params, layout)
         self._buffer: ReduceBuffer | None = None
         """None until there are gradients, and after its dtypes or trainable parameters have changed."""
+        self._writes_products = False
+        """Whether backward may write gradients into the reduce buffer: see `place_for_product`."""
+        self._open: ReduceBuffer | None = None
+        """The reduce buffer that backward writes gradients into now, until `reduce` sends it off."""
+        self._written: set[int] = set()
+        """Parameters whose slots in it are written."""
         self._context: FSDPCommContext
         self._reduced_group: ReducedGroup
         self._group: weakref.ref[Group]
@@ -152,7 +159,10 @@ class GradientReducer:
 
         Before: gradients in `.grad` of unsharded parameters. After: those are None.
         """
-        self.unreduced.add(self._take_gradients(), self.reduce_dtypes)
+        gradients = self._take_gradients()
+        if self._open is not None:
+            self._withdraw_products(gradients)
+        self.unreduced.add(gradients, self.reduce_dtypes)
 
     def reduce(self, *, include_unused: bool = False) -> None:
         """Take the unsharded parameters' gradients and all that wait, and start to reduce them.
@@ -171,13 +181,16 @@ class GradientReducer:
         zeros: set[int] = set()
         if unreduced.partial or settings.zero_unused:
             zeros = self._without_gradient(gradients, include_unused=include_unused)
-        if not gradients and not zeros:
+        if self._open is not None and not self._open.targets.keys() >= {*gradients, *zeros}:
+            self._withdraw_products(gradients)  # parameters have become trainable since
+        written, self._written = self._written, set()
+        if not gradients and not zeros and not written:
             return
         buffer = self._buffer_for({*gradients, *zeros})
         recorder = context.recorder
         if recorder is not None:
             recorder.note_reducing(buffer, buffer.nbytes)
-        buckets = buffer.fill(gradients, sorted(zeros))
+        buckets = buffer.fill(gradients, sorted(zeros), written=written)
         # They are copied. Memory for the results is taken next, and can be theirs: peak memory is often here.
         del gradients
         span = None
@@ -221,13 +234,20 @@ class GradientReducer:
                 for index, param in enumerate(self._params)
                 if param.trainable and param.unsharded_param is not None
             )
-        return missing.difference(gradients)
+        return missing.difference(gradients, self._written)
 
     def _buffer_for(self, params: set[int]) -> ReduceBuffer:
-        """Return a reduce buffer with room for parameters that no reduction in flight reads."""
+        """Return a reduce buffer with room for parameters that no reduction in flight reads; the open one, if any is."""
         context = self._context
         context.make_room_for_reduction()
-        buffer = self._buffer
+        if self._open is not None:
+            buffer, self._open = self._open, None
+            return buffer
+        return self._free_buffer(params)
+
+    def _free_buffer(self, params: set[int]) -> ReduceBuffer:
+        """Return a reduce buffer that has no memory, with room for parameters."""
+        context, buffer = self._context, self._buffer
         if buffer is None or not params <= buffer.targets.keys():
             buffer = self._buffer = self._new_buffer(self._device, params)
             buffer.release()  # it took memory to make its views
@@ -239,10 +259,6 @@ class GradientReducer:
     def _new_buffer(self, device: torch.device, params: Collection[int] = ()) -> ReduceBuffer:
         """Return a reduce buffer for the parameters that are trainable now, and for ``params``."""
         indices = [i for i, param in enumerate(self._params) if param.trainable or i in params]
-        # gloo carries every message of a call by itself; an exchange is a call each.
-        rank_major, wire_dtype = self._device.type == "cpu", self.wire_dtype
-        if wire_dtype is not None:
-            rank_major = not has_large_pieces(self._layout, [wire_dtype] * len(self._params))
         return ReduceBuffer(
             self._layout,
             self._mesh_info.shard_mesh_rank,
@@ -251,10 +267,70 @@ class GradientReducer:
             self.gradient_dtypes,
             device,
             by_segment=self._by_segment,
-            rank_major=rank_major,
-            wire_dtype=wire_dtype,
+            rank_major=self._rank_major,
+            wire_dtype=self.wire_dtype,
             replica=(self._mesh_info.replicate_mesh_rank, self._mesh_info.replicate_mesh_size),
         )
+
+    @property
+    def _rank_major(self) -> bool:
+        """Whether gradients lie rank after rank in the reduce buffer."""
+        if self.wire_dtype is not None:  # an exchange is a call for each message
+            return not has_large_pieces(self._layout, [self.wire_dtype] * len(self._params))
+        # gloo carries every message of a call by itself. But a product is written in one piece.
+        return self._device.type == "cpu" and not self._writes_products
+
+    # --- gradients that backward writes in place --------------------------------------------------
+
+    def write_products(self) -> None:
+        """From now on let backward write gradients into the reduce buffer; between steps."""
+        if not self._writes_products:
+            self._writes_products = True
+            self.forget_buffer()
+
+    def takes_product(self, index: int) -> bool:
+        """Return whether backward may write a parameter's gradient: whether its slot is one piece."""
+        return self._writes_products and lies_in_one_piece(
+            self._layout.slots[index], rank_major=self._rank_major
+        )
+
+    def place_for_product(self, index: int, *, reduced: bool) -> tuple[Tensor, bool] | None:
+        """Return where backward is to write a gradient now, and whether it adds to what is there; None for nowhere.
+
+        On the compute stream, for a parameter that `takes_product`. With ``reduced``, this backward reduces the group;
+        otherwise the gradient waits with those of other microbatches, and a sum that waits is added to there.
+
+        The place is the slot in the buffer that this backward's `reduce` sends off. It has memory from the first
+        gradient on, beside the inputs of reductions in flight: at most one more than `max_reductions` of them. No
+        reduction reads it, since an earlier one of this group is waited for here.
+        """
+        if self.settings.active is not None:
+            return None
+        if not reduced or self.unreduced.waits(index):
+            return self.unreduced.place_for(index, self.reduce_dtypes[index])
+        if self._open is None:
+            buffer = self._open = self._free_buffer({index})
+            if self._context.recorder is not None:
+                self._context.recorder.note_reducing(buffer, buffer.nbytes)
+            buffer.allocate()
+        again = index in self._written
+        self._written.add(index)
+        return self._open.slot(index), again
+
+    def _withdraw_products(self, gradients: dict[int, Tensor]) -> None:
+        """Add what was written into the open buffer to ``gradients``, and give its memory back."""
+        buffer, self._open = self._open, None
+        assert buffer is not None, "it was written into"
+        for index in sorted(self._written):
+            product = buffer.slot(index).clone()
+            gradients[index] = product.add_(gradients[index]) if index in gradients else product
+        self._written.clear()
+        self._release(buffer)
+
+    def _release(self, buffer: ReduceBuffer) -> None:
+        buffer.release()
+        if self._context.recorder is not None:
+            self._context.recorder.note_reducing(buffer, 0)
 
     # --- forget -----------------------------------------------------------------------------------
 
@@ -270,10 +346,11 @@ class GradientReducer:
             if param.unsharded_param is not None:
                 param.unsharded_param.grad = None
         self.unreduced.drop()
-        if self._buffer is not None and self._buffer.allocated:
-            self._buffer.release()
-            if self._context.recorder is not None:
-                self._context.recorder.note_reducing(self._buffer, 0)
+        for buffer in (self._open, self._buffer):
+            if buffer is not None and buffer.allocated:
+                self._release(buffer)
+        self._open = None
+        self._written.clear()
 
     # --- for traces and plans ---------------------------------------------------------------------
 

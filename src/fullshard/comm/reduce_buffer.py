@@ -3,7 +3,8 @@
     segment after segment   | weight: rank 0, rank 1, .. | bias: rank 0, rank 1, .. |     one message per segment
     rank after rank         | rank 0: weight, bias | rank 1: weight, bias | ..            one message
 
-Gradients are copied here in any case, to be cast, so both cost the same copy. Segment after segment,
+Gradients are copied here, to be cast, so both cost the same copy; only those of linear layers may be written here by
+backward itself (`engine.fused_linear`), segment after segment, where each is one piece. Segment after segment,
 the copy of all is one kernel on an accelerator, whose backends take many messages in one call. Rank
 after rank is for backends that carry each message by itself, and for exchanges (`reduce_scatter`,
 [Note: narrow on the wire]), which no backend coalesces.
@@ -31,7 +32,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ from fullshard.plan.layout import (
     ROW_ALIGNMENT,
     Division,
     Layout,
+    Slot,
     block_offsets,
     contiguous_strides,
     shard_offsets,
@@ -151,6 +153,12 @@ class ReduceBucket:
         torch._foreach_copy_(targets, list(sums.view(-1, 1).unbind()))
 
 
+def lies_in_one_piece(slot: Slot, *, rank_major: bool) -> bool:
+    """Return whether a reduce buffer holds a parameter's gradient as one contiguous tensor of its shape."""
+    contiguous = tuple(slot.strides) == contiguous_strides(slot.shape)
+    return slot.division is Division.ROWS and contiguous and not rank_major
+
+
 class _Row(NamedTuple):
     """How the shards that one rank gets of some segments lie, in elements."""
 
@@ -164,8 +172,8 @@ class _Row(NamedTuple):
 class ReduceBuffer(Buffer):
     """The unsharded gradients of a group's trainable parameters, in the dtype in which they travel.
 
-    Lives until dtypes or trainable parameters change. Its memory lives from `fill` until the reduce-scatter has
-    read it.
+    Lives until dtypes or trainable parameters change. Its memory lives from `fill`, or from the first gradient that
+    backward writes, until the reduce-scatter has read it.
     """
 
     def __init__(
@@ -313,6 +321,11 @@ class ReduceBuffer(Buffer):
         views = [self._view(segment, 0, (ranks, piece), (step, 1))] if ranks else []
         return views + ([self._view(segment, ranks * step, (rest,), (1,))] if rest else [])
 
+    def slot(self, param: int) -> Tensor:
+        """Return where a parameter's gradient lies, in its shape; for parameters that `lies_in_one_piece`."""
+        (target,) = self.targets[param]
+        return target
+
     def _split(self, param: int) -> Callable[[Tensor], list[Tensor]] | None:
         division, layout = self.layout.slots[param].division, self.layout
         if division is Division.CHUNKS:
@@ -342,16 +355,27 @@ class ReduceBuffer(Buffer):
     # --- each reduction ---------------------------------------------------------------------------
 
     def fill(
-        self, gradients: Mapping[int, Tensor], zeros: Collection[int] = ()
+        self,
+        gradients: Mapping[int, Tensor],
+        zeros: Collection[int] = (),
+        *,
+        written: Set[int] = frozenset(),
     ) -> tuple[ReduceBucket, ...]:
         """Take memory, copy gradients of parameters into it, and return the buckets to reduce.
 
-        Parameters ``zeros`` have no gradient and take part as zeros. On the compute stream, which has computed the
-        gradients; one fused cast-copy for all of them.
+        Parameters ``zeros`` have no gradient and take part as zeros. If backward has ``written`` gradients into their
+        slots, memory has been taken before, and what else these parameters have is added. On the compute stream,
+        which has computed the gradients; one fused cast-copy for all of them.
         """
-        self.allocate()
-        used = frozenset((*gradients, *zeros))
+        if not written:
+            self.allocate()
+        used = frozenset((*gradients, *zeros, *written))
         buckets = self._buckets.get(used) or self.buckets(used)
+        again = written & gradients.keys()
+        for param in again:
+            self.slot(param).add_(gradients[param])
+        if again:
+            gradients = {i: gradient for i, gradient in gradients.items() if i not in again}
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for param, gradient in gradients.items():

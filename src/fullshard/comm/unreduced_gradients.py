@@ -104,6 +104,25 @@ class UnreducedGradients:
             self._add_shown(gradients, dtypes)
         self.changed()
 
+    def place_for(self, index: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
+        """Return memory for a parameter's gradient, and whether it has one, to which others are to be added.
+
+        Of DTensors. The caller fills new memory at once, on the compute stream.
+        """
+        place = self._hidden.get(index)
+        if place is not None:
+            return place, True
+        param = self._params[index]
+        assert param.unsharded_param is not None, "it has a gradient"
+        place = torch.empty(param.shape, dtype=dtype, device=param.unsharded_param.device)
+        self._hidden[index] = place
+        self.changed()
+        return place, False
+
+    def waits(self, index: int) -> bool:
+        """Return whether a gradient of a parameter waits that `.grad` does not show."""
+        return index in self._hidden
+
     def _add_shown(self, gradients: dict[int, Tensor], dtypes: Sequence[torch.dtype]) -> None:
         for sharded_param, members in self._members_of(gradients):
             theirs = {index: gradients[index] for index in members if index in gradients}

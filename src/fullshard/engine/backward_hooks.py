@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fullshard import torch_border
 from fullshard.comm.journal import POSITION
+from fullshard.engine import fused_linear
 from fullshard.engine.param_group import group_without_memory, groups_of
 from fullshard.errors import LifecycleError
 from fullshard.plan.schedule import Call
@@ -46,6 +47,7 @@ def run_backward(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
         args = torch_border.with_inputs_of_backward(
             args, functools.partial(_graph_inputs, bool(options.get("accumulate_grad")))
         )
+        run = functools.partial(fused_linear.without_fusing, run)
     try:
         gradients = run(*args, **options)
     except Exception as error:

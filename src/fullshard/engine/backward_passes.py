@@ -56,6 +56,10 @@ class ReachedState:
         }
         """Parameters whose gradients have not arrived."""
         self.expected = len(self.awaited)
+        self.stream = (
+            torch_border.current_stream_id(state.device) if state.options.fuse_gradients else 0
+        )
+        """The compute stream, for `fused_linear`; not asked for by others."""
 
 
 class BackwardPasses:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fullshard.comm import watchdog
 from fullshard.comm.streams import FSDPCommContext
-from fullshard.engine import process_hooks
+from fullshard.engine import fused_linear, process_hooks
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.state import FSDPState, named_states
 from fullshard.errors import LifecycleError, UsageError
@@ -42,6 +42,7 @@ def lazy_init(state: FSDPState) -> Runtime:
         found.runtime = runtime
         found.set_name(name or "root")
     runtime.connect()
+    fused_linear.install(runtime)
     process_hooks.install()
     watchdog.start()
     return runtime

@@ -196,6 +196,7 @@ def _options(state: FSDPState, name: str) -> Section:
         f"backward prefetch of {name}": _prefetch(options.backward_prefetch)
         + (", late" if options.prefetches_late else ""),
         f"unshard_in_backward of {name}": str(options.unshard_in_backward),
+        f"fuse_gradients of {name}": str(options.fuse_gradients),
     }
 
 

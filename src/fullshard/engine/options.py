@@ -41,6 +41,8 @@ class StateOptions:
     """Of the root: whether the end of backward gives back what was kept for it."""
     post_optim_event: Any = None
     """Of the root: what the next forward's gathers wait for, instead of the current stream."""
+    fuse_gradients: bool = False
+    """Whether linear layers write the gradients of their weights into the reduce buffer: see `fused_linear`."""
     _chosen: tuple[bool, bool, bool] | None = None
     """Within a pipeline's step: what the user chose, and the step has changed."""
 

@@ -29,7 +29,7 @@ from fullshard.comm.collectives import (
     choose_symmetric_memory,
 )
 from fullshard.comm.streams import FSDPCommContext
-from fullshard.engine import module_hooks, skipped_forward
+from fullshard.engine import fused_linear, module_hooks, skipped_forward
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, state_of
 from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
@@ -94,6 +94,13 @@ class FSDPModule(torch_border.ConvertibleModule):
             async_op: Return at once with an `UnshardHandle`; the module's forward waits by itself if nobody uses it.
         """
         return unshard_state(_state(self), async_op)
+
+    def fused_gradients(self) -> dict[str, str]:
+        """Return why gradients of matrices here and below are not written once, by name; "" for those that are.
+
+        Of modules that were sharded with ``fuse_gradients``. The first forward decides, so call it after that.
+        """
+        return fused_linear.reasons(_state(self))
 
     def skip_forward(self, output: Any = None, *, inputs_require_grad: bool = False) -> Any:
         """Take part in this module's gathers and reductions, and those of modules in it, without computing.

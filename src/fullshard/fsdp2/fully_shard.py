@@ -67,6 +67,7 @@ from fullshard.plan.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     check_type,
+    switch,
 )
 from fullshard.storage.param import FSDPParam, fits_in_buffers, normalized_shard_dim
 from fullshard.storage.shard_formats import RowFormat
@@ -87,6 +88,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    fuse_gradients: bool = ...,
 ) -> list[ModuleT]: ...
 
 
@@ -101,6 +103,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    fuse_gradients: bool = ...,
 ) -> ModuleT: ...
 
 
@@ -114,6 +117,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    fuse_gradients: bool = False,
 ) -> ModuleT | list[ModuleT]:
     """Shard a module's parameters over ranks, in place, and gather them only while they are needed.
 
@@ -138,6 +142,9 @@ def fully_shard(
         ignored_params: Parameters to leave alone: not sharded, moved or reduced.
         dp_mesh_dims: The names of the data-parallel axes of ``mesh``. The mesh is then the one of all kinds of
             parallelism, and all parameters are DTensors on it.
+        fuse_gradients: Let backward of linear layers write the gradients of their weights into the memory that is
+            reduced, in the reduce dtype: no gradient in the compute dtype, no cast, no copy. This takes memory for one
+            more reduction. `FSDPModule.fused_gradients` says for which weights it does so.
 
     Returns:
         The same object, now also an `FSDPModule`.
@@ -150,7 +157,13 @@ def fully_shard(
     found = _params_to_shard(modules, ignored, shard_placement_fn, info)
     _check_post_forward_size(found, info, after_forward.post_forward_size)
     _check_wire(found, mp_policy)
-    _apply(modules, found, ignored, info, mp_policy, offload_policy, after_forward, FSDPModule)
+    options = StateOptions(
+        mp_policy,
+        reshard_after_forward=after_forward.reshard,
+        auto_reshard=after_forward.auto,
+        fuse_gradients=switch("fuse_gradients", fuse_gradients),
+    )
+    _apply(modules, found, ignored, info, offload_policy, after_forward, options, FSDPModule)
     return module
 
 
@@ -211,7 +224,8 @@ def replicate(
     found = _params_to_shard(modules, ignored, None, info)
     _check_wire(found, mp_policy)
     after_forward = _AfterForward(reshard=False)
-    _apply(modules, found, ignored, info, mp_policy, offload_policy, after_forward, ReplicateModule)
+    options = StateOptions(mp_policy, reshard_after_forward=False, auto_reshard=False)
+    _apply(modules, found, ignored, info, offload_policy, after_forward, options, ReplicateModule)
     return module
 
 
@@ -252,9 +266,9 @@ def _apply(
     found: Sequence[_ParamPlan],
     ignored_params: Iterable[nn.Parameter],
     info: DataParallelMeshInfo,
-    mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
     after_forward: _AfterForward,
+    options: StateOptions,
     mixin: type[FSDPModule],
 ) -> None:
     """Shard the parameters and attach the state. All checks have passed before."""
@@ -269,7 +283,7 @@ def _apply(
             [FSDPParam(e.name, e.owners, e.param, e.placement, e.dim) for e in together],
             together[0].mesh_info,
             device,
-            mp_policy,
+            options.mp_policy,
             offload_policy,
             name,
             shard_format=RowFormat(),
@@ -283,9 +297,7 @@ def _apply(
         modules,
         groups,
         device,
-        StateOptions(
-            mp_policy, reshard_after_forward=after_forward.reshard, auto_reshard=after_forward.auto
-        ),
+        options,
         ignored=ignored_below(modules, ignored_params),
     )
     for module in modules:

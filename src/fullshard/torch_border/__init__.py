@@ -57,6 +57,7 @@ from fullshard.torch_border.modules import (
     ConvertibleModule as ConvertibleModule,
     child_table as child_table,
     dcp_item_place as dcp_item_place,
+    is_compiled as is_compiled,
     is_sharded_by_torch as is_sharded_by_torch,
     module_versions as module_versions,
     parameter_table as parameter_table,

@@ -53,6 +53,11 @@ def without_activation_wrapper(module: nn.Module) -> nn.Module:
     return child_table(module).get(ACTIVATION_CHECKPOINTED) or module
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether calls of a module go to code that `torch.compile` makes, or `module.compile()`."""
+    return COMPILED in child_table(module) or module._compiled_call_impl is not None
+
+
 def is_sharded_by_torch(module: nn.Module) -> bool:
     """Return whether torch's own FSDP has sharded a module, or wrapped one. Does not import torch's FSDP."""
     return any(cls.__module__.startswith("torch.distributed.fsdp.") for cls in type(module).__mro__)

@@ -1,0 +1,268 @@
+"""Gradients that are written once: linear layers whose backward writes into the reduce buffer.
+
+    ordinary   product -> gradient in the compute dtype -> `.grad` -> cast and copied into the reduce buffer
+    fused      product -> the weight's slot in the reduce buffer, in the reduce dtype
+
+The modules keep their class. `install` gives each `nn.Linear` that it is for a forward of its own (`FusedForward`),
+which computes the same output, and whose backward asks the group's reducer for the place of the weight's gradient.
+A second product of the same weight in a backward, or in a later microbatch, is added there by the product itself.
+
+Backward returns no gradient for the weight. Autograd runs the parameter's hook nevertheless, when all nodes that use
+the weight are done. So arrivals are counted as they always are (`backward_hooks.gradient_arrived`), also for weights that are
+used twice, or by other operators, too. Those give the parameter an ordinary gradient, which the reducer adds to what is written.
+Where autograd does not run the hook, gradients are sent off when backward leaves the state, or at its end.
+
+Whatever is not exactly a product for this reduction goes the ordinary way; `_fits` and `_place` decide for each
+call. The node can do both, so a graph may be used by passes of both kinds.
+
+The outermost module is left out: its gradients are reduced at the end of backward, and the reduce buffer would have memory from
+the first of them on.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fullshard import torch_border
+from fullshard.errors import LifecycleError
+from fullshard.plan.names import clean_name
+
+if TYPE_CHECKING:
+    from fullshard.engine.param_group import FSDPParamGroup
+    from fullshard.engine.runtime import Runtime
+    from fullshard.engine.state import FSDPState
+
+WEIGHT, FORWARD = "weight", "forward"
+
+
+class FusedForward:
+    """The forward of one `nn.Linear`; on the module as an attribute, as long as it lives."""
+
+    def __init__(
+        self, module: nn.Linear, state: FSDPState, group: FSDPParamGroup, index: int
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._state = weakref.ref(state)
+        self._reducer = group.reducer
+        self._param = group.params[index]
+        self._index = index
+        self._device = group.device
+        self._reference = weakref.ref(self)  # for graphs, which must not keep the model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Give copies of the module, pickled or not, the forward of their class."""
+        return functools.partial, (nn.Linear.forward, self._module())
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Return what `nn.Linear` does."""
+        module = self._module()
+        assert module is not None, "it was called through it"
+        weight = torch_border.parameter_table(module).get(WEIGHT)
+        if weight is None or not self._fits(weight, input):
+            return type(module).forward(module, input)
+        output: Tensor = _Product.apply(input, weight, module.bias, self._reference)  # type: ignore[no-untyped-call]
+        return output
+
+    def _fits(self, weight: Tensor, input: Tensor) -> bool:
+        """Return whether this is a plain product with the unsharded parameter, to be differentiated by backward."""
+        return (
+            weight is self._param.unsharded_param
+            and torch.is_grad_enabled()
+            and weight.requires_grad
+            and type(input) in _PLAIN
+            and type(weight) in _PLAIN
+            and input.dtype == weight.dtype
+            and input.ndim > 0
+            and not input.is_nested
+            and not torch_border.tensor_hooks(weight)
+            # Ours, which notes arrivals, and no other.
+            and len(torch_border.post_accumulate_grad_hooks(weight) or ()) <= 1
+            and not torch.is_autocast_enabled(input.device.type)
+            and not torch.compiler.is_compiling()
+            and torch_border.innermost_transform() is None
+            and torch_border.forward_ad_level() < 0
+        )
+
+    def write(self, gradients: Tensor, inputs: Tensor) -> bool:
+        """Write the product of output gradients and inputs, (rows, features) each, as the weight's gradient.
+
+        Return False, and do nothing, if this pass needs it the ordinary way.
+        """
+        place = self._place()
+        if place is None:
+            return False
+        target, add = place
+        _write_product(gradients.t(), inputs, target, add=add)
+        return True
+
+    def _place(self) -> tuple[Tensor, bool] | None:
+        state = self._state()
+        # A pass with ``create_graph`` differentiates gradients. One with named inputs may not want this one.
+        if torch.is_grad_enabled() or _PASSES_WITH_INPUTS or state is None or state.runtime is None:
+            return None
+        reached = state.runtime.backward.reached.get(state)
+        # Nobody orders other streams before the reduction; of ordinary gradients autograd does.
+        if reached is None or reached.stream != torch_border.current_stream_id(self._device):
+            return None
+        reduced = state.options.requires_gradient_sync
+        return self._reducer.place_for_product(self._index, reduced=reduced)
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class _Product(torch.autograd.Function):
+    """`F.linear`, whose backward may write the weight's gradient instead of returning it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        fused: weakref.ref[FusedForward],
+    ) -> Tensor:
+        # As of an ordinary linear layer: without a gradient for its input, backward does not need the weight.
+        ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
+        ctx.fused = fused
+        ctx.set_materialize_grads(False)
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None, None, None
+        input, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        inputs = input.reshape(-1, input.shape[-1])
+        of_input = rows.mm(weight).view(input.shape) if needs_input else None
+        of_bias = rows.sum(0) if needs_bias else None
+        of_weight = None
+        if needs_weight:
+            fused = ctx.fused()
+            if fused is None or not fused.write(rows, inputs):
+                of_weight = rows.t().mm(inputs)
+        return of_input, of_weight, of_bias, None
+
+
+def _write_product(one: Tensor, other: Tensor, target: Tensor, *, add: bool) -> None:
+    """Write the product of two matrices into ``target`` in its dtype, or add it to what is there."""
+    if one.dtype == target.dtype:
+        if add:
+            torch.addmm(target, one, other, out=target)
+        else:
+            torch.mm(one, other, out=target)
+    elif one.is_cuda and target.dtype == torch.float32:
+        # The sum of products is in float32 in any case; here it is not rounded in between.
+        if add:
+            torch.addmm(target, one, other, out_dtype=target.dtype, out=target)
+        else:
+            torch.mm(one, other, out_dtype=target.dtype, out=target)
+    elif add:
+        target.add_(one.mm(other))
+    else:
+        target.copy_(one.mm(other))
+
+
+# --- passes that need ordinary gradients ----------------------------------------------------------
+
+_PASSES_WITH_INPUTS: set[object] = set()
+"""Backward passes with named inputs that run now, in any thread. They alone know which gradients they want."""
+
+
+def without_fusing(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run a backward pass in which all gradients go the ordinary way."""
+    this_pass = object()
+    _PASSES_WITH_INPUTS.add(this_pass)
+    try:
+        return run(*args, **options)
+    finally:
+        _PASSES_WITH_INPUTS.discard(this_pass)
+
+
+# --- which modules --------------------------------------------------------------------------------
+
+
+def install(runtime: Runtime) -> None:
+    """Give linear layers their forwards, where options say so; between steps."""
+    compiled = _compiled_modules(runtime)
+    for state in runtime.states:
+        if not state.options.fuse_gradients:
+            continue
+        for group in state.groups:
+            if state is not runtime.root:
+                group.reducer.write_products()
+            for index, param in enumerate(group.params):
+                module = param.owners[0].module
+                if not isinstance(module, nn.Linear) or param.owners[0].name != WEIGHT:
+                    continue
+                if isinstance(module.__dict__.get(FORWARD), FusedForward):
+                    del module.forward  # of another root, or of a module that was compiled since
+                if state is not runtime.root and not _reason(group, index, compiled):
+                    forward = FusedForward(module, state, group, index)
+                    module.forward = forward  # type: ignore[method-assign]
+
+
+def reasons(state: FSDPState) -> dict[str, str]:
+    """Return why gradients of matrices at and below a state are not written once, by name; "" for those that are."""
+    runtime = state.runtime
+    if runtime is None:
+        raise LifecycleError(
+            "The first forward of the model decides which gradients are written once. Call fused_gradients() after it."
+        )
+    compiled = _compiled_modules(runtime)
+    below = {module for each in state.modules for module in each.modules()}
+    paths = {module: clean_name(name) for name, module in runtime.root.modules[0].named_modules()}
+    found = {}
+    for each in runtime.states:
+        if not each.options.fuse_gradients or each.modules[0] not in below:
+            continue
+        for group in each.groups:
+            for index, param in enumerate(group.params):
+                if len(param.shape) == 2:
+                    owner = param.owners[0]
+                    name = f"{paths.get(owner.module, '')}.{owner.name}".removeprefix(".")
+                    reason = _reason(group, index, compiled)
+                    if each is runtime.root:
+                        reason = "it belongs to the outermost module, which is reduced at the end of backward"
+                    elif not reason and not param.trainable:
+                        reason = "it is frozen"
+                    found[name] = reason
+    return found
+
+
+def _compiled_modules(runtime: Runtime) -> set[nn.Module]:
+    """Return the modules that `torch.compile` looks into: it would stop at our forward."""
+    compiled = filter(torch_border.is_compiled, runtime.root.modules[0].modules())
+    return {inner for module in compiled for inner in module.modules()}
+
+
+def _reason(group: FSDPParamGroup, index: int, compiled: Collection[nn.Module]) -> str:
+    """Return why backward cannot write a parameter's gradient; "" if it can."""
+    param = group.params[index]
+    owner = param.owners[0]
+    module = owner.module
+    if not isinstance(module, nn.Linear) or owner.name != WEIGHT:
+        return "it is not the weight of an nn.Linear"
+    if len(param.owners) > 1:
+        return "several modules share it"
+    if type(module).forward is not nn.Linear.forward:
+        return f"its module is a {type(module).__name__}, which has a forward of its own"
+    if not isinstance(module.__dict__.get(FORWARD), FusedForward | None):
+        return "the forward of its module was replaced"
+    if module in compiled:
+        return "its module is compiled"
+    if param.placement.unsharded_mesh is not None:
+        return "it is tensor-parallel"
+    if not group.reducer.takes_product(index):
+        return "it is not one piece in the reduce buffer: its shard dimension is not 0, or its group is small and has a wire_dtype"
+    return ""
