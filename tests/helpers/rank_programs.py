@@ -43,6 +43,7 @@ import torch.distributed as dist
 from fullshard.errors import DivergenceError
 from tests.helpers.preloaded import be_main_process
 from tests.helpers.ranks import FORK_SERVER
+from tests.helpers.torch_costs import spare_torch_costs
 
 TOGETHER = 10
 """How many jobs run at a time. Most of them wait."""
@@ -178,9 +179,19 @@ class Results:
         return JobResult(**values)
 
 
-def start(jobs: Mapping[str, Job], folder: Path) -> Any:
-    """Start a process that runs the jobs, in this order; return the process, to be joined."""
-    runner = FORK_SERVER.Process(target=_run_all, args=(dict(jobs), folder), daemon=True)
+def no_preparation() -> None:
+    """Do nothing."""
+
+
+def start(
+    jobs: Mapping[str, Job], folder: Path, prepare: Callable[[], None] = no_preparation
+) -> Any:
+    """Start a process that runs the jobs, in this order; return the process, to be joined.
+
+    It calls ``prepare`` before it starts a rank, for what all ranks would otherwise do anew. That must not start a
+    thread nor run a backward, which leave a process that cannot be forked.
+    """
+    runner = FORK_SERVER.Process(target=_run_all, args=(dict(jobs), folder, prepare), daemon=True)
     runner.start()
     return runner
 
@@ -188,9 +199,11 @@ def start(jobs: Mapping[str, Job], folder: Path) -> Any:
 # --- in the runner ----------------------------------------------------------------------------------------------
 
 
-def _run_all(jobs: dict[str, Job], folder: Path) -> None:
+def _run_all(jobs: dict[str, Job], folder: Path, prepare: Callable[[], None]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests get it, and end this process
     torch.set_num_threads(1)
+    spare_torch_costs()
+    prepare()
     for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         each.atexit = (
             False  # torch.library has hundreds, and ranks would call them all at their ends

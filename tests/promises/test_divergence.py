@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.divergences import all_kinds, outcome
+from tests.helpers.divergences import all_kinds, outcome, plan_operations
 from tests.helpers.rank_programs import JobResult, Results, start
 
 KINDS = {name: kind for name, kind in all_kinds().items() if not kind.is_variant}
@@ -39,7 +39,7 @@ def results(
         for item in request.session.items
         if item.path == Path(__file__) and hasattr(item, "callspec")
     ]
-    runner = start({name: KINDS[name].job for name in selected}, folder)
+    runner = start({name: KINDS[name].job for name in selected}, folder, plan_operations)
     yield Results(folder)
     runner.join()
 

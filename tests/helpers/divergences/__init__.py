@@ -29,9 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.wrap import ModuleWrapPolicy
+from tests.helpers.fake import fake_world
 from tests.helpers.rank_programs import Job, JobResult, Rank
 
 LIMIT_S = 15.0
@@ -218,6 +220,34 @@ def wrap(net: Net, **options: Any) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(net, **arguments)
 
 
+def plan_operations() -> None:
+    """Let DTensor plan the operations of `Training`, so that new processes need not.
+
+    Planning took more time in a rank than training. Plans are kept by `spare_torch_costs`.
+    """
+    for world_size in (2, 3, 4):
+        for rank in range(world_size):
+            with fake_world(world_size, rank):
+                _plan_operations(shard(Net()))
+                if world_size == 4:
+                    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+                    _plan_operations(shard(Net(), mesh=mesh))
+
+
+def _plan_operations(net: Net) -> None:
+    optimizer = new_optimizer(net)
+    for _ in range(2):  # the first step makes the momentum
+        for param in net.parameters():
+            param.grad = param.detach()
+        optimizer.step()
+
+
+def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of all parameters that are trained."""
+    trainable = [each for each in model.parameters() if each.requires_grad]
+    return torch.optim.SGD(trainable, lr=0.01, momentum=0.9)
+
+
 class Training:
     """A rank that trains a small net: by default one that `fully_shard` was applied to."""
 
@@ -225,8 +255,7 @@ class Training:
         self.me = me
         self.model: Any = shard(Net()) if model is None else model
         self.net: Any = getattr(self.model, "module", self.model)
-        trainable = [each for each in self.model.parameters() if each.requires_grad]
-        self.optimizer = torch.optim.SGD(trainable, lr=0.01, momentum=0.9)
+        self.optimizer = new_optimizer(self.model)
 
     def batch(self, rows: int = 2) -> Tensor:
         """Return this rank's next batch."""

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from tests.helpers.divergences import all_kinds, outcome
+from tests.helpers.divergences import all_kinds, outcome, plan_operations
 from tests.helpers.rank_programs import Results, start
 
 
@@ -41,7 +41,7 @@ def main() -> None:
         jobs = {name: kind.job for name, kind in kinds.items()}
         if arguments.tear_down:
             jobs = {name: replace(job, tears_down=True) for name, job in jobs.items()}
-        runner = start(jobs, Path(folder))
+        runner = start(jobs, Path(folder), plan_operations)
         for name, kind in kinds.items():
             result = Results(Path(folder)).wait(name, 600)
             others = [rank for rank in range(kind.job.ranks) if rank != kind.job.odd]
