@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.engine import fused_linear
+from fullshard.engine.state import state_of
 from tests.helpers.compare import assert_close
 
 WIDTH, INNER = 6, 7
@@ -418,6 +419,8 @@ def check_modules_look_the_same() -> None:
     model = net.build()
     before = (repr(model), type(model[1].up), [*model.state_dict()])
     net.step()
+    unused = [state_of(module).use.unused for module in model[1:]]  # type: ignore[union-attr]
+    assert unused == [(), ()], "autograd has told of all weights, though they got no gradient"
     layer = model[1].up
     assert (repr(model), type(layer), [*model.state_dict()]) == before
     weight, bias = layer.weight.full_tensor(), layer.bias.full_tensor()

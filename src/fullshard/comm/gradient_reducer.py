@@ -1,9 +1,10 @@
 """Reducing a group's gradients: what outlasts one reduction, and what a backward calls.
 
-    place_for_product   where backward writes a gradient by itself: a slot of the reduce buffer (`engine.fused_linear`)
-    reduce       take `.grad` of the unsharded parameters, fill the reduce buffer, start a reduction
-    accumulate   take it, and let it wait for a later backward (`unreduced_gradients`)
-    drop         forget it: a step has failed
+    place_for_product   return where backward writes a gradient by itself: a slot of the reduce buffer
+                        (`engine.fused_linear`)
+    reduce              take `.grad` of the unsharded parameters, fill the reduce buffer, start a reduction
+    accumulate          take it, and let it wait for a later backward (`unreduced_gradients`)
+    drop                forget it: a step has failed
 
 How gradients lie in the buffer is told by `reduce_buffer`, what a reduction does by `reduce_scatter`. `.grad` of
 unsharded parameters is taken here and nowhere else; that of sharded ones is written by `sharded_params`.
