@@ -88,6 +88,8 @@ PACKAGES = {
         "save",
         "async_save",
         "PendingSave",
+        "base_of",
+        "Base",
         "load",
         "latest",
         "load_huggingface",

@@ -60,10 +60,14 @@ def sections_of(section: type) -> st.SearchStrategy[Any]:
 
 
 def without_conflicts(config: RunConfig) -> RunConfig:
-    """Leave sections out that do not go together."""
+    """Leave sections out that do not go together, until no others need them."""
     conflicts = {about.partition(".")[0] for each in config.problems() for about in each.about}
+    if not conflicts:
+        return config
     defaults = RunConfig()
-    return dataclasses.replace(config, **{name: getattr(defaults, name) for name in conflicts})
+    return without_conflicts(
+        dataclasses.replace(config, **{name: getattr(defaults, name) for name in conflicts})
+    )
 
 
 CONFIGS = st.builds(
@@ -276,6 +280,7 @@ def test_what_may_only_follow_from_a_refused_value_is_not_told() -> None:
             ["model.huggingface=x", "model.pretrained=true", "model.weights=y"],
             "both say which weights to start from",
         ),
+        (["checkpoint.only_trainable=true"], "leaves frozen parameters out, and all are trained"),
         (["evaluation.ema=true"], "evaluation.ema needs averages"),
         (["checkpoint.export_ema=true"], "checkpoint.export_ema needs averages"),
         (["sharding.offload=true", "run.device=cpu"], "sharding.offload needs CUDA"),

@@ -13,7 +13,8 @@ It owns what is on the disk: safetensors files and a JSON manifest, described in
 All ranks call these functions.
 """
 
-from fullshard.checkpoint.formats import load
+from fullshard.checkpoint.base_weights import Base
+from fullshard.checkpoint.formats import base_of, load
 from fullshard.checkpoint.huggingface import load_huggingface, save_huggingface
 from fullshard.checkpoint.load_plan import Loaded
 from fullshard.checkpoint.publication import latest
@@ -21,10 +22,12 @@ from fullshard.checkpoint.save import PendingSave, async_save, save
 from fullshard.checkpoint.save_plan import Saved
 
 __all__ = [
+    "Base",
     "Loaded",
     "PendingSave",
     "Saved",
     "async_save",
+    "base_of",
     "latest",
     "load",
     "load_huggingface",

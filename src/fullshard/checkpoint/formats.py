@@ -9,7 +9,7 @@ torch            a file of torch.save with state dicts
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
@@ -19,16 +19,25 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from fullshard.checkpoint import manifest as manifests
+from fullshard.checkpoint.base_weights import (
+    Base,
+    OverlaidSource,
+    check_digest,
+    check_frozen,
+    digest_of,
+    find_base,
+)
 from fullshard.checkpoint.dcp import DcpCheckpoint
 from fullshard.checkpoint.dcp_metadata import METADATA
 from fullshard.checkpoint.found_checkpoint import FoundCheckpoint, read_alone, read_together
 from fullshard.checkpoint.huggingface import HuggingFaceFolder
 from fullshard.checkpoint.load_plan import Loaded, load_source
+from fullshard.checkpoint.local_state import LocalModelState
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.retention import note_loaded
 from fullshard.checkpoint.save_plan import OnProgress
-from fullshard.checkpoint.source import Source
+from fullshard.checkpoint.source import MODEL, Source
 from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.torch_files import TorchFile
 from fullshard.errors import CheckpointError
@@ -62,6 +71,7 @@ def load(
     optimizer: Optimizer | None = None,
     *,
     ema: EMA | None = None,
+    base: str | os.PathLike[str] | None = None,
     without_optimizer: bool = False,
     cast: bool = False,
     process_group: ProcessGroup | None = None,
@@ -79,6 +89,8 @@ def load(
         optimizer: Gets the state and the options of its parameter groups. It has the saved class, or one with the same
             state (docs/checkpoints.md).
         ema: Gets the averages, if the checkpoint has them.
+        base: Where the base is now, for a checkpoint of only what training has changed: by default where it was when the
+            checkpoint was saved. It must be the same base.
         without_optimizer: Do not load a saved optimizer's state: to evaluate, or to begin with a new optimizer. Averages are
             then loaded only if ``ema`` is passed.
         cast: Let tensors have another dtype than the saved ones.
@@ -88,22 +100,88 @@ def load(
     rank_group = RankGroup(process_group)
 
     def load_once(found: FoundCheckpoint) -> Loaded:
-        source = rank_group.on_each(lambda: open_found(found))
+        own = rank_group.on_each(lambda: open_found(found))
+        source = rank_group.on_each(lambda: with_base(own, base))
         loaded = load_source(
             source,
             model,
             optimizer,
             ema=ema,
             without_optimizer=without_optimizer,
-            cast=cast,
+            cast=cast or _keys_of_base(source),
             rank_group=rank_group,
             on_progress=on_progress,
         )
-        if isinstance(source, StoredCheckpoint) and not without_optimizer:
-            note_loaded(model, source.path, source.manifest)
+        if isinstance(own, StoredCheckpoint) and not without_optimizer:
+            note_loaded(model, own.path, own.manifest)
         return loaded
 
     return read_together(path, rank_group, load_once)
+
+
+def with_base(source: Source, base: str | os.PathLike[str] | None = None) -> Source:
+    """Return a checkpoint with the parameters that it leaves out, from its base; the checkpoint itself if it has all.
+
+    Args:
+        source: An open checkpoint. If an error is raised, it is closed.
+        base: Where the base is now; by default where it was.
+
+    Raises:
+        CheckpointError: the base is missing or another one; or the checkpoint has none, and one was passed.
+    """
+    record = source.base if isinstance(source, StoredCheckpoint) else None
+    try:
+        if record is None and base is None:
+            return source
+        if record is None:
+            raise CheckpointError(
+                f"{source.path} has all parameters, and needs no base. Leave base out."
+            )
+        place = find_base(record, source.path, None if base is None else Path(base))
+        under = with_base(open_source(place))
+        try:
+            check_digest(record, source.path, under)
+        except BaseException:
+            under.close()
+            raise
+    except BaseException:
+        source.close()
+        raise
+    return OverlaidSource(source, under)
+
+
+def _keys_of_base(source: Source) -> Collection[str]:
+    """Return the keys of tensors that may have another dtype than the model's, as weights of Hugging Face folders may."""
+    return source.from_base if isinstance(source, OverlaidSource) else ()
+
+
+def base_of(
+    path: str | os.PathLike[str], model: nn.Module, *, process_group: ProcessGroup | None = None
+) -> Base:
+    """Return the base of checkpoints that leave the frozen parameters of a model out: ``save(..., base=base)``.
+
+    The base is compared with the model's frozen parameters. All ranks call it.
+
+    Args:
+        path: The checkpoint, of any format, that has the frozen parameters under the names that the model has.
+        model: Has loaded them.
+        process_group: The ranks that save together; all by default.
+
+    Raises:
+        CheckpointError: the base cannot be read, or has other parameters; all are named, as far as their first elements
+            show.
+    """
+    rank_group = RankGroup(process_group)
+    place = Path(rank_group.on_first(lambda: os.path.abspath(path)))
+
+    def compared_digest() -> str:
+        state = LocalModelState(model, "fullshard.checkpoint.base_of")
+        frozen = state.frozen
+        with closing(with_base(open_source(place))) as source:
+            check_frozen([t for t in state.tensors if t.key.removeprefix(MODEL) in frozen], source)
+            return digest_of(source)
+
+    return Base(place, rank_group.on_each(compared_digest))
 
 
 def open_found(found: FoundCheckpoint) -> Source:

@@ -63,7 +63,7 @@ def load_source(
     *,
     ema: EMA | None = None,
     without_optimizer: bool = False,
-    cast: bool = False,
+    cast: bool | Collection[str] = False,
     only: Collection[str] | None = None,
     rank_group: RankGroup | None = None,
     on_progress: OnProgress | None = None,
@@ -134,7 +134,7 @@ def compare(
     *,
     ema: EMA | None = None,
     without_optimizer: bool = False,
-    cast: bool = False,
+    cast: bool | Collection[str] = False,
     only: Collection[str] | None = None,
 ) -> Comparison:
     """Compare a source with what this rank has."""

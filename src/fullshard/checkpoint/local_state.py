@@ -143,6 +143,16 @@ class LocalModelState:
         """Names of the members of each parameter that an optimizer may have."""
         return [[member.name for member in members] for members in self.params.values()]
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of the parameters that are not trained."""
+        return frozenset(
+            member.name
+            for param, members in self.params.items()
+            if not param.requires_grad
+            for member in members
+        )
+
     # --- parameters -------------------------------------------------------------------------------
 
     def _add_sharded_params(

@@ -75,6 +75,17 @@ class RunRecord:
     """Earlier runs that this one continues, with the last serial number of each."""
 
 
+@dataclass(frozen=True, slots=True)
+class BaseRecord:
+    """The checkpoint that has the frozen parameters, which this one leaves out. See `base_weights`."""
+
+    path: str
+    """Absolute."""
+    relative: str
+    """From this checkpoint's folder: both may have been moved together."""
+    digest: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Everything that is known of a checkpoint without reading tensors."""
@@ -94,6 +105,8 @@ class Manifest:
     """A number above those of all checkpoints that were beside this one when it was written."""
     run: RunRecord | None = None
     """None if the checkpoint was not saved with ``keep_last``; then it is never removed."""
+    base: BaseRecord | None = None
+    """None if the checkpoint has all parameters."""
     created: str = ""
     fullshard: str = ""
     torch: str = ""
@@ -150,6 +163,8 @@ def text_of(manifest: Manifest) -> str:
         "optimizer": json_values.encode(manifest.optimizer, "optimizer", faults),
         "extra": json_values.encode(manifest.extra, "extra", faults),
     }
+    if manifest.base is not None:
+        parts["base"] = asdict(manifest.base)
     assert not faults, f"checked when the save began: {faults}"
     parts["crc32"] = _checksum(parts)
     text = "{" + ",".join(_lines(parts)) + "\n}\n"
@@ -258,6 +273,7 @@ def _manifest(parts: dict[str, Any]) -> Manifest:
         extra=json_values.decode(parts["extra"]),
         serial=_count(parts["serial"], "serial"),
         run=_run(parts.get("run")),  # older manifests do not have it
+        base=_base(parts.get("base")),
         created=_text(parts["created"]),
         fullshard=_text(parts["fullshard"]),
         torch=_text(parts["torch"]),
@@ -271,6 +287,13 @@ def _run(record: Any) -> RunRecord | None:
         return None
     before = {run: _count(serial, "a serial") for run, serial in record["before"].items()}
     return RunRecord(_text(record["run"]), _text(record["name"]), before)
+
+
+def _base(record: Any) -> BaseRecord | None:
+    if record is None:
+        return None
+    texts = (_text(record[name]) for name in ("path", "relative", "digest"))
+    return BaseRecord(*texts)
 
 
 def _tensor(key: str, record: Mapping[str, Any], lists: Sequence[tuple[int, ...]]) -> StoredTensor:

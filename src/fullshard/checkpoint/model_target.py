@@ -101,7 +101,7 @@ class ModelTarget:
         model: LocalModelState,
         source: Source,
         *,
-        cast: bool = False,
+        cast: bool | Collection[str] = False,
         only: Collection[str] | None = None,
     ) -> None:
         """Compare a model with a source.
@@ -109,7 +109,7 @@ class ModelTarget:
         Args:
             model: What this rank holds.
             source: The checkpoint.
-            cast: Let dtypes differ.
+            cast: Let dtypes differ: of all tensors, or of those with these keys in the source.
             only: Names of the tensors to load; all by default, and then the source must have no others.
         """
         self.faults = Faults()
@@ -140,12 +140,15 @@ class ModelTarget:
             return
         if info.shape != tensor.shape:
             self.faults.shapes.append(f"{name}: {info.shape}, not {tensor.shape}")
-        elif info.dtype != tensor.dtype and not self._cast:
+        elif info.dtype != tensor.dtype and not self._may_cast(stored):
             self.faults.dtypes.append(f"{name}: {info.dtype}, not {tensor.dtype}")
         elif tensor.local is not None:
             if tensor.key in self._model.copied:
                 self._read[tensor.key] = tensor.local
             self.requests.append(ReadRequest(stored, list(tensor.parts())))
+
+    def _may_cast(self, stored: str) -> bool:
+        return self._cast if isinstance(self._cast, bool) else stored in self._cast
 
     @torch.no_grad()
     def install(self) -> None:

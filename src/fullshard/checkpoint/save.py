@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from fullshard.checkpoint.base_weights import Base
 from fullshard.checkpoint.host_copies import HostMemory, Snapshot
 from fullshard.checkpoint.process_exit import join_at_exit
 from fullshard.checkpoint.rank_group import RankGroup
@@ -35,6 +36,7 @@ def save(
     *,
     ema: EMA | None = None,
     extra: Any = None,
+    base: Base | None = None,
     keep_last: int | None = None,
     process_group: ProcessGroup | None = None,
     on_progress: OnProgress | None = None,
@@ -50,6 +52,8 @@ def save(
         ema: Averages of the model's parameters, which are saved, too. It needs an optimizer.
         extra: Values that JSON can hold, tuples, and small tensors: the step, a scheduler's state, a generator's. The
             first rank's is saved.
+        base: The checkpoint that has the frozen parameters, by `base_of`. They are left out then: the new checkpoint has
+            parameters that are trained, buffers, and the path of its base, over which `load` puts them.
         keep_last: Keep so many of the newest checkpoints of this training run beside ``path``, and remove its older ones. A
             run is what this model saved with ``keep_last`` in this process, and in the processes it was resumed from by
             `load`. All other checkpoints stay.
@@ -58,7 +62,7 @@ def save(
     """
     rank_group = RankGroup(process_group)
     _finish_previous(rank_group, "wait")
-    plan = make_plan(rank_group, path, model, optimizer, extra, keep_last, ema)
+    plan = make_plan(rank_group, path, model, optimizer, extra, keep_last, ema, base)
     return write(rank_group, plan, on_progress)
 
 
@@ -69,6 +73,7 @@ def async_save(
     *,
     ema: EMA | None = None,
     extra: Any = None,
+    base: Base | None = None,
     keep_last: int | None = None,
     when_busy: Literal["wait", "refuse"] = "wait",
     process_group: ProcessGroup | None = None,
@@ -90,6 +95,7 @@ def async_save(
         optimizer: See `save`.
         ema: See `save`. Its next write waits for the copies, too.
         extra: See `save`.
+        base: See `save`.
         keep_last: See `save`.
         when_busy: Whether to wait for a save that is still in flight, or to refuse this one with an error.
         process_group: See `save`.
@@ -99,7 +105,7 @@ def async_save(
         raise ConfigurationError(f"when_busy must be 'wait' or 'refuse', got {when_busy!r}.")
     rank_group = RankGroup(process_group)
     _finish_previous(rank_group, when_busy)
-    plan = make_plan(rank_group, path, model, optimizer, extra, keep_last, ema)
+    plan = make_plan(rank_group, path, model, optimizer, extra, keep_last, ema, base)
     thread_ranks = _rank_group_of_threads(process_group)
     # This must be the last step that can fail: after it the copies are under way, and the thread must keep them.
     snapshot = rank_group.on_each(lambda: Snapshot([local for _, local in plan.own], _host_memory))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,19 @@ from torch.optim import Optimizer
 
 from fullshard.checkpoint import json_values, publication
 from fullshard.checkpoint.agreement import Outline, agreed, outline_of, parts_to_write
+from fullshard.checkpoint.base_weights import Base
 from fullshard.checkpoint.local_state import LocalModelState, LocalTensor
-from fullshard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, StoredTensor, file_name
+from fullshard.checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    StoredTensor,
+    file_name,
+)
 from fullshard.checkpoint.optimizer_local_state import optimizer_tree
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.retention import TrainingRun, remove_old_checkpoints, training_run_of
+from fullshard.checkpoint.source import MODEL
 from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import NewEntry, write_file
 from fullshard.checkpoint.tensor_memory import contiguous_values
@@ -36,6 +44,7 @@ from fullshard.errors import (
     CheckpointError,
     ConfigurationError,
     FullshardError,
+    fault_paragraphs,
     ranks_text,
     size_text,
 )
@@ -82,6 +91,7 @@ class Plan:
     tied: Mapping[str, str]
     optimizer: Mapping[str, Any] | None
     extra: Any
+    base: Base | None
     began: float = field(default_factory=time.perf_counter)
 
     @property
@@ -110,9 +120,12 @@ def make_plan(
     extra: Any,
     keep_last: int | None,
     ema: EMA | None = None,
+    base: Base | None = None,
 ) -> Plan:
     """Return what will be written, and by which ranks. It is the same on all ranks, or an error on all."""
-    own = rank_group.on_each(lambda: _collect(rank_group, model, optimizer, extra, keep_last, ema))
+    own = rank_group.on_each(
+        lambda: _collect(rank_group, model, optimizer, extra, keep_last, ema, base)
+    )
     outline = _agreed(rank_group, own)
     turns = {key: turn for turn, key in enumerate(sorted(outline.tensors))}
     tensors = {
@@ -128,6 +141,7 @@ def make_plan(
         tied=outline.tied,
         optimizer=outline.optimizer,
         extra=own.extra,
+        base=base,
     )
 
 
@@ -138,6 +152,7 @@ def _collect(
     extra: Any,
     keep_last: int | None,
     ema: EMA | None,
+    base: Base | None,
 ) -> _LocalContent:
     if keep_last is not None and keep_last < 1:
         raise ConfigurationError(f"keep_last must be at least 1, got {keep_last}.")
@@ -147,7 +162,12 @@ def _collect(
             "the averages as a model, within EMA.averaged."
         )
     local_state = LocalModelState(model, "fullshard.checkpoint.save", first=rank_group.ranks[0])
-    tensors, tree = local_state.tensors, None
+    tensors, tied, tree = local_state.tensors, local_state.tied, None
+    if base is not None:
+        frozen = local_state.frozen
+        _check_trains(frozen, local_state, optimizer)
+        tensors = [each for each in tensors if each.key.removeprefix(MODEL) not in frozen]
+        tied = {name: stored for name, stored in tied.items() if stored not in frozen}
     if optimizer is not None:
         tree, of_optimizer = optimizer_tree(optimizer, local_state, ema)
         tensors = [*tensors, *of_optimizer]
@@ -169,9 +189,27 @@ def _collect(
             f"All ranks that hold parts of the model must save it; process_group lacks ranks {sorted(absent)[:20]}. "
             "Leave process_group out, or pass one that has them all."
         )
-    outline = outline_of(tensors, local_state.tied, tree, local_state.updated_together)
+    outline = outline_of(tensors, tied, tree, local_state.updated_together)
     # Decoding makes a copy: the caller may change the original before it is written.
     return _LocalContent(tensors, outline, json_values.decode(encoded))
+
+
+def _check_trains(
+    frozen: Collection[str], model: LocalModelState, optimizer: Optimizer | None
+) -> None:
+    """Raise unless some parameters are trained, and the optimizer has no others."""
+    if not any(param.requires_grad for param in model.params):
+        raise CheckpointError(
+            "With a base, parameters that are trained are saved, and none requires gradients. Save without base."
+        )
+    groups = [] if optimizer is None else optimizer.param_groups
+    held = [m.name for group in groups for p in group["params"] for m in model.params.get(p, ())]
+    for paragraph in fault_paragraphs(
+        [name for name in held if name in frozen],
+        "With a base, frozen parameters are not saved, so the optimizer must not have them; it has:",
+        "Make it of [p for p in model.parameters() if p.requires_grad].",
+    ):
+        raise CheckpointError(paragraph)
 
 
 def _agreed(rank_group: RankGroup, own: _LocalContent) -> Outline:
@@ -283,6 +321,7 @@ def _manifest(
         tied=plan.tied,
         optimizer=plan.optimizer,
         extra=plan.extra,
+        base=None if plan.base is None else plan.base.record(folder.parent),
     )
 
 

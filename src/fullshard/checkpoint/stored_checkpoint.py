@@ -42,6 +42,7 @@ class StoredCheckpoint:
         self.tied = manifest.tied
         self.optimizer = manifest.optimizer
         self.extra = manifest.extra
+        self.base = manifest.base
         self.manifest = manifest
         self._files: dict[int, TensorFile] = {}
         """Files whose headers have been read, by the rank that wrote them."""

@@ -158,7 +158,7 @@ def _write_data(
                 f"{entry.key} was announced as {entry.dtype} {entry.shape} "
                 f"and is {tensor.dtype} {tuple(tensor.shape)}"
             )
-            data = _memory(tensor)
+            data = memory_of(tensor)
             if len(data) < CHUNK_BYTES:  # faster without the other thread
                 checksums.add(data)
                 done = None
@@ -274,7 +274,7 @@ class TensorFile:
         assert entry.begin <= begin <= begin + out.nbytes <= entry.end, (
             f"{key} has no such elements"
         )
-        self._read(_memory(out), self._data_at + begin, f"tensor {key!r}")
+        self._read(memory_of(out), self._data_at + begin, f"tensor {key!r}")
 
     def read_block(
         self, key: str, wanted: Block, out: Tensor, *, of: Block, first_element: int = 0
@@ -487,7 +487,7 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
-def _memory(tensor: Tensor) -> memoryview:
+def memory_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor, for reading and writing. Keep the tensor alive meanwhile."""
     is_view = tensor.is_conj() or tensor.is_neg()
     assert tensor.is_cpu and tensor.is_contiguous() and not is_view, (

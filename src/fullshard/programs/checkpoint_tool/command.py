@@ -118,7 +118,7 @@ def convert(
     """Write a checkpoint in another format."""
     with errors_as_exit_codes():
         from fullshard.checkpoint import conversion
-        from fullshard.checkpoint.formats import use_source
+        from fullshard.checkpoint.formats import use_source, with_base
         from fullshard.checkpoint.source import MODEL
         from fullshard.programs.checkpoint_tool import output, verification
 
@@ -128,7 +128,8 @@ def convert(
             _refuse_checkpoint_of_run(source, target)
         source = newest_checkpoint(source)
 
-        def write(opened: Source) -> None:
+        def write(found: Source) -> None:
+            opened = with_base(found)
             nbytes = verification.bytes_in(opened, MODEL if weights_only else "")
             with output.progress(Console(), "convert", nbytes) as advance:
                 conversion.write(opened, target, to=to, files=files, on_bytes=advance)

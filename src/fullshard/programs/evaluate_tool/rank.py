@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fullshard.checkpoint.formats import open_found
+from fullshard.checkpoint.formats import open_found, with_base
 from fullshard.checkpoint.found_checkpoint import FoundCheckpoint, read_together
 from fullshard.checkpoint.load_plan import Loaded, load_source
 from fullshard.checkpoint.rank_group import RankGroup
@@ -53,7 +53,7 @@ def evaluate(config: RunConfig, checkpoint: Path | None, device: torch.device) -
     model = build_model(config, source, device)
 
     def load(found: FoundCheckpoint) -> Loaded:
-        stored = ranks.on_each(lambda: open_found(found))
+        stored = ranks.on_each(lambda: with_base(open_found(found)))
         if config.evaluation.ema:
             stored = ranks.on_each(lambda: averages_as_model(stored))
         return load_source(stored, model.module, without_optimizer=True)

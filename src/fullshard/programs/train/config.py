@@ -118,6 +118,10 @@ class ModelSection:
     weights_strict: bool = field(default=True, metadata=FIXED)
     """Names and shapes of `weights` must be those of the model. false: what does not fit is drawn, or left out."""
 
+    trainable: str | None = field(default=None, metadata=FIXED)
+    """Train only parameters whose names match one of these patterns, separated by spaces: `blocks.5.* *norm.weight`. Not set:
+    all."""
+
     def problems(self) -> Iterator[Problem]:
         """Yield the problems of fields that do not go together."""
         if self.pretrained and self.huggingface is None:
@@ -322,6 +326,10 @@ class CheckpointSection:
     keep: PositiveCount = 2
     """Number of the newest checkpoints to keep."""
 
+    only_trainable: bool = False
+    """Leave frozen parameters out (`model.trainable`). They are saved once, in `base`, or are those of the Hugging Face folder
+    of `model.pretrained`."""
+
     export: bool = False
     """At the end, write the model as a Hugging Face folder `model`, in place of an earlier export. A finished run is exported, too."""
 
@@ -406,6 +414,12 @@ class RunConfig:
                 ("sharding.prefetch", "sharding.door"),
                 f"sharding.prefetch is for fully_shard only: the wrapper gathers 1 group ahead, and not "
                 f"{self.sharding.prefetch}. Leave it out, or sharding.door.",
+            )
+        if self.checkpoint.only_trainable and self.model.trainable is None:
+            yield Problem(
+                ("checkpoint.only_trainable", "model.trainable"),
+                "checkpoint.only_trainable leaves frozen parameters out, and all are trained. Say with model.trainable which "
+                "are, or leave it out.",
             )
         for name, is_set in (
             ("evaluation.ema", self.evaluation.ema),

@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from fullshard.checkpoint import latest
-from fullshard.checkpoint.formats import open_found
+from fullshard.checkpoint.formats import open_found, with_base
 from fullshard.checkpoint.found_checkpoint import FoundCheckpoint, read_together
 from fullshard.checkpoint.huggingface import write_huggingface
 from fullshard.checkpoint.rank_group import RankGroup
@@ -90,7 +90,7 @@ def export_checkpoint(
         data = None if manifest is None else manifest.data
         if old is not None and data is not None and (old.data, old.ema) == (data, ema):
             return old
-        with closing(ranks.on_each(lambda: open_found(found))) as source:
+        with closing(ranks.on_each(lambda: with_base(open_found(found)))) as source:
             weights = ranks.on_each(lambda: averages_as_model(source)) if ema else source
             return _replace(weights, data, form, target, keep=_others(old), ema=ema)
 

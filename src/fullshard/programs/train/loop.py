@@ -127,7 +127,7 @@ class Training:
         self.sampler = Sampler(len(job.data.training), job.config.run.seed)
         self.checkpoints = Checkpoints(
             job.folder,
-            job.config.checkpoint,
+            job.config,
             self.model.module,
             self.optimizer,
             self.ema,

@@ -33,6 +33,7 @@ from fullshard.programs.train.rank_info import RankInfo
 from fullshard.programs.train.rendezvous import store_of_torchrun
 from fullshard.programs.train.result import TrainResult
 from fullshard.programs.train.run_folder import RunFolder
+from fullshard.programs.train.sharded_model import freeze_others
 from fullshard.programs.train.stop import COLLECTIVE_ERRORS, noticing_stop_requests
 from fullshard.programs.train.stored_weights import check_weights
 
@@ -66,10 +67,8 @@ def run_rank(config: RunConfig, rank_info: RankInfo, *, fresh: bool = False) -> 
 def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainResult:
     """Start or resume a run in its folder, on all ranks of the default process group; `fresh` as in `run_rank`."""
     ranks, config, folder = RankGroup(), job.config, job.folder
-    if config.model.weights is not None and ranks.on_first(
-        lambda: fresh or not has_checkpoint(folder)
-    ):
-        ranks.on_each(lambda: check_weights(config, job.source))
+    if ranks.on_first(lambda: fresh or not has_checkpoint(folder)):
+        ranks.on_each(lambda: _check_model(job))
     with ExitStack() as stack:
         watchers: list[Watcher] = []
         progress = None
@@ -105,6 +104,13 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
         if failure is not None:  # after the report, because the run itself has succeeded
             raise failure
         return result
+
+
+def _check_model(job: Job) -> None:
+    """Raise if fields do not fit the model, before the folder of a new run has a configuration that they are fixed in."""
+    check_weights(job.config, job.source)
+    if job.config.model.trainable is not None:
+        freeze_others(job.source.build(), job.config.model.trainable)
 
 
 def _export(job: Job, progress: RunProgress | None) -> CheckpointError | None:

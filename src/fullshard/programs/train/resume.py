@@ -19,7 +19,7 @@ from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.errors import CheckpointError
 from fullshard.optim import EMA
 from fullshard.programs.run_events import Checkpoint, Watcher
-from fullshard.programs.train.config import CheckpointSection
+from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.run_folder import STEP, RunFolder
 
 
@@ -63,14 +63,16 @@ class Checkpoints:
     def __init__(
         self,
         folder: RunFolder,
-        section: CheckpointSection,
+        config: RunConfig,
         model: nn.Module,
         optimizer: Optimizer,
         ema: EMA | None,
         watch: Watcher,
     ) -> None:
         self._folder = folder
-        self._section = section
+        self._section = config.checkpoint
+        self._pretrained = config.model.huggingface if config.model.pretrained else None
+        self._base: checkpoint.Base | None = None
         self._model = model
         self._optimizer = optimizer
         self._ema = ema
@@ -108,6 +110,7 @@ class Checkpoints:
             self._model,
             self._optimizer,
             ema=self._ema,
+            base=self._base_of_checkpoints(),
             extra=asdict(state),
             keep_last=self._section.keep,
         )
@@ -115,6 +118,16 @@ class Checkpoints:
         path = f"{self._folder.checkpoints.name}/{name}"
         self._last_step = state.step
         self._pending = Checkpoint(step=state.step, path=path, blocked_s=blocked_s), pending
+
+    def _base_of_checkpoints(self) -> checkpoint.Base | None:
+        """Return the checkpoint that has the frozen parameters, if they are to be left out. The first call may save it."""
+        if self._section.only_trainable and self._base is None:
+            path = self._pretrained or self._folder.base
+            # The first rank decides for all, as in `resume`.
+            if not RankGroup().on_first(path.exists):
+                checkpoint.save(path, self._model)
+            self._base = checkpoint.base_of(path, self._model)
+        return self._base
 
     def notice_completed(self) -> None:
         """Report a checkpoint that has become complete. Never wait.

@@ -4,6 +4,7 @@
       config.toml      the configuration, written first
       metrics.jsonl    what happened
       checkpoints/     to resume from
+      base/            frozen parameters, with checkpoint.only_trainable
       trace/  tensorboard/  model/  report.html
       lock             held while a run is active
 
@@ -52,6 +53,7 @@ class RunFolder:
         self.config = path / CONFIG
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.base = path / "base"
         self.trace = path / "trace"
         self.tensorboard = path / "tensorboard"
         self.exported_model = path / "model"

@@ -12,6 +12,7 @@ Starting weights or a checkpoint fill the memory later. They see a `ShardedModel
 
 from __future__ import annotations
 
+import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ from fullshard import (
     fully_shard,
     plan_groups,
 )
+from fullshard.errors import ConfigurationError
 from fullshard.plan.mesh import cap_timeout, default_group
 from fullshard.plan.names import clean_name
 from fullshard.programs.train.config import ComputeSection, RunConfig
@@ -141,6 +143,8 @@ def build_model(config: RunConfig, source: ModelSource, device: torch.device) ->
     config.check(dist.get_world_size())
     mesh = make_mesh(config.sharding.replicas, device)
     model = source.build()
+    if config.model.trainable is not None:
+        freeze_others(model, config.model.trainable)
     unsharded = UnshardedModel(
         sum(parameter.numel() for parameter in model.parameters()),
         sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
@@ -160,6 +164,26 @@ def build_model(config: RunConfig, source: ModelSource, device: torch.device) ->
     else:
         sharded = FullyShardModel(shard(model, blocks, mesh, device, config), unsharded)
     return sharded
+
+
+def freeze_others(model: nn.Module, patterns: str) -> None:
+    """Freeze the parameters whose names match none of the patterns, which are separated by spaces.
+
+    Raises:
+        ConfigurationError: a pattern matches no parameter.
+    """
+    wanted = patterns.split()
+    names = [name for name, _ in model.named_parameters()]
+    useless = [each for each in wanted if not fnmatch.filter(names, each)] or (
+        [] if wanted else [""]
+    )
+    if useless:
+        raise ConfigurationError(
+            f"Each pattern of model.trainable must match names of parameters; {', '.join(map(repr, useless))} matches none. "
+            f"Names are like {', '.join(names[:3])}; * stands for any characters."
+        )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(fnmatch.fnmatchcase(name, each) for each in wanted))
 
 
 def make_mesh(replicas: int, device: torch.device) -> DeviceMesh:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
-from fullshard.checkpoint.formats import open_source
+from fullshard.checkpoint.formats import open_source, with_base
 from fullshard.checkpoint.load_plan import load_source
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.renamed_source import renamed
@@ -141,7 +141,7 @@ def load_weights(config: RunConfig, source: ModelSource, model: nn.Module) -> st
 
 def _open(path: Path, source: ModelSource, skeleton: nn.Module) -> Source:
     """Open stored weights; those of an exported model get the names that the model has here."""
-    stored = open_source(path)
+    stored = with_base(open_source(path))
     rename = source.export_form().rename
     if rename is None:
         return stored
