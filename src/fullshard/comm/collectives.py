@@ -45,6 +45,8 @@ class Comm(ABC):  # noqa: B024 (what it shares is concrete)
 
     recycles = False
     """Whether `allocate` hands memory out again after `release`, so that results must not stay in it."""
+    capturable = True
+    """Whether its calls may be captured in a CUDA graph: the host must not wait, and memory must come from torch's allocator."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for a staged input or output; override for registered or symmetric memory.
@@ -130,6 +132,8 @@ class DefaultReduceScatter(ReduceScatter):
 
 class _InMemoryOf(Comm):
     """A comm object whose staging memory belongs to a process group."""
+
+    capturable = False  # new memory is registered with the group, by the host
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         """Let the group communicate once, which is collective: before that, no memory can be registered with it."""

@@ -76,6 +76,20 @@ class FSDPCommContext:
     stream, from allocation to the copy out. That of reductions is allocated on the compute stream, and
     released when this stream has waited for the last read of the input. So a comm object that keeps
     its memory may hand it out again to the stream that allocated it, without an event of its own.
+
+    [Note: borders of a capture]
+    Inside of a CUDA graph's capture, no stream may wait for an event that was recorded outside of it, and the other way
+    round. Events are kept from step to step, and nothing tells us that a capture begins or ends. So every pass asks
+    whether it is captured, and the context does two things at the beginning of each captured pass, and of the first one
+    after a capture (`cross_border`):
+
+    1. The streams are forked from the current stream and joined to it. In a capture, they are part of it from here on.
+       All that they did in this capture before, the current stream has waited for.
+    2. All events are recorded anew on the current stream. Whoever waits for one later waits for this point, at least.
+
+    This drops waits for work from before the capture. That is safe: `torch.cuda.graph` lets the host wait for the device
+    before a capture begins, and a graph is replayed in the order of the stream that replays it.
+    At the end of a pass, the current stream has waited for all that other streams were told to do: a capture may end there.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -102,13 +116,53 @@ class FSDPCommContext:
         """Reductions that are not finished, oldest first."""
         self._kept: list[object] = []
         """Memory that a reduction in flight may use, and nobody else refers to."""
+        self.in_capture = False
+        """Whether the last pass was captured in a CUDA graph."""
+        self.enters_or_leaves = False
+        """Whether exactly one of the last two passes was captured; known after `at_border`."""
+        self.replay_end: Event | None = None
+        """Marks the end of the last replay by `graphed`; None if there was none, and during a capture."""
+        self._events: weakref.WeakSet[Any] = weakref.WeakSet()
+        """All events that somebody may wait for."""
 
     def _stream(self, *, priority: int) -> Any:
         return torch.Stream(self.device, priority=priority) if self.asynchronous else _HOST_STREAM
 
     def new_event(self) -> Event:
         """Return an event that may be recorded and waited for any number of times."""
-        return torch.Event(self.device.type) if self.asynchronous else torch.cpu.Event()
+        if not self.asynchronous:
+            return torch.cpu.Event()
+        event = torch.Event(self.device.type)
+        self._events.add(event)
+        return event
+
+    def at_border(self) -> bool:
+        """Return whether the pass that begins now, or the one before it, is captured: [Note: borders of a capture]."""
+        before, self.in_capture = self.in_capture, is_capturing()
+        self.enters_or_leaves = before is not self.in_capture
+        return before or self.in_capture
+
+    def cross_border(self) -> None:
+        """Make all streams and events those of the pass that begins now: [Note: borders of a capture]."""
+        self.fork_and_join()
+        for event in self._events:
+            event.record()
+        # The all-gather stream is behind all of them now.
+        self.releases.clear()
+
+    def fork_and_join(self) -> None:
+        """Order all streams after the current one, and that one after them: in a capture, they are part of it then."""
+        current = torch.accelerator.current_stream(self.device)
+        for stream in (self.all_gather, self.reduce_scatter, self.all_reduce):
+            stream.wait_stream(current)
+            current.wait_stream(stream)
+
+    def note_replay(self) -> None:
+        """Note that a captured step was replayed on the current stream: the next pass is at a border."""
+        self.in_capture = True
+        if self.replay_end is None:
+            self.replay_end = torch.Event(self.device.type)
+        self.replay_end.record()
 
     def gathers_wait_for(self, event: Any = None) -> None:
         """Let gathers issued from now on see what was written to the shards before ``event``.
@@ -174,17 +228,26 @@ class FSDPCommContext:
     def is_behind(self) -> bool:
         """Return whether the device has collectives left to do that the host has issued. The host does not wait.
 
-        For another thread than the one that trains, which calls it only when nothing has been issued for some time.
+        For another thread than the one that trains, which calls it only when nothing has been issued for some time. To
+        ask the device would break a capture that is under way, of whatever model.
         """
-        if not self.asynchronous:
+        if not self.asynchronous or any(each.may_be_capturing for each in comm_contexts()):
             return False
-        streams = (self.all_gather, self.reduce_scatter, self.all_reduce)
-        for stream in streams if self.device.type == "cuda" else ():
-            with stream:
-                # To ask for its end would break a capture.
-                if torch.cuda.is_current_stream_capturing():
-                    return False
-        return not all(stream.query() for stream in streams)
+        if self.in_capture:
+            return self.replay_end is not None and not self.replay_end.query()
+        return not all(
+            stream.query() for stream in (self.all_gather, self.reduce_scatter, self.all_reduce)
+        )
+
+    @property
+    def may_be_capturing(self) -> bool:
+        """Whether the last pass was captured, and no replay has followed that we know of."""
+        return self.in_capture and self.replay_end is None
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream is being captured in a CUDA graph."""
+    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
 
 
 _CONTEXTS: weakref.WeakSet[FSDPCommContext] = weakref.WeakSet()

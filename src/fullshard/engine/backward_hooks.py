@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fullshard import torch_border
 from fullshard.comm.journal import POSITION
-from fullshard.engine import fused_linear
+from fullshard.engine import captures, fused_linear
 from fullshard.engine.param_group import group_without_memory, groups_of
 from fullshard.errors import LifecycleError
 from fullshard.plan.schedule import Call
@@ -52,6 +52,7 @@ def run_backward(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
         gradients = run(*args, **options)
     except Exception as error:
         POSITION.note_exception(error)
+        captures.end_failed_pass()
         if not isinstance(error, RuntimeError):
             raise
         told = _needed_too_late(torch_border.version_found(error))

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fullshard import torch_border
 from fullshard.comm.journal import POSITION
-from fullshard.engine import backward_hooks
+from fullshard.engine import backward_hooks, captures
 from fullshard.engine.state import FSDPState
 from fullshard.engine.training_state import TrainingState
 from fullshard.errors import LifecycleError
@@ -73,6 +73,8 @@ class BackwardPasses:
         """States that backward has reached and not left, in that order."""
         self._reduced: set[FSDPState] = set()
         """States that have sent gradients off since the outermost pass began."""
+        self._has_run = False
+        """Whether a pass has ended."""
         self._graphs: BackwardGraphs[FSDPState] | None = None
         """What passes have added to graphs; None until one does, as with ``create_graph=True``."""
 
@@ -121,8 +123,11 @@ class BackwardPasses:
 
     def _begin_pass(self, this_pass: int) -> None:
         """Note that a pass has come to this model, and have its end told."""
-        if not self.running and self._runtime.context.asynchronous:
-            self._runtime.context.gathers_wait_for()
+        context = self._runtime.context
+        if not self.running and context.asynchronous:
+            if context.at_border():
+                captures.cross_border(self._runtime, is_known=self._has_run)
+            context.gathers_wait_for()
         POSITION.phase = "backward"
         self.running.append(this_pass)
         torch_border.queue_end_of_backward(
@@ -266,6 +271,7 @@ class BackwardPasses:
             if state.training_state is TrainingState.POST_BACKWARD:
                 state.training_state = TrainingState.IDLE
         self._reduced.clear()
+        self._has_run = True
         runtime.end_backward()
 
     def reduce_microbatches(self, states: Sequence[FSDPState]) -> None:

@@ -21,10 +21,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
+from fullshard.comm.streams import is_capturing
 from fullshard.engine.gradient_norms import reduction_for, wide_dtype
 from fullshard.engine.param_group import FSDPParamGroup, groups_of
 from fullshard.engine.state import named_states
-from fullshard.errors import ConfigurationError, LifecycleError
+from fullshard.errors import ConfigurationError, LifecycleError, UsageError
 from fullshard.plan.placement import ParamPlacement
 from fullshard.storage.flat_parameter import FlatParameter
 from fullshard.storage.sharded_params import PlainShardedParam, unsharded_name
@@ -62,7 +63,13 @@ def clip_grad_norm_(
 
     Raises:
         LifecycleError: the norm is not finite, and ``error_if_nonfinite`` was asked for.
+        UsageError: ``error_if_nonfinite`` was asked for in the capture of a CUDA graph.
     """
+    if error_if_nonfinite and is_capturing():
+        raise UsageError(
+            "error_if_nonfinite makes the host read the norm, which cannot be captured in a CUDA graph. Leave it out in a "
+            "captured step, and look at the norm that is returned after the replay."
+        )
     clipping = Clipping(parameters, norm_type)
     norm = clipping.norm(foreach=foreach is not False)
     if error_if_nonfinite and not math.isfinite(norm.item()):

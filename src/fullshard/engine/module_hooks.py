@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fullshard import torch_border
 from fullshard.comm.journal import POSITION
-from fullshard.engine import backward_hooks
+from fullshard.engine import backward_hooks, captures
 from fullshard.engine.lazy_init import lazy_init
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.state import FSDPState
@@ -185,6 +185,7 @@ def _note_exception(state: FSDPState, runtime: Runtime, error: BaseException) ->
         return
     if state is runtime.root or runtime.root.call is None:
         POSITION.note_exception(error)
+        captures.end_failed_pass()
 
 
 def _watch_outputs(call: Call[FSDPState], parts: Sequence[Tensor]) -> None:

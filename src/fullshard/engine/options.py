@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fullshard.comm.streams import is_capturing
 from fullshard.engine.model_changes import CHANGES
 from fullshard.errors import ConfigurationError, OptionTypeError
 from fullshard.plan.policies import MixedPrecisionPolicy, switch
@@ -41,6 +42,8 @@ class StateOptions:
     """Of the root: whether the end of backward gives back what was kept for it."""
     post_optim_event: Any = None
     """Of the root: what the next forward's gathers wait for, instead of the current stream."""
+    event_is_captured: bool = False
+    """Whether `post_optim_event` was set during the capture of a CUDA graph."""
     fuse_gradients: bool = False
     """Whether linear layers write the gradients of their weights into the reduce buffer: see `fused_linear`."""
     _chosen: tuple[bool, bool, bool] | None = None
@@ -87,7 +90,7 @@ class StateOptions:
         """Let the next forward's gathers wait for ``event``."""
         if not callable(getattr(event, "record", None)):
             raise OptionTypeError(f"event must be a torch.Event, got {type(event).__name__}.")
-        self.post_optim_event = event
+        self.post_optim_event, self.event_is_captured = event, is_capturing()
 
     def begin_microbatches(self) -> None:
         """Let backward add gradients up and keep what was gathered, until `end_microbatches`."""

@@ -131,7 +131,7 @@ class FSDPParamGroup:
 
     def _prepare_dtypes(self) -> None:
         """Derive compute and reduce dtypes from the shards' dtypes, and drop what was built on older ones."""
-        self._drop_unsharded_params()
+        self.drop_unsharded_params()
         CHANGES.note()
         compute_dtypes = self.all_gathers.derive_dtypes(self.mp_policy)
         self.reducer.derive_dtypes(self.mp_policy, compute_dtypes)
@@ -159,7 +159,7 @@ class FSDPParamGroup:
         """Gather with a comm object from now on; None for the default."""
         if all_gather is not self.all_gathers.custom:
             self.reshard()
-            self._drop_unsharded_params()
+            self.drop_unsharded_params()
             self.all_gathers.custom = all_gather
             CHANGES.note()
             self.all_gathers.forget()
@@ -170,7 +170,7 @@ class FSDPParamGroup:
         if changes.keys() != {"all_reduce"}:  # differs from one microbatch to the next
             CHANGES.note()
 
-    def _drop_unsharded_params(self) -> None:
+    def drop_unsharded_params(self) -> None:
         """Make the unsharded parameters anew: they will be in other memory.
 
         Before: SHARDED.

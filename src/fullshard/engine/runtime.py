@@ -30,7 +30,7 @@ import torch
 from fullshard import torch_border
 from fullshard.comm.journal import POSITION
 from fullshard.comm.streams import FSDPCommContext
-from fullshard.engine import pipelines, process_hooks
+from fullshard.engine import captures, pipelines, process_hooks
 from fullshard.engine.active_dropout import warn_of_active_dropout
 from fullshard.engine.agreement import ModelAgreement
 from fullshard.engine.backward_passes import BackwardPasses
@@ -68,6 +68,8 @@ class Runtime:
         """Gathered on a forecast and not used yet."""
         self._tree_changed = True
         """Whether modules or parameters may have joined the model since it was last checked."""
+        self._has_run = False
+        """Whether a forward has ended."""
         self._may_have_dropout = True
         """Whether nobody has looked yet for dropout that is active without gradients."""
 
@@ -120,6 +122,8 @@ class Runtime:
         """
         if self.context.recorder is not None:
             self.context.recorder.abandon(self.states)
+        if self.context.asynchronous and self.context.at_border():
+            self.context.cross_border()  # a capture may have failed, whose events are of no use now
         self.context.join(accumulate=False)
         self.backward.abandon()
         self._prefetched.clear()
@@ -233,11 +237,28 @@ class Runtime:
         options = self.root.options
         event, options.post_optim_event = options.post_optim_event, None  # counts once
         if self.context.asynchronous:
+            if self.context.at_border():
+                self.cross_border(states)
+                if options.event_is_captured is not self.context.in_capture:
+                    event = None  # [Note: borders of a capture]
             self.context.gathers_wait_for(event)
         for state in states:
             for group in state.groups:
                 group.begin_forward(left_unsharded=state.left_unsharded)
             state.left_unsharded = False
+
+    def cross_border(self, states: Sequence[FSDPState]) -> None:
+        """Begin a forward of ``states`` that is captured in a CUDA graph, or comes after such a one: see `captures`."""
+        captures.cross_border(self, is_known=self._has_run)
+        enters_or_leaves = self.context.enters_or_leaves
+        for state in self.states if enters_or_leaves else states:
+            if state.runtime is not self:
+                continue  # it has gone to another root
+            for group in state.groups:
+                group.drop_gather()
+                group.reshard()
+                if enters_or_leaves:
+                    group.drop_unsharded_params()
 
     def _check_tree(self) -> None:
         """Refuse trainable parameters that joined the model after it was sharded: nobody would reduce them."""
@@ -284,6 +305,7 @@ class Runtime:
         assert state.call is not None, "only a running call can end"
         is_done = self.schedule.leave(state.call)
         self.end_call(state)
+        self._has_run = True
         options = state.options
         if not options.reshard_after_forward:
             state.left_unsharded = options.kept_for_backward_only

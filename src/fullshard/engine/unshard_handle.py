@@ -38,6 +38,9 @@ def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
             if agreement.changes_seen != CHANGES.count:
                 agreement.renew(state, (state,), "unshard() before the first forward")
         elif idle:
+            context = state.runtime.context
+            if context.asynchronous and context.at_border():
+                state.runtime.cross_border((state,))
             state.runtime.agree()
         for group in state.groups:
             # Parameters kept for a backward must stay those that its forward has used.

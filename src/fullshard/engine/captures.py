@@ -1,0 +1,95 @@
+"""Passes that are captured in a CUDA graph: what is done at their beginning, and what is refused.
+
+Users capture a step with `torch.cuda.graph`, which tells nobody; so every pass asks (`FSDPCommContext.at_border`). A pass
+at the border of a capture has three things to do:
+
+    check        what cannot be captured is refused before anything is issued, and the capture is not spoilt
+    streams      ... are made part of the capture: [Note: borders of a capture]
+    parameters   what was gathered outside is gathered again inside, and the other way round: a graph must not read memory
+                 that the next eager step gives back, and an eager step must not read what only a replay writes.
+                 Unsharded parameters are made anew: autograd adds to a leaf's gradient on the stream where it first saw the
+                 leaf, for as long as somebody holds a loss from then, and that stream may not be part of a capture
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from fullshard.comm.collectives import ON_CURRENT_STREAM, backend_of
+from fullshard.comm.streams import comm_contexts, is_capturing
+from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.errors import UsageError
+
+if TYPE_CHECKING:
+    from fullshard.engine.runtime import Runtime
+
+
+def cross_border(runtime: Runtime, *, is_known: bool) -> None:
+    """Begin a pass that is captured, or comes after a captured one; ``is_known`` if there was such a pass before.
+
+    Raises:
+        UsageError: the model cannot be captured, or not now.
+    """
+    if runtime.context.in_capture:
+        _check_capturable(runtime, is_known=is_known)
+    runtime.context.cross_border()
+
+
+def end_failed_pass() -> None:
+    """Join all streams after an exception in a captured pass: CUDA cannot end a capture of streams that are not joined."""
+    for context in comm_contexts():
+        if context.in_capture and is_capturing():
+            with contextlib.suppress(RuntimeError):  # an error of CUDA has spoilt the capture
+                context.fork_and_join()
+
+
+def _check_capturable(runtime: Runtime, *, is_known: bool) -> None:
+    obstacles = obstacles_to_capture(group for state in runtime.states for group in state.groups)
+    if obstacles:
+        raise UsageError(
+            "A step is captured in a CUDA graph only if the device can do all of it without the host. These cannot:\n  "
+            + "\n  ".join(obstacles)
+            + "\nRun the step without capture, or change them; see docs/graphs.md."
+        )
+    if runtime.context.recorder is not None:
+        raise UsageError(
+            "A step cannot be captured in a CUDA graph while a trace is recorded: its events could not be read. Capture "
+            "outside of fullshard's trace(), and trace an eager step."
+        )
+    if not is_known:
+        raise UsageError(
+            "The first forward and the first backward of a sharded model cannot be captured in a CUDA graph: ranks compare "
+            "their models and connect, and memory is laid out. Run a step or two without capture before."
+        )
+
+
+def obstacles_to_capture(groups: Iterable[FSDPParamGroup]) -> list[str]:
+    """Return what cannot be captured, each with the reason."""
+    found: dict[str, None] = {}
+    for group in groups:
+        if group.all_gathers.uploads:
+            found[
+                f"{group.name}: its shards are in host memory (CPU offload), and the host waits for them"
+            ] = None
+        info = group.mesh_info
+        settings = group.reducer.settings
+        for process_group in (
+            info.shard_peers,
+            info.replicate_process_group,
+            settings.process_group,
+        ):
+            if process_group is None:
+                continue
+            backend = backend_of(process_group, group.device)
+            if backend not in ON_CURRENT_STREAM:
+                found[
+                    f"{group.name}: its collectives are carried by {backend}, for which the host waits"
+                ] = None
+        for comm in (group.all_gathers.custom, settings.custom):
+            if comm is not None and not comm.capturable:
+                found[
+                    f"{group.name}: the comm object {type(comm).__name__} says that it cannot (capturable = False)"
+                ] = None
+    return list(found)
