@@ -37,6 +37,7 @@ if _TYPE_CHECKING:
     from fullshard.comm.meetings import debug
     from fullshard.comm.step_guard import StepFailure
     from fullshard.engine.clip_grad import clip_grad_norm_
+    from fullshard.engine.graphed_step import GraphedStep, graphed
     from fullshard.engine.guarded_step import GuardedStep, guarded_step
     from fullshard.engine.join import JoinedBatches, join
     from fullshard.engine.planned_groups import PlannedGroup
@@ -88,6 +89,7 @@ __all__ = [
     "FullStateDictConfig",
     "FullshardError",
     "FullyShardedDataParallel",
+    "GraphedStep",
     "GroupPlan",
     "GuardedStep",
     "Installation",
@@ -119,6 +121,7 @@ __all__ = [
     "clip_grad_norm_",
     "debug",
     "fully_shard",
+    "graphed",
     "guarded_step",
     "install",
     "installed",
@@ -141,6 +144,7 @@ _MODULES = {
     "FullOptimStateDictConfig": "api",
     "FullStateDictConfig": "api",
     "FullyShardedDataParallel": "fsdp1.wrapper",
+    "GraphedStep": "engine.graphed_step",
     "GroupPlan": "fsdp2.group_plan",
     "GuardedStep": "engine.guarded_step",
     "Installation": "run.install",
@@ -166,6 +170,7 @@ _MODULES = {
     "clip_grad_norm_": "engine.clip_grad",
     "debug": "comm.meetings",
     "fully_shard": "fsdp2.fully_shard",
+    "graphed": "engine.graphed_step",
     "guarded_step": "engine.guarded_step",
     "install": "run.install",
     "installed": "run.install",

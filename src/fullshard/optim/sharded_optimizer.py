@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import optim
+from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.errors import ConfigurationError, LifecycleError
+from fullshard.comm.streams import is_capturing
+from fullshard.errors import ConfigurationError, LifecycleError, UsageError
 from fullshard.optim.fused_shards import (
     FusedShard,
     kind_of_gradient,
@@ -127,17 +128,33 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
     @torch.no_grad()
     def _fuse(self) -> None:
         """Give the inner optimizer the state per parameter, fused over the shard memory as it is now."""
+        if is_capturing():
+            raise UsageError(
+                "The first step of a ShardedOptimizer, and the first one after its state was read or its groups were changed, "
+                "cannot be captured in a CUDA graph: its tensors are laid out anew. Run a step without capture before."
+            )
         state: dict[Any, Any] = dict(self.state)
+        before = {
+            tuple(map(id, each.params)): self.inner.state.get(each.tensor)
+            for each in self._fused_shards
+        }
         self.inner.param_groups = self._plan_groups()
         inner_state: defaultdict[Any, Any] = defaultdict(dict)
         for fused in self._fused_shards:
             states = [state.pop(param) for param in fused.params if param in state]
             if states:
-                inner_state[fused.tensor] = fused.fuse_states(states)
+                inner_state[fused.tensor] = _in_place(
+                    fused.fuse_states(states), before.get(tuple(map(id, fused.params)))
+                )
         # What is left belongs to parameters in no fused shard, or to no parameter.
         inner_state.update(state)
         self.inner.state = inner_state
         self._is_split = False
+
+    def fuse_state(self) -> None:
+        """Take over what users may have done to `state`: as the next step would, which a replayed graph is not."""
+        if self._is_split:
+            self._fuse()
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -248,6 +265,16 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a group without its parameters."""
     return {key: value for key, value in group.items() if key not in _OWN}
+
+
+def _in_place(state: dict[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a state with its numbers where those ``before`` are: a captured CUDA graph counts its steps there."""
+    for key, value in state.items():
+        old = None if before is None else before.get(key)
+        if isinstance(old, Tensor) and isinstance(value, Tensor) and not (old.ndim or value.ndim):
+            if (old.dtype, old.device) == (value.dtype, value.device):
+                state[key] = old.copy_(value)
+    return state
 
 
 def _check_class(optimizer_class: type[optim.Optimizer], elementwise: bool) -> None:

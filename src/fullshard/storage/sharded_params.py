@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -559,6 +559,13 @@ def accumulate_gradients(
     """Accumulate a reduced gradient into `.grad` of each sharded parameter."""
     for sharded_param, gradient in zip(sharded_params, gradients, strict=True):
         sharded_param.accumulate_gradient(gradient)
+
+
+def restore_gradients(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Let parameters have these gradients again, which are in memory still: a replayed graph has written them."""
+    for param, gradient in gradients:
+        if param.grad is not gradient:
+            param.grad = gradient
 
 
 def reads_gradients(param: nn.Parameter) -> bool:

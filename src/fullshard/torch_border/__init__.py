@@ -49,6 +49,10 @@ from fullshard.torch_border.dtensors import (
     split_factor as split_factor,
     strided_shard as strided_shard,
 )
+from fullshard.torch_border.graphs import (
+    mend_after_failed_capture as mend_after_failed_capture,
+    pool_bytes as pool_bytes,
+)
 from fullshard.torch_border.modules import (
     ACTIVATION_CHECKPOINTED as ACTIVATION_CHECKPOINTED,
     COMPILED as COMPILED,
