@@ -66,6 +66,7 @@ CHAPTERS = {
     "In the place of torch's FSDP": ["install", "uninstall", "installed", "Installation"],
     "Ranks that diverge": ["debug"],
     "Steps that fail together": ["guarded_step", "GuardedStep", "StepFailure"],
+    "Steps in CUDA graphs": ["graphed", "GraphedStep"],
     "Tracing": ["trace", "Recording"],
     "Errors": [
         "FullshardError",

@@ -36,7 +36,7 @@ def one_rank(world: MakeWorld, folder: Path) -> TrainResult:
 SPREADS = [
     (2, ()),
     (4, ()),
-    (1, ("train.accumulate=4",)),
+    (1, ("train.accumulate=4", "compute.graph=true")),
     (2, ("train.accumulate=2", "sharding.door=wrapper")),
     (2, ("train.accumulate=2", "optimizer.flat=false")),
     (2, ("sharding.door=wrapper", "sharding.reshard_after_forward=false")),

@@ -75,7 +75,7 @@ def graphed(
             optimizer.zero_grad()
             return loss
 
-        optimizer = fullshard.optim.ShardedOptimizer(torch.optim.AdamW, model.parameters(), capturable=True)
+
         step = fullshard.graphed(step, (tokens, targets), model=model, optimizer=optimizer)
         for tokens, targets in batches:
             loss = step(tokens, targets)

@@ -301,6 +301,10 @@ class ComputeSection:
     compile: Blocks = "none"
     """torch.compile each block."""
 
+    graph: bool = False
+    """Capture forward, backward and clipping in a CUDA graph after three steps, and replay it. Elsewhere than on CUDA it
+    changes nothing."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationSection:
@@ -433,6 +437,23 @@ class RunConfig:
                 )
         if self.sharding.offload and self.run.device == "cpu":
             yield Problem(("sharding.offload", "run.device"), OFFLOAD_ON_CPU)
+        if self.compute.graph:
+            yield from self._graph_problems()
+
+    def _graph_problems(self) -> Iterator[Problem]:
+        """Yield what a step in a CUDA graph does not go together with."""
+        if self.sharding.offload:
+            yield Problem(
+                ("compute.graph", "sharding.offload"),
+                "compute.graph needs steps in which the host does not wait, and with sharding.offload it waits for every "
+                "gradient. Leave one of them out.",
+            )
+        if self.train.on_error == "skip":
+            yield Problem(
+                ("compute.graph", "train.on_error"),
+                'With train.on_error = "skip" ranks may leave a step at every collective, and a graph is replayed as a '
+                "whole. Leave compute.graph or train.on_error out.",
+            )
 
     def check(self, world: int) -> None:
         """Raise unless the configuration goes together, and with this number of ranks.

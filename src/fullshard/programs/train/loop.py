@@ -5,6 +5,7 @@ A step, and what its ranks communicate:
     gradients    of this rank's windows, in microbatches; the last backward reduces them      collectives
                  with train.on_error = "skip", a guarded step: all ranks have gradients, or none
     norm         of all gradients, which are scaled down if it is too large                   one number
+                 with compute.graph, all up to here is one CUDA graph
     agreement    loss; whether the step is bad; whether any rank was asked to stop            one small message
     update       skipped if the step is bad and the configuration says so; averages (EMA) follow it
 
@@ -21,6 +22,7 @@ import math
 import platform
 import random
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,7 @@ from fullshard import __version__
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.comm.step_guard import StepFailure
 from fullshard.comm.watchdog import stalls
+from fullshard.engine.graphed_step import graphed
 from fullshard.engine.guarded_step import guarded_step
 from fullshard.programs.run_events import (
     BadStep,
@@ -136,6 +139,11 @@ class Training:
         self._weights = ""
         """Where the starting weights come from, for people; empty if they were drawn, or if the run is resumed."""
         self.state = self.checkpoints.resume() or self._begin()
+        self._gradients: Callable[[Tensor], tuple[Tensor, Tensor]] = self._compute_clipped_gradients
+        if job.config.compute.graph:
+            self._gradients = graphed(
+                self._compute_clipped_gradients, (self._windows(),), model=self.model.module
+            )
         self.result = TrainResult(tokens=self.state.tokens)
         self.peak_bytes = 0
         self._told_stall = max((each.number for each in stalls()), default=0)
@@ -187,8 +195,8 @@ class Training:
             section=self.config.schedule,
         )
         set_learning_rate(self.optimizer, rate)
-        loss, failure = self._compute_guarded_gradients()
-        agreed = self._agree(loss)
+        loss, norm, failure = self._compute_guarded_gradients()
+        agreed = self._agree(loss, norm)
         fault = agreed.fault(train.max_norm) if failure is None else _first_line(failure)
         action = self._action(fault, train.on_bad_step if failure is None else train.on_error)
         if action in (None, "ignore"):
@@ -217,54 +225,65 @@ class Training:
                 self._give_up(number, fault, agreed, has_failed=failure is not None)
         return agreed.is_asked_to_stop
 
-    def _compute_guarded_gradients(self) -> tuple[Tensor, StepFailure | None]:
-        """Compute gradients; return the loss of this rank and, if steps that fail are skipped, why this one has failed.
+    def _compute_guarded_gradients(self) -> tuple[Tensor, Tensor, StepFailure | None]:
+        """Compute and clip gradients; return the loss of this rank, their norm and, if failed steps are skipped, the failure.
 
         A step that has failed has no gradients, and its loss is no number.
         """
+        # For dropout and the like: other numbers on each rank and at each step, but the same after a resume.
+        torch.manual_seed(seed_of_step(self.config.run.seed, self.state.step, self.rank))
         if self.config.train.on_error == "stop":
             # Nothing is guarded: where one rank fails, all end.
-            return self._compute_gradients(), None
+            loss, norm = self._gradients(self._windows())
+            return loss, norm, None
         with guarded_step(self.model.module, on_error="skip") as step:
-            loss = self._compute_gradients()
+            loss = self._compute_gradients(self._windows())
         if step.failed:
             loss = torch.full((), math.nan, device=self.job.device)
-        return loss, step.failure
+        return loss, self._clip(), step.failure
 
-    def _compute_gradients(self) -> Tensor:
+    def _compute_clipped_gradients(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute and clip gradients; return the loss of this rank and their norm. With `compute.graph` it is captured."""
+        return self._compute_gradients(windows), self._clip()
+
+    def _compute_gradients(self, windows: Tensor) -> Tensor:
         """Compute the gradients of the global batch's mean loss, and return the mean loss of this rank's windows.
 
         All ranks have the same number of windows and gradients are averaged over ranks, so the mean over all windows is
         the mean of the ranks' means. A microbatch counts by its number of windows.
         """
-        train = self.config.train
-        drawn = self.sampler.windows(self.state.position, train.batch)
-        num_rows = train.batch // self.world
-        mine = drawn[self.rank * num_rows : (self.rank + 1) * num_rows]
-        micro_rows = num_rows // train.accumulate
-        # For dropout and the like: other numbers on each rank and at each step, but the same after a resume.
-        torch.manual_seed(seed_of_step(self.config.run.seed, self.state.step, self.rank))
+        num_rows = len(windows)
+        micro_rows = num_rows // self.config.train.accumulate
         total = torch.zeros((), device=self.job.device)
         for first in range(0, num_rows, micro_rows):
-            windows = self._windows(mine[first : first + micro_rows])
             is_last = first + micro_rows == num_rows
             with nullcontext() if is_last else self.model.accumulating():
-                losses = window_losses(self.job.source, self.model.module, windows)
+                microbatch = windows[first : first + micro_rows]
+                losses = window_losses(self.job.source, self.model.module, microbatch)
                 loss = losses.sum() / num_rows
                 loss.backward()
             total += loss.detach()
         return total
 
-    def _windows(self, indices: tuple[int, ...]) -> Tensor:
-        windows = self.job.data.training.rows(indices)
+    def _clip(self) -> Tensor:
+        """Scale the gradients down to the largest norm, and return their norm before."""
+        return self.model.clip_gradients(self.config.train.clip or math.inf).to(self.job.device)
+
+    def _windows(self) -> Tensor:
+        """Return this rank's windows of the step, on the device."""
+        batch = self.config.train.batch
+        drawn = self.sampler.windows(self.state.position, batch)
+        num_rows = batch // self.world
+        windows = self.job.data.training.rows(
+            drawn[self.rank * num_rows : (self.rank + 1) * num_rows]
+        )
         if self.job.device.type == "cuda":
             windows = windows.pin_memory()  # otherwise the host would wait for the copy
         return windows.to(self.job.device, non_blocking=True)
 
-    def _agree(self, loss: Tensor) -> Agreement:
-        """Clip the gradients, and agree with all ranks about the step."""
+    def _agree(self, loss: Tensor, norm: Tensor) -> Agreement:
+        """Agree with all ranks about the step, whose gradients have this norm."""
         train, device = self.config.train, self.job.device
-        norm = self.model.clip_gradients(train.clip or math.inf).to(device)
         is_bad = ~(norm.isfinite() & (norm <= (train.max_norm or math.inf)))
         # Made on the device: the host would wait for a copy to it.
         is_asked = torch.full((), float(self.job.stop.is_made), device=device)
