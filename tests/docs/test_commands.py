@@ -71,6 +71,7 @@ ELSEWHERE = {
     r"python docs/build_api.py": ("rewrites a page", "tests/docs/test_api.py"),
     r"python docs/build_images.py": ("trains for minutes and makes pictures; by hand", "docs/build_images.py"),
     r"python -m fullshard.programs.report.reference": ("prints tables", "tests/report/test_remedies.py"),
+    r"wandb sync.*": ("needs wandb and an account", "docs/training.md"),
     r"fullshard evaluate RUN.*": ("starts ranks", "tests/programs/test_evaluate.py"),
     r"fullshard export .* --ema": ("needs a run with averages", "tests/programs/test_averages.py"),
     r"fullshard export .* --config-from .*": ("imports transformers", "tests/programs/test_export.py"),

@@ -21,6 +21,7 @@ The files in the order a run passes through them:
     traced_steps         the steps that are recorded
     resume  stop         checkpoints and resuming from them; signals and bad steps
     run_events           (one folder up) what happens, as values; `metrics_file` writes it, `progress` shows it
+    wandb_run            the same for Weights & Biases
     memory  result       memory use of a rank; the result of a run
     origin               what a path names: a run, a checkpoint of a run, or another checkpoint
     export               a checkpoint as a folder that transformers loads; `exported_model` knows such folders

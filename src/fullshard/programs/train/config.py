@@ -365,6 +365,15 @@ class LogSection:
     tensorboard: bool = False
     """Write metrics for TensorBoard, too; needs the package tensorboard."""
 
+    wandb: bool = False
+    """Send metrics to Weights & Biases, too; needs the package wandb. Its environment variables (WANDB_ENTITY, ...) hold."""
+
+    wandb_project: str = "fullshard"
+    """Project of W&B that the run is shown in."""
+
+    wandb_offline: bool = False
+    """Send nothing, and write what `wandb sync` sends later to `wandb`."""
+
     report: bool = True
     """Write `report.html` at the end; needs the package plotly."""
 

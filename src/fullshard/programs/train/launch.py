@@ -194,12 +194,13 @@ def problems_here(config: RunConfig, *, fresh: bool = False) -> Iterator[Problem
             ("model.weights",),
             f"model.weights must be the folder of a run, a checkpoint or a Hugging Face folder; there is nothing at {weights}.",
         )
-    if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        yield Problem(
-            ("log.tensorboard",),
-            "log.tensorboard needs the package tensorboard. Install the extra (pip install "
-            "'fullshard[tensorboard]'), or leave it out.",
-        )
+    for package in ("tensorboard", "wandb"):
+        if getattr(config.log, package) and importlib.util.find_spec(package) is None:
+            yield Problem(
+                (f"log.{package}",),
+                f"log.{package} needs the package {package}. Install the extra (pip install 'fullshard[{package}]'), or "
+                "leave it out.",
+            )
 
 
 def _problems_under_launcher(config: RunConfig, world: int, *, fresh: bool) -> Iterator[Problem]:

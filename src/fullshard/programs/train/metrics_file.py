@@ -46,6 +46,14 @@ def _is_cut(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
+def numbers_of(event: Event) -> dict[str, float]:
+    """Return the numbers of an event that are drawn as curves, by name; none for most kinds of events."""
+    if isinstance(event, Step):
+        names = ("loss", "grad_norm", "lr", "step_s", "memory_bytes")
+        return {f"train/{name}": getattr(event, name) for name in names}
+    return {"held_out/loss": event.loss} if isinstance(event, Evaluation) else {}
+
+
 class TensorBoardFiles:
     """A watcher that writes curves for TensorBoard."""
 
@@ -63,11 +71,8 @@ class TensorBoardFiles:
             first = None if event.resumed_from is None else event.resumed_from + 1
             self._writer = self._writer_class(str(self._folder), purge_step=first)
         assert self._writer is not None, "runs begin with their start"
-        if isinstance(event, Step):
-            for name in ("loss", "grad_norm", "lr", "step_s", "memory_bytes"):
-                self._writer.add_scalar(f"train/{name}", getattr(event, name), event.step)
-        elif isinstance(event, Evaluation):
-            self._writer.add_scalar("held_out/loss", event.loss, event.step)
+        for name, value in numbers_of(event).items():
+            self._writer.add_scalar(name, value, event.step)
 
     def close(self) -> None:
         """Close the file."""

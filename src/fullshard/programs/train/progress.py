@@ -106,6 +106,10 @@ class RunProgress:
             case End():
                 self._end(event)
 
+    def print_message(self, text: str) -> None:
+        """Print a message above the progress line."""
+        self._print(text)
+
     def print_last(self, text: str) -> None:
         """Close the progress line, and print a message about the whole run."""
         self._line.close()

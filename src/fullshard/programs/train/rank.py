@@ -36,6 +36,7 @@ from fullshard.programs.train.run_folder import RunFolder
 from fullshard.programs.train.sharded_model import freeze_others
 from fullshard.programs.train.stop import COLLECTIVE_ERRORS, noticing_stop_requests
 from fullshard.programs.train.stored_weights import check_weights
+from fullshard.programs.train.wandb_run import WandbRun
 
 
 def run_rank(config: RunConfig, rank_info: RankInfo, *, fresh: bool = False) -> TrainResult:
@@ -84,11 +85,8 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
                 return False
             if progress is not None:
                 progress.count_earlier(read_earlier_starts(folder.metrics))
-            metrics = MetricsFile(folder.metrics, every=config.log.every)
-            watchers.append(stack.enter_context(closing(metrics)))
-            if config.log.tensorboard:
-                curves = TensorBoardFiles(folder.tensorboard)
-                watchers.append(stack.enter_context(closing(curves)))
+            for watcher in _recorders(config, folder, progress):
+                watchers.append(stack.enter_context(closing(watcher)))
             return True
 
         result = TrainResult(was_finished=True)
@@ -104,6 +102,18 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
         if failure is not None:  # after the report, because the run itself has succeeded
             raise failure
         return result
+
+
+def _recorders(
+    config: RunConfig, folder: RunFolder, progress: RunProgress | None
+) -> Iterator[MetricsFile | TensorBoardFiles | WandbRun]:
+    """Yield what keeps the events of a run, on the first rank."""
+    yield MetricsFile(folder.metrics, every=config.log.every)
+    if config.log.tensorboard:
+        yield TensorBoardFiles(folder.tensorboard)
+    if config.log.wandb:
+        warn = progress.print_message if progress is not None else print
+        yield WandbRun(folder, config, warn)
 
 
 def _check_model(job: Job) -> None:

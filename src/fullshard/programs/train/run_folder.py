@@ -5,7 +5,8 @@
       metrics.jsonl    what happened
       checkpoints/     to resume from
       base/            frozen parameters, with checkpoint.only_trainable
-      trace/  tensorboard/  model/  report.html
+      trace/  tensorboard/  wandb/  model/  report.html
+      wandb_id         by which Weights & Biases knows the run
       lock             held while a run is active
 
 A folder belongs to one run: its configuration must agree with the given one in all fields that decide the trajectory. One
@@ -56,6 +57,7 @@ class RunFolder:
         self.base = path / "base"
         self.trace = path / "trace"
         self.tensorboard = path / "tensorboard"
+        self.wandb_id = path / "wandb_id"
         self.exported_model = path / "model"
 
     def check(self, config: RunConfig) -> None:

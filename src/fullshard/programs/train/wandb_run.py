@@ -1,0 +1,138 @@
+"""The numbers of a run for Weights & Biases (`log.wandb`).
+
+W&B knows a run by an id, which is kept in the run's folder: a resumed run goes on in the same curves. All other settings of
+W&B are its environment variables (WANDB_ENTITY, WANDB_MODE, ...).
+
+A tracker must not cost a run. So whatever fails here is one warning, and nothing more is sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from fullshard.files import atomic_write
+from fullshard.programs.run_events import End, Event, Start, Stopped
+from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.metrics_file import numbers_of
+from fullshard.programs.train.run_folder import RunFolder
+
+STEP = "step"
+"""The axis of all curves. W&B's own counter never goes back, but a resumed run may repeat steps."""
+
+
+class TrackedRun(Protocol):
+    """What is used of a run of W&B."""
+
+    def define_metric(self, name: str, **options: Any) -> Any:
+        """Say how a number is drawn."""
+
+    def log(self, data: dict[str, Any]) -> Any:
+        """Send numbers."""
+
+    def finish(self, exit_code: int | None = None) -> Any:
+        """Send the rest, and end."""
+
+
+class Client(Protocol):
+    """What is used of the module wandb."""
+
+    def init(self, **options: Any) -> TrackedRun:
+        """Start or resume a run."""
+
+
+class WandbRun:
+    """A watcher that sends the numbers of a run to Weights & Biases."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: RunConfig,
+        warn: Callable[[str], None],
+        client: Client | None = None,
+    ) -> None:
+        """Prepare to send a run's numbers.
+
+        Args:
+            folder: The run's folder; it has the id, and W&B's own files.
+            config: The run.
+            warn: Tells the user, at most once, that nothing more is sent.
+            client: The module wandb; imported when the run starts, by default.
+        """
+        self._folder = folder
+        self._config = config
+        self._warn = warn
+        self._client = client
+        self._run: TrackedRun | None = None
+        self._exit_code = 1
+        self._has_failed = False
+
+    def __call__(self, event: Event) -> None:
+        """Send the numbers of an event."""
+        if isinstance(event, End | Stopped):
+            self._exit_code = 0
+        if isinstance(event, Start):
+            self._attempt(self._begin)
+        elif numbers := numbers_of(event):
+            self._attempt(lambda: self._log({STEP: event.step, **numbers}))
+
+    def close(self) -> None:
+        """Send the rest. A run that has neither ended nor been stopped has failed."""
+        self._attempt(self._finish)
+
+    def _attempt(self, call: Callable[[], None]) -> None:
+        if self._has_failed:
+            return
+        try:
+            call()
+        except Exception as error:  # whatever W&B raises: a login, a network, a disk
+            self._has_failed = True
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self._warn(f"Weights & Biases gets no more of this run, which goes on: {reason}")
+
+    def _begin(self) -> None:
+        if self._client is None:
+            import wandb
+
+            self._client = wandb
+        log = self._config.log
+        self._run = self._client.init(
+            project=log.wandb_project,
+            name=self._folder.path.absolute().name,
+            id=self._id(),
+            resume="allow",
+            dir=str(self._folder.path.absolute()),
+            mode="offline" if log.wandb_offline else None,
+            config=_plain(dataclasses.asdict(self._config)),
+            allow_val_change=True,  # a resumed run may have other ranks
+            settings={"console": "off"},  # the progress line is nothing to keep
+        )
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+
+    def _id(self) -> str:
+        """Return the run's id; a new run gets one."""
+        if self._folder.wandb_id.exists():
+            return self._folder.wandb_id.read_text().strip()
+        made = uuid.uuid4().hex[:12]
+        with atomic_write(self._folder.wandb_id, durable=False) as file:
+            file.write(f"{made}\n".encode())
+        return made
+
+    def _log(self, data: dict[str, Any]) -> None:
+        if self._run is not None:
+            self._run.log(data)
+
+    def _finish(self) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=self._exit_code)
+
+
+def _plain(value: Any) -> Any:
+    """Return a configuration with texts in place of paths."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return str(value) if isinstance(value, Path) else value
