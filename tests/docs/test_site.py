@@ -74,7 +74,7 @@ def test_the_first_page_leads_to_all_readers_and_search_finds_a_function(
 ) -> None:
     with browser.open((site / "index.html").as_uri()) as tab:
         tab.wait_until("document.querySelector('h1')?.textContent.startsWith('fullshard')")
-        for page in ("migration", "migration_fsdp1", "guide", "training"):
+        for page in ("migration", "migration_fsdp1", "guide", "training", "how_do_i", "looks"):
             assert tab.evaluate(f"!!document.querySelector('article a[href^=\"{page}.html\"]')")
         assert tab.complaints() == []
     with browser.open((site / "search.html").as_uri() + "?q=fully_shard", scheme="dark") as tab:

@@ -19,6 +19,7 @@ PAGES = ("../README.md", "checkpoints.md", "divergence.md", "migration.md", "mig
 ELSEWHERE = {
     "api.md": "docstrings; signatures, mostly",
     "clients.md": "tests/run/test_install.py",
+    "graphs.md": "tests/gpu/test_graphed.py",
     "guide.md": "tests/docs/test_guide.py",
     "how_do_i.md": "tests/docs/test_how_do_i.py",
     "pipelining.md": "tests/doors/test_pipelining.py",
