@@ -69,6 +69,8 @@ def test_a_page_has_all_sections_and_no_choice_of_addresses(tmp_path: Path):
     records = metrics_records(30)
     records[0]["left_out"] = "12 of 20 MB: data.max_bytes"
     write_metrics(folder, records)
+    with (folder / "config.toml").open("a") as config:
+        config.write("\n[compute]\ngraph = true\n")
     page = write_report(folder)
     assert page == tmp_path / "demo" / "report.html"
     elements = Elements(page.read_text())
@@ -79,6 +81,7 @@ def test_a_page_has_all_sections_and_no_choice_of_addresses(tmp_path: Path):
     assert len(ids) == len(set(ids))
     assert [a["href"] for a in elements.all("a") if a["href"].removeprefix("#") not in ids] == []
     assert len(elements.all("figcaption")) == len(charts)
+    assert "With compute.graph, recorded steps run eagerly" in page.read_text()
     assert "Data left out" in elements.text["dt"]
     assert "12 of 20 MB: data.max_bytes" in elements.text["dd"]
 

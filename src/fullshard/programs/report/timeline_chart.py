@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 
 from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.chart import Chart, Table, figure, plain
+from fullshard.programs.report.run_files import Run
 from fullshard.programs.report.timeline import StepTimes
 from fullshard.programs.report.units import duration, share, size
 from fullshard.programs.report.views import MAX_BARS, Views
@@ -52,11 +53,23 @@ def timeline_chart(analysis: Analysis) -> Iterator[Chart]:
         name="timeline",
         title="Timeline of one step",
         caption="What compute did, when it stood still, and what was on the wire meanwhile. A gather under running compute "
-        "is hidden; a wait is exposed communication." + views.left_out,
+        "is hidden; a wait is exposed communication."
+        + views.left_out
+        + of_eager_steps(analysis.run),
         views=views.drawn(lambda step: _timeline(step, labels)),
         first=views.first,
         choices=views.choices,
         numbers=_longest_waits(analysis),
+    )
+
+
+def of_eager_steps(run: Run) -> str:
+    """Return a sentence that says so, if the other steps of the run were replayed from a CUDA graph."""
+    if run.setting("compute", "graph") is not True:
+        return ""
+    return (
+        " With compute.graph, recorded steps run eagerly: what happens inside of a replayed graph cannot be recorded. Times of the "
+        "other steps are in the charts of the run."
     )
 
 
