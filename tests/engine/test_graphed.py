@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from fullshard import ConfigurationError, fully_shard, graphed
 from fullshard.engine.baked_in import baked_in, changes, kind_of, modes
 from fullshard.engine.captures import obstacles_to_capture
-from fullshard.engine.graphed_step import GraphedStep, Plan, obstacles_of_optimizer
+from fullshard.engine.graphed_step import (
+    GraphedStep,
+    Plan,
+    _Entry,
+    obstacles_of_optimizer,
+)
 from fullshard.engine.state import named_states
 from fullshard.optim import ShardedOptimizer
 from tests.helpers.fake import fake_world
@@ -78,6 +83,32 @@ def eager_and_graphed(plans: list[tuple[Plan, str]]) -> tuple[list[str], int, tu
     return messages.texts, step.num_graphs + step.pool_bytes, step._decide(*plans[rank])
 
 
+class Replayed:
+    """In the place of a captured step, which needs a GPU."""
+
+    def __init__(self, num_journals: int) -> None:
+        self.optimizer_steps = [1] * num_journals
+
+    def replay(self, inputs: Any) -> str:
+        return "results"
+
+
+def journals_after_replays() -> list[tuple[int, int, int]]:
+    """Count what three replays note; the capture has counted the optimizer's step of the first."""
+    model = make_model()
+    optimizer = ShardedOptimizer(torch.optim.AdamW, model.parameters(), lr=0.1)
+    make_step(model, optimizer)(torch.ones(3, 4))
+    step: Any = graphed(model, (), model=model, optimizer=optimizer)
+    [journal] = step._journals
+    count, steps, version = journal.count, journal.step, model[0].weight._version
+    entry = _Entry()
+    entry.captured = Replayed(1)  # type: ignore[assignment]
+    assert [step._replay(entry, ((), {})) for _ in range(3)] == ["results"] * 3
+    assert journal.last_tag is not None
+    assert journal.last_tag.text == "replay of a graphed step"
+    return [(journal.count - count, journal.step - steps, model[0].weight._version - version)]
+
+
 def test_on_the_cpu_a_graphed_step_is_the_step_and_ranks_do_what_the_most_careful_one_wants(
     world: Callable[[int], World],
 ) -> None:
@@ -87,6 +118,8 @@ def test_on_the_cpu_a_graphed_step_is_the_step_and_ranks_do_what_the_most_carefu
         assert texts == [f"A graphed step runs eagerly: {reason}."]
         assert size == 0
         assert decision == plans[1]
+    for noted in world(2).run(journals_after_replays):
+        assert noted == [(3, 2, 3)]
 
 
 def test_arguments_that_cannot_be_used_are_named() -> None:

@@ -159,6 +159,8 @@ class FSDPCommContext:
 
     def note_replay(self) -> None:
         """Note that a captured step was replayed on the current stream: the next pass is at a border."""
+        if not self.asynchronous:
+            return
         self.in_capture = True
         if self.replay_end is None:
             self.replay_end = torch.Event(self.device.type)
