@@ -72,6 +72,11 @@ class Source:
         """What one dot stands for in its imports."""
         return ["fullshard", *self.path.parent.parts]
 
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree: to walk it takes longer than what is done with most of them."""
+        return list(ast.walk(self.tree))
+
     def fault(self, node: ast.AST, text: str) -> str:
         """A line about a place in it."""
         return f"src/fullshard/{self.path}:{getattr(node, 'lineno', 1)}: {text}"
@@ -92,7 +97,7 @@ def sources() -> list[Source]:
 
 def imports(source: Source) -> Iterator[tuple[ast.stmt, str, str]]:
     """Every import, wherever it stands: the statement, the local name, the absolute dotted name."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 local = alias.asname or alias.name.split(".")[0]
@@ -115,7 +120,7 @@ def dotted_names(source: Source) -> Iterator[tuple[ast.AST, str]]:
         # `import a.b` makes `a` known, `import a.b as c` and `from a import b as c` make `c` known.
         is_whole = isinstance(statement, ast.Import) and name.startswith(f"{local}.")
         meaning[local] = local if is_whole else name
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         chain = attribute_chain(node)
         if len(chain) > 1 and chain[0] in meaning:
             yield node, ".".join([meaning[chain[0]], *chain[1:]])
@@ -142,7 +147,7 @@ def own_names(all_sources: Sequence[Source]) -> set[str]:
     """What the package itself defines: functions, classes, variables, arguments, attributes of self."""
     names: set[str] = set()
     for source in all_sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
                 names.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -195,7 +200,7 @@ def module_graph(all_sources: Sequence[Source]) -> dict[str, set[str]]:
     for source in all_sources:
         unused = {
             id(each)
-            for node in ast.walk(source.tree)
+            for node in source.nodes
             if is_type_checking(node)
             for statement in node.body  # type: ignore[attr-defined]
             for each in ast.walk(statement)
@@ -261,7 +266,7 @@ def collectives_outside_comm(all_sources: Sequence[Source]) -> list[str]:
             continue
         names = dict(dotted_names(source))
         local = {local: name for _, local, name in imports(source)}
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if not isinstance(node, ast.Call):
                 continue
             called = names.get(node.func, "")
@@ -292,7 +297,7 @@ def gradients_written_elsewhere(all_sources: Sequence[Source]) -> list[str]:
     for source in all_sources:
         if str(source.path.with_suffix("")) in GRADIENT_WRITERS:
             continue
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if _writes_grad(node):
                 text = f"{source.unit} writes .grad; only {', '.join(GRADIENT_WRITERS)} do that"
                 faults.append(source.fault(node, text))
@@ -318,8 +323,8 @@ def _constants(call: ast.Call) -> list[object]:
 def uses_of_record_stream(all_sources: Sequence[Source]) -> list[str]:
     faults = []
     for source in all_sources:
-        prose = {id(n.value) for n in ast.walk(source.tree) if isinstance(n, ast.Expr)}
-        for node in ast.walk(source.tree):
+        prose = {id(n.value) for n in source.nodes if isinstance(n, ast.Expr)}
+        for node in source.nodes:
             is_name = "record_stream" in (getattr(node, "attr", ""), getattr(node, "id", ""))
             is_text = isinstance(node, ast.Constant) and "record_stream" in str(node.value)
             if is_name or (is_text and id(node) not in prose):
@@ -371,12 +376,13 @@ def _foreign_private_names(source: Source, own: set[str]) -> Iterator[tuple[ast.
         if within(name, "torch"):
             yield from ((node, part) for part in name.split(".") if is_private(part))
     of_self = _set_on_self(source)
-    for node in ast.walk(source.tree):
+    ours = own | of_self
+    for node in source.nodes:
         if node in imported:
             continue
         yield from (found for found in _overridden(node) if found[1] in OF_TORCH)
         if isinstance(node, ast.Attribute) and is_private(node.attr):
-            is_ours = node.attr in (of_self if node.attr in OF_TORCH else own | of_self)
+            is_ours = node.attr in (of_self if node.attr in OF_TORCH else ours)
             if not (is_ours and (node.attr not in OF_TORCH or attribute_chain(node)[0] == "self")):
                 yield node, node.attr
         elif isinstance(node, ast.Constant) and node.value in OF_TORCH:
@@ -394,14 +400,14 @@ def _set_on_self(source: Source) -> set[str]:
     """Attributes and methods that classes of a file give themselves."""
     methods = {
         node.name
-        for owner in ast.walk(source.tree)
+        for owner in source.nodes
         if isinstance(owner, ast.ClassDef) and not owner.bases
         for node in owner.body
         if isinstance(node, ast.FunctionDef)
     }
     return methods | {
         node.attr
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
         and attribute_chain(node)[:-1] == ["self"]
@@ -468,10 +474,7 @@ def test_the_glossary_names_classes_that_are_there() -> None:
     rows = DESIGN.split("## Words\n")[1].split("\n## ")[0].strip().splitlines()
     assert len(rows) <= 40
     classes = {
-        node.name
-        for source in sources()
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.ClassDef)
+        node.name for source in sources() for node in source.nodes if isinstance(node, ast.ClassDef)
     }
     named = [name for row in rows[2:] for name in re.findall(r"`(\w+)`", row.split("|")[3])]
     assert len(named) >= len(rows) - 2
@@ -494,7 +497,7 @@ def long_functions(all_sources: Sequence[Source]) -> list[str]:
     return [
         source.fault(node, f"{node.name} has {lines} lines")
         for source in all_sources
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (lines := (node.end_lineno or 0) - node.lineno + 1) > 60
         and (source.unit, node.name) != ("fsdp1", "__init__")

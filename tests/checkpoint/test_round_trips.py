@@ -24,7 +24,6 @@ DOORS = ("functional", "wrapper", "flat")
 LAYOUTS: dict[str, tuple[int, int]] = {
     "1": (1, 1),
     "3": (3, 1),
-    "4": (4, 1),
     "2x2": (4, 2),
 }
 """Ranks, and how many replicas they are."""

@@ -110,15 +110,15 @@ class ShardOptimizer:
     Tests of optimizers of DTensors are in tests/doors.
     """
 
-    def __init__(self, name: str, params: list[nn.Parameter]) -> None:
+    def __init__(self, name: str, params: list[nn.Parameter], lr: float = 1e-2) -> None:
         self._params = params
         self._shards = [nn.Parameter(_shard_of(param)) for param in params]
         self._optimizer: torch.optim.Optimizer
         if name == "AdamW":
-            self._optimizer = torch.optim.AdamW(self._shards, lr=1e-2, fused=True)
+            self._optimizer = torch.optim.AdamW(self._shards, lr=lr, fused=True)
         else:
             assert name == "SGD"
-            self._optimizer = torch.optim.SGD(self._shards, lr=1e-2, foreach=True)
+            self._optimizer = torch.optim.SGD(self._shards, lr=lr, foreach=True)
 
     def step(self) -> None:
         for param, shard in zip(self._params, self._shards, strict=True):

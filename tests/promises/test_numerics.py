@@ -62,8 +62,17 @@ def train_both_and_compare(run: Run, bit_for_bit: bool) -> None:
         assert_close(ours.params, theirs.params, rtol=1e-4, atol=max(1e-6, low))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["plain", "tied", "frozen", "0-d parameters"])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        *(("plain", world_size) for world_size in (1, 2, 3, 4)),
+        *(
+            (name, world_size)
+            for name in ("tied", "frozen", "0-d parameters")
+            for world_size in (3, 4)
+        ),
+    ],
+)
 def test_training_equals_one_process(world, name: str, world_size: int) -> None:
     _assert_equals_one_process(world, world_size, {**CASES, **ZERO_D}[name])
 
@@ -148,7 +157,7 @@ def test_hsdp_on_four_ranks_equals_torch(world, name: str) -> None:
     world(4).run(train_both_and_compare, HSDP[name], bit_for_bit)
 
 
-@pytest.mark.parametrize("name", ["fp32", "accumulation", "all replicas", "checkpointing"])
+@pytest.mark.parametrize("name", ["accumulation", "all replicas"])
 def test_hsdp_on_four_ranks_equals_one_process(world, name: str) -> None:
     _assert_equals_one_process(world, 4, HSDP[name])
 
