@@ -106,7 +106,7 @@ def reduce_scatter(
         for number, bucket in enumerate(buckets):
             output = torch.full((bucket.numel,), -1, dtype=bucket.reduce_dtype)
             inputs = zip(*(inputs_of(each[number]) for each in all_buckets), strict=True)
-            for piece, of_ranks in zip(views_of(output, bucket.outputs), inputs, strict=True):
+            for piece, of_ranks in zip(bucket.outputs_in(output), inputs, strict=True):
                 numel = piece.numel()
                 total = torch.stack(of_ranks).sum(0, dtype=bucket.reduce_dtype)
                 piece.copy_(total[rank * numel : (rank + 1) * numel])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from fullshard import torch_border
 from fullshard.comm import collectives
 from fullshard.comm.journal import Tag
 from fullshard.comm.spans import CollectiveSpan
@@ -122,21 +123,22 @@ class GroupAllGather:
         """
         if self._custom is not None:
             return self._start_custom(self._custom, extra, tag, async_op, span)
-        buffer = self.buffer
-        # The cast into the buffer and the collective are on one stream, so no event is needed between them.
-        buffer.fill(self._source)
-        if self._group is None:  # there is one rank, and the cast was all there is to gather
-            if extra is not None:
-                extra.copy_to_outputs()
-            return _NOTHING_LEFT
+        buffer, group = self.buffer, self._group
         outputs, inputs = buffer.outputs, buffer.inputs
         # One call for all: each call costs the host, and a small message the network's latency.
         if extra is not None:
             outputs, inputs = outputs + extra.outputs, inputs + extra.inputs
-        if span is not None:
-            extra_bytes = extra.received_bytes if extra is not None else 0
-            span.begins(self.received_bytes + extra_bytes)
-        work = collectives.all_gather(outputs, inputs, self._group, tag, async_op=async_op)
+        with torch_border.below_autograd():
+            # The cast into the buffer and the collective are on one stream, so no event is needed between them.
+            buffer.fill(self._source)
+            if group is None:  # there is one rank, and the cast was all there is to gather
+                if extra is not None:
+                    extra.copy_to_outputs()
+                return _NOTHING_LEFT
+            if span is not None:
+                extra_bytes = extra.received_bytes if extra is not None else 0
+                span.begins(self.received_bytes + extra_bytes)
+            work = collectives.all_gather(outputs, inputs, group, tag, async_op=async_op)
         if span is not None:
             span.called((work,))
         elif work is None:
@@ -196,7 +198,8 @@ class GroupAllGather:
             self.buffer.allocate_params()
             span.recorder.note_gathered(span.group)
         if state.rows is None:
-            self.buffer.copy_out()
+            with torch_border.below_autograd():
+                self.buffer.copy_out()
         else:
             assert self._custom is not None, "it staged the rows"
             self.buffer.copy_out_of(state.rows)

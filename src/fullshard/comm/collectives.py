@@ -299,20 +299,17 @@ class _Carrier(NamedTuple):
     journal: Journal
 
 
-_CARRIERS: weakref.WeakKeyDictionary[ProcessGroup, dict[str, _Carrier]] = (
-    weakref.WeakKeyDictionary()
-)
-"""By type of device."""
+_CARRIERS: dict[tuple[int, str], _Carrier] = {}
+"""By a group's id and the type of device, until the group is gone."""
 
 
 def _carrier_of(group: ProcessGroup, device: torch.device) -> _Carrier:
     """Return what carries a group's collectives on a device, with one look into one table."""
-    carriers = _CARRIERS.get(group)
-    if carriers is None:
-        carriers = _CARRIERS[group] = {}
-    found = carriers.get(device.type)
+    key = id(group), device.type
+    found = _CARRIERS.get(key)
     if found is None:
-        found = carriers[device.type] = _Carrier(backend_of(group, device), journal_of(group))
+        found = _CARRIERS[key] = _Carrier(backend_of(group, device), journal_of(group))
+        weakref.finalize(group, _CARRIERS.pop, key, None).atexit = False
     return found
 
 
@@ -421,7 +418,8 @@ def reduce_scatter(
         outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
     backend, journal = _carrier_of(group, outputs[0].device)
     meet(group, tag, backend, inputs, journal=journal)
-    work = torch_border.reduce_scatter_coalesced(group)(outputs, inputs, options)
+    with torch_border.below_autograd():
+        work = torch_border.reduce_scatter_coalesced(group)(outputs, inputs, options)
     if backend == "gloo":
         work = _watched(work, group, backend)
     return work if async_op else _ordered(work, backend)

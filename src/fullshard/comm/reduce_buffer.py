@@ -38,6 +38,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fullshard import torch_border
 from fullshard.plan.layout import (
     ROW_ALIGNMENT,
     Division,
@@ -103,8 +104,8 @@ class ReduceBucket:
         self.ranges = tuple(ranges)
         self.output_ranges = ((0, numel),) if joined else self.ranges
         """Start and length of what each of the inputs brings to the reduce output."""
-        self.outputs = tuple(OutputView((n,), (1,), start) for start, n in self.output_ranges)
-        """The same as views."""
+        self._cuts = _cuts(self.output_ranges, numel)
+        self._is_whole = self.output_ranges == ((0, numel),)
         self.params = tuple(params)
         self.gradients = tuple(gradients)
         self.unfilled = tuple(unfilled)
@@ -124,6 +125,14 @@ class ReduceBucket:
             for param, view in zip(params, gradients, strict=True)
         )
         """The gradients before `sum_copies`: of 0-d parameters, all contributions."""
+
+    def outputs_in(self, reduced: Tensor) -> list[Tensor]:
+        """Return the parts of the reduce output that the inputs are reduced into."""
+        if self._is_whole:
+            return [reduced]
+        # One call: a view for each would take the host twice as long.
+        parts = torch.unsafe_split_with_sizes(reduced, self._cuts.lengths)
+        return [parts[place] for place in self._cuts.places]
 
     def join_messages(self) -> Tensor:
         """Copy messages that do not lie flat into one input, rank after rank, with zeros in the gaps."""
@@ -157,6 +166,24 @@ def lies_in_one_piece(slot: Slot, *, rank_major: bool) -> bool:
     """Return whether a reduce buffer holds a parameter's gradient as one contiguous tensor of its shape."""
     contiguous = tuple(slot.strides) == contiguous_strides(slot.shape)
     return slot.division is Division.ROWS and contiguous and not rank_major
+
+
+class _Cuts(NamedTuple):
+    """How a reduce output is cut into parts, in elements."""
+
+    lengths: list[int]
+    """Of what lies before, in and between the parts, in the order of memory."""
+    places: list[int]
+    """Of each part, which of these lengths is its own."""
+
+
+def _cuts(ranges: Sequence[tuple[int, int]], numel: int) -> _Cuts:
+    """Return how to cut ``numel`` elements into parts with these starts and lengths, which do not overlap."""
+    in_memory = sorted(range(len(ranges)), key=ranges.__getitem__)
+    ends = [(start, start + length) for start, length in sorted(ranges)]
+    borders = [0, *itertools.chain.from_iterable(ends), numel]
+    lengths = [end - start for start, end in itertools.pairwise(borders)]
+    return _Cuts(lengths, [2 * in_memory.index(each) + 1 for each in range(len(ranges))])
 
 
 class _Row(NamedTuple):
@@ -386,7 +413,8 @@ class ReduceBuffer(Buffer):
             else:
                 sources += split(gradient)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            with torch_border.below_autograd():
+                torch._foreach_copy_(targets, sources)
         unfilled: list[Tensor] = []
         for param in zeros:
             unfilled += self.targets[param]

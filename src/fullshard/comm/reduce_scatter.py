@@ -229,7 +229,8 @@ class ReduceScatterState:
             return self._prepare_packed(bucket, rule, inputs, self._custom)
         device = self._context.device
         reduce_output = torch.empty(bucket.numel, dtype=bucket.reduce_dtype, device=device)
-        outputs = _views(reduce_output, bucket.outputs)
+        with torch_border.below_autograd():
+            outputs = bucket.outputs_in(reduce_output)
         sharded_grads = reduce_output
         if bucket.gradient_dtype is not bucket.reduce_dtype:
             sharded_grads = torch.empty(bucket.numel, dtype=bucket.gradient_dtype, device=device)
@@ -441,7 +442,9 @@ class ReduceScatterState:
             sharded_params = [self._params[index].sharded_param for index in bucket.params]
             if sharded_params[0].param.device != gradients.device:
                 gradients = self._download(gradients, sharded_params)
-            accumulate_gradients(sharded_params, _views(gradients, bucket.gradients))
+            with torch_border.below_autograd():
+                views = _views(gradients, bucket.gradients)
+            accumulate_gradients(sharded_params, views)
 
     def _keep_partial(self, bucket: ReduceBucket, reduced: Tensor) -> None:
         """Add to what is summed over replicas later; always on the stream of the all-reduce."""

@@ -134,26 +134,26 @@ def leave_call(state_ref: weakref.ref[FSDPState], gradient: Tensor) -> None:
 
 def watch_gradient(state_ref: weakref.ref[FSDPState], param: FSDPParam) -> None:
     """Have `gradient_arrived` run when the gradient of an unsharded parameter has been accumulated."""
+    state = state_ref()
+    assert state is not None, "a state outlives its groups"
     assert param.unsharded_param is not None, "watched once it is on a module"
+    # The hook refers to the parameter by its id: it must not keep it alive.
     param.unsharded_param.register_post_accumulate_grad_hook(
-        functools.partial(gradient_arrived, state_ref, weakref.ref(param))
+        functools.partial(gradient_arrived, state.awaited, id(param), state_ref)
     )
     param.watched = True
 
 
 def gradient_arrived(
-    state_ref: weakref.ref[FSDPState], param_ref: weakref.ref[FSDPParam], _: Tensor
+    awaited: set[int], param_id: int, state_ref: weakref.ref[FSDPState], _: Tensor
 ) -> None:
     """Note that a gradient has been accumulated; tell the runtime if it is one it has to act on."""
-    state, param = state_ref(), param_ref()
-    if state is None or param is None or state.runtime is None:
+    if len(awaited) > 1:  # for every parameter in every step
+        awaited.discard(param_id)  # others are still to come
         return
-    passes = state.runtime.backward
-    reached = passes.reached.get(state)
-    if reached is not None and len(reached.awaited) > 1:
-        reached.awaited.discard(param)  # others are still to come
-    else:
-        passes.gradient_arrived(state, param)
+    state = state_ref()
+    if state is not None and state.runtime is not None:
+        state.runtime.backward.gradient_arrived(state, param_id)
 
 
 def end_of_pass(passes_ref: weakref.ref[BackwardPasses], this_pass: int) -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,15 +51,27 @@ class ReachedState:
         self.backward_pass = backward_pass
         self.calls: list[Call[FSDPState]] = []
         """Through whose outputs backward came."""
-        self.awaited = {
-            param for group in state.groups for param in group.params if param.trainable
-        }
-        """Parameters whose gradients have not arrived."""
-        self.expected = len(self.awaited)
+        trainable = [
+            id(param) for group in state.groups for param in group.params if param.trainable
+        ]
+        self.awaited = state.awaited
+        """Ids of parameters whose gradients have not arrived. Always the same set, which their hooks know."""
+        self.awaited.clear()
+        self.awaited.update(trainable)
+        self.expected = len(trainable)
         self.stream = (
             torch_border.current_stream_id(state.device) if state.options.fuse_gradients else 0
         )
         """The compute stream, for `fused_linear`; not asked for by others."""
+
+    def take_unused(self, state: FSDPState) -> Collection[FSDPParam]:
+        """Return the parameters whose gradients have not arrived, and await them no longer."""
+        if not self.awaited:
+            return ()
+        params = [param for group in state.groups for param in group.params]
+        unused = frozenset(param for param in params if id(param) in self.awaited)
+        self.awaited.clear()
+        return unused
 
 
 class BackwardPasses:
@@ -157,8 +169,8 @@ class BackwardPasses:
 
     # --- gradients arrive -------------------------------------------------------------------------
 
-    def gradient_arrived(self, state: FSDPState, param: FSDPParam) -> None:
-        """Autograd has accumulated the gradient of an unsharded parameter, maybe the state's last one."""
+    def gradient_arrived(self, state: FSDPState, param_id: int) -> None:
+        """Autograd has accumulated the gradient of the unsharded parameter with this id, maybe the state's last one."""
         reached = self.reached.get(state)
         if reached is None:
             # Backward came without passing an output we know of, or once more after the state was
@@ -171,7 +183,7 @@ class BackwardPasses:
         elif not reached.awaited:
             state.training_state = TrainingState.PRE_BACKWARD  # one more, to be sent off again
             return
-        reached.awaited.discard(param)
+        reached.awaited.discard(param_id)
         if not reached.awaited and state is not self._runtime.root:
             self._all_arrived(state, reached)
 
@@ -211,10 +223,12 @@ class BackwardPasses:
         reached = self.reached.pop(state)
         for call in reached.calls:
             call.finished_in = reached.backward_pass
-        if len(reached.awaited) < reached.expected:
-            state.use.unused = frozenset(reached.awaited) if reached.awaited else ()
         if self._graphs is not None:
             self._finish_in_graphs(self._graphs, state, reached)
+        any_arrived = len(reached.awaited) < reached.expected
+        unused = reached.take_unused(state)
+        if any_arrived:
+            state.use.unused = unused
         unsent = state.training_state is TrainingState.PRE_BACKWARD
         if state.call is not None and state.in_forward:
             # A forward that ran this backward pass goes on.
@@ -295,6 +309,7 @@ class BackwardPasses:
         self.running.clear()
         for state in self.reached:
             state.training_state = TrainingState.IDLE
+            state.awaited.clear()
         self.reached.clear()
         self._reduced.clear()
         self._graphs = None

@@ -126,7 +126,7 @@ def _watch_inputs(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any
                 continue
             state.watched_leaves[id(part)] = part
         hook = hook or functools.partial(backward_hooks.leave_call, weakref.ref(state))
-        part.register_hook(hook)
+        torch_border.hook_gradient(part, hook)
 
 
 # --- outputs --------------------------------------------------------------------------------------
@@ -193,11 +193,11 @@ def _watch_outputs(call: Call[FSDPState], parts: Sequence[Tensor]) -> None:
     hook = functools.partial(backward_hooks.pre_backward, call)
     call.has_backward = True
     for tensor in parts:
-        tensor.register_hook(hook)
+        torch_border.hook_gradient(tensor, hook)
         # If the caller changes a view in place, backward comes through its base instead.
         base = torch_border.base_of(tensor)
         if base is not None and base.grad_fn is not None:
-            base.register_hook(hook)
+            torch_border.hook_gradient(base, hook)
 
 
 def _any_lent(state: FSDPState, tensors: Sequence[Tensor], *, ordinary: bool) -> bool:
@@ -238,12 +238,12 @@ def _graph_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _are_ordinary(tensors: Sequence[Tensor]) -> bool:
     """Whether no transform wraps the tensors, and each consists of itself alone."""
-    return (
-        torch_border.innermost_transform() is None
-        and torch_border.forward_ad_level() < 0
-        and not any(map(torch_border.is_batched, tensors))
-        and not any(map(torch_border.is_wrapped, tensors))
-    )
+    if torch_border.innermost_transform() is not None or torch_border.forward_ad_level() >= 0:
+        return False
+    for tensor in tensors:  # on the hot path: cheaper than any()
+        if torch_border.is_batched(tensor) or torch_border.is_wrapped(tensor):
+            return False
+    return True
 
 
 _uncompiled_pre_forward = torch_border.hidden_from_compiler(_profiled_pre_forward)

@@ -371,7 +371,7 @@ class FSDPParamGroup:
             ):
                 all_gather.finish(self._in_flight)
                 self._in_flight = None
-            self._gathered_event.record()
+                self._gathered_event.record()
         if recorder is not None:
             recorder.note_gathered(self)
 

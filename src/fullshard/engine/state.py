@@ -96,6 +96,8 @@ class FSDPState:
         """How it was used last, for forwards that are skipped."""
         self.recomputes = False
         """Whether a backward has been seen to run this state's forward again."""
+        self.awaited: set[int] = set()
+        """Ids of parameters whose gradients have not arrived, while backward is in this state; see `ReachedState`."""
         self.watched_leaves: weakref.WeakValueDictionary[int, Tensor] = (
             weakref.WeakValueDictionary()
         )

@@ -27,6 +27,9 @@ from fullshard.plan.layout import (
     shard_offsets,
 )
 
+FEW_PIECES = 256
+"""Up to so many contiguous tensors are copied one by one, in one call."""
+
 
 class Buffer:
     """One storage whose memory can be given back and taken again."""
@@ -363,12 +366,22 @@ class GatherBuffer:
         self._add_message(self._staging, 0, nbytes)
         rows = self._staging.view(torch.uint8, 0, (self._layout.world, nbytes))
         self.own_shard = self.shard_in(rows)
-        self._copy_out = (self._packed_targets(), self._packed_sources(rows))
-        # On accelerators one kernel splits all rows. A foreach copy starts one for each dtype and many parameters.
-        if device.type != "cpu" and self._is_uniform and min(map(Tensor.numel, self._copy_out[0])):
+        targets, sources = self._packed_targets(), self._packed_sources(rows)
+        self._targets = targets
+        """Parts of the full parameters, parallel to `_packed_sources`."""
+        self._copy_out = (targets, sources)
+        # On accelerators one kernel copies contiguous tensors of one dtype. So the ranks' pieces are copied one by one
+        # as long as they are few. Many are split by another kernel, which takes the host longer to prepare.
+        if device.type == "cpu" or not self._is_uniform or not min(map(Tensor.numel, targets)):
+            return
+        if len(targets) * self._layout.world <= FEW_PIECES:
+            self._copy_out = (
+                [piece for target in targets for piece in target.unbind()],
+                [piece for source in sources for piece in source.unbind()],
+            )
+        else:
             order = sorted(range(len(self._dtypes)), key=self._packing.starts.__getitem__)
-            parts = [self._copy_out[0][index] for index in order]
-            self._split = _Split(rows.view(self._dtypes[0]), parts)
+            self._split = _Split(rows.view(self._dtypes[0]), [targets[index] for index in order])
 
     def _full_alias(self, segment: int) -> Tensor:
         """Another alias of a segment's one parameter: writing to `params` would raise their versions."""
@@ -397,7 +410,7 @@ class GatherBuffer:
     def copy_out_of(self, rows: Tensor) -> None:
         """Distribute a packed gather that went into somebody else's memory: a comm object's."""
         self.allocate_params()
-        torch._foreach_copy_(self._copy_out[0], self._packed_sources(rows))
+        torch._foreach_copy_(self._targets, self._packed_sources(rows))
         self._staging.release()
 
     def _pieces_in(self, rows: Tensor) -> list[Tensor]:
@@ -441,10 +454,7 @@ class GatherBuffer:
 
     def fill(self, source: FlatShard | UploadBuffer) -> None:
         """Take memory to gather into and copy this rank's shard to it, on the current stream."""
-        if not self.packed:
-            self.full.allocate()
-        if self._staging.nbytes:
-            self._staging.allocate()
+        self.allocate()
         source.copy_into(self.own_shard)
 
     def allocate_params(self) -> None:

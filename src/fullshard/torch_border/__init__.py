@@ -9,7 +9,9 @@ Users of it write ``torch_border.name``, whichever file has the name.
 from fullshard.torch_border.autograd import (
     NO_RANGE as NO_RANGE,
     backward_pass_id as backward_pass_id,
+    below_autograd as below_autograd,
     hidden_from_compiler as hidden_from_compiler,
+    hook_gradient as hook_gradient,
     inputs_of_backward as inputs_of_backward,
     move_hooks as move_hooks,
     observe_backward as observe_backward,

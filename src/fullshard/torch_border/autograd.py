@@ -6,6 +6,7 @@ import contextlib
 import functools
 import operator
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -32,6 +33,16 @@ backward_pass_id: Callable[[], int] = torch._C._current_graph_task_id
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 """How often a tensor was written in place, by operators that count; inference tensors have no count."""
+
+
+below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = (
+    torch._C._AutoDispatchBelowADInplaceOrView
+)
+"""Returns a context in which operators do not pass through autograd, which takes them a part of their time.
+
+For operators on memory that autograd knows nothing of. Nothing is recorded, views are no views to autograd, and writes
+are not counted. Nothing of a user's may run within.
+"""
 
 
 def versions_kept(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
@@ -69,6 +80,20 @@ set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
 )
 """Sets the versions of tensors."""
+
+
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Do what ``tensor.register_hook(hook)`` does for a hook that is never removed, in less time."""
+    node = tensor.grad_fn if type(tensor) is Tensor else None
+    if node is None:
+        tensor.register_hook(hook)
+        return
+    hooks: dict[Any, Any] | None = tensor._backward_hooks
+    if hooks is None:
+        cast(Any, tensor)._backward_hooks = OrderedDict({hook: hook})
+        cast(Any, node)._register_hook_dict(tensor)
+    else:
+        hooks[hook] = hook  # users' hooks have numbers as keys
 
 
 def move_hooks(old: Tensor, new: Tensor) -> None:
