@@ -7,8 +7,6 @@ enough. Some need more:
     Adafactor, Muon     the matrix: means of rows and columns, or a product of the matrix with itself
     LBFGS               dot products over all parameters, and the same loss on all ranks
     SparseAdam          sparse gradients; reduced gradients are dense
-    Rprop, and fused    operators that torch has for plain tensors but not for DTensors
-    SGD and Adagrad
 
 Without a check the first two compute something else on the wrapper's pieces, or let ranks run apart until
 they hang. `RULES` says what each needs. `docs/optimizers.md` has the table; a test compares the two.
@@ -21,9 +19,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
@@ -43,8 +40,6 @@ class Rule:
     """Whether a sharded parameter, of this group, cannot be updated."""
     reason: str
     remedy: str
-    with_options: Callable[[Mapping[str, Any]], bool] = lambda options: True
-    """Whether the rule holds for a parameter group with these options."""
 
 
 def _has_part(param: nn.Parameter, group: FSDPParamGroup) -> bool:
@@ -80,10 +75,6 @@ def _is_sharded_or_flat(param: nn.Parameter, group: FSDPParamGroup) -> bool:
     return _is_sharded(param, group) or isinstance(param, FlatParameter)
 
 
-def _is_dtensor(param: nn.Parameter, group: FSDPParamGroup) -> bool:
-    return isinstance(param, DTensor)
-
-
 def _any(param: nn.Parameter, group: FSDPParamGroup) -> bool:
     return True
 
@@ -93,7 +84,6 @@ _KEEP_WHOLE = (
     "Keep these parameters whole (fullshard.replicate; the wrapper's NO_SHARD with use_orig_params=True; "
     "ignored parameters), or use an optimizer that updates each element for itself, such as AdamW"
 )
-_NO_OPERATOR = "uses operators that torch does not have for DTensors, which these parameters are"
 
 RULES: dict[type[optim.Optimizer], Rule] = {
     optim.Adafactor: Rule(_is_sharded_or_flat, _NEEDS_MATRIX, _KEEP_WHOLE),
@@ -112,20 +102,6 @@ RULES: dict[type[optim.Optimizer], Rule] = {
         "needs sparse gradients, and those of these parameters are dense: they are averaged over ranks",
         "Use Adam for these parameters, or leave them out of sharding (ignored_params, ignored_states)",
     ),
-    optim.Rprop: Rule(
-        _is_dtensor,
-        _NO_OPERATOR,
-        "Use fullshard.optim.ShardedOptimizer(torch.optim.Rprop, ...), which computes the same",
-    ),
-    **dict.fromkeys(
-        (optim.SGD, optim.Adagrad),
-        Rule(
-            _is_dtensor,
-            f"with fused=True {_NO_OPERATOR}",
-            "Use foreach=True, or fullshard.optim.ShardedOptimizer with fused=True",
-            with_options=lambda options: bool(options.get("fused")),
-        ),
-    ),
 }
 """By class. Subclasses are judged like their base, unless they have a step of their own."""
 
@@ -141,12 +117,7 @@ def check(optimizer: optim.Optimizer) -> None:
     rule = _rule_of(type(optimizer))  # type: ignore[arg-type]  # classes can be hashed
     if rule is None:
         return
-    params = {
-        id(param)
-        for group in optimizer.param_groups
-        if rule.with_options(group)
-        for param in group["params"]
-    }
+    params = set(map(id, params_of(optimizer)))
     refused = [
         f"{group.name}: {', '.join(names)}"
         for group in groups_of(params_of(optimizer))

@@ -2,6 +2,7 @@
 
     optimizer.step()      the optimizer cannot update shards (`optimizer_checks`), or has tensors that are not the
                           model's parameters, or gradients that were not reduced; writes that no version counter counts
+                          torch's elementwise updates work on local tensors (`local_updates`)
     zero_grad()           gradients that wait to be reduced, outside of `.grad`, must be cleared, too
     backward()            see `backward_hooks.run_backward`
     module.name = ...     modules and parameters that join a sharded model
@@ -35,7 +36,7 @@ from fullshard import torch_border
 from fullshard.comm.journal import POSITION, journal_of, journals
 from fullshard.comm.meetings import step_taken
 from fullshard.comm.unreduced_gradients import gradients_were_cleared, not_to_be_updated
-from fullshard.engine import backward_hooks, optimizer_checks, pipelines
+from fullshard.engine import backward_hooks, local_updates, optimizer_checks, pipelines
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.optimizer_checks import params_of
 from fullshard.engine.param_group import groups_of, unsharded_groups
@@ -61,6 +62,7 @@ def install() -> None:
 def _install() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
+    torch_border.observe_updates(local_updates.update)
     torch_border.observe_zero_grad(_cleared_by_optimizer, _cleared_by_module)
     torch_border.observe_backward(backward_hooks.run_backward)
     register_module_module_registration_hook(_joins)

@@ -18,7 +18,7 @@ Each step compares the addresses of gradients with this picture. Gradients that 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -272,11 +272,5 @@ def _local_part(param: nn.Parameter, value: Tensor) -> Tensor:
     return torch_border.redistributed_local(value, param.placements)
 
 
-def like_param(param: nn.Parameter, local: Tensor) -> Tensor:
-    """Return a tensor of the parameter's type over a local part."""
-    if not isinstance(param, DTensor):
-        return local
-    spec = torch_border.spec_of(param)
-    if local.dtype != param.dtype:
-        spec = torch_border.dtensor_spec(spec.mesh, spec.placements, param.shape, local.dtype)
-    return torch_border.dtensor(local, spec)
+like_param: Callable[[nn.Parameter, Tensor], Tensor] = torch_border.like_param
+"""Returns a tensor of the parameter's type over a local part."""

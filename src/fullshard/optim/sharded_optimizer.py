@@ -33,23 +33,6 @@ from fullshard.optim.fused_shards import (
 
 __all__ = ["ShardedOptimizer"]
 
-ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
-    {
-        optim.ASGD,
-        optim.Adadelta,
-        optim.Adagrad,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.SGD,
-    }
-)
-"""Optimizers of torch that update each element from its own gradient and state only, with any options."""
-
 _OWN = ("params", "param_names")
 """Entries of a parameter group that differ between this optimizer and the inner one."""
 
@@ -278,9 +261,9 @@ def _in_place(state: dict[str, Any], before: Mapping[str, Any] | None) -> dict[s
 
 
 def _check_class(optimizer_class: type[optim.Optimizer], elementwise: bool) -> None:
-    if elementwise or optimizer_class in ELEMENTWISE:
+    if elementwise or optimizer_class in torch_border.ELEMENTWISE:
         return
-    known = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
+    known = ", ".join(sorted(each.__name__ for each in torch_border.ELEMENTWISE))
     raise ConfigurationError(
         "ShardedOptimizer updates many parameters as one tensor, so each element's update must depend on this element "
         f"only. This is known of torch's {known}, but not of {optimizer_class!r}. If it is true of this class, pass "

@@ -41,7 +41,9 @@ from fullshard.torch_border.dtensors import (
     dtensor_spec as dtensor_spec,
     flat_mesh as flat_mesh,
     joined_mesh as joined_mesh,
+    like_param as like_param,
     local_gradients_of as local_gradients_of,
+    local_lists as local_lists,
     local_of as local_of,
     locals_of as locals_of,
     redistributed_local as redistributed_local,
@@ -73,9 +75,11 @@ from fullshard.torch_border.modules import (
     without_activation_wrapper as without_activation_wrapper,
 )
 from fullshard.torch_border.optimizers import (
+    ELEMENTWISE as ELEMENTWISE,
     IN_BACKWARD_OPTIMIZERS as IN_BACKWARD_OPTIMIZERS,
     DelegatingOptimizer as DelegatingOptimizer,
     OpenGradScaler as OpenGradScaler,
+    observe_updates as observe_updates,
     observe_zero_grad as observe_zero_grad,
     unscale_and_check as unscale_and_check,
 )

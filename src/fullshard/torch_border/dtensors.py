@@ -65,9 +65,46 @@ def local_gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
     return pieces
 
 
+def local_lists(params: Sequence[Tensor], lists: Sequence[Sequence[Any]]) -> list[list[Any]] | None:
+    """Return lists, parallel to ``params``, with local tensors in the place of DTensors.
+
+    None unless the local tensors of each parameter belong together: all are placed like the parameter, and all that is
+    not a number is a DTensor if the parameter is.
+    """
+    specs = [param._spec if isinstance(param, DTensor) else None for param in params]
+    found = []
+    for tensors in lists:
+        local: list[Any] = []
+        for spec, tensor in zip(specs, tensors, strict=False):
+            if type(tensor) is DTensor:
+                own = tensor._spec
+                if own is not spec and (spec is None or not _placed_alike(own, spec)):
+                    return None
+                tensor = tensor._local_tensor
+            elif spec is not None and isinstance(tensor, Tensor) and tensor.numel() != 1:
+                return None
+            local.append(tensor)
+        found.append(local)
+    return found
+
+
+def _placed_alike(one: DTensorSpec, other: DTensorSpec) -> bool:
+    return (one.mesh is other.mesh or one.mesh == other.mesh) and one.placements == other.placements
+
+
 def replace_local(tensor: Tensor, local: Tensor) -> None:
     """Give a DTensor another local tensor of the same shape and dtype; it stays the same object."""
     cast(DTensor, tensor)._local_tensor = local
+
+
+def like_param(param: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor of the parameter's type over a local part."""
+    if not isinstance(param, DTensor):
+        return local
+    spec = param._spec
+    if local.dtype != param.dtype:
+        spec = dtensor_spec(spec.mesh, spec.placements, param.shape, local.dtype)
+    return dtensor(local, spec)
 
 
 def dtensor_parameter(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:

@@ -1,8 +1,9 @@
-"""Base classes of optimizers and loss scalers, and an observer of ``zero_grad``."""
+"""Base classes of optimizers and loss scalers, and observers of ``zero_grad`` and of updates."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -85,6 +86,46 @@ def _tell_of_zero_grad(cls: Any, told: Callable[[Any, bool], None]) -> None:
         told(self, set_to_none)
 
     cls.zero_grad = zero_grad
+
+
+ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+"""Optimizers of torch that update each element from its own gradient and state only, with any options."""
+
+
+def observe_updates(run_observed: Callable[..., None]) -> None:
+    """Run the arithmetic of the `ELEMENTWISE` optimizers through ``run_observed``.
+
+    It gets torch's function, the lists of parameters, gradients and states that this is called with, and its options.
+    """
+    for optimizer_class in ELEMENTWISE - {torch.optim.AdamW}:  # which uses Adam's
+        name = optimizer_class.__name__.lower()
+        module = importlib.import_module(f"torch.optim.{name}")
+        setattr(module, name, _observed_update(getattr(module, name), run_observed))
+
+
+def _observed_update(update: Callable[..., None], run: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(update)
+    def observed(*tensors: Any, **options: Any) -> None:
+        if torch.compiler.is_compiling():
+            update(*tensors, **options)
+        else:
+            run(update, *tensors, **options)
+
+    return observed
 
 
 IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
