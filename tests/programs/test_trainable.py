@@ -46,6 +46,15 @@ def test_only_trained_parameters_are_saved_and_a_run_goes_on_with_them(
     assert exported.exit_code == 0, exported.output
     assert len(load_file(folder / "model" / "model.safetensors")) == len(base)
 
+    checkpoint = folder / "checkpoints" / "step_00000004"
+    inspected = CliRunner().invoke(build_app(), ["checkpoint", "inspect", str(checkpoint)])
+    assert f"{folder / 'base'}hasthefrozenparameters" in "".join(inspected.output.split())
+    full = tmp_path / "full.pt"
+    converted = CliRunner().invoke(
+        build_app(), ["checkpoint", "convert", str(checkpoint), str(full), "--to", "torch"]
+    )
+    assert converted.exit_code == 0, converted.output
+    assert len(torch.load(full)["model"]) == len(base)
     shutil.rmtree(folder / "base")
     [outcome] = world(1).outcomes(run, tiny(tmp_path, *SOME, "train.steps=5"))
     assert isinstance(outcome, CheckpointError) and "needs its base" in str(outcome)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,14 +83,14 @@ class OverlaidSource:
             if key.startswith(MODEL) and key.removeprefix(MODEL) not in known
         )
         """Keys of the tensors that the base has."""
-        self.tensors: dict[str, TensorInfo] = {
+        self.tensors: Mapping[str, TensorInfo] = {
             **source.tensors,
             **{key: base.tensors[key] for key in self.from_base},
         }
         from_base = {
             name: stored for name, stored in base.tied.items() if MODEL + stored in self.from_base
         }
-        self.tied = {**from_base, **source.tied}
+        self.tied: Mapping[str, str] = {**from_base, **source.tied}
 
     def read(self, key: str, wanted: Block, out: Tensor) -> None:
         """Read a block from the checkpoint that has it."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 
-from fullshard.checkpoint.source import MODEL, Source, averages_in
+from fullshard.checkpoint.source import MODEL, Source, TensorInfo, averages_in
 from fullshard.errors import CheckpointError
 from fullshard.plan.blocks import Block
 
 
 class RenamedSource:
     """A `Source` of a model only, which reads the tensors of another source. Closing it closes the other one."""
-
-    optimizer = None
 
     def __init__(
         self, source: Source, keys: Mapping[str, str], tied: Mapping[str, str] | None = None
@@ -27,8 +26,11 @@ class RenamedSource:
             tied: See `Source.tied`; that of ``source`` by default.
         """
         self.path, self.format, self.extra = source.path, source.format, source.extra
+        self.optimizer: Mapping[str, Any] | None = None
         self.tied = source.tied if tied is None else tied
-        self.tensors = {key: source.tensors[stored] for key, stored in keys.items()}
+        self.tensors: Mapping[str, TensorInfo] = {
+            key: source.tensors[stored] for key, stored in keys.items()
+        }
         self._source = source
         self._keys = keys
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fullshard.checkpoint import json_values
-from fullshard.checkpoint.source import CLASS, MODEL, OPTIMIZER, Source
+from fullshard.checkpoint.source import AVERAGES, CLASS, MODEL, OPTIMIZER, Source
 from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.programs.checkpoint_tool.tensor_locations import locate_tensors
 
@@ -44,6 +44,7 @@ def describe(source: Source, *, pieces: bool = False) -> dict[str, Any]:
         else {
             **_totals(tensors[key] for key in tensors if key.startswith(OPTIMIZER)),
             "class": next(iter(optimizer.get(CLASS, ())), None),
+            "ema_updates": optimizer.get(AVERAGES, {}).get("updates"),
             "groups": [
                 {
                     **{
@@ -81,4 +82,5 @@ def _written(source: Source) -> dict[str, Any] | None:
         "torch": manifest.torch,
         "world": manifest.world,
         "serial": manifest.serial,
+        "base": None if manifest.base is None else manifest.base.path,
     }

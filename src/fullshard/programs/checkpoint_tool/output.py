@@ -107,6 +107,8 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "Written",
             f"{written['created']} by {counted(written['world'], 'rank')}, fullshard {written['fullshard']}, torch {written['torch']}",
         )
+        if written["base"] is not None:
+            yield "Base", f"{written['base']} has the frozen parameters, which are left out here"
     yield "Files", f"{len(found['files']):,}, {size_text(sum(found['files'].values()))}"
     yield "Model", totals_text(found["model"])
     if found["optimizer"] is not None:
@@ -118,6 +120,11 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             ("" if kind is None else f"{kind}, ")
             + f"{totals_text(found['optimizer'])}; {counted(len(groups), 'group')} of {sizes} parameters",
         )
+        if found["optimizer"]["ema_updates"] is not None:
+            yield (
+                "Averages",
+                f"EMA of the parameters, {found['optimizer']['ema_updates']:,} updates",
+            )
     if found["tied"]:
         yield "Tied", ", ".join(f"{name} = {stored}" for name, stored in found["tied"].items())
     if found["extra"] is not None:

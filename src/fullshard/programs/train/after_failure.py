@@ -24,7 +24,7 @@ def with_advice(
     error: RankFailedError | StoppedError, folder: RunFolder, kills_before: Mapping[Path, int]
 ) -> str:
     """Return the message of an error that has ended a run, and below it what its cause may be, and how to go on."""
-    lines = []
+    lines: list[str] = []
     if isinstance(error, RankFailedError):
         lines += _memory_lines(error, kills_before)
     return "\n".join([str(error), *lines, *_lines_about_going_on(folder)])

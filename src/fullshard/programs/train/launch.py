@@ -111,11 +111,11 @@ def launch(config: RunConfig, ranks: int, device: Device, *, fresh: bool) -> Non
     except (RankFailedError, StoppedError) as error:
         error.args = (with_advice(error, RunFolder(config.run.folder), kills_before),)
         raise
-    error = ended.results[0]
-    if isinstance(error, StoppedBySignalError):
-        raise StoppedError(str(error), ended.stopped_by or signal.SIGTERM)
-    if error is not None:
-        raise error
+    outcome = ended.results[0]
+    if isinstance(outcome, StoppedBySignalError):
+        raise StoppedError(str(outcome), ended.stopped_by or signal.SIGTERM)
+    if outcome is not None:
+        raise outcome
 
 
 def ranks_here(config: RunConfig, device: Device) -> int:
