@@ -3,18 +3,23 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import fullshard
 from fullshard.errors import ConfigurationError
 from fullshard.programs import cli
+from fullshard.programs.inspect_tool.activations import kept_bytes
 from fullshard.programs.inspect_tool.cost import ShardedPlan, measure
+from fullshard.programs.inspect_tool.folded_groups import folded_name
 from fullshard.programs.train.config_file import read_config, to_toml
+from fullshard.programs.train.evaluation import window_losses
 from fullshard.programs.train.model_source import open_model
 from fullshard.programs.train.sharded_model import build_model
 from tests.helpers.fake import fake_world
@@ -98,16 +103,109 @@ def test_rules_of_the_launcher_hold_for_callers_that_build_a_model_themselves() 
     assert str(refusal.value).splitlines() == [problem.text for problem in problems]
 
 
+# --- activations -------------------------------------------------------------------------------------------
+
+
+def really_kept(model: nn.Module, forward: Callable[[], object]) -> int:
+    """Bytes that autograd keeps of a forward with values, but for parameters and buffers."""
+    own = {param.data_ptr() for param in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward()
+    return sum(storage.nbytes() for at, storage in kept.items() if at not in own)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activations_are_what_autograd_keeps_of_a_real_forward(precision: str) -> None:
+    settings = [f"compute.precision={precision}", "model.layers=2", "train.batch=4"]
+    config = read_config(None, [*settings, "data.context=16"])
+    source = open_model(config)
+    model = source.build().to_empty(device="cpu")
+    for param in model.parameters():
+        param.data = param.data.bfloat16() if precision == "bf16" else param.data
+    windows = torch.zeros(1, 17, dtype=torch.int64)
+    expected = really_kept(model, lambda: window_losses(source, model, windows))
+    assert foretell(*settings, "data.context=16").rank.activations == expected
+
+
+def test_attention_inside_of_modules_of_torch_counts_as_fused() -> None:
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    expected = really_kept(model, lambda: model(torch.zeros(2, 32, 16)))
+    model, x = model.to("meta"), torch.zeros(2, 32, 16, device="meta")
+    kept = kept_bytes(model, [], lambda: model(x), dtype=None, recomputes=False)
+    assert kept == pytest.approx(expected, rel=0.02)
+
+
+class Block(nn.Sequential):
+    """Keeps its input, what is between its halves, and its output."""
+
+    def __init__(self) -> None:
+        halves = (nn.Linear(8, 8, bias=False), nn.Sigmoid()), (nn.Linear(8, 8), nn.Sigmoid())
+        super().__init__(*halves[0], *halves[1])
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Unbuildable(nn.Module):
+    def __init__(self) -> None:
+        raise ValueError("of no size")
+
+
+def test_blocks_that_are_recomputed_keep_their_inputs_and_one_block_all() -> None:
+    with torch.device("meta"):
+        model, x = Blocks(), torch.empty(4, 8)
+    unit = x.nbytes
+    for recomputes, expected in ((False, 7), (True, 5)):
+        arguments = {"dtype": None, "recomputes": recomputes}
+        assert kept_bytes(model, [*model.layers], lambda: model(x), **arguments) == expected * unit
+
+
+def test_a_model_of_the_user_is_shown_by_the_name_of_its_factory() -> None:
+    name = f"{__name__}:Blocks"
+    output = inspect(name, "--groups", "blocks", "--input", "4x8")
+    assert f"Blocks of {name}" in output
+    assert re.search(r"^layers\.0-2 \(3x\) +136 ", output, re.M)
+    assert re.search(r"^activations +896 B +896 B$", output, re.M)
+    output = inspect(name)
+    assert "Activations are not in this memory: give the sizes" in output
+    assert "forward raised RuntimeError without values: " in inspect(name, "--input", "4x7")
+
+
+def test_names_that_count_up_are_folded() -> None:
+    assert folded_name(["a.0.x", "a.1.x", "a.2.x"]) == "a.0-2.x"
+    assert folded_name(["m.1.e.7", "m.1.e.8"]) == "m.1.e.7-8"
+    for names in (["a.0", "a.2"], ["a.0", "b.1"], ["a.0.0", "a.1.1"], ["a", "a"]):
+        assert folded_name(names) is None
+
+
 # --- what is shown -----------------------------------------------------------------------------------------
 
 
 def test_groups_totals_memory_and_traffic_are_shown() -> None:
     output = inspect("small", "--world", "8", "--precision", "bf16")
-    assert "decoder of 6 layers x 384, 6 heads, 10,818,432 parameters" in output
-    assert "whole, to compute  per rank, at rest" in output
-    assert re.search(r"^blocks\.5 +1 +9 +1,770,240 +3\.38 MiB +864 KiB +0\.00%$", output, re.M)
-    assert re.search(r"^7 groups +7 +57 +10,818,432 +20\.6 MiB +5\.16 MiB +0\.00%$", output, re.M)
-    assert re.search(r"^optimizer state \(Adam\) +10\.3 MiB +82\.5 MiB$", output, re.M)
+    assert "decoder of 6 layers x 384, 6 heads\n" in output
+    assert "10,818,432 parameters in 57 tensors" in output
+    row = r"^blocks\.0-5 \(6x\) +1,770,240 +3\.38 MiB +864 KiB +0\.00%$"
+    assert re.search(row, output, re.M), "equal layers are one line"
+    assert re.search(r"^all 7 groups +10,818,432 +20\.6 MiB +5\.16 MiB +0\.00%$", output, re.M)
+    assert re.search(r"^optimizer state \(adamw\) +10\.3 MiB +82\.5 MiB$", output, re.M)
+    assert re.search(r"^activations +[1-9][0-9.]+ MiB +[1-9][0-9.]+ MiB$", output, re.M)
+    assert output.index("\nmemory ") < output.index("\ngroup "), "memory comes first"
+    assert "of 2 windows of 128 tokens at a time on each rank" in output
     assert re.search(r"^gathers, received +35\.8 MiB$", output, re.M)
     assert "compute in bfloat16, gradients in float32" in output
 
@@ -120,7 +218,7 @@ def test_a_large_model_on_many_ranks_takes_no_memory() -> None:
 
 def test_what_one_rank_computes_with_is_the_whole_though_nothing_is_gathered() -> None:
     output = inspect("tiny", "--world", "1")
-    assert re.search(r"^5 groups +5 +39 +918,656 +3\.5 MiB +3\.5 MiB +0\.00%$", output, re.M)
+    assert re.search(r"^all 5 groups +918,656 +3\.5 MiB +3\.5 MiB +0\.00%$", output, re.M)
     assert re.search(r"^gathered parameters, at most +0 B +0 B$", output, re.M)
 
 
@@ -128,6 +226,8 @@ def test_a_run_is_shown_by_its_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(to_toml(read_config(None, ["model.layers=3", "run.ranks=2", "sharding.door=wrapper"])))  # fmt: skip
     output = inspect(str(file))
+    (tmp_path / "config.toml").write_text(file.read_text())
+    assert inspect(str(tmp_path)) == output, "the folder of a run stands for its file"
     assert "decoder of 3 layers" in output and "2 ranks" in output
     assert "the wrapper has the same" in output
 
@@ -140,13 +240,19 @@ def test_a_model_of_transformers_is_shown_by_its_folder(tmp_path: Path) -> None:
     content["max_position_embeddings"] = 64  # fewer than the windows of a run have by default
     (tmp_path / "config.json").write_text(json.dumps(content))
     output = inspect(str(tmp_path), "--world", "3")
-    assert re.search(r"^model\.layers\.1 ", output, re.M)
+    assert re.search(r"^model\.layers\.0-1 \(2x\) ", output, re.M)
+    assert re.search(r"^activations +[1-9]", output, re.M)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("huge",), "huge is none of them"),
+        ((f"{__name__}:Unbuildable",), "It raised ValueError: of no size"),
+        ((f"{__name__}:dict",), "must be a callable without arguments"),
+        (("builtins:dict",), "it returned dict. Name a function"),
+        (("tiny", "--input", "8 x 4"), "such as 8x1024:int64"),
+        (("torch.nn:Identity", "--groups", "blocks"), "Identity of torch.nn:Identity has none"),
         (("tiny", "--replicas", "3"), "8 / 3 leaves 2"),
         (("tiny", "--world", "100000000"), "at most 1,000,000 ranks; got 100,000,000"),
         (("tiny", "--set", "run.ranks=1000001"), "at most 1,000,000 ranks; got 1,000,001"),

@@ -45,6 +45,12 @@ def print_line(console: Console, text: str) -> None:
     console.print(safe_text(text), soft_wrap=True, highlight=False, markup=False)
 
 
+def print_prose(console: Console, text: str) -> None:
+    """Print sentences. A terminal gets lines that end between words; other readers get one line."""
+    is_one_line = not console.is_terminal
+    console.print(safe_text(text), soft_wrap=is_one_line, highlight=False, markup=False)
+
+
 def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
     """Print labelled texts, one below the other. On a terminal long texts wrap beside their labels."""
     facts = [(label, safe_line(text)) for label, text in facts]

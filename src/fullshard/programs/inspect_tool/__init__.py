@@ -2,7 +2,10 @@
 
 The files in the order a call passes through them:
 
-    command   the subcommand: arguments, exit codes
-    cost      the model on the meta device, sharded in a fake process group
-    output    what is printed
+    command        the subcommand: arguments, exit codes
+    factory        models of users, from module:function
+    cost           the model on the meta device, sharded in a fake process group
+    activations    what forward keeps for backward
+    folded_groups  groups of equal layers, as one
+    output         what is printed
 """

@@ -5,6 +5,7 @@ Exit codes: 0; 2 with one message if the model or its sharding is impossible.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, get_args
@@ -17,6 +18,7 @@ from fullshard.programs.console.tables import print_error
 from fullshard.programs.train.config import Problem, RunConfig, Size
 from fullshard.programs.train.config_file import read_config, toml_value
 from fullshard.programs.train.preflight import model_problems
+from fullshard.programs.train.run_folder import CONFIG
 from fullshard.programs.version_option import Version
 
 DEFAULT_WORLD = 8
@@ -24,13 +26,24 @@ DEFAULT_WORLD = 8
 MAX_WORLD = 1_000_000
 """More ranks than any machine has. The mesh lists them all, so more would take too much memory and time."""
 
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        metavar="SIZES[:DTYPE]",
+        help="What a rank calls a model of module:function with, such as 8x1024:int64; one for each argument. For activations.",
+    ),
+]
+"""The option `--input`."""
+
 
 def inspect(
     model: Annotated[
         str,
         typer.Argument(
             show_default=False,
-            help=f"A size ({', '.join(get_args(Size))}), a Hugging Face folder, or the TOML file of a run.",
+            help=f"A size ({', '.join(get_args(Size))}), a Hugging Face folder, a run or its TOML file, or module:function, a "
+            "callable that returns a model.",
         ),
     ],
     world: Annotated[
@@ -52,6 +65,7 @@ def inspect(
         list[str] | None,
         typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="As in fullshard train."),
     ] = None,
+    inputs: Inputs = None,
     version: Version = False,
 ) -> None:
     """Show how a model would be grouped and sharded, without running it.
@@ -59,23 +73,29 @@ def inspect(
     Shows what each rank would hold and send. Nothing is allocated and no
     other rank is needed.
     """
-    wanted = [*(settings or ())]
-    for field, value in (
-        ("sharding.replicas", replicas),
-        ("compute.precision", precision),
-        ("sharding.groups", groups),
-    ):
-        if value is not None:
-            wanted.append(f"{field}={value}")
+    short = {
+        "sharding.replicas": replicas,
+        "compute.precision": precision,
+        "sharding.groups": groups,
+    }
+    given = [f"{field}={value}" for field, value in short.items() if value is not None]
+    wanted = [*(settings or ()), *given]
     try:
         config, ranks = _configuration(model, world, wanted)
         from fullshard.programs.inspect_tool.cost import measure
+        from fullshard.programs.inspect_tool.factory import FactoryModel, inputs_of
         from fullshard.programs.inspect_tool.output import print_plan
 
-        print_plan(Console(), measure(config, ranks))
+        source = FactoryModel(model) if _is_factory(model) else None
+        print_plan(Console(), measure(config, ranks, source, inputs_of(inputs or ())))
     except FullshardError as error:
         print_error(f"Error: {error}")
         raise typer.Exit(2) from None
+
+
+def _is_factory(model: str) -> bool:
+    """Say whether it is `module:function`."""
+    return re.fullmatch(r"[\w.]+:[\w.]+", model) is not None and not Path(model).exists()
 
 
 def _configuration(model: str, world: int | None, settings: list[str]) -> tuple[RunConfig, int]:
@@ -83,14 +103,18 @@ def _configuration(model: str, world: int | None, settings: list[str]) -> tuple[
     file, path = None, Path(model)
     if model in get_args(Size):
         settings = [f"model.size={model}", *settings]
+    elif _is_factory(model):
+        settings = ["sharding.groups=plan", *settings]
+    elif (path / CONFIG).is_file():
+        file = path / CONFIG
     elif (path / "config.json").is_file():
         settings = [f"model.huggingface={toml_value(path)}", *settings]
     elif path.is_file():
         file = path
     else:
         raise ConfigurationError(
-            f"A model must be a size ({', '.join(get_args(Size))}), a folder with a config.json of Hugging Face, "
-            f"or the TOML file of a run; {model} is none of them."
+            f"A model must be a size ({', '.join(get_args(Size))}), a folder with a config.json of Hugging Face, a run or its "
+            f"TOML file, or module:function, a callable that returns a model; {model} is none of them."
         )
 
     def ranks(config: RunConfig) -> int:

@@ -6,20 +6,38 @@ group. No parameter has memory, and nothing is communicated.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
+from torch import Tensor, nn
 
 from fullshard.plan.layout import IN_PLACE_FROM
-from fullshard.programs.train.config import RunConfig
-from fullshard.programs.train.model_source import open_model
-from fullshard.programs.train.sharded_model import make_mesh, shard
+from fullshard.programs.console.tables import counted
+from fullshard.programs.inspect_tool.activations import kept_bytes
+from fullshard.programs.train.config import OptimizerSection, RunConfig
+from fullshard.programs.train.evaluation import window_losses
+from fullshard.programs.train.model_source import ModelSource, open_model
+from fullshard.programs.train.sharded_model import make_mesh, precision_policy, shard
 from fullshard.torch_border import fake_process_group
 from fullshard.tracing.group_facts import group_facts
 from fullshard.tracing.schema import GroupFacts
 
-ADAM_STATES = 2
-"""Mean and mean square, each as large as the parameters."""
+OTHER_STATES = 2
+"""What Adam keeps for each element: mean and mean square. Muon keeps no more."""
+
+
+class InspectedModel(Protocol):
+    """What is asked of a model: a `ModelSource` has it, and so have models of users."""
+
+    description: str
+
+    def build(self) -> nn.Module:
+        """Return the model on the meta device."""
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Return its layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,14 +47,17 @@ class Memory:
     parameters: int
     gradients: int
     optimizer: int
-    """Of Adam."""
+    """Its state."""
     gathered: int
     """Most unsharded parameters that have memory at the same time."""
+    activations: int | None
+    """What forward keeps for backward; None if it is not known."""
 
     @property
     def total(self) -> int:
         """The sum, at the worst moment."""
-        return self.parameters + self.gradients + self.optimizer + self.gathered
+        held = self.parameters + self.gradients + self.optimizer + self.gathered
+        return held + (self.activations or 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +79,28 @@ class ShardedPlan:
     world: int
     replicas: int
     groups: tuple[GroupFacts, ...]
+    optimizer: str
+    """Its name, for people."""
+    about_activations: str
+    """What they are of; or why they are not known."""
     rank: Memory
     unsharded: Memory
     traffic: Traffic
 
 
-def measure(config: RunConfig, world: int) -> ShardedPlan:
-    """Return how the model of a configuration would be sharded over so many ranks, which its replicas divide.
+def measure(
+    config: RunConfig,
+    world: int,
+    source: InspectedModel | None = None,
+    inputs: Sequence[Tensor] = (),
+) -> ShardedPlan:
+    """Return how a model would be sharded over so many ranks, which the configuration's replicas divide.
+
+    Args:
+        config: A run.
+        world: Ranks.
+        source: The model, if it is not that of the run.
+        inputs: What such a model is called with, on the meta device. Without them activations are not known.
 
     Raises:
         ConfigurationError: there is no such model.
@@ -73,33 +109,100 @@ def measure(config: RunConfig, world: int) -> ShardedPlan:
     # Only sizes are wanted. They do not depend on where shards are kept, and the wrapper has the same groups but
     # cannot be built without memory.
     config = replace(config, sharding=replace(config.sharding, offload=False, door="fully_shard"))
-    source = open_model(config)
+    about, activations = (
+        _activations_of_run(config, open_model(config), world)
+        if source is None
+        else _activations_of_inputs(config, source, inputs)
+    )
+    source = source or open_model(config)
     model = source.build()
     whole = sum(param.numel() * param.element_size() for param in model.parameters())
     with fake_process_group(world):
         mesh = make_mesh(config.sharding.replicas, torch.device("cpu"))
-        shard(model, source.blocks(model), mesh, torch.device("meta"), config)
+        blocks = source.blocks(model) if config.sharding.groups == "blocks" else []
+        shard(model, blocks, mesh, torch.device("meta"), config)
         groups = group_facts(model)
     at_rest = sum(group.shard_bytes for group in groups)
+    states, optimizer = _optimizer_states(config.optimizer)
+
+    def memory(parameters: int, gathered: int) -> Memory:
+        return Memory(
+            parameters=parameters,
+            gradients=parameters,
+            optimizer=states * parameters,
+            gathered=gathered,
+            activations=activations,
+        )
+
     return ShardedPlan(
         description=source.description,
         is_wrapped=is_wrapped,
         world=world,
         replicas=config.sharding.replicas,
         groups=groups,
-        rank=_memory(at_rest, gathered=_gathered_at_most(groups, config)),
-        unsharded=_memory(whole, gathered=0),
+        optimizer=optimizer,
+        about_activations=about,
+        rank=memory(at_rest, _gathered_at_most(groups, config)),
+        unsharded=memory(whole, 0),
         traffic=_traffic(groups, config),
     )
 
 
-def _memory(parameters: int, *, gathered: int) -> Memory:
-    return Memory(
-        parameters=parameters,
-        gradients=parameters,
-        optimizer=ADAM_STATES * parameters,
-        gathered=gathered,
+def _optimizer_states(section: OptimizerSection) -> tuple[int, str]:
+    """Return how many numbers an optimizer keeps for each element, and its name."""
+    states = {"sgd": int(section.momentum > 0), "adagrad": 1}.get(section.name, OTHER_STATES)
+    if section.ema is None:
+        return states, section.name
+    return states + 1, f"{section.name}, EMA"
+
+
+def _activations_of_run(
+    config: RunConfig, source: ModelSource, world: int
+) -> tuple[str, int | None]:
+    """Return what a rank's microbatch is, and the bytes that its forward keeps."""
+    rows = max(1, config.train.batch // (world * config.train.accumulate))
+    context = config.data.context
+    tokens = torch.empty(rows, context + 1, dtype=torch.int64, device="meta")
+    model = source.build().to("meta")
+    about = f"{counted(rows, 'window')} of {context:,} tokens"
+    return _kept(
+        config, model, source.blocks(model), lambda: window_losses(source, model, tokens), about
     )
+
+
+def _activations_of_inputs(
+    config: RunConfig, source: InspectedModel, inputs: Sequence[Tensor]
+) -> tuple[str, int | None]:
+    """Return what a user's model is called with, and the bytes that its forward keeps."""
+    if not inputs:
+        return "give the sizes of one rank's input, such as --input 8x1024:int64", None
+    model = source.build()
+    recomputes = config.compute.checkpoint_activations == "blocks"
+    blocks = source.blocks(model) if recomputes else []
+    sizes = ", ".join("x".join(map(str, tensor.shape)) for tensor in inputs)
+    dtype = precision_policy(config.compute).param_dtype
+    cast = [t.to(dtype) if dtype and t.is_floating_point() else t for t in inputs]
+    return _kept(config, model, blocks, lambda: model(*cast), f"an input of {sizes}")
+
+
+def _kept(
+    config: RunConfig,
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    forward: Callable[[], object],
+    about: str,
+) -> tuple[str, int | None]:
+    try:
+        return about, kept_bytes(
+            model,
+            blocks,
+            forward,
+            dtype=precision_policy(config.compute).param_dtype,
+            recomputes=config.compute.checkpoint_activations == "blocks",
+        )
+    except Exception as error:  # whatever a model does that tensors without values do not allow
+        first_line = (str(error).splitlines() or [""])[0]
+        return f"forward raised {type(error).__name__} without values: {first_line}", None
 
 
 def _is_root(group: GroupFacts) -> bool:

@@ -1,4 +1,4 @@
-"""A plan on the terminal: the groups, what a rank holds, and what it sends."""
+"""A plan on the terminal: what a rank holds, the groups, and what a rank sends."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from fullshard.errors import size_text
 from fullshard.programs.console.tables import (
     counted,
     print_facts,
-    print_line,
+    print_prose,
     print_table,
 )
 from fullshard.programs.inspect_tool.cost import ShardedPlan
+from fullshard.programs.inspect_tool.folded_groups import FoldedGroups, fold
 from fullshard.tracing.schema import GroupFacts
 
 
 def print_plan(console: Console, plan: ShardedPlan) -> None:
-    """Print all of a plan."""
+    """Print all of a plan, memory first."""
     print_facts(console, list(_facts(plan)))
-    rows = [*map(_group_row, plan.groups), _total_row(plan)]
-    whole, part = "whole, to compute", "per rank, at rest"
-    columns = ["group", "modules", "tensors", "elements", whole, part, "padding"]
-    print_table(console, columns, rows, num_texts=1)
     print_table(console, ["memory", "per rank", "unsharded"], list(_memory_rows(plan)), num_texts=1)
+    rows = [*map(_group_row, fold(plan.groups)), _total_row(plan)]
+    columns = ["group", "elements", "gathered", "per rank", "padding"]
+    print_table(console, columns, rows, num_texts=1)
     traffic = plan.traffic
     rows = [
         ("gathers, received", size_text(traffic.gathers)),
@@ -33,20 +33,28 @@ def print_plan(console: Console, plan: ShardedPlan) -> None:
     if plan.replicas > 1:
         rows.append(("all-reductions, sent", size_text(traffic.all_reductions)))
     print_table(console, ["wire, per rank and step", "bytes"], rows, num_texts=1)
-    if plan.is_wrapped:
-        print_line(
-            console,
-            "\nThese are groups of fully_shard; the wrapper has the same, and cuts each as one flat piece per rank.",
+    for note in _notes(plan):
+        print_prose(console, f"\n{note}")
+
+
+def _notes(plan: ShardedPlan) -> Iterator[str]:
+    if plan.rank.activations is None:
+        yield f"Activations are not in this memory: {plan.about_activations}."
+    else:
+        yield (
+            f"Activations are what forward keeps for backward, of {plan.about_activations} at a time on each rank; attention "
+            "counts as fused."
         )
-    print_line(
-        console,
-        "\nActivations, reduction buffers and what libraries allocate come on top of this memory.",
-    )
+    if plan.is_wrapped:
+        yield "These are groups of fully_shard; the wrapper has the same, and cuts each as one flat piece per rank."
+    yield "Reduction buffers, temporary tensors and what libraries allocate come on top of this memory."
 
 
 def _facts(plan: ShardedPlan) -> Iterator[tuple[str, str]]:
     elements = sum(group.numel for group in plan.groups)
-    yield "Model", f"{plan.description}, {elements:,} parameters"
+    tensors = sum(group.parameters for group in plan.groups)
+    yield "Model", plan.description
+    yield "Size", f"{elements:,} parameters in {counted(tensors, 'tensor')}"
     ranks = counted(plan.world, "rank")
     if plan.replicas > 1:
         yield "Ranks", f"{ranks}: {plan.replicas} replicas of {plan.world // plan.replicas}"
@@ -57,11 +65,26 @@ def _facts(plan: ShardedPlan) -> Iterator[tuple[str, str]]:
     yield "Dtypes", f"at rest {first.param_dtype}, compute in {first.compute_dtype}{wire}"
 
 
-def _group_row(group: GroupFacts) -> tuple[str, ...]:
+def _memory_rows(plan: ShardedPlan) -> Iterator[tuple[str, str, str]]:
+    rows = [
+        ("parameters", "parameters"),
+        ("gradients", "gradients"),
+        ("optimizer", f"optimizer state ({plan.optimizer})"),
+        ("gathered", "gathered parameters, at most"),
+        ("activations", "activations"),
+        ("total", "together"),
+    ]
+    for name, label in rows:
+        both = getattr(plan.rank, name), getattr(plan.unsharded, name)
+        if None not in both:
+            yield label, size_text(both[0]), size_text(both[1])
+
+
+def _group_row(folded: FoldedGroups) -> tuple[str, ...]:
+    """Return a row with the sizes of one of the groups."""
+    group = folded.first
     return (
-        group.name,
-        f"{len(group.modules)}",
-        f"{group.parameters:,}",
+        folded.name,
         f"{group.numel:,}",
         size_text(_whole_bytes(group)),
         size_text(group.shard_bytes),
@@ -78,9 +101,7 @@ def _total_row(plan: ShardedPlan) -> tuple[str, ...]:
     groups = plan.groups
     numel = sum(group.numel for group in groups)
     return (
-        f"{counted(len(groups), 'group')}",
-        f"{sum(len(group.modules) for group in groups)}",
-        f"{sum(group.parameters for group in groups):,}",
+        f"all {counted(len(groups), 'group')}",
         f"{numel:,}",
         size_text(sum(map(_whole_bytes, groups))),
         size_text(sum(group.shard_bytes for group in groups)),
@@ -90,14 +111,3 @@ def _total_row(plan: ShardedPlan) -> tuple[str, ...]:
 
 def _padding(numel: int, padded_numel: int) -> str:
     return f"{(padded_numel - numel) / numel:.2%}"
-
-
-def _memory_rows(plan: ShardedPlan) -> Iterator[tuple[str, str, str]]:
-    for name, label in (
-        ("parameters", "parameters"),
-        ("gradients", "gradients"),
-        ("optimizer", "optimizer state (Adam)"),
-        ("gathered", "gathered parameters, at most"),
-        ("total", "together"),
-    ):
-        yield label, size_text(getattr(plan.rank, name)), size_text(getattr(plan.unsharded, name))
