@@ -43,15 +43,17 @@ class Net(nn.Module):
 
 def names_given(page: str) -> dict[str, Any]:
     model = Net()
+    model.layers[0].requires_grad_(page != "checkpoints.md")  # which leaves frozen parameters out
     if page != "../README.md":
         fully_shard(model)
+    trained = [param for param in model.parameters() if param.requires_grad]
     batches = [torch.ones(2, 4) for _ in range(23)]
     return {
         "torch": torch,
         "fullshard": fullshard,
         "checkpoint": checkpoint,
         "model": model,
-        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1),
+        "optimizer": torch.optim.AdamW(trained, lr=0.1),
         "batches": batches,
         "batch": batches[:2],
         "loader": batches[:2],
@@ -69,6 +71,8 @@ def run_snippets(folder: str) -> list[str]:
                 continue
             try:
                 with contextlib.chdir(folder):
+                    if "base_of" in code:
+                        checkpoint.save("runs/a/base", names["model"])
                     exec(compile(code, page, "exec"), names)
             except Exception as error:
                 wrong.append(f"{page}: {error!r} in\n{code}")
