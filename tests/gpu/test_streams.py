@@ -341,9 +341,7 @@ SABOTAGE = {
 }
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"part": 2}, {"int8": True}, {"wire": True}, {"fuse": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"part": 2}, {"int8": True}, {"wire": True}], ids=str)
 @pytest.mark.parametrize("name", SABOTAGE)
 def test_a_missing_wait_is_seen(
     monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
