@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fullshard import ConfigurationError, fully_shard, graphed
 from fullshard.engine.baked_in import baked_in, changes, kind_of, modes
-from fullshard.engine.captures import obstacles_to_capture
+from fullshard.engine.captures import StepHook, obstacles_to_capture
 from fullshard.engine.graphed_step import (
     GraphedStep,
     Plan,
@@ -94,7 +94,7 @@ class Replayed:
 
 
 def journals_after_replays() -> list[tuple[int, int, int]]:
-    """Count what three replays note; the capture has counted the optimizer's step of the first."""
+    """Count what four replays note; the capture has counted the optimizer's step of the first."""
     model = make_model()
     optimizer = ShardedOptimizer(torch.optim.AdamW, model.parameters(), lr=0.1)
     make_step(model, optimizer)(torch.ones(3, 4))
@@ -103,7 +103,13 @@ def journals_after_replays() -> list[tuple[int, int, int]]:
     count, steps, version = journal.count, journal.step, model[0].weight._version
     entry = _Entry()
     entry.captured = Replayed(1)  # type: ignore[assignment]
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("a user's hook"))
+    handle = optimizer.register_step_pre_hook(StepHook(lambda: called.append("a checkpoint's")))
     assert [step._replay(entry, ((), {})) for _ in range(3)] == ["results"] * 3
+    handle.remove()
+    step._replay(entry, ((), {}))
+    assert called == ["a checkpoint's"] * 3  # as long as it is there, before each
     assert journal.last_tag is not None
     assert journal.last_tag.text == "replay of a graphed step"
     return [(journal.count - count, journal.step - steps, model[0].weight._version - version)]
@@ -119,7 +125,7 @@ def test_on_the_cpu_a_graphed_step_is_the_step_and_ranks_do_what_the_most_carefu
         assert size == 0
         assert decision == plans[1]
     for noted in world(2).run(journals_after_replays):
-        assert noted == [(3, 2, 3)]
+        assert noted == [(4, 3, 4)]
 
 
 def test_arguments_that_cannot_be_used_are_named() -> None:

@@ -206,17 +206,27 @@ def test_compiled_blocks_are_graphed() -> None:
         assert step.num_graphs == 1
 
 
-@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize(
+    ("obstacle", "reason"),
+    [
+        ("reads", "could not be captured"),
+        ("offload", "host memory"),
+        ("optimizer", "not given as optimizer="),
+    ],
+)
 def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why_once(
-    caplog: pytest.LogCaptureFixture, reads: bool
+    caplog: pytest.LogCaptureFixture, obstacle: str, reason: str
 ) -> None:
     with fake_world(4):
-        offload: Any = {} if reads else {"offload": CPUOffloadPolicy()}
-        eager, case = (plain_step(make_model(**offload)) for _ in range(2))
+        offload: Any = {"offload": CPUOffloadPolicy()} if obstacle == "offload" else {}
+        if obstacle == "optimizer":
+            eager, case = adamw_case(), adamw_case()
+        else:
+            eager, case = (plain_step(make_model(**offload)) for _ in range(2))
 
         def step(x: Tensor) -> Tensor:
             loss = case.step(x)
-            if reads:
+            if obstacle == "reads":
                 assert loss.item() > 0  # the host waits
             return loss
 
@@ -227,7 +237,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why_once(
             torch.randn(1, device="cuda")
         told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
         assert len(told) == 1
-        assert ("could not be captured" if reads else "host memory") in told[0]
+        assert reason in told[0]
         assert run.eager_reason is not None
         assert run.num_graphs == 0
 

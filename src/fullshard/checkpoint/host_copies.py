@@ -7,13 +7,13 @@ done: optimizers wait for them (`Snapshot.hold_back`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fullshard import torch_border
+from fullshard.engine.captures import StepHook
 from fullshard.optim import EMA
 
 ALIGNMENT = 64
@@ -100,11 +100,11 @@ class Snapshot:
             self._let_device_wait()
             return
 
-        def wait(*_: Any) -> None:
+        def wait() -> None:
             handle.remove()
             self._let_device_wait()
 
-        handle = optimizer.register_step_pre_hook(wait)
+        handle = optimizer.register_step_pre_hook(StepHook(wait))
         if ema is not None:
             ema.call_before_write(self._let_device_wait)
 

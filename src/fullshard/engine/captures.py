@@ -14,7 +14,7 @@ at the border of a capture has three things to do:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from fullshard.comm.collectives import ON_CURRENT_STREAM, backend_of
@@ -24,6 +24,17 @@ from fullshard.errors import UsageError
 
 if TYPE_CHECKING:
     from fullshard.engine.runtime import Runtime
+
+
+class StepHook:
+    """A hook before the steps of an optimizer that also runs before a graph with such a step: replays call no hooks."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self, *_: object) -> None:
+        """Run it."""
+        self._call()
 
 
 def cross_border(runtime: Runtime, *, is_known: bool) -> None:

@@ -26,7 +26,7 @@ from fullshard.comm.collectives import texts_of_all_ranks
 from fullshard.comm.journal import POSITION, Journal, journal_of, tag
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine.baked_in import baked_in, changes, kind_of, modes
-from fullshard.engine.captures import obstacles_to_capture
+from fullshard.engine.captures import StepHook, obstacles_to_capture
 from fullshard.engine.graph_capture import CapturedStep, Inputs
 from fullshard.engine.model_description import process_groups
 from fullshard.engine.runtime import Runtime
@@ -232,7 +232,9 @@ class GraphedStep(Generic[P, R]):
             now = baked_in(self._model, self._states, self._optimizer)
             changed = changes(self._baked, now)
             if changed:
-                logger.info("A graphed step is captured again: %s changed.", " and ".join(changed))
+                logger.warning(
+                    "A graphed step is captured again: %s changed.", " and ".join(changed)
+                )
                 self.reset()
         try:
             kind: Hashable = (kind_of(inputs), modes(self._model))
@@ -303,8 +305,10 @@ class GraphedStep(Generic[P, R]):
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         self._clear_gradients()
+        self._run_step_hooks()
         for context in self._contexts:
             context.replay_end = None
+        steps = POSITION.step
         entry.captured = CapturedStep(
             self._step,
             inputs,
@@ -314,6 +318,11 @@ class GraphedStep(Generic[P, R]):
             pool=self._pool,
             stream=self._stream,
         )
+        if POSITION.step > steps and self._optimizer is None:
+            entry.captured = None
+            raise ConfigurationError(
+                "it has a step of an optimizer that was not given as optimizer=..., so its learning rate could never change"
+            )
         self._baked = baked_in(self._model, self._states, self._optimizer)
         entry.runs = 0
         logger.info(
@@ -329,6 +338,7 @@ class GraphedStep(Generic[P, R]):
     def _replay(self, entry: _Entry, inputs: Inputs) -> R:
         captured = entry.captured
         assert captured is not None, "all ranks replay only if each has a graph"
+        self._run_step_hooks()
         results: R = captured.replay(inputs)
         for context in self._contexts:
             context.note_replay()
@@ -344,6 +354,13 @@ class GraphedStep(Generic[P, R]):
             # Autograd did not see the writes: a forward from before them must not be followed by its backward now.
             torch.autograd.graph.increment_version(list(self._model.parameters()))
         return results
+
+    def _run_step_hooks(self) -> None:
+        """Run what must come before the optimizer's writes, such as copies for a checkpoint that are under way."""
+        if self._optimizer is not None:
+            for hook in torch_border.step_pre_hooks(self._optimizer):
+                if isinstance(hook, StepHook):
+                    hook()
 
     # --- the model ----------------------------------------------------------------------------------
 

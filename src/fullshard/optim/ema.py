@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
+from fullshard.comm.streams import is_capturing
 from fullshard.engine.at_rest import bring_to_rest
 from fullshard.engine.param_group import groups_of
-from fullshard.errors import ConfigurationError, LifecycleError, fault_paragraphs
+from fullshard.errors import ConfigurationError, LifecycleError, UsageError, fault_paragraphs
 from fullshard.optim.fused_shards import like_param
 from fullshard.plan.names import clean_name
 
@@ -111,6 +112,11 @@ class EMA:
         """Move the averages towards the parameters. Call it after each step of the optimizer, on all ranks."""
         if self.is_swapped:
             raise LifecycleError("EMA.update was called within EMA.averaged. Call it outside.")
+        if is_capturing():
+            raise UsageError(
+                "EMA.update counts its calls on the host, so it cannot be captured in a CUDA graph. Call it after the "
+                "captured step."
+            )
         if not self._is_checked:  # once: it walks over all modules
             self._check_params()
         self._announce_write()

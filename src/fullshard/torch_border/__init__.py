@@ -81,6 +81,7 @@ from fullshard.torch_border.optimizers import (
     OpenGradScaler as OpenGradScaler,
     observe_updates as observe_updates,
     observe_zero_grad as observe_zero_grad,
+    step_pre_hooks as step_pre_hooks,
     unscale_and_check as unscale_and_check,
 )
 from fullshard.torch_border.pipelining import (

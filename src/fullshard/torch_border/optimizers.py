@@ -65,6 +65,11 @@ class DelegatingOptimizer(torch.optim.Optimizer):
         step(self.inner)
 
 
+def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Return the hooks that run before an optimizer's steps."""
+    return list(optimizer._optimizer_step_pre_hooks.values())
+
+
 def observe_zero_grad(
     by_optimizer: Callable[[torch.optim.Optimizer, bool], None],
     by_module: Callable[[nn.Module, bool], None],
