@@ -230,6 +230,7 @@ class Contestant:
         self.tokens = torch.randint(setting.shape.vocab, size, device=setting.device)
         self.targets = torch.randint(setting.shape.vocab, size, device=setting.device).flatten()
         self._optimizer: torch.optim.Optimizer | None = None
+        self._torch_optimizer: torch.optim.Optimizer | None = None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -237,6 +238,15 @@ class Contestant:
         if self._optimizer is None:
             self._optimizer = OPTIMIZERS.get(self.name, adamw)(self.model.parameters())
         return self._optimizer
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        """AdamW of torch over its parameters, where users may have another one; made at first use."""
+        if self.name not in OPTIMIZERS:
+            return self.optimizer
+        if self._torch_optimizer is None:
+            self._torch_optimizer = adamw(self.model.parameters())
+        return self._torch_optimizer
 
     def forward_backward(self) -> Tensor:
         """Run what is timed, and return the loss."""

@@ -39,6 +39,7 @@ Quantity = Literal[
     "wall_s",
     "optimizer_s",
     "optimizer_host_s",
+    "torch_optimizer_s",
     "step_s",
     "step_processor_s",
     "build_s",
@@ -210,6 +211,7 @@ class Comparison:
         if self._plain is not None:
             with collector_paused():
                 self._time_optimizer(self.records[PLAIN_SHARDS], self._plain)
+                self._time_torch_optimizer(self.records[PLAIN_SHARDS], self._plain)
 
     def visit(self, look: Callable[[Contestant], None]) -> None:
         """Show every contestant still standing, warmed up, to `look`."""
@@ -304,6 +306,7 @@ class Comparison:
             if self.effort.optimizer:
                 contestant.fill_gradients()
                 self._time_optimizer(record, contestant.optimizer)
+                self._time_torch_optimizer(record, contestant.torch_optimizer)
         contestant.zero_grad()
 
     def _time_optimizer(self, record: Record, optimizer: torch.optim.Optimizer) -> None:
@@ -313,3 +316,9 @@ class Comparison:
             timing = timed(optimizer.step, self.setting.device)
             record.add("optimizer_s", timing.device_s)
             record.add("optimizer_host_s", timing.host_s)
+
+    def _time_torch_optimizer(self, record: Record, optimizer: torch.optim.Optimizer) -> None:
+        """The same for torch's own class, which users may know alone."""
+        optimizer.step()
+        for _ in range(self.effort.steps):
+            record.add("torch_optimizer_s", timed(optimizer.step, self.setting.device).device_s)

@@ -234,6 +234,13 @@ TARGETS: Mapping[str, Target] = {
         at_most=1.3,
         read=times("optimizer_s", PLAIN_SHARDS),
     ),
+    "torch-optimizer-12x768": Target(
+        run="12x768",
+        what="torch.optim.AdamW on its parameters / plain tensors, 12 x 768, world 8",
+        today="2 to 4",
+        at_most=1.5,
+        read=times("torch_optimizer_s", PLAIN_SHARDS),
+    ),
     **memory_targets("12x768"),
     **memory_targets("1.2b"),
     **memory_targets("3.8b"),
@@ -258,6 +265,13 @@ TARGETS: Mapping[str, Target] = {
         today="n/a",
         at_most=None,
         read=times("optimizer_s", PLAIN_SHARDS),
+    ),
+    "torch-optimizer-tiny": Target(
+        run="tiny",
+        what="torch.optim.AdamW on its parameters / plain tensors, CPU, 12 x 64, world 8",
+        today="n/a",
+        at_most=None,
+        read=times("torch_optimizer_s", PLAIN_SHARDS),
     ),
     "gloo": Target(
         run="gloo",
