@@ -95,7 +95,7 @@ class Replayed:
 
 def journals_after_replays() -> list[tuple[int, int, int]]:
     """Count what four replays note; the capture has counted the optimizer's step of the first."""
-    model = make_model()
+    model: Any = make_model()
     optimizer = ShardedOptimizer(torch.optim.AdamW, model.parameters(), lr=0.1)
     make_step(model, optimizer)(torch.ones(3, 4))
     step: Any = graphed(model, (), model=model, optimizer=optimizer)
