@@ -162,6 +162,8 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: Any) -> Path:
     short = ("train.steps=3", "checkpoint.every=1", "trace.start=2", "trace.steps=1")
     small = [*TINY, *short, f"data.path={write_text(tmp_path)}"]
     Path("run.toml").write_text(to_toml(read_config(Path("page.toml"), small)))
+    common = blocks((ROOT / "docs" / "guide.md").read_text(), "python")[0]
+    Path("common.py").write_text(common)
     model = nn.Linear(3, 5)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(3)).sum().backward()
