@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -18,7 +20,7 @@ from tests.helpers import ranks
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.fake import fake_world
 from tests.helpers.groups import leave_group
-from tests.helpers.rank_worker import StandInError
+from tests.helpers.rank_worker import StandInError, pickled
 from tests.helpers.ranks import RankError, World
 from tests.helpers.threads import run_threads
 
@@ -360,3 +362,23 @@ def test_any_dtype_compares() -> None:
     assert_equal([1, 0.5], [1, 0.5])
     assert_close(torch.tensor([torch.inf, 0.0]), torch.tensor([torch.inf, 0.0]), rtol=0, atol=0)
     assert_equal(torch.empty(0, 3), torch.empty(0, 3))
+
+
+def test_tensors_of_all_kinds_travel_as_they_are() -> None:
+    shared = torch.ones(2)
+    sent = [
+        *(torch.empty(0, 3), torch.tensor(1.3), torch.tensor([True]), torch.ones(2).bfloat16()),
+        *(torch.randn(4, 3).t(), torch.randn(9)[2:5], torch.ones(2, requires_grad=True)),
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        nn.Parameter(torch.ones(2)),
+        *(shared, shared),
+    ]
+    received = pickle.loads(pickled(sent))
+    for before, after in zip(sent, received, strict=True):
+        assert type(after) is type(before)
+        assert (after.dtype, after.stride()) == (before.dtype, before.stride())
+        assert after.requires_grad == before.requires_grad
+        assert torch.equal(after, before)
+    assert received[-1] is received[-2]
+    received[-1].zero_()  # may be written to

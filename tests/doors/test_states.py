@@ -185,7 +185,7 @@ def released_by_the_next(rows: list[Row]) -> list[Row]:
     return result
 
 
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_parameters_are_sharded_when_torch_s_are(
     world, program: Program, reshard_after_forward: bool | None

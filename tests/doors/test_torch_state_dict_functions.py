@@ -94,8 +94,7 @@ def as_with_torch(orig: bool, mesh: tuple[int, ...] | None) -> None:
             load(*others, FLAT_NAMES, saved(*ours, FLAT_NAMES))
 
 
-@pytest.mark.parametrize("mesh", [None, (2,)])
-@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize(("orig", "mesh"), [(True, None), (False, (2,))])
 def test_state_dicts_are_those_of_torch_s_wrapper_and_are_loaded(
     world, orig: bool, mesh: Any
 ) -> None:

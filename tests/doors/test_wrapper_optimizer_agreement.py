@@ -179,8 +179,9 @@ def as_one(ranks: list[dict[str, Any]]) -> Any:
     return ranks[0]["full"]
 
 
-@pytest.mark.parametrize("orig", [True, False])
-@pytest.mark.parametrize(("size", "mesh"), [(2, None), (3, None), (4, (2, 2))])
+@pytest.mark.parametrize(
+    ("size", "mesh", "orig"), [(2, None, True), (3, None, False), (4, (2, 2), True)]
+)
 def test_the_order_of_parameters_and_groups_on_a_rank_does_not_matter(
     world, size: int, mesh: tuple[int, ...] | None, orig: bool
 ) -> None:

@@ -30,7 +30,7 @@ from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import named_states
 from fullshard.storage.buffers import Buffer
 from tests.helpers.models import ModelOptions, make_decoder, tokens_for
-from tests.helpers.training import FULLSHARD, Run, shard
+from tests.helpers.training import FULLSHARD, Run, ShardOptimizer, shard
 from tests.helpers.wrapping import library, wrap_blocks
 
 MICROBATCHES = 2
@@ -162,7 +162,7 @@ def train(
     """Train; run the steps that fail, or skip them."""
     model = sharded(api, options, replicas)
     trap = Trap(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = ShardOptimizer("AdamW", list(model.parameters()))
     losses, failures = [], []
     for number in range(max(failing) + 2):
         fails = number in failing

@@ -1,7 +1,7 @@
 """One rank of the test bench: a process that runs jobs until its parent is gone.
 
 The parent side is `ranks`. Between the two runs one pipe, and every message on it is bytes made by
-plain `pickle`, never by `torch.multiprocessing`, so that tensors travel as values and no shared
+`pickle`, never by `torch.multiprocessing`, so that tensors travel as values and no shared
 memory outlives a rank.
 
     parent                          rank
@@ -16,8 +16,10 @@ A rank leaves only when every rank has reported: a gloo peer that is still readi
 collective would otherwise see its connection closed.
 """
 
+import copyreg
 import faulthandler
 import gc
+import io
 import os
 import pickle
 import queue
@@ -25,10 +27,12 @@ import shutil
 import signal
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,6 +96,41 @@ def serve(connection: Connection, folder: Path, number: int) -> None:
         connection.send_bytes(pickle.dumps(_leave()))
 
 
+def pickled(value: Any) -> bytes:
+    """Return what `pickle.loads` makes an equal value of, without what torch does to save a file for each tensor."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer)
+    pickler.dispatch_table = copyreg.dispatch_table.copy() | {torch.Tensor: _reduced}
+    pickler.dump(value)
+    return buffer.getvalue()
+
+
+def _reduced(tensor: torch.Tensor) -> Any:
+    is_plain = (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or vars(tensor))
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    )
+    if not is_plain:
+        return tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    return tensor_of, (to_bytes(tensor), tensor.dtype, tuple(tensor.shape))
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the elements of a tensor in the order of its dimensions."""
+    data: bytes = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return data
+
+
+def tensor_of(data: bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return a new tensor of elements that `to_bytes` gave."""
+    if not data:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(tuple(shape))
+
+
 def stacks_file(folder: Path, rank: int) -> Path:
     """Where this rank's stacks go when it crashes or is asked for them."""
     return folder / f"rank{rank}.stacks"
@@ -119,7 +158,7 @@ def _run(job: Job) -> Report:
         )
         torch.manual_seed(0)
         fn, args, kwargs = pickle.loads(job.call)
-        return Report(result=pickle.dumps(fn(*args, **kwargs)))
+        return Report(result=pickled(fn(*args, **kwargs)))
     except BaseException as error:
         # The process goes on, as no other does: what others learn from an exception that ends a process.
         POSITION.note_exception(error)

@@ -25,7 +25,7 @@ from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.rank_worker import Job, Report, serve, stacks_file
+from tests.helpers.rank_worker import Job, Report, pickled, serve, stacks_file
 
 MAX_RANKS = 4
 
@@ -84,7 +84,7 @@ class World:
         self, fn: Callable[..., Any], *args: Any, timeout_s: float = JOB_TIMEOUT_S, **kwargs: Any
     ) -> list[Any]:
         """Call `fn(*args, **kwargs)` on every rank and return the results by rank."""
-        reports = self._pool.run(self.size, pickle.dumps((fn, args, kwargs)), timeout_s)
+        reports = self._pool.run(self.size, pickled((fn, args, kwargs)), timeout_s)
         failures = _failures(reports)
         if failures:
             raise RankError(failures)
@@ -98,7 +98,7 @@ class World:
         Crashes and hangs are still raised. An exception that does not pickle is replaced by a
         `StandInError`.
         """
-        reports = self._pool.run(self.size, pickle.dumps((fn, args, kwargs)), timeout_s)
+        reports = self._pool.run(self.size, pickled((fn, args, kwargs)), timeout_s)
         return [
             pickle.loads(report.result) if report.error is None else report.error
             for report in (reports[rank] for rank in range(self.size))

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
+from tests.helpers.rank_worker import tensor_of, to_bytes
 
 ONE_PROCESS, TORCH, FULLSHARD = "one process", "torch", "fullshard"
 
@@ -210,11 +211,11 @@ def all_whole(tensors: dict[Any, Any]) -> dict[Any, Tensor]:
     for group, mine in parts.items():
         by_rank: list[list[tuple[torch.Size, bytes]]] = [[]] * group.size()
         # As bytes: torch takes half a millisecond to pickle a tensor.
-        sent = [(each.shape, _to_bytes(each)) for each in mine.values()]
+        sent = [(each.shape, to_bytes(each)) for each in mine.values()]
         dist.all_gather_object(by_rank, sent, group=group)
         for name, of_ranks in zip(mine, zip(*by_rank, strict=True), strict=True):
             tensor = tensors[name]
-            shards = [_from_bytes(data, tensor.dtype).view(shape) for shape, data in of_ranks]
+            shards = [tensor_of(data, tensor.dtype, shape) for shape, data in of_ranks]
             full = torch.cat(shards, tensor.placements[_the_cut(tensor)].dim)
             assert full.shape == tensor.shape
             found[name] = full.to(tensor.device)
@@ -227,15 +228,6 @@ def _the_cut(tensor: Any) -> int | None:
         return None
     cut = [dim for dim, each in enumerate(tensor.placements) if not isinstance(each, Replicate)]
     return cut[0] if len(cut) == 1 and type(tensor.placements[cut[0]]) is Shard else None
-
-
-def _to_bytes(tensor: Tensor) -> bytes:
-    data: bytes = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return data
-
-
-def _from_bytes(data: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
 def mine(batch: Tensor) -> Tensor:

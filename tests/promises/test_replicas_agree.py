@@ -17,7 +17,7 @@ from fullshard import MixedPrecisionPolicy, fully_shard, replicate
 from fullshard.comm import collectives
 from fullshard.engine.state import state_of
 from tests.helpers.compare import assert_close
-from tests.helpers.training import FULLSHARD, gradients
+from tests.helpers.training import FULLSHARD, ShardOptimizer, gradients
 from tests.helpers.wrapping import CPU, library
 
 SCALARS, STEPS = 6, 4
@@ -107,7 +107,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 def copies_are_equal(name: str) -> None:
     limit = 1e3 if name == "fp16" else 1e8
     model = MODELS[name]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = ShardOptimizer("SGD", list(model.parameters()), lr=1e-3)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for step in range(STEPS):
         for micro in range(2):

@@ -33,7 +33,7 @@ from fullshard import (
 from fullshard.engine.state import state_of
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.compare import assert_close
-from tests.helpers.training import FULLSHARD, gradients, weights
+from tests.helpers.training import FULLSHARD, ShardOptimizer, gradients, weights
 from tests.helpers.wrapping import full_params, library
 
 WIDTH = 5
@@ -312,7 +312,7 @@ def in_one_process(program: Program) -> tuple[list[Any], dict[str, Tensor]]:
 
 def through(door: str, program: Program) -> tuple[list[Any], dict[str, Tensor]]:
     model = DOORS[door](make_flow())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = ShardOptimizer("SGD", list(model.parameters()), lr=0.1)
     seen = []
     for step in range(2):
         loss, values = program(model, *rows_of(step, dist.get_rank()))
