@@ -67,7 +67,8 @@ def test_a_gather_that_a_deeper_prefetch_hides_is_named_with_the_remedy_for_the_
 
 
 def test_a_wire_slower_than_compute_is_not_helped_by_prefetching():
-    findings = found_on(replace(CALM, gather_us=4500, world=4), prefetch=1)
+    by_bytes = {"root": 4500.0}  # it has twice the bytes of a layer
+    findings = found_on(replace(CALM, gather_us=4500, world=4, slow_gathers=by_bytes), prefetch=1)
     finding = only(findings, "The wire is the bottleneck")
     assert "No prefetch depth" in finding.text
     assert not any("prefetch" in str(remedy) for remedy in finding.remedies)
@@ -84,14 +85,11 @@ def test_the_first_gather_has_a_finding_of_its_own():
     assert "5.1 ms" in finding.title and "`root`" in finding.title
 
 
-def test_reductions_after_backward_are_told_with_the_narrow_wire():
+def test_reductions_after_backward_are_told_but_not_with_fewer_bytes_if_these_take_no_time():
+    """In this machine all reductions take the same time, also that of the root, which has twice the bytes."""
     finding = only(found_on(replace(CALM, reduce_us=1500)), "reductions")
     assert "3 ms" in finding.title
-    assert str(finding.remedies[0]) == (
-        'Half of the bytes, still summed in float32: `compute.wire = "bf16"`, in a new run'
-    )
-    finding = only(diagnose(Analysis(script_on(replace(CALM, reduce_us=1500)))), "reductions")
-    assert "wire_dtype" in str(finding.remedies[0])
+    assert not any(remedy.kind == "narrow wire" for remedy in finding.remedies)
 
 
 def test_a_late_rank_is_named_and_its_waits_are_not_blamed_on_the_wire():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 import fullshard
 from fullshard.comm import spans
@@ -18,7 +16,7 @@ from fullshard.programs.report.timeline import mean_waits
 from tests.helpers.fake import fake_world
 from tests.helpers.models import make_decoder, tokens_for
 from tests.helpers.traces import HostClock, SlowAllGather
-from tests.helpers.training import FULLSHARD, Run, batch_of, mine, shard
+from tests.helpers.training import FULLSHARD, Run, shard
 
 PAUSE_S = 0.1
 
@@ -50,21 +48,3 @@ def test_a_gather_with_a_sleep_in_it_is_found_at_its_group(
         assert 1.5 * PAUSE_S * 1e6 < step.exposed_us < step.duration_us
         total = step.compute_us("forward", "backward", "outside") + step.exposed_us
         assert abs(total - step.duration_us) < 0.01 * step.duration_us
-
-
-def late_on_rank_1(folder: Path) -> None:
-    """Rank 1 takes longer in the second block, in every step."""
-    model: Any = shard(make_decoder(), FULLSHARD, Run())
-    if dist.get_rank() == 1:
-        model.blocks[1].up.register_forward_pre_hook(lambda *_: time.sleep(2 * PAUSE_S))
-    model(mine(batch_of(0))).backward()
-    with fullshard.trace(model, folder) as recording:
-        for _ in range(2):
-            model(mine(batch_of(0))).backward()
-            recording.step()
-
-
-def test_a_rank_that_sleeps_is_found(world, tmp_path: Path) -> None:
-    world(2).run(late_on_rank_1, tmp_path)
-    titles = [finding.title for finding in diagnose(Analysis(read_run(tmp_path)))]
-    assert any(title.startswith("Rank 1 comes later than the others") for title in titles)

@@ -68,7 +68,7 @@ FINDINGS: dict[str, FindingKind] = {
     ),
     "bad steps": FindingKind(
         "loss or gradient norm were not finite, or above `train.max_norm`",
-        ("skip bad steps", "lower rate", "clip", "warm up"),
+        ("skip bad steps", "look", "lower rate", "clip"),
     ),
     "failed steps": FindingKind(
         "a rank has raised an exception, and `train.on_error` is `skip`",
@@ -80,7 +80,7 @@ FINDINGS: dict[str, FindingKind] = {
     ),
     "loss jumps": FindingKind(
         f"a loss is {run_findings.SPIKE:g} typical distances above the median of the {run_findings.SPIKE_WINDOW} steps before it",
-        ("look", "lower rate", "clip"),
+        ("look",),
     ),
     "slower": FindingKind(
         f"of the steps of one start, the median of the last quarter is {share(run_findings.SLOWER_BY)} above that of the first, and "

@@ -8,6 +8,8 @@ ties, and what padding other divisions would need. A run of the trainer gets set
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import linear_regression
+from typing import Literal
 
 from fullshard.errors import ConfigurationError
 from fullshard.programs.report.analysis import Analysis
@@ -15,10 +17,13 @@ from fullshard.programs.report.findings import Call, Remedy, Setting
 from fullshard.programs.report.run_files import Run
 from fullshard.programs.report.units import size
 from fullshard.programs.train.config_file import read_config, toml_value
-from fullshard.tracing.schema import GroupFacts, PlannedFacts
+from fullshard.tracing.schema import GroupFacts, Kind, PlannedFacts
 
 SMALL_GROUP_BYTES = 1_000_000
 """A group with fewer gathered bytes is small: on wires of 10 GB/s and more its time is mostly latency."""
+
+BYTES_COUNT = 0.3
+"""Fewer bytes are recommended if bytes, and not latency, take at least this share of the time on the wire."""
 
 LESS = 0.9
 """A remedy is worth it if at most this share of what it is about would remain."""
@@ -43,19 +48,19 @@ REMEDIES: dict[str, tuple[str, str]] = {
     ),
     "half of the bytes": (
         "`compute.precision` in a new run; `MixedPrecisionPolicy(param_dtype=...)`",
-        "some group computes in float32",
+        "some group computes in float32, and larger gathers take longer",
     ),
     "keep gathered": (
         "`sharding.reshard_after_forward`",
-        "groups are gathered again in backward",
+        "groups are gathered again in backward, and a tenth of the waits is there",
     ),
     "replicas": (
         "`sharding.replicas`; a 2-D mesh",
-        "an even number of more than 2 ranks shares a copy; for padding: less remains over half of the ranks",
+        "an even number of more than 2 ranks shares a copy, and larger gathers take longer; or less padding remains",
     ),
     "narrow wire": (
         "`compute.wire` in a new run; `MixedPrecisionPolicy(wire_dtype=...)`",
-        "gradients travel in float32",
+        "gradients travel in float32, and larger reductions take longer",
     ),
     "cut regardless of rows": (
         '`sharding.door = "wrapper"`',
@@ -71,16 +76,21 @@ REMEDIES: dict[str, tuple[str, str]] = {
     ),
     "smaller groups": (
         "`sharding.groups`; `plan_groups`",
-        "the run has merged groups, or the plan has smaller ones, and less would be gathered at once",
+        "groups are released after forward, and with one group per block, or with the plan, less would be gathered at once",
     ),
     "flat optimizer": (
         "`optimizer.flat`; `fullshard.optim.ShardedOptimizer`",
         "there are more parameters than groups; the trainer does not have it already",
     ),
-    "skip bad steps": ("`train.on_bad_step`", "the run does not skip them already"),
-    "lower rate": ("`optimizer.lr` in a new run", "a third of the run's"),
-    "clip": ("`train.clip` in a new run", "the run does not clip"),
-    "warm up": ("`schedule.warmup` in a new run", "the run has no warm-up"),
+    "skip bad steps": (
+        "`train.on_bad_step`",
+        "the gradient norm had not risen before: one step is bad, not the run",
+    ),
+    "lower rate": (
+        "`optimizer.lr` in a new run",
+        "the gradient norm had risen before: the run diverges",
+    ),
+    "clip": ("`train.clip` in a new run", "the same, and the run does not clip"),
     "smaller microbatches": (
         "`train.accumulate`",
         "memory ran out, and the ranks' shares can be divided",
@@ -218,6 +228,10 @@ def smaller_groups(analysis: Analysis) -> Remedy | None:
     """Return groups of which less is gathered at once: one per block instead of a plan, or a plan instead of few."""
     run, groups = analysis.run, [*analysis.groups.values()]
     text = "More and smaller groups"
+    if (
+        not analysis.gathers_again
+    ):  # then all are there at the end of forward, however small they are
+        return None
     if run.setting("sharding", "groups") == "plan":
         merged = [group for group in groups if len(group.modules) > 1]
         alone = sum(g.gathered_bytes for g in groups if len(g.modules) == 1)
@@ -240,9 +254,7 @@ def smaller_groups(analysis: Analysis) -> Remedy | None:
         "smaller groups",
         text,
         settings=[Setting("sharding", "groups", "plan")],
-        call=Call("wrapper", ("auto_wrap_policy=plan_groups(model).wrap_policy()",))
-        if is_flat(analysis)
-        else Call("instead", ("plan_groups(model).apply()",)),
+        call=None if is_flat(analysis) else Call("instead", ("plan_groups(model).apply()",)),
     )
 
 
@@ -251,7 +263,8 @@ def _is_less(analysis: Analysis, sizes: Sequence[int]) -> bool:
 
     That group is kept; of the others, the one that computes and those that are prefetched are there.
     """
-    depth = max(1, analysis.prefetch or 1)
+    configured = analysis.run.setting("sharding", "prefetch")
+    depth = configured if isinstance(configured, int) else analysis.prefetch or 1
     others = sizes[1:]
     peak = sizes[0] + max((sum(others[i : i + depth + 1]) for i in range(len(others))), default=0)
     return peak <= LESS * analysis.gathered_peak
@@ -295,14 +308,14 @@ def deeper_prefetch(analysis: Analysis, depth: int) -> Remedy | None:
     )
 
 
-def larger_batch(analysis: Analysis) -> Remedy | None:
-    """Return more work per forward: fewer microbatches, or a larger batch."""
+def larger_batch(analysis: Analysis, *, per: Literal["gather", "reduction"]) -> Remedy | None:
+    """Return more work per forward: fewer microbatches, or a larger batch. Reductions are once a step, in any case."""
     run = analysis.run
-    text = "More work per gather and reduction: twice as much in each forward, for its activations"
+    text = f"More work per {per}: twice as much in each forward, for its activations"
     if not run.is_of_trainer:
         return Remedy(kind="larger batch", text=text)
     accumulate, batch = run.setting("train", "accumulate"), run.setting("train", "batch")
-    if isinstance(accumulate, int) and accumulate > 1 and accumulate % 2 == 0:
+    if per == "gather" and isinstance(accumulate, int) and accumulate and accumulate % 2 == 0:
         return _remedy(
             run, "larger batch", text, settings=[Setting("train", "accumulate", accumulate // 2)]
         )
@@ -312,23 +325,58 @@ def larger_batch(analysis: Analysis) -> Remedy | None:
 
 
 def half_of_the_bytes(analysis: Analysis) -> Remedy | None:
-    """Return compute in bfloat16, if some group computes in float32."""
-    if not any("float32" in group.compute_dtype for group in analysis.groups.values()):
+    """Return compute in bfloat16, if some group computes in float32 and bytes take time."""
+    groups = analysis.groups.values()
+    if not any("float32" in group.compute_dtype for group in groups):
+        return None
+    if not bytes_take_time(analysis, "gather"):
         return None
     return _remedy(
         analysis.run,
         "half of the bytes",
         "Half of the bytes",
         settings=[Setting("compute", "precision", "bf16")],
-        call=Call("wrapper", ("mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)",))
-        if is_flat(analysis)
-        else Call("fully_shard", ("mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)",)),
+        call=_precision(analysis, "param_dtype"),
     )
 
 
+def _precision(analysis: Analysis, changed: str) -> Call:
+    """Return the code that makes one dtype of a policy bfloat16, and leaves the others as they are."""
+    first = next(iter(analysis.groups.values()))
+    dtypes = {
+        "param_dtype": (first.compute_dtype, first.param_dtype),
+        "reduce_dtype": (first.reduce_dtype, first.compute_dtype),
+        "wire_dtype": (first.wire_dtype, first.reduce_dtype),
+    }
+    # What is not given follows the dtype before it.
+    chosen = {name: dtype for name, (dtype, before) in dtypes.items() if dtype != before}
+    if changed == "wire_dtype":  # it must be narrower than the dtype of the sums
+        chosen["reduce_dtype"] = "float32"
+    chosen[changed] = "bfloat16"
+    code = ", ".join(f"{name}=torch.{chosen[name]}" for name in dtypes if name in chosen)
+    if is_flat(analysis):
+        return Call("wrapper", (f"mixed_precision=MixedPrecision({code})",))
+    return Call("fully_shard", (f"mp_policy=MixedPrecisionPolicy({code})",))
+
+
+def bytes_take_time(analysis: Analysis, kind: Kind) -> bool:
+    """Say whether larger collectives take longer, so that fewer bytes would help: a line through sizes and times.
+
+    If all have the same size nothing can be compared, and only large ones count.
+    """
+    spans = [span for step in analysis.judged for span in step.of(kind)]
+    sizes, times = [span.nbytes for span in spans], [span.duration_us for span in spans]
+    if len({*sizes}) < 2:
+        return bool(sizes) and sizes[0] >= SMALL_GROUP_BYTES
+    slope = linear_regression(sizes, times).slope
+    return slope * sum(sizes) >= BYTES_COUNT * sum(times)
+
+
 def keep_gathered(analysis: Analysis) -> Remedy | None:
-    """Return groups that are kept until backward, if they are gathered again."""
-    if not analysis.gathers_again:
+    """Return groups that are kept until backward, if they are gathered again and waited for there."""
+    waits = [wait for wait in analysis.judged_waits if wait.awaited == "gather"]
+    again = sum(wait.mean_us for wait in waits if wait.phase == "backward")
+    if again < (1 - LESS) * sum(wait.mean_us for wait in waits):
         return None
     return _remedy(
         analysis.run,
@@ -371,17 +419,18 @@ def replicas(analysis: Analysis) -> Remedy | None:
 
 
 def narrow_wire(analysis: Analysis) -> Remedy | None:
-    """Return gradients in bfloat16 on the wire, if they travel in float32."""
-    if not any("float32" in group.wire_dtype for group in analysis.groups.values()):
+    """Return gradients in bfloat16 on the wire, if they travel in float32 and bytes take time."""
+    groups = analysis.groups.values()
+    if not any("float32" in group.wire_dtype for group in groups):
+        return None
+    if not bytes_take_time(analysis, "reduce"):
         return None
     return _remedy(
         analysis.run,
         "narrow wire",
         "Half of the bytes, still summed in float32",
         settings=[Setting("compute", "wire", "bf16")],
-        call=Call("wrapper", ("mixed_precision=MixedPrecision(wire_dtype=torch.bfloat16)",))
-        if is_flat(analysis)
-        else Call("fully_shard", ("mp_policy=MixedPrecisionPolicy(wire_dtype=torch.bfloat16)",)),
+        call=_precision(analysis, "wire_dtype"),
     )
 
 
@@ -479,13 +528,6 @@ def clip(run: Run) -> Remedy | None:
     if run.setting("train", "clip") != 0:
         return None
     return _remedy(run, "clip", "Clip gradients", settings=[Setting("train", "clip", 1.0)])
-
-
-def warm_up(run: Run) -> Remedy | None:
-    """Return a warm-up, if the run has none."""
-    if run.setting("schedule", "warmup") != 0:
-        return None
-    return _remedy(run, "warm up", "Begin slowly", settings=[Setting("schedule", "warmup", 0.1)])
 
 
 def smaller_microbatches(run: Run) -> Remedy | None:

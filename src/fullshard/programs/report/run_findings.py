@@ -16,7 +16,6 @@ from fullshard.programs.report.remedies import (
     recompute,
     skip_bad_steps,
     smaller_microbatches,
-    warm_up,
 )
 from fullshard.programs.report.run_files import Run
 from fullshard.programs.report.units import duration
@@ -33,6 +32,9 @@ MOST_STALLED = 3
 
 SPIKE_WINDOW = 25
 """Steps before a step whose losses say what loss to expect."""
+
+RISEN = 3.0
+"""A run diverges if the gradient norm before a bad step is this many times the median of that window."""
 
 SPIKE = 8.0
 """A loss is a spike if it exceeds the median of that window by this many typical distances."""
@@ -68,7 +70,7 @@ def _bad_steps(run: Run) -> Iterator[Finding]:
             + f". It was {noun} {', '.join(str(each.step) for each in found[:10])}"
             + (" and later." if num > 10 else "."),
             amount=num + _steps_lost(run, found),
-            remedies=_against_bad_numbers(run)
+            remedies=_against_bad_numbers(run, first.step)
             if kind == "bad steps"
             else _against_failures(run, found),
             severity="bad",
@@ -85,8 +87,17 @@ def _steps_lost(run: Run, found: list[BadStep]) -> int:
     return max(0, start.steps - steps[-1].step)
 
 
-def _against_bad_numbers(run: Run) -> tuple[Remedy, ...]:
-    return given(skip_bad_steps(run), lower_rate(run), clip(run), warm_up(run))
+def _against_bad_numbers(run: Run, first: int) -> tuple[Remedy, ...]:
+    if _diverges(run, first):
+        return given(lower_rate(run), clip(run))
+    return given(skip_bad_steps(run), look(f"Look at the data of step {first}"))
+
+
+def _diverges(run: Run, step: int) -> bool:
+    """Say whether gradients had grown before a step, so that the run is at fault and not the step's data."""
+    norms = [s.grad_norm for s in run.metrics.steps if s.step < step and isfinite(s.grad_norm)]
+    usual = norms[-1 - SPIKE_WINDOW : -1]
+    return bool(usual) and norms[-1] > RISEN * median(usual)
 
 
 def _against_failures(run: Run, found: list[BadStep]) -> tuple[Remedy, ...]:
@@ -142,12 +153,8 @@ def _spikes(run: Run) -> Iterator[Finding]:
         title=f"The loss jumps to {worst.loss:.3g} at step {worst.step}, where {expected:.3g} was expected",
         text=f"{len(found)} of {len(steps)} steps are far above the {SPIKE_WINDOW} steps before them.",
         amount=len(found),
-        remedies=given(
-            look(
-                f"Look at the data and the gradient norm of step {worst.step}, and of the step before it"
-            ),
-            lower_rate(run),
-            clip(run),
+        remedies=(
+            look(f"Look at the data of step {worst.step}, and at the gradient norm before it"),
         ),
         severity="bad",
         cost_share=0.5,

@@ -9,6 +9,7 @@ from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.findings import Finding
 from fullshard.programs.report.remedies import (
     SMALL_GROUP_BYTES,
+    bytes_take_time,
     deeper_prefetch,
     fewer_groups,
     flat_optimizer,
@@ -210,10 +211,10 @@ def _no_depth_helps(
         text=text,
         amount=cost,
         remedies=given(
-            larger_batch(analysis),
+            larger_batch(analysis, per="gather"),
             half_of_the_bytes(analysis),
             keep_gathered(analysis),
-            replicas(analysis),
+            replicas(analysis) if bytes_take_time(analysis, "gather") else None,
         ),
         cost_share=cost,
     )
@@ -236,7 +237,7 @@ def _reduction_waits(analysis: Analysis) -> Iterator[Finding]:
         remedies=given(
             narrow_wire(analysis),
             smaller_beginning(analysis, waits[0].group),
-            larger_batch(analysis),
+            larger_batch(analysis, per="reduction"),
         ),
         cost_share=cost,
     )
