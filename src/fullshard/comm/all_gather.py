@@ -25,6 +25,9 @@ from fullshard.comm.spans import CollectiveSpan
 from fullshard.plan.layout import Layout, gathers_in_place
 from fullshard.storage.buffers import FlatShard, GatherBuffer, ShardBuffer, UploadBuffer
 
+SMALL = 32 * 2**20
+"""Bytes of full parameters that a captured step takes memory for early: see `GroupAllGather.is_small`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Messages:
@@ -109,6 +112,8 @@ class GroupAllGather:
         """Gives the memory back."""
         self.takes_memory_late = self.buffer.packed
         """Whether `finish` takes memory, too."""
+        self.is_small = self.buffer.nbytes <= SMALL and custom is None
+        """Whether one more of its buffers is no matter for a step's memory."""
         self.received_bytes = self.buffer.received_bytes if process_group is not None else 0
         """Bytes that come from other ranks, but for what is gathered beside the buffer's own."""
         self._staged: Tensor | None = None
@@ -233,7 +238,7 @@ class UnshardedInPlace:
     Unsharded parameters are aliases of the shards, so nothing is copied, and nothing is given back.
     """
 
-    takes_memory_late = False
+    takes_memory_late = is_small = False
     held_bytes = 0
 
     def __init__(self, shards: ShardBuffer) -> None:

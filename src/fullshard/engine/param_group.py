@@ -362,13 +362,13 @@ class FSDPParamGroup:
             self._all_gather = all_gather
             self._may_stay = may_stay
             self.sharded_state = _GATHERING
-            # A gather is finished at once where the stream alone can wait for it. It is not where the host must
-            # wait, nor where finishing takes memory that others give back before compute needs this one.
-            if (
-                context.asynchronous
-                and gathers.unbuffered is None
-                and not all_gather.takes_memory_late
-            ):
+            # A gather is finished at once where the stream alone can wait for it. It is not where the host must wait,
+            # nor where finishing takes memory that others give back before compute needs this one. In a CUDA graph the
+            # device is the limit, and compute would stand still for the copy; so little memory is taken early there.
+            takes_late = all_gather.takes_memory_late and not (
+                context.in_capture and all_gather.is_small
+            )
+            if context.asynchronous and gathers.unbuffered is None and not takes_late:
                 all_gather.finish(self._in_flight)
                 self._in_flight = None
                 self._gathered_event.record()
