@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,8 @@ class FactoryModel:
         if os.getcwd() not in sys.path:  # a command that is installed does not look there
             sys.path.insert(0, os.getcwd())
         try:
-            factory = reduce(getattr, path.split("."), importlib.import_module(module_name))
+            module: Any = importlib.import_module(module_name)
+            factory = reduce(getattr, path.split("."), module)
             with torch.device("meta"):
                 model = factory()
         except Exception as error:
