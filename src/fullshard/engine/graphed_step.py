@@ -98,7 +98,7 @@ def graphed(
         sample_inputs: Positional inputs as the step will get them, to be checked now. They are not used for training.
         model: The sharded model that the step trains.
         optimizer: The optimizer whose step is in ``step_fn``. It must be made with ``capturable=True``; SGD with
-            ``fused=True``, as a `ShardedOptimizer`.
+            ``fused=True``.
         warmup: How many calls run eagerly before the capture, for each kind of inputs; at least 1.
 
     Returns:
