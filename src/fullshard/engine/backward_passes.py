@@ -51,9 +51,7 @@ class ReachedState:
         self.backward_pass = backward_pass
         self.calls: list[Call[FSDPState]] = []
         """Through whose outputs backward came."""
-        trainable = [
-            id(param) for group in state.groups for param in group.params if param.trainable
-        ]
+        trainable = state.trainable_ids
         self.awaited = state.awaited
         """Ids of parameters whose gradients have not arrived. Always the same set, which their hooks know."""
         self.awaited.clear()

@@ -19,6 +19,7 @@ from fullshard.comm import watchdog
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import backward_hooks
 from fullshard.engine.installed_full_params import InstalledFullParams
+from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.observed_use import ObservedUse
 from fullshard.engine.options import StateOptions
 from fullshard.engine.param_group import FSDPParamGroup
@@ -98,6 +99,8 @@ class FSDPState:
         """Whether a backward has been seen to run this state's forward again."""
         self.awaited: set[int] = set()
         """Ids of parameters whose gradients have not arrived, while backward is in this state; see `ReachedState`."""
+        self._trainable: tuple[int, tuple[int, ...]] = (-1, ())
+        """How many changes had been seen when `trainable_ids` were looked up, and the ids."""
         self.watched_leaves: weakref.WeakValueDictionary[int, Tensor] = (
             weakref.WeakValueDictionary()
         )
@@ -114,6 +117,16 @@ class FSDPState:
             f"FSDP::pre_backward ({name})",
             f"FSDP::post_backward_reduce ({name})",
         )
+
+    @property
+    def trainable_ids(self) -> tuple[int, ...]:
+        """Ids of the trainable parameters."""
+        changes, found = self._trainable
+        if changes != CHANGES.count:
+            params = (param for group in self.groups for param in group.params)
+            found = tuple(id(param) for param in params if param.trainable)
+            self._trainable = CHANGES.count, found
+        return found
 
     @property
     def gathered(self) -> bool:
