@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from examples import fsdp1_training
+import pytest
+
+from examples import fsdp1_training, int8_gather
 from examples.int8_gather import Outcome, train
+from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.evaluation import held_out_loss
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.training import FULLSHARD, TORCH
 
 
 def int8_and_plain() -> tuple[Outcome, Outcome]:
-    return train(int8=True, steps=3), train(int8=False, steps=3)
+    """With less data in a step than the example takes."""
+    usual = RunConfig()
+    smaller = replace(usual, train=replace(usual.train, batch=4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(int8_gather, "RunConfig", lambda: smaller)
+        patch.setattr(int8_gather, "held_out_loss", few_windows)
+        return train(int8=True, steps=3), train(int8=False, steps=3)
+
+
+def few_windows(*args: Any, **options: Any) -> float:
+    return held_out_loss(*args, **options | {"limit": 16})
 
 
 def test_int8_gathers_send_less_and_learn_as_much(world) -> None:
