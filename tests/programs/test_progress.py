@@ -175,7 +175,7 @@ def test_what_happens_besides_steps_gets_a_line_of_its_own() -> None:
 def test_the_summary_says_what_was_trained_and_what_each_rank_held() -> None:
     output = seen(terminal=False)
     assert "the folder [here]" in output and "a decoder of [2] layers" in output
-    assert "        left out: hidden: [.git]\n" in output
+    assert "       left out: hidden: [.git]\n" in output
     assert "def [f]():\n" in output and "return \\x1b[2J" in output
     assert "\nTrained 40 steps on 2,560 tokens in 12.3 s.\n" in output
     assert "\n250 parameters, sharded over 2 cpu ranks.\n" in output

@@ -28,6 +28,7 @@ from fullshard.programs.console.tables import (
     print_first_rows,
     print_line,
     print_more,
+    print_prose,
 )
 
 QUIET_SECONDS = 1.0
@@ -170,10 +171,10 @@ def print_report(console: Console, path: Path, report: Report, *, list_all: bool
             print_error(fault)
         print_more(Console(file=broken_pipe_safe(sys.stderr)), report.faults, most)
     elif report.has_checksums:
-        print_line(console, f"All is well: {amount}, as they were written.\n{was_read}")
+        print_prose(console, f"All is well: {amount}, as they were written.\n{was_read}")
     else:
         text = "The format has no checksums to compare with."
-        print_line(console, f"All can be read: {amount}. {text}\n{was_read}")
+        print_prose(console, f"All can be read: {amount}. {text}\n{was_read}")
 
 
 def print_written(console: Console, target: Path, seconds: float) -> None:
@@ -205,13 +206,13 @@ def print_differences(
     if not found:
         print_line(console, f"Equal: {counted(found.compared, 'tensor')} and all else.")
     else:
-        print_line(console, f"Different: {_difference_counts(found)}.")
+        print_prose(console, f"Different: {_difference_counts(found)}.")
     print_facts(console, [("first", str(paths[0])), ("second", str(paths[1]))])
     most = _most(list_all)
     for lines in _groups_of_lines(found):
         print_line(console, "")
         for line in lines[:most]:
-            print_line(console, safe_line(line))
+            print_prose(console, safe_line(line))
         print_more(console, lines, most)
     rows = [
         (

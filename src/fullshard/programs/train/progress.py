@@ -12,7 +12,7 @@ from rich.table import Table
 from fullshard.errors import names_text, ranks_text, size_text
 from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe
 from fullshard.programs.console.progress_line import ProgressLine, showing_line
-from fullshard.programs.console.tables import counted, print_line, time_text
+from fullshard.programs.console.tables import counted, print_facts, print_line, time_text
 from fullshard.programs.run_events import (
     BadStep,
     Checkpoint,
@@ -120,16 +120,19 @@ class RunProgress:
 
     def _begin(self, start: Start) -> None:
         self._start = start
-        self._print(
-            f"Data    {start.data}\n"
-            f"        {start.training_tokens:,} tokens to learn from, {start.held_out_tokens:,} held out\n"
-            + (f"        left out: {start.left_out}\n" if start.left_out else "")
-            + f"Model   {start.model}\n"
-            f"        {start.parameters:,} parameters, sharded over {ranks_on(start)}\n"
-            f"Steps   {start.steps} of {start.tokens_per_step:,} tokens"
-        )
-        if start.resumed_from is not None:
-            self._print(f"        goes on after step {start.resumed_from}")
+        facts = [
+            ("Data", start.data),
+            (
+                "",
+                f"{start.training_tokens:,} tokens to learn from, {start.held_out_tokens:,} held out",
+            ),
+            ("", f"left out: {start.left_out}" if start.left_out else ""),
+            ("Model", start.model),
+            ("", f"{start.parameters:,} parameters, sharded over {ranks_on(start)}"),
+            ("Steps", f"{start.steps} of {start.tokens_per_step:,} tokens"),
+            ("", f"goes on after step {start.resumed_from}" if start.resumed_from else ""),
+        ]
+        print_facts(self._console, [(label, text) for label, text in facts if text])
         first = start.resumed_from or 0
         self._skipped = {number: None for number in self._earlier.skipped if number <= first}
         status = [] if first else ["evaluating"]
