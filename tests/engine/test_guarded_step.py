@@ -231,14 +231,12 @@ def failing_run(api: str, options: ModelOptions, replicas: int) -> list[Any]:
 
 SMALL = ModelOptions(depth=2)
 CASES = {
-    "two ranks": (2, "fully_shard", SMALL, 1),
     "three ranks, checkpointing": (
         3,
         "fully_shard",
         ModelOptions(depth=2, checkpointing="non_reentrant"),
         1,
     ),
-    "wrapper": (2, "wrapper", SMALL, 1),
     "hsdp": (4, "fully_shard", ModelOptions(depth=2, tied=True), 2),
     "hybrid wrapper": (4, "wrapper", SMALL, 2),
 }

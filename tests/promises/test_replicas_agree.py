@@ -158,6 +158,6 @@ def all_copies_are_equal() -> None:
             copies_are_equal(name)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_copies_are_equal_to_the_last_bit(world, ranks: int) -> None:
     world(ranks).run(all_copies_are_equal)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,7 +105,6 @@ RUNS = {
 }
 HSDP = {
     "plain": Run(replicas=2),
-    "bf16, reduced in fp32": replace(BF16, replicas=2),
     "accumulation": Run(replicas=2, microbatches=2),
 }
 
