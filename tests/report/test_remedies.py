@@ -136,8 +136,8 @@ def sharded(script: Script) -> Any:
         return FullyShardedDataParallel(
             model, **{"auto_wrap_policy": ModuleWrapPolicy({Block}), **options}
         )
-    if code := script.at("instead"):
-        return eval(code[0], names)
+    if script.at("instead"):
+        return eval(script.at("instead")[0], names)
     for first in range(0, len(model.blocks), script.merged):
         fully_shard([*model.blocks[first : first + script.merged]], **options)
     for code in script.at("before"):

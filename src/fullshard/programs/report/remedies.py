@@ -19,7 +19,7 @@ from fullshard.programs.report.units import size
 from fullshard.programs.train.config_file import read_config, toml_value
 from fullshard.tracing.schema import GroupFacts, Kind, PlannedFacts
 
-SMALL_GROUP_BYTES = 1_000_000
+SMALL_GROUP_BYTES = 1 << 20
 """A group with fewer gathered bytes is small: on wires of 10 GB/s and more its time is mostly latency."""
 
 BYTES_COUNT = 0.3
@@ -311,7 +311,9 @@ def deeper_prefetch(analysis: Analysis, depth: int) -> Remedy | None:
 def larger_batch(analysis: Analysis, *, per: Literal["gather", "reduction"]) -> Remedy | None:
     """Return more work per forward: fewer microbatches, or a larger batch. Reductions are once a step, in any case."""
     run = analysis.run
-    text = f"More work per {per}: twice as much in each forward, for its activations"
+    text = (
+        f"More work per {per}: twice as much in each forward, at the cost of memory for activations"
+    )
     if not run.is_of_trainer:
         return Remedy(kind="larger batch", text=text)
     accumulate, batch = run.setting("train", "accumulate"), run.setting("train", "batch")
@@ -381,7 +383,7 @@ def keep_gathered(analysis: Analysis) -> Remedy | None:
     return _remedy(
         analysis.run,
         "keep gathered",
-        f"Fewer gathers, for the memory of the whole model, {size(analysis.gathered_bytes)}",
+        f"Fewer gathers, at the cost of memory for the whole model, {size(analysis.gathered_bytes)}",
         settings=[Setting("sharding", "reshard_after_forward", False)],
         call=_strategy(analysis, "SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
         if is_flat(analysis)
@@ -407,7 +409,7 @@ def replicas(analysis: Analysis) -> Remedy | None:
     return _remedy(
         analysis.run,
         "replicas",
-        "Gather over fewer and nearer ranks (HSDP), for twice the memory of the shards",
+        "Gather over fewer and nearer ranks (HSDP), at the cost of twice the memory for shards",
         settings=[Setting("sharding", "replicas", 2)],
         call=Call(
             "wrapper",

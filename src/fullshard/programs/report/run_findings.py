@@ -63,11 +63,11 @@ def _bad_steps(run: Run) -> Iterator[Finding]:
             title=f"{num} {kind.split()[0]} {noun}: step {first.step}, {first.what or 'trouble'}; "
             f"action: {str(first.action) or 'none'}",
             text=(
-                "Loss or gradient norm were not finite, or above the limit"
+                "Loss or gradient norm were not finite, or above the limit,"
                 if kind == "bad steps"
-                else "A rank raised an exception while it computed gradients; `metrics.jsonl` has the traceback"
+                else "A rank raised an exception, whose traceback is in `metrics.jsonl`,"
             )
-            + f". It was {noun} {', '.join(str(each.step) for each in found[:10])}"
+            + f" in {noun} {', '.join(str(each.step) for each in found[:10])}"
             + (" and later." if num > 10 else "."),
             amount=num + _steps_lost(run, found),
             remedies=_against_bad_numbers(run, first.step)
