@@ -6,6 +6,7 @@ torch is imported where it is used: with several workers, the process that only 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -30,7 +31,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Otherwise gloo's thread that receives often replaces the one that woke it by sending and still holds the lock that
 # both need. It then spins: a fifth of the processor time of all tests.
 if hasattr(os, "SCHED_BATCH"):
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(OSError):  # some containers do not allow it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 # How long an example takes says something about the machine, not about what is tested.
