@@ -42,16 +42,11 @@ def exported(config: RunConfig, *arguments: object) -> dict[str, Tensor]:
 
 
 def test_a_run_keeps_averages_evaluates_them_and_exports_them(world: Any, tmp_path: Path) -> None:
-    plain = tiny(tmp_path / "plain", *EMA[2:])
     config = tiny(
         tmp_path / "ema",
         *(*EMA, "checkpoint.every=1", "checkpoint.export=true", "checkpoint.export_ema=true"),
     )
-    without, _ = world(2).run(run, plain)
     result, _ = world(2).run(run, config)
-    assert result.losses == without.losses, "averages do not change training"
-    assert result.evaluations[0] == without.evaluations[0]
-    assert result.evaluations[4] > without.evaluations[4] + 0.05, "averages are behind"
     before, after = (tensors_of(config, step, "optimizer/", "/ema") for step in (3, 4))
     weights = tensors_of(config, 4, "model/")
     assert before.keys() == after.keys() == weights.keys()
@@ -63,10 +58,8 @@ def test_a_run_keeps_averages_evaluates_them_and_exports_them(world: Any, tmp_pa
     assert torch.equal(exported(config)["lm_head.weight"], weights["head.weight"])
     assert torch.equal(exported(config, "--ema")["lm_head.weight"], after["head.weight"])
 
-
-def test_averages_go_on_after_a_resume_on_other_ranks(world: Any, tmp_path: Path) -> None:
-    whole, _ = world(2).run(run, tiny(tmp_path / "whole", *EMA, "sharding.door=wrapper"))
-    parts = tiny(tmp_path / "parts", *EMA, "train.steps=2")
-    world(1).run(run, parts)
-    resumed, _ = world(2).run(run, tiny(tmp_path / "parts", *EMA))
-    assert resumed.evaluations[4] == pytest.approx(whole.evaluations[4], rel=1e-4)
+    # The same run in two parts, on other ranks.
+    world(1).run(run, tiny(tmp_path / "parts", *EMA, "train.steps=2"))
+    resumed, _ = world(2).run(run, tiny(tmp_path / "parts", *EMA, "sharding.door=wrapper"))
+    assert resumed.evaluations[4] == pytest.approx(result.evaluations[4], rel=1e-4)
+    assert resumed.losses == pytest.approx({n: result.losses[n] for n in (3, 4)}, rel=1e-4)

@@ -54,13 +54,13 @@ def test_losses_are_those_of_the_run_on_any_number_of_ranks(
     assert f"Loss {result.evaluations[6]:.6f} nats per token" in shown
     assert f"Perplexity {math.exp(result.evaluations[6]):.6g} Tokens 80 held-out tokens" in shown
     assert "step_00000006, after step 6, averages of its parameters" in shown
-    for ranks, door in ((1, "wrapper"), (3, "fully_shard")):
-        arguments = (folder, "--step", 4, "--ranks", ranks, "--set", f"sharding.door={door}")
-        assert evaluated.loss(*arguments) == pytest.approx(result.evaluations[4], rel=1e-5)
-    plain = evaluated.loss(folder, "--ranks", 1, "--set", "evaluation.ema=false")
-    assert abs(plain - result.evaluations[6]) > 0.01
-    more = evaluated(folder, "--ranks", 1, "--set", "evaluation.windows=9")
-    assert "Tokens 144 held-out tokens, in 9 windows" in more
+    loss = evaluated.loss(folder, "--step", 4, "--ranks", 3, "--set", "sharding.door=wrapper")
+    assert loss == pytest.approx(result.evaluations[4], rel=1e-5)
+    settings = ("--set", "evaluation.ema=false", "--set", "evaluation.windows=9")
+    other = evaluated(folder, "--ranks", 1, *settings)
+    assert "Tokens 144 held-out tokens, in 9 windows" in other
+    [plain] = map(float, re.findall(r"Loss (\S+) nats", other))
+    assert abs(plain - result.evaluations[6]) > 0.05
     assert sorted(path for path in folder.rglob("*") if path.name != "lock") == files
     assert "it has those of: 4, 6" in evaluated(folder, "--step", 5, exit_code=2)
     assert "neither the folder of a run" in evaluated(tmp_path, exit_code=2)

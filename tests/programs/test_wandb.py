@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from fullshard.programs.run_events import read_events
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.launch import problems_here
 from fullshard.programs.train.result import TrainResult
+from fullshard.programs.train.run_folder import RunFolder
+from fullshard.programs.train.wandb_run import WandbRun
 from tests.helpers.runs import Incident, run, tiny
 
 Calls = list[tuple[str, Any]]
@@ -89,13 +92,20 @@ def test_a_run_and_its_resume_are_one_run_of_wandb(world: Any, tmp_path: Path) -
 
 
 def test_a_tracker_that_fails_stops_nothing_and_is_told_once(world: Any, tmp_path: Path) -> None:
-    for failing in ("init", "log", "finish"):
-        config = tiny(tmp_path / failing, *WANDB, "train.steps=2")
-        [(result, calls, shown)] = world(1).run(tracked, config, failing=(failing,))
-        assert len(result.losses) == 2
-        text = f"Weights & Biases gets no more of this run, which goes on: {failing}: no network"
-        assert " ".join(shown.split()).count(text) == 1 and "and more" not in shown
-        assert [kind for kind, _ in calls].count(failing) == 1
+    text = "Weights & Biases gets no more of this run, which goes on: {}: no network"
+    config = tiny(tmp_path, *WANDB, "train.steps=2")
+    [(result, calls, shown)] = world(1).run(tracked, config, failing=("log",))
+    assert len(result.losses) == 2 and [kind for kind, _ in calls].count("log") == 1
+    assert " ".join(shown.split()).count(text.format("log")) == 1 and "and more" not in shown
+    for failing in ("init", "finish"):
+        warnings: list[str] = []
+        fake = FakeWandb((failing,))
+        tracker = WandbRun(RunFolder(config.run.folder), config, warnings.append, fake)
+        for event in read_events(config.run.folder / "metrics.jsonl"):
+            tracker(event)
+        tracker.close()
+        assert warnings == [text.format(failing)]
+        assert len(fake.calls) == (1 if failing == "init" else 8)
 
 
 def test_a_missing_package_is_found_before_the_run_starts(tmp_path: Path) -> None:
