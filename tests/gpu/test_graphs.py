@@ -37,8 +37,8 @@ from tests.gpu.graph_cases import (
     results,
     sharded_adamw,
 )
+from tests.gpu.lone_rank import lone_rank
 from tests.gpu.test_streams import WIDTH, disturbed, equal, make_model
-from tests.gpu.test_wrapper import nccl_alone
 from tests.helpers.fake import fake_world
 
 pytestmark = pytest.mark.gpu
@@ -74,7 +74,7 @@ def test_replayed_steps_of_one_nccl_rank_equal_eager_ones(monkeypatch: pytest.Mo
         "tests.gpu.test_streams.init_device_mesh",
         lambda *_, **__: torch.distributed.init_device_mesh("cuda", (1,)),
     )
-    with nccl_alone():
+    with lone_rank():
         for name in ("plain", "sharded adamw", "wrapper", "wire dtype", "checkpointing"):
             assert_replays_equal(CASES[name])
         eager, case = adamw_case(), adamw_case()

@@ -6,7 +6,6 @@ tests/engine/test_guarded_step.py.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard.plan.layout
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, guarded_step
+from tests.gpu.lone_rank import lone_rank
 
 pytestmark = pytest.mark.gpu
 
@@ -152,10 +151,7 @@ def test_a_run_goes_on_after_it_ran_out_of_memory_anywhere(
     monkeypatch: pytest.MonkeyPatch, kind: str, in_place: bool, checkpointing: bool
 ) -> None:
     monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
-    monkeypatch.setitem(os.environ, "MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setitem(os.environ, "MASTER_PORT", "29556")
-    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    try:
+    with lone_rank():
         *_, places = train(OPTIONS[kind], {}, checkpointing=checkpointing, skip=False)
         rng = random.Random(places)
         failing = {3 + 2 * number: rng.randrange(places) for number in range(PLACES)}
@@ -166,5 +162,3 @@ def test_a_run_goes_on_after_it_ran_out_of_memory_anywhere(
         assert losses == expected_losses
         for param, other in zip(params, expected, strict=True):
             assert torch.equal(param, other)
-    finally:
-        dist.destroy_process_group()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 import fullshard.plan.layout
 from fullshard import MixedPrecisionPolicy, fully_shard
+from tests.gpu.lone_rank import lone_rank
 from tests.gpu.test_streams import pause
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.threads import run_threads
@@ -139,12 +139,8 @@ def test_nccl_with_one_rank_equals_no_sharding(
     model = make_model()
     x = torch.randn(12, 37, device="cuda")
     expected = losses_and_gradients(copy.deepcopy(model), x)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
-    dist.init_process_group(backend, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    try:
+    with lone_rank(backend):
         for block in model[1:]:
             fully_shard(block)
         fully_shard(model)
         assert_close(losses_and_gradients(model, x), expected, rtol=0, atol=0)
-    finally:
-        dist.destroy_process_group()

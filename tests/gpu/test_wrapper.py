@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +21,7 @@ import fullshard
 import fullshard.wrap
 from fullshard.comm.reduce_scatter import ReduceEvents
 from fullshard.comm.streams import FSDPCommContext
+from tests.gpu.lone_rank import lone_rank
 from tests.gpu.test_ranks import synchronised_collectives
 from tests.gpu.test_streams import DEPTH, WIDTH, HostEvent, Layer, disturbed, equal, pause
 from tests.helpers.compare import assert_close, assert_equal
@@ -220,23 +219,13 @@ def check_equal_to_torch(ours: dict[str, Any], theirs: dict[str, Any], exact: bo
         assert_close(ours["optimizer"]["state"][name], state, rtol=1e-4, atol=1e-8)
 
 
-@contextmanager
-def nccl_alone() -> Iterator[None]:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29556")
-    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("low", [True, False])
 @pytest.mark.usefixtures("communicates_with_itself")
 def test_one_nccl_rank_equals_torch_s_fsdp1(use_orig_params: bool, low: bool) -> None:
     options = {"use_orig_params": use_orig_params, "low": low}
-    with nccl_alone():
+    with lone_rank():
         model = make_model()
         ours, theirs = (adam_run(doors, model, **options) for doors in (FULLSHARD, TORCH))
     check_equal_to_torch(ours, theirs, exact=True)
@@ -264,7 +253,7 @@ def test_thread_ranks_equal_torch_s_fsdp1(use_orig_params: bool, strategy: str) 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_full_checkpoints_go_both_ways(use_orig_params: bool) -> None:
     """Written by one library and loaded by the other, training goes on with the same losses."""
-    with nccl_alone():
+    with lone_rank():
         options = {"use_orig_params": use_orig_params}
         saved = {doors: adam_run(doors, make_model(), **options) for doors in (FULLSHARD, TORCH)}
         losses = [
