@@ -445,15 +445,12 @@ class GatherBuffer:
                 sources.append(pieces[rank, : held.numel].view(held.shape))
         return sources
 
-    # On the hot path: storages are resized here without a call of `Buffer.allocate` or `Buffer.release`.
-
     def allocate(self) -> None:
         """Take memory to gather into, on the current stream (the all-gather stream)."""
-        full, staging = self.full, self._staging
         if not self.packed:
-            full.storage.resize_(full.nbytes)
-        if staging.nbytes:
-            staging.storage.resize_(staging.nbytes)
+            self.full.allocate()
+        if self._staging.nbytes:
+            self._staging.allocate()
 
     def fill(self, source: FlatShard | UploadBuffer) -> None:
         """Take memory to gather into and copy this rank's shard to it, on the current stream."""
@@ -474,22 +471,20 @@ class GatherBuffer:
         full = self.full
         present = full.storage.nbytes()
         if self.packed and not present:
-            full.storage.resize_(full.nbytes)
+            full.allocate()
         assert self.packed or present or not full.nbytes, "there must be memory to copy to"
         if self._split is not None:
             self._split()
+            self._staging.release()
         elif self._copy_out[0]:
             torch._foreach_copy_(*self._copy_out)
-        else:
-            return  # everything was gathered where it belongs
-        self._staging.storage.resize_(0)
+            self._staging.release()
 
     def release(self) -> None:
         """Give the memory back."""
-        self.full.storage.resize_(0)
-        staging = self._staging.storage
-        if staging.nbytes():  # nobody has finished the gather
-            staging.resize_(0)
+        self.full.release()
+        if self._staging.storage.nbytes():  # nobody has finished the gather
+            self._staging.release()
 
 
 class _Split:
