@@ -63,13 +63,16 @@ def recorded_gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 PARTS = {
-    "plain": Run(steps=3, reshard_after_forward=2),
-    "bf16": Run(reshard_after_forward=2, param_dtype=torch.bfloat16),
-    "accumulation": Run(reshard_after_forward=2, microbatches=2),
-    "checkpointing": Run(
-        reshard_after_forward=2, model=ModelOptions(checkpointing="non_reentrant")
+    "plain": Run(reshard_after_forward=2, model=ModelOptions(depth=2)),
+    "bf16, accumulation, checkpointing": Run(
+        reshard_after_forward=2,
+        param_dtype=torch.bfloat16,
+        microbatches=2,
+        model=ModelOptions(depth=2, checkpointing="non_reentrant"),
     ),
-    "one group": Run(reshard_after_forward=2, group_blocks=False),
+    "one group": Run(
+        reshard_after_forward=2, group_blocks=False, steps=1, model=ModelOptions(depth=1)
+    ),
 }
 
 
@@ -83,10 +86,10 @@ def test_parts_kept_after_forward_change_no_result(world, run: Run) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        Run(reshard_after_forward=2, model=ModelOptions(scalar=True, repeat=2)),
+        Run(reshard_after_forward=2, model=ModelOptions(depth=2, scalar=True, repeat=2)),
         Run(
             reshard_after_forward=2,
-            model=ModelOptions(checkpointing="reentrant", tied=True),
+            model=ModelOptions(depth=2, checkpointing="reentrant", tied=True),
         ),
     ],
     ids=["0-d parameters, blocks run twice", "reentrant checkpoints, tied"],
@@ -315,11 +318,10 @@ def replicated_training(api: str, policy: dict[str, torch.dtype], microbatches: 
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}],
-    ids=["fp32", "bf16"],
+    ("ranks", "policy"),
+    [(2, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}), (3, {})],
+    ids=["2, bf16", "3, fp32"],
 )
-@pytest.mark.parametrize("ranks", [2, 3])
 def test_replicas_train_like_torch_s(world, ranks: int, policy: Any) -> None:
     results = world(ranks).run(of_both, replicated_training, policy, microbatches=2)
     ours, theirs = zip(*results, strict=True)
@@ -380,7 +382,7 @@ class Layer(nn.Module):
 
 def layers() -> nn.Sequential:
     torch.manual_seed(5)
-    return nn.Sequential(Layer(), Layer(), nn.Linear(6, 4))
+    return nn.Sequential(Layer(), nn.Linear(6, 4))
 
 
 def parallelize(model: nn.Sequential, axis: DeviceMesh, sequence: bool) -> None:
@@ -392,10 +394,9 @@ def parallelize(model: nn.Sequential, axis: DeviceMesh, sequence: bool) -> None:
     }
     if sequence:
         plan["norm"] = SequenceParallel()
-    for layer in (model[0], model[1]):
-        parallelize_module(layer, axis, plan)
+    parallelize_module(model[0], axis, plan)
     parallelize_module(
-        model[2], axis, ColwiseParallel(input_layouts=between, output_layouts=Replicate())
+        model[1], axis, ColwiseParallel(input_layouts=between, output_layouts=Replicate())
     )
 
 
@@ -413,7 +414,7 @@ def tensor_parallel(
     model = layers()
     parallelize(model, tensor, sequence)
     policy = library.MixedPrecisionPolicy(**options.pop("policy", {}))
-    for module in (model[0], model[1], model):
+    for module in (model[0], model):
         library.fully_shard(module, mesh=data, mp_policy=policy, **options)
     optimizer = ShardOptimizer("AdamW", list(model.parameters()))
     ranks, rank = data.size(), torch.tensor(data.get_coordinate()).tolist()
@@ -447,12 +448,11 @@ def one_process(ranks: int) -> dict[str, Tensor]:
 
 
 TENSOR_PARALLEL: dict[str, tuple[tuple[int, ...], tuple[str, ...], bool, dict[str, Any]]] = {
-    "sequence": ((2, 2), ("dp", "tp"), True, {}),
     "hsdp": ((2, 1, 2), ("replicate", "shard", "tp"), False, {}),
-    "bf16": (
+    "sequence, bf16": (
         (2, 2),
         ("dp", "tp"),
-        False,
+        True,
         {"policy": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}},
     ),
 }
@@ -494,7 +494,7 @@ def tensor_parallel_parts() -> None:
     axes = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
     model, reference = layers(), layers()
     parallelize(model, axes["tp"], sequence=False)
-    for module in (model[0], model[1], model):
+    for module in (model[0], model):
         fully_shard(module, mesh=axes["dp"], reshard_after_forward=2)
     x = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(1))
     for each, batch in ((model, x.chunk(4)[dist.get_rank()]), (reference, x)):
@@ -509,6 +509,17 @@ def test_parts_of_tensor_parallel_parameters(world) -> None:
 # --- one mesh for everything -------------------------------------------------------------------------
 
 
+class Factors(nn.Module):
+    """Multiplies: DTensor takes long to plan products of matrices for three axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(10, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
 def on_one_mesh(
     api: str, shape: tuple[int, ...], names: tuple[str, ...], dims: dict[str, Any], door: str
 ) -> dict[str, Tensor]:
@@ -521,25 +532,18 @@ def on_one_mesh(
     data_axes = [
         name for role in dims.values() for name in ([role] if isinstance(role, str) else role)
     ]
-    # Few operators: DTensor takes long to plan each of them for three axes.
     torch.manual_seed(5)
-    model: Any = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6))
-    for name, param in list(model.named_parameters()):
-        cut = {"0.weight": Shard(0), "0.bias": Shard(0), "1.weight": Shard(1)}.get(name)
-        placements = [cut if cut and axis == "tp" else Replicate() for axis in names]
-        owner, _, own_name = name.rpartition(".")
-        setattr(
-            model.get_submodule(owner),
-            own_name,
-            nn.Parameter(distribute_tensor(param.detach(), axes, placements)),
-        )
+    model: Any = nn.Sequential(Factors(), Factors())
+    for layer, cut in zip(model, (Shard(0), Shard(1)), strict=True):
+        placements = [cut if axis == "tp" else Replicate() for axis in names]
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), axes, placements))
     named = library.DataParallelMeshDims(**dims)
     for module in (model[0], model):
         getattr(doors, door)(module, mesh=axes, dp_mesh_dims=named)
     optimizer = ShardOptimizer("SGD", list(model.parameters()))
     for step in range(2):
         optimizer.zero_grad()
-        x = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(8, 10, 6, generator=torch.Generator().manual_seed(step))
         rows = distribute_tensor(
             x, axes, [Shard(0) if axis in data_axes else Replicate() for axis in names]
         )
