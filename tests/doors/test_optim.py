@@ -83,7 +83,7 @@ def backward(model: Any, step: int) -> None:
     model(batch_of(step)).backward()
 
 
-def train(model: Any, optimizer: Any, steps: int = 3, first: int = 0) -> None:
+def train(model: Any, optimizer: Any, steps: int = 2, first: int = 0) -> None:
     for step in range(first, first + steps):
         backward(model, step)
         optimizer.step()
@@ -172,15 +172,15 @@ def every_choice(make_model: Callable[[], Any]) -> None:
         assert_equal(states, expected.optimizer.state_dict()["state"])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_every_optimizer_of_torch_does_the_same(world, ranks: int) -> None:
     world(ranks).run(every_choice, sharded)
 
 
 @pytest.mark.parametrize("orig", [True, False])
 def test_so_it_does_in_the_wrapper(world, orig: bool) -> None:
-    model = partial(wrapped, ODD if orig else ModelOptions(depth=2), use_orig_params=orig)
-    world(3).run(every_choice, model)
+    model = partial(wrapped, ODD if orig else ModelOptions(depth=1), use_orig_params=orig)
+    world(3 if orig else 2).run(every_choice, model)
 
 
 class Watching(optim.SGD):
@@ -570,18 +570,17 @@ def moved(make: Make) -> Any:
     return record(model, optimizer)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("program", [changed_by_hand, moved])
-def test_state_and_memory_are_the_user_s(world, program, ranks: int) -> None:
-    world(ranks).run(compare, program, optim.AdamW)
+def test_state_and_memory_are_the_user_s(world, program) -> None:
+    world(3).run(compare, program, optim.AdamW)
 
 
 def handed_over(make_first: Make, make_second: Make, make_model: Any, how: str, path: str) -> Any:
     """Train, save, load into another optimizer of another model, train on."""
     model = make_model()
     optimizer = make_first(model.parameters(), lr=0.03, foreach=True)
-    train(model, optimizer, 2)
-    backward(model, 2)
+    train(model, optimizer, 1)
+    backward(model, 1)
     for param in list(model.parameters())[1::3]:
         param.grad = None  # these have another count of steps
     optimizer.step()
@@ -609,7 +608,7 @@ def handed_over(make_first: Make, make_second: Make, make_model: Any, how: str, 
         )
         set_optimizer_state_dict(other, second, state, options=options)
     loaded = held(second.state_dict())
-    train(other, second, 2, first=3)
+    train(other, second, 1, first=2)
     return [loaded, record(other, second)]
 
 
@@ -628,7 +627,7 @@ def all_hand_overs(make_model: Any, how: str, path: str) -> None:
 def test_state_dicts_are_those_of_the_optimizer_itself(world, how: str, tmp_path: Path) -> None:
     # torch cannot load whole states of 0-d DTensors.
     model = partial(sharded, ModelOptions(depth=1, scalar=how != "full"))
-    world(3).run(all_hand_overs, model, how, str(tmp_path))
+    world(2).run(all_hand_overs, model, how, str(tmp_path))
 
 
 @pytest.mark.parametrize("orig", [True, False])
@@ -638,7 +637,7 @@ def test_state_dicts_of_the_wrapper(world, orig: bool, kind: StateDictType) -> N
 
 
 def wrapped_with_kind(orig: bool, kind: StateDictType) -> Any:
-    model = wrapped(ModelOptions(depth=2), use_orig_params=orig)
+    model = wrapped(ModelOptions(depth=1), use_orig_params=orig)
     FullyShardedDataParallel.set_state_dict_type(model, kind)
     return model
 
