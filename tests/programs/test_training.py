@@ -4,7 +4,7 @@ import io
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,40 +26,56 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
+STEPS = 4
+"""Of runs that are compared with one another."""
+
+
+def short(folder: Path, *settings: str) -> RunConfig:
+    return tiny(folder, f"train.steps={STEPS}", *settings)
+
+
+def run_each(configs: Sequence[RunConfig]) -> list[TrainResult]:
+    return [run(config) for config in configs]
+
+
 @pytest.fixture(scope="module")
 def one_rank(world: MakeWorld, folder: Path) -> TrainResult:
     """The run that all others are compared with."""
-    [result] = world(1).run(run, tiny(folder / "one"))
+    [result] = world(1).run(run, short(folder / "one"))
     return result
 
 
-SPREADS = [
-    (2, ()),
-    (4, ()),
-    (1, ("train.accumulate=4", "compute.graph=true")),
-    (2, ("train.accumulate=2", "sharding.door=wrapper")),
-    (2, ("train.accumulate=2", "optimizer.flat=false")),
-    (2, ("sharding.door=wrapper", "sharding.reshard_after_forward=false")),
-    (2, ("sharding.groups=plan", "sharding.prefetch=2", "sharding.reshard_after_forward=false")),
-    (2, ("sharding.prefetch=3",)),
-    (2, ("sharding.groups=plan", "sharding.door=wrapper", "optimizer.flat=false")),
-    (2, ("compute.checkpoint_activations=blocks",)),
-    (2, ("compute.checkpoint_activations=blocks", "sharding.door=wrapper")),
-    (2, ("compute.compile=blocks", "compute.checkpoint_activations=blocks")),
-    (2, ("sharding.replicas=2",)),
-    (4, ("sharding.replicas=2", "train.accumulate=2")),
-    (4, ("sharding.replicas=2", "sharding.door=wrapper")),
-]
+SPREADS = {
+    1: [("train.accumulate=4", "compute.graph=true")],
+    2: [
+        ("train.accumulate=2", "sharding.door=wrapper", "compute.checkpoint_activations=blocks"),
+        ("train.accumulate=2", "optimizer.flat=false", "sharding.prefetch=3"),
+        ("sharding.door=wrapper", "sharding.reshard_after_forward=false"),
+        ("sharding.groups=plan", "sharding.prefetch=2", "sharding.reshard_after_forward=false"),
+        ("sharding.groups=plan", "sharding.door=wrapper", "optimizer.flat=false"),
+        ("compute.checkpoint_activations=blocks",),
+        ("compute.compile=blocks", "compute.checkpoint_activations=blocks"),
+        ("sharding.replicas=2",),
+    ],
+    4: [
+        (),
+        ("sharding.replicas=2", "train.accumulate=2"),
+        ("sharding.replicas=2", "sharding.door=wrapper"),
+    ],
+}
+"""Settings, by how many ranks there are."""
 
 
-@pytest.mark.parametrize(("size", "settings"), SPREADS, ids=str)
+@pytest.mark.parametrize("size", SPREADS)
 def test_losses_do_not_depend_on_how_a_run_is_spread(
-    world: MakeWorld, tmp_path: Path, one_rank: TrainResult, size: int, settings: tuple[str, ...]
+    world: MakeWorld, tmp_path: Path, one_rank: TrainResult, size: int
 ) -> None:
-    for result in world(size).run(run, tiny(tmp_path, *settings)):
-        assert result.losses == pytest.approx(one_rank.losses, rel=1e-4)
-        assert result.evaluations == pytest.approx(one_rank.evaluations, rel=1e-4)
-        assert result.tokens == one_rank.tokens == 6 * 8 * 16
+    configs = [short(tmp_path / str(n), *each) for n, each in enumerate(SPREADS[size])]
+    for results in world(size).run(run_each, configs):
+        for settings, result in zip(SPREADS[size], results, strict=True):
+            assert result.losses == pytest.approx(one_rank.losses, rel=1e-4), settings
+            assert result.evaluations == pytest.approx(one_rank.evaluations, rel=1e-4), settings
+            assert result.tokens == one_rank.tokens == STEPS * 8 * 16
 
 
 def test_training_lowers_the_loss_and_writes_down_what_it_did(
@@ -100,9 +116,9 @@ def test_the_wanted_steps_are_traced_on_the_wanted_ranks(
     world: MakeWorld, tmp_path: Path, one_rank: TrainResult
 ) -> None:
     for door in ("fully_shard", "wrapper"):
-        config = tiny(
+        config = short(
             tmp_path / door,
-            *(f"sharding.door={door}", "trace.start=3", "trace.steps=2", "trace.ranks=1"),
+            *(f"sharding.door={door}", "trace.start=2", "trace.steps=2", "trace.ranks=1"),
             *("train.accumulate=2", "evaluation.every=1", "checkpoint.every=1"),
         )
         result, _ = world(2).run(run, config)
@@ -110,11 +126,11 @@ def test_the_wanted_steps_are_traced_on_the_wanted_ranks(
         [file] = (config.run.folder / "trace").iterdir()
         spans = json.loads(file.read_text())["traceEvents"]
         assert file.name == "rank_00000.json"
-        assert [each["name"] for each in spans if each.get("cat") == "step"] == ["step 3", "step 4"]
+        assert [each["name"] for each in spans if each.get("cat") == "step"] == ["step 2", "step 3"]
         reduced = [each["args"]["step"] for each in spans if each.get("cat") == "reduce"]
-        assert sorted(reduced) == [3] * 3 + [4] * 3, "once a step and group, not for every part"
+        assert sorted(reduced) == [2] * 3 + [3] * 3, "once a step and group, not for every part"
         forwards = [each["args"]["step"] for each in spans if each["name"] == "forward blocks.0"]
-        assert sorted(forwards) == [3] * 2 + [4] * 2, "those of the evaluation are not among them"
+        assert sorted(forwards) == [2] * 2 + [3] * 2, "those of the evaluation are not among them"
 
 
 def test_a_run_ends_with_the_path_of_its_report(world: MakeWorld, tmp_path: Path) -> None:
@@ -152,11 +168,13 @@ def run_and_look(config: RunConfig, without: str = "") -> tuple[TrainResult, lis
 def test_other_dtypes_stay_close_to_float32(
     world: MakeWorld, tmp_path: Path, one_rank: TrainResult
 ) -> None:
-    for number, (door, setting) in enumerate(
-        itertools.product(("fully_shard", "wrapper"), ("compute.precision", "compute.wire"))
-    ):
-        config = tiny(tmp_path / str(number), f"sharding.door={door}", f"{setting}=bf16")
-        result, _ = world(2).run(run, config)
+    configs = [
+        short(tmp_path / door / setting, f"sharding.door={door}", f"compute.{setting}=bf16")
+        for door in ("fully_shard", "wrapper")
+        for setting in ("precision", "wire")
+    ]
+    results, _ = world(2).run(run_each, configs)
+    for result in results:
         assert result.losses != one_rank.losses
         assert result.losses == pytest.approx(one_rank.losses, rel=0.05)
 
@@ -165,29 +183,33 @@ def test_other_dtypes_stay_close_to_float32(
 def test_optimizers_update_the_same_through_both_doors(
     world: MakeWorld, tmp_path: Path, one_rank: TrainResult, optimizer: str
 ) -> None:
-    results = []
-    for door, flat in (("fully_shard", "true"), ("fully_shard", "false"), ("wrapper", "true")):
-        settings = (
-            f"sharding.door={door}",
-            f"optimizer.flat={flat}",
-            f"optimizer.name={optimizer}",
+    configs = [
+        short(
+            tmp_path / (door + flat),
+            *(f"sharding.door={door}", f"optimizer.flat={flat}", f"optimizer.name={optimizer}"),
         )
-        [result, _] = world(2).run(run, tiny(tmp_path / (door + flat), *settings))
-        results.append(result.losses)
-    assert results[1] == pytest.approx(results[0], rel=1e-4)
-    assert results[2] == pytest.approx(results[0], rel=1e-4)
-    assert results[0] != one_rank.losses
-    assert results[0][6] < results[0][1]
+        for door, flat in (("fully_shard", "true"), ("fully_shard", "false"), ("wrapper", "true"))
+    ]
+    results, _ = world(2).run(run_each, configs)
+    first, *others = [result.losses for result in results]
+    for other in others:
+        assert other == pytest.approx(first, rel=1e-4)
+    assert first != one_rank.losses
+    assert first[STEPS] < first[1]
 
 
 def test_clipping_bounds_the_update_and_not_the_norm_that_is_told(
     world: MakeWorld, tmp_path: Path
 ) -> None:
-    norms = {}
-    for clip in ("0", "1e-3"):
-        config = tiny(tmp_path / clip, f"train.clip={clip}", "train.steps=2", "optimizer.name=sgd")
-        world(2).run(run, config)
-        norms[clip] = [record["grad_norm"] for record in records(config, "step")]
+    configs = {
+        clip: tiny(tmp_path / clip, f"train.clip={clip}", "train.steps=2", "optimizer.name=sgd")
+        for clip in ("0", "1e-3")
+    }
+    world(2).run(run_each, list(configs.values()))
+    norms = {
+        clip: [record["grad_norm"] for record in records(config, "step")]
+        for clip, config in configs.items()
+    }
     assert norms["0"][0] == norms["1e-3"][0] > 0.1
     assert norms["0"][1] != norms["1e-3"][1]
 
@@ -195,7 +217,7 @@ def test_clipping_bounds_the_update_and_not_the_norm_that_is_told(
 def test_a_batch_that_ranks_cannot_share_is_refused_on_all(
     world: MakeWorld, tmp_path: Path
 ) -> None:
-    outcomes = world(3).outcomes(run, tiny(tmp_path))
+    outcomes = world(3).outcomes(run, short(tmp_path))
     assert all(isinstance(each, ConfigurationError) for each in outcomes)
     assert len({str(each) for each in outcomes}) == 1
     assert "ranks * train.accumulate: 8 / (3 * 1) leaves 2" in str(outcomes[0])
@@ -204,8 +226,8 @@ def test_a_batch_that_ranks_cannot_share_is_refused_on_all(
 def test_another_run_in_the_same_folder_is_refused_on_all_ranks(
     world: MakeWorld, tmp_path: Path
 ) -> None:
-    world(2).run(run, tiny(tmp_path, "train.steps=2"))
-    outcomes = world(2).outcomes(run, tiny(tmp_path, "train.steps=2", "optimizer.lr=0.02"))
+    world(2).run(run, tiny(tmp_path, "train.steps=1"))
+    outcomes = world(2).outcomes(run, tiny(tmp_path, "train.steps=1", "optimizer.lr=0.02"))
     assert all(isinstance(each, ConfigurationError) for each in outcomes)
     assert all("optimizer.lr was 0.01, and is 0.02 now" in str(each) for each in outcomes)
 
