@@ -24,13 +24,13 @@ MICROBATCHES = 4
 
 
 def make_chunks(number: int) -> list[nn.Sequential]:
-    """The parts of a model: two layers that are to be groups, and one that is left to the chunk."""
+    """The parts of a model: a layer that is to be a group, and one that is left to the chunk."""
     torch.manual_seed(0)
 
     def layer() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
-    return [nn.Sequential(layer(), layer(), nn.Linear(WIDTH, WIDTH)) for _ in range(number)]
+    return [nn.Sequential(layer(), nn.Linear(WIDTH, WIDTH)) for _ in range(number)]
 
 
 def shard_chunk(chunk: nn.Sequential, api: str) -> Any:
@@ -148,7 +148,7 @@ def scheduled_by_hand(api: str, order: str, switches: str) -> list[dict[str, Ten
         Pipeline(chunks, SWITCHES[switches]).run(ORDERS[order])
     if api == FULLSHARD:
         states = {state_of(module) for chunk in chunks for module in chunk.modules()} - {None}
-        assert len(states) == 6 and not any(state.gathered for state in states)
+        assert len(states) == 4 and not any(state.gathered for state in states)
     return [gradients(chunk) for chunk in chunks]
 
 
@@ -162,11 +162,12 @@ def both_scheduled_by_hand(order: str, switches: str) -> None:
 @pytest.mark.parametrize(
     ("order", "switches"),
     [
-        *(("one forward, one backward", switches) for switches in SWITCHES),
-        ("all forwards, then all backwards", "reduced every time"),
-        ("all forwards, then all backwards", "reduced and waited for once, kept"),
+        ("one forward, one backward", "reduced every time"),
+        ("one forward, one backward", "reduced and waited for once, kept"),
+        ("one forward, one backward", "waited for once"),
+        ("one forward, one backward", "kept"),
+        ("all forwards, then all backwards", "reduced once, waited for once"),
         ("all backwards in the other order", "reduced once"),
-        ("all backwards in the other order", "waited for once"),
     ],
 )
 def test_two_chunks_on_a_rank_give_the_gradients_of_one_process(

@@ -156,7 +156,6 @@ def evaluate_and_train(model: Any, table: Table) -> None:
 PROGRAMS = {
     program.__name__: program
     for program in (
-        three_steps,
         unshard_before_the_first_forward,
         unshard_between_steps,
         accumulate,
@@ -198,17 +197,16 @@ def test_parameters_are_sharded_when_torch_s_are(
 # --- where torch's are not, on purpose ---------------------------------------------------------------
 
 
+def kept_and_evaluated(reshard_after_forward: bool | None) -> list[list[Row]]:
+    programs = (three_steps, keep_after_backward, evaluate_and_train)
+    return [states(FULLSHARD, program, reshard_after_forward) for program in programs]
+
+
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-def test_what_is_kept_after_backward_shows_its_sharded_face(
+def test_what_is_kept_after_backward_or_evaluated_before_shows_its_sharded_face(
     world, reshard_after_forward: bool | None
 ) -> None:
-    kept = on_any_rank(world, FULLSHARD, keep_after_backward, reshard_after_forward)
-    assert kept == on_any_rank(world, FULLSHARD, three_steps, reshard_after_forward)
-
-
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-def test_everything_is_sharded_after_evaluation(world, reshard_after_forward: bool | None) -> None:
-    rows = on_any_rank(world, FULLSHARD, evaluate_and_train, reshard_after_forward)
-    evaluated = rows.index(("evaluated", "ssss"))
-    trained = on_any_rank(world, FULLSHARD, three_steps, reshard_after_forward)
-    assert rows[evaluated + 1 :] == trained
+    for trained, kept, rows in world(2).run(kept_and_evaluated, reshard_after_forward):
+        assert kept == trained
+        evaluated = rows.index(("evaluated", "ssss"))
+        assert rows[evaluated + 1 :] == trained
