@@ -120,8 +120,8 @@ class Job:
     """When a rank that stops itself is continued; it is not by default."""
     timeout_s: float = JOB_TIMEOUT_S
     tears_down: bool = False
-    """Whether ranks tear the interpreter down at their end, with the destructors of all objects. It takes as long as
-    the rest of a small program, so not all do."""
+    """Whether ranks tear the interpreter down at their end, with the destructors of all objects. It takes four
+    times as long as the rest of a small program, so few do."""
 
 
 @dataclass(kw_only=True)
@@ -173,7 +173,7 @@ class Results:
         while not path.exists():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no result of {name!r} after {timeout_s} s")
-            time.sleep(0.02)
+            time.sleep(0.1)
         values = json.loads(path.read_text())
         values["ends"] = [RankEnd(**end) for end in values["ends"]]
         return JobResult(**values)

@@ -169,7 +169,7 @@ def all_kinds() -> dict[str, Kind]:
 # --- what the programs train --------------------------------------------------------------------------------------
 
 WIDTH = 4
-MANY_STEPS = 12
+MANY_STEPS = 6
 """How many steps follow a divergence: enough to notice it, few enough to end soon where nobody does."""
 
 

@@ -17,7 +17,7 @@ from tests.helpers.rank_programs import Rank
 FULL = StateDictOptions(full_state_dict=True)
 
 
-@kind(names=["clip_grad_norm_", "norm"], ranks=3, tears_down=True)
+@kind(names=["clip_grad_norm_", "norm"], ranks=3)
 def a_rank_clips_alone(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -67,7 +67,7 @@ def a_rank_asks_for_a_full_optimizer_state_dict(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["checkpoint"], ranks=3, odd=0)
+@kind(names=["checkpoint"], odd=0)
 def a_rank_saves_alone(me: Rank) -> None:
     run = Training(me)
     run.steps(2)

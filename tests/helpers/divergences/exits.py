@@ -39,7 +39,7 @@ class FailingBackward(torch.autograd.Function):
 # --- that raise ---------------------------------------------------------------------------------------------------
 
 
-@kind(ranks=3, odd_ends="Mishap", names=["layers.1"], tears_down=True)
+@kind(odd_ends="Mishap", names=["layers.1"])
 def a_rank_raises_in_forward(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -56,7 +56,7 @@ def a_rank_raises_in_its_first_forward(me: Rank) -> None:
     run.go_on()
 
 
-@kind(ranks=3, odd_ends="Mishap", names=["layers.1"], tears_down=True)
+@kind(odd_ends="Mishap", names=["layers.1"], tears_down=True)
 def a_rank_raises_in_backward(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -84,7 +84,6 @@ def a_rank_raises_in_the_optimizer(me: Rank) -> None:
 
 
 @kind(
-    ranks=3,
     odd_ends="FloatingPointError",
     names=["a_rank_raises_after_its_loss"],
 )
@@ -114,7 +113,7 @@ def a_rank_raises_before_its_model_is_built(me: Rank) -> None:
     Training(me).go_on()
 
 
-@kind(odd_ends="well", names=["agreement on the model"], ranks=3, tears_down=True)
+@kind(odd_ends="well", names=["agreement on the model"])
 def a_rank_ends_before_its_model_is_built(me: Rank) -> None:
     if not me.diverges():
         Training(me).go_on()
@@ -134,7 +133,7 @@ def a_rank_catches_an_error_and_skips_the_batch(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["layers", "root"], ranks=3)
+@kind(names=["layers", "root"])
 def a_rank_catches_an_error_of_backward(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -153,7 +152,7 @@ def a_rank_catches_an_error_of_backward(me: Rank) -> None:
 # --- that leave ---------------------------------------------------------------------------------------------------
 
 
-@kind(ranks=3, odd_ends="well", names=["root", "layers"], tears_down=True)
+@kind(odd_ends="well", names=["root", "layers"], tears_down=True)
 def a_rank_has_less_data(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -170,7 +169,7 @@ def a_rank_ends_without_destroying_its_groups(me: Rank) -> None:
         run.go_on()
 
 
-@kind(ranks=3, odd_ends="well", names=["agreement on the model"])
+@kind(odd_ends="well", names=["agreement on the model"])
 def a_rank_has_no_data_at_all(me: Rank) -> None:
     run = Training(me)
     if not me.diverges():
@@ -232,7 +231,7 @@ def kill_at(run: Training, number: int) -> None:
     run.net.layers[1].first.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), number))
 
 
-@kind(ranks=3, odd_ends="SIGKILL", names=["layers", "root"], tears_down=True)
+@kind(ranks=3, odd_ends="SIGKILL", names=["layers", "root"])
 def a_rank_is_killed(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -259,7 +258,7 @@ def a_rank_crashes(me: Rank) -> None:
     run.go_on()
 
 
-@kind(ranks=3, odd_ends="stopped", names=["layers", "root"], tears_down=True)
+@kind(ranks=3, odd_ends="stopped", names=["layers", "root"])
 def a_rank_is_stopped(me: Rank) -> None:
     run = Training(me)
     run.steps(2)

@@ -17,7 +17,7 @@ SLOW_S = 8.0
 """Longer than the patience, and a round after it."""
 
 
-@kind(legal=True, ranks=3)
+@kind(legal=True)
 def a_rank_is_slow_between_two_steps(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -44,7 +44,7 @@ def a_rank_is_slow_in_a_layer(me: Rank) -> None:
     run.end()
 
 
-@kind(legal=True, ranks=3, resumed_after_s=1)
+@kind(legal=True, resumed_after_s=1)
 def a_rank_is_paused_and_resumed(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -62,7 +62,7 @@ def a_rank_has_longer_sequences(me: Rank) -> None:
     run.end()
 
 
-@kind(legal=True, ranks=3)
+@kind(legal=True)
 def a_rank_ends_while_others_work_on(me: Rank) -> None:
     run = Training(me)
     run.steps(2)

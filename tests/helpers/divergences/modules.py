@@ -17,7 +17,7 @@ from tests.helpers.rank_programs import Rank
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@kind(ranks=3, names=["layers.1.first.weight"], tears_down=True)
+@kind(ranks=3, names=["layers.1.first.weight"])
 def a_rank_has_another_shape(me: Rank) -> None:
     Training(me, shard(Net(width=5 if me.diverges() else 4))).go_on()
 
@@ -57,7 +57,7 @@ def a_rank_freezes_a_parameter(me: Rank) -> None:
     Training(me, shard(net)).go_on()
 
 
-@kind(names=["layers.1"], ranks=3)
+@kind(names=["layers.1"])
 def a_rank_freezes_another_parameter_of_equal_size(me: Rank) -> None:
     net = Net()
     layer = net.layers[1]
@@ -82,7 +82,7 @@ class Swapped(Block):
         self._modules = dict(reversed(self._modules.items()))
 
 
-@kind(names=["layers.1"], ranks=3)
+@kind(names=["layers.1"])
 def a_rank_registers_parameters_in_another_order(me: Rank) -> None:
     net = Net()
     if me.diverges():

@@ -104,7 +104,7 @@ def a_rank_reduces_one_microbatch_later(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["layers", "root"], ranks=3)
+@kind(names=["layers", "root"])
 def a_rank_evaluates_alone(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -147,7 +147,7 @@ def a_rank_runs_backward_twice(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["layers.2", "layers.1"], ranks=3)
+@kind(names=["layers.2", "layers.1"])
 def a_rank_has_another_loss(me: Rank) -> None:
     run = Training(me)
     run.steps(2)

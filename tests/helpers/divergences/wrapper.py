@@ -51,7 +51,7 @@ def a_wrapped_rank_has_another_strategy(me: Rank) -> None:
     Training(me, wrap(Net(), sharding_strategy=strategy)).go_on()
 
 
-@kind(api=WRAPPER, names=["layers", "mixed_precision"], ranks=3)
+@kind(api=WRAPPER, names=["layers", "mixed_precision"])
 def a_wrapped_rank_has_another_precision(me: Rank) -> None:
     precision = MixedPrecision(reduce_dtype=torch.bfloat16) if me.diverges() else None
     Training(me, wrap(Net(), mixed_precision=precision)).go_on()
@@ -70,7 +70,7 @@ def a_wrapped_rank_uses_original_parameters(me: Rank) -> None:
     Training(me, wrap(Net(), use_orig_params=me.diverges())).go_on()
 
 
-@kind(api=WRAPPER, names=["summon_full_params", "full parameters"], ranks=3, odd=0)
+@kind(api=WRAPPER, names=["summon_full_params", "full parameters"], odd=0)
 def a_wrapped_rank_summons_full_parameters_alone(me: Rank) -> None:
     run = Training(me, wrap(Net()))
     run.steps(2)
@@ -89,7 +89,7 @@ def a_wrapped_rank_asks_for_a_state_dict(me: Rank) -> None:
     run.go_on()
 
 
-@kind(api=WRAPPER, names=["optim_state_dict", "optimizer state"], ranks=3)
+@kind(api=WRAPPER, names=["optim_state_dict", "optimizer state"])
 def a_wrapped_rank_asks_for_an_optimizer_state_dict(me: Rank) -> None:
     run = Training(me, wrap(Net()))
     run.steps(2)
@@ -109,7 +109,7 @@ def a_wrapped_rank_clips_alone(me: Rank) -> None:
     run.go_on()
 
 
-@kind(api=WRAPPER, names=["layers", "root"], ranks=3)
+@kind(api=WRAPPER, names=["layers", "root"])
 def a_wrapped_rank_does_not_sync(me: Rank) -> None:
     run = Training(me, wrap(Net()))
     run.steps(2)
