@@ -353,7 +353,7 @@ def test_gradients_of_tangents_are_those_of_one_process(world: Any) -> None:
 
 def test_losses_in_forward_mode_are_those_of_one_process(world: Any) -> None:
     programs = [consistency_loss, several_calls, second_tangent, dual_numbers]
-    world(3).run(check, [*programs, batched, batched_tangents], BOTH_DOORS)
+    world(2).run(check, [*programs, batched, batched_tangents], BOTH_DOORS)
 
 
 def test_derivatives_by_inputs_are_those_of_one_process(world: Any) -> None:
@@ -396,7 +396,7 @@ def test_gradients_of_gradients_are_those_of_one_process(world: Any) -> None:
         third_derivatives,
         hessians,
     ]
-    world(3).run(check, programs, BOTH_DOORS)
+    world(2).run(check, programs, BOTH_DOORS)
 
 
 def watch_memory() -> None:
