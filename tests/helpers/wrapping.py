@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.helpers.models import Block, make_decoder, tokens_for
+from tests.helpers.models import Block, ModelOptions, make_decoder, tokens_for
 from tests.helpers.training import ONE_PROCESS, TORCH
 
 ROWS = 2
@@ -58,11 +58,16 @@ def wrap_blocks(lib: Any, model: nn.Module, **options: Any) -> nn.Module:
     return wrapped
 
 
+def two_blocks() -> nn.Module:
+    """Return a decoder that is as small as a case needs: with the root, there are three groups."""
+    return make_decoder(ModelOptions(depth=2))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model, how it is wrapped and how it is trained."""
 
-    build: Callable[[], nn.Module] = make_decoder
+    build: Callable[[], nn.Module] = two_blocks
     batch: Callable[[int, int], Tensor] = tokens_for
     """Inputs of a step with so many rows; the model returns the loss of them."""
     wrap: Callable[..., nn.Module] = wrap_blocks

@@ -37,7 +37,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def decoder(**options: Any) -> Any:
-    return functools.partial(make_decoder, ModelOptions(**options))
+    return functools.partial(make_decoder, ModelOptions(depth=2, **options))
 
 
 def vectors(width: int) -> Any:
@@ -247,10 +247,6 @@ def _size_based(lib: Any) -> Any:
     return functools.partial(lib.size_based_auto_wrap_policy, min_num_params=90)
 
 
-def _transformer(lib: Any) -> Any:
-    return functools.partial(lib.transformer_auto_wrap_policy, transformer_layer_cls={Block})
-
-
 def _custom(lib: Any) -> Any:
     def choose(module: nn.Module) -> Any:
         if isinstance(module, nn.Linear):
@@ -271,14 +267,13 @@ def frozen_apart(lib: Any, model: Any, **options: Any) -> Any:
 REENTRANT, NO_REENTRANT = CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT
 
 PLAIN = {
-    "plain": Case(steps=4),
+    "plain": Case(steps=3),
     "one wrapper": Case(wrap=whole),
     "SHARD_GRAD_OP": Case(options=strategy("SHARD_GRAD_OP")),
     "NO_SHARD": Case(options=strategy("NO_SHARD")),
     "strategies mixed": Case(build=Mixed, batch=vectors(5), wrap=mixed_strategies),
     "shell": Case(build=Shell, batch=vectors(5), wrap=by_names("inner")),
     "size-based policy": Case(options=policy(_size_based)),
-    "transformer policy": Case(options=policy(_transformer)),
     "custom policy": Case(options=policy(_custom)),
     "always policy": Case(options=policy(lambda lib: lib.always_wrap_policy)),
     "BACKWARD_POST": Case(
@@ -297,11 +292,8 @@ PLAIN = {
     "wrapper around checkpoint": Case(wrap=checkpointed("inside", NO_REENTRANT)),
     "wrapper around reentrant checkpoint": Case(wrap=checkpointed("inside", REENTRANT)),
     "checkpoint wrapped in afterwards": Case(wrap=checkpointed("after", NO_REENTRANT)),
-    "reentrant checkpoint wrapped in afterwards": Case(wrap=checkpointed("after", REENTRANT)),
     "checkpoint around wrapper": Case(wrap=checkpointed("around", NO_REENTRANT)),
-    "reentrant checkpoint around wrapper": Case(wrap=checkpointed("around", REENTRANT)),
     "tied": Case(build=decoder(tied=True)),
-    "tied, NO_SHARD": Case(build=decoder(tied=True), options=strategy("NO_SHARD")),
     "called twice": Case(build=decoder(repeat=2)),
     "called twice, checkpointed": Case(build=decoder(repeat=2, checkpointing="non_reentrant")),
     "frozen block": Case(
@@ -321,7 +313,6 @@ PLAIN = {
     "odd, NO_SHARD": Case(
         build=Odd, batch=vectors(5), wrap=whole, optimizer="SGD", options=strategy("NO_SHARD")
     ),
-    "clipped by norm 1": Case(clip=(0.5, 1.0)),
     "clipped by norm 2": Case(clip=(0.5, 2.0), optimizer="SGD"),
     "clipped by norm inf": Case(clip=(0.01, float("inf"))),
     "clipped, strategies mixed": Case(
@@ -340,12 +331,6 @@ LOW = {
             precision(param_dtype=BF16, reduce_dtype=FP32)(lib) | strategy("NO_SHARD")(lib)
         ),
     ),
-    "bf16, SHARD_GRAD_OP": Case(
-        low=True,
-        options=lambda lib: (
-            precision(param_dtype=BF16, reduce_dtype=FP32)(lib) | strategy("SHARD_GRAD_OP")(lib)
-        ),
-    ),
     "fp16": Case(low=True, options=precision(param_dtype=FP16, reduce_dtype=FP16)),
     "inputs of inner wrappers, not cast": Case(
         low=True, build=functools.partial(Shell, Telling), batch=vectors(5), wrap=low_inside
@@ -358,13 +343,6 @@ LOW = {
         options=precision(param_dtype=BF16),
     ),
     "precisions mixed": Case(low=True, build=Mixed, batch=vectors(5), wrap=mixed_precisions),
-    "bf16 vectors, root inputs cast": Case(
-        low=True,
-        build=Shell,
-        batch=vectors(5),
-        wrap=by_names("inner"),
-        options=precision(param_dtype=BF16, buffer_dtype=BF16),
-    ),
     "bf16 buffers": Case(
         low=True,
         build=Odd,
@@ -468,16 +446,20 @@ IN_BOTH_WAYS = (
 # On three ranks one of several ways to the same groups and the same recomputation is enough.
 ALIKE_ON_THREE_RANKS = (
     "plain: size-based policy",
-    "plain: transformer policy",
+    "plain: custom policy",
     "plain: always policy",
     "plain: BACKWARD_POST",
     "plain: no prefetch",
+    "plain: forward prefetch",
+    "plain: accumulation, reduced every time",
+    "plain: accumulation, SHARD_GRAD_OP",
     "plain: reentrant checkpoints in blocks",
     "plain: wrapper around checkpoint",
     "plain: checkpoint wrapped in afterwards",
-    "plain: reentrant checkpoint wrapped in afterwards",
+    "plain: wrapper around reentrant checkpoint",
     "plain: checkpoint around wrapper",
-    "plain: clipped by norm 1",
+    "plain: called twice, checkpointed",
+    "plain: odd, NO_SHARD",
 )
 
 
@@ -558,9 +540,7 @@ def test_two_ranks_equal_torch_to_the_last_bit(world, name: str) -> None:
     assert not any(world(2).run(differences_from_torch, [name], *forms))
 
 
-@pytest.mark.parametrize(
-    ("world_size", "use_orig_params"), [(1, True), (3, False), (3, True), (4, False)]
-)
+@pytest.mark.parametrize(("world_size", "use_orig_params"), [(1, True), (3, False)])
 def test_other_numbers_of_ranks_equal_torch(world, world_size: int, use_orig_params: bool) -> None:
     cases = ["plain: accumulation", "plain: convolution", "plain: odd", "low: bf16, clipped"]
     assert not any(world(world_size).run(differences_from_torch, cases, use_orig_params))
@@ -572,10 +552,10 @@ def test_hybrid_strategies_on_four_ranks_equal_torch(world, use_orig_params: boo
     assert not any(world(4).run(differences_from_torch, cases, use_orig_params))
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_equals_one_process(world, world_size: int) -> None:
-    cases = ["plain: plain", "plain: NO_SHARD", "plain: recurrent", "ours: odd and 0-d"]
-    _assert_equals_one_process(world, world_size, cases, False, True)
+def test_equals_one_process(world) -> None:
+    cases = ["plain: plain", "ours: odd and 0-d"]
+    _assert_equals_one_process(world, 4, cases, False, True)
+    _assert_equals_one_process(world, 1, [*cases, "plain: NO_SHARD", "plain: recurrent"], True)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -593,8 +573,9 @@ def test_three_ranks_equal_one_process_in_cases_for_original_parameters(world) -
 
 
 def test_four_ranks_two_by_two_equal_one_process(world) -> None:
-    _assert_equals_one_process(world, 4, ["hybrid: by mesh", "hybrid: ZERO2"], False, True)
-    _assert_equals_one_process(world, 4, ["hybrid: by groups", "hybrid: accumulation"], True)
+    # In the other form than the one that is compared with torch.
+    _assert_equals_one_process(world, 4, ["hybrid: by mesh", "hybrid: ZERO2"], True)
+    _assert_equals_one_process(world, 4, ["hybrid: accumulation"], False)
 
 
 def _assert_equals_one_process(
@@ -611,10 +592,10 @@ def test_equals_fully_shard_of_torch(world) -> None:
 def differences_from_fully_shard() -> list[str]:
     """Where FSDP1 and FSDP2 mean the same."""
     found = []
+    two_blocks = ModelOptions(depth=2)
     for name, run in {
-        "plain: plain": Run(steps=4),
-        "plain: tied": Run(steps=2, model=ModelOptions(tied=True)),
-        "low: bf16, reduced in fp32": Run(steps=2, param_dtype=BF16, reduce_dtype=FP32),
+        "plain: plain": Run(steps=3, model=two_blocks),
+        "low: bf16, reduced in fp32": Run(model=two_blocks, param_dtype=BF16, reduce_dtype=FP32),
     }.items():
         theirs = train_with_fully_shard(TORCH, run)
         for use_orig_params in (False, True):
@@ -636,8 +617,10 @@ def differences_of_nodes(name: str) -> list[str]:
     """Between two nodes of two ranks, and a mesh that says the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
-        by_nodes = train(FULLSHARD, Case(options=strategy(name)), use_orig_params=True)
-    by_mesh = train(FULLSHARD, Case(options=lambda lib: hybrid(lib, name)), use_orig_params=True)
+        by_nodes = train(FULLSHARD, Case(steps=1, options=strategy(name)), use_orig_params=True)
+    by_mesh = train(
+        FULLSHARD, Case(steps=1, options=lambda lib: hybrid(lib, name)), use_orig_params=True
+    )
     try:
         assert_equal([by_nodes.losses, by_nodes.params], [by_mesh.losses, by_mesh.params])
     except AssertionError as error:

