@@ -120,7 +120,6 @@ def hooks_before_and_after_sharding() -> None:
 
 
 def test_hooks_on_sharded_parameters_run_on_reduced_gradients(world):
-    world(2).run(hooks_before_and_after_sharding)
     world(3).run(hooks_before_and_after_sharding)
 
 

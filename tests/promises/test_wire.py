@@ -47,13 +47,9 @@ from tests.helpers.training import (
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-WIRE = Run(param_dtype=BF16, reduce_dtype=FP32, wire_dtype=BF16)
-
-
-@pytest.fixture(params=["together", "alone"])
-def threshold(request: pytest.FixtureRequest) -> int:
-    """From how many bytes a segment is exchanged by itself: all or none of a small model's are."""
-    return 0 if request.param == "alone" else 1 << 20
+WIRE = Run(model=ModelOptions(depth=2), param_dtype=BF16, reduce_dtype=FP32, wire_dtype=BF16)
+TOGETHER, ALONE = 1 << 20, 0
+"""From how many bytes a segment is exchanged by itself: none or all of a small model's are."""
 
 
 def local_gradients(options: ModelOptions, dtype: torch.dtype, steps: int) -> dict[str, Tensor]:
@@ -99,7 +95,7 @@ def sharded_gradients(run: Run, steps: int, **kwargs: Any) -> dict[str, Tensor]:
 
 # --- the functional door -----------------------------------------------------------------------------
 
-UNEVEN = ModelOptions(width=5, hidden=7, scalar=True)
+UNEVEN = ModelOptions(depth=2, width=5, hidden=7, scalar=True)
 CASES: dict[str, tuple[Run, int]] = {
     "even": (WIRE, 1),
     "uneven, 0-d": (replace(WIRE, model=UNEVEN), 1),
@@ -110,17 +106,15 @@ CASES: dict[str, tuple[Run, int]] = {
 }
 
 
-def equals_by_hand(name: str, threshold: int, columns: bool) -> None:
+def equals_by_hand(name: str, *thresholds: int, columns: bool) -> None:
     run, steps = CASES[name]
-    fullshard.plan.layout.IN_PLACE_FROM, usual = threshold, fullshard.plan.layout.IN_PLACE_FROM
     assert run.wire_dtype is not None
-    try:
-        placement = {"shard_placement_fn": last_dimension} if columns else {}
-        ours = sharded_gradients(run, steps, **placement)
-    finally:
-        fullshard.plan.layout.IN_PLACE_FROM = usual
     expected = by_hand(run.model, run.param_dtype or FP32, run.wire_dtype, steps)
-    assert_equal(ours, expected)
+    placement = {"shard_placement_fn": last_dimension} if columns else {}
+    for threshold in thresholds:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", threshold)
+            assert_equal(sharded_gradients(run, steps, **placement), expected)
 
 
 def last_dimension(param: nn.Parameter) -> Shard | None:
@@ -128,19 +122,18 @@ def last_dimension(param: nn.Parameter) -> Shard | None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_summed_by_the_receiver(world, name: str, threshold: int) -> None:
-    world(3).run(equals_by_hand, name, threshold, columns=False)
+def test_gradients_are_summed_by_the_receiver(world, name: str) -> None:
+    world(3).run(equals_by_hand, name, TOGETHER, ALONE, columns=False)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("name", ["even", "uneven, 0-d"])
-def test_any_number_of_ranks_will_do(world, name: str, world_size: int) -> None:
-    world(world_size).run(equals_by_hand, name, 1 << 20, columns=False)
+def test_any_number_of_ranks_will_do(world, world_size: int) -> None:
+    world(world_size).run(equals_by_hand, "uneven, 0-d", TOGETHER, columns=False)
 
 
 @pytest.mark.parametrize("name", ["uneven, 0-d", "accumulated"])
-def test_columns_are_exchanged_too(world, name: str, threshold: int) -> None:
-    world(3).run(equals_by_hand, name, threshold, columns=True)
+def test_columns_are_exchanged_too(world, name: str) -> None:
+    world(3).run(equals_by_hand, name, TOGETHER, ALONE, columns=True)
 
 
 def trained_as_with_torch(run: Run) -> None:
@@ -151,9 +144,9 @@ def trained_as_with_torch(run: Run) -> None:
 
 TRAINED = {
     "plain": WIRE,
-    "frozen, tied": replace(WIRE, model=ModelOptions(frozen=("up.weight",), tied=True)),
+    "frozen, tied": replace(WIRE, model=ModelOptions(depth=2, frozen=("up.weight",), tied=True)),
     "every microbatch": replace(WIRE, microbatches=2, sync_every_microbatch=True),
-    "checkpointed": replace(WIRE, model=ModelOptions(checkpointing="reentrant"), clip=0.5),
+    "checkpointed": replace(WIRE, model=ModelOptions(depth=2, checkpointing="reentrant"), clip=0.5),
     "bf16 masters": replace(WIRE, param_dtype=None, master_dtype=BF16),
 }
 
@@ -214,16 +207,17 @@ def test_sums_of_fp16_leave_its_range(world) -> None:
 # --- options -----------------------------------------------------------------------------------------
 
 
-def settings_of_reductions(setter: Callable[[Any], float]) -> None:
+def settings_of_reductions(*setters: Callable[[Any], float]) -> None:
     """Gradients of a model with a setter called on every group are a multiple of those without."""
     run = replace(WIRE, model=UNEVEN)
-    model: Any = shard(make_decoder(run.model), FULLSHARD, run)
-    factors = [setter(module) for module in (*model.blocks, model)]
-    for _ in range(2):
-        model.zero_grad()
-        model(mine(batch_of(0))).backward()
-    expected = {name: each * factors[0] for name, each in sharded_gradients(run, 1).items()}
-    assert_equal(gradients(model), expected)
+    usual = sharded_gradients(run, 1)
+    for setter in setters:
+        model: Any = shard(make_decoder(run.model), FULLSHARD, run)
+        factors = [setter(module) for module in (*model.blocks, model)]
+        for _ in range(2):
+            model.zero_grad()
+            model(mine(batch_of(0))).backward()
+        assert_equal(gradients(model), {name: each * factors[0] for name, each in usual.items()})
 
 
 def divide_by_half(module: Any) -> float:
@@ -255,9 +249,9 @@ def hook(module: Any) -> float:
     return 4.0
 
 
-@pytest.mark.parametrize("setter", [divide_by_half, force_sum, separate_group, three_inputs, hook])
-def test_setters_of_reductions_hold(world, setter: Callable[[Any], float]) -> None:
-    world(2).run(settings_of_reductions, setter)
+def test_setters_of_reductions_hold(world) -> None:
+    setters = (divide_by_half, force_sum, separate_group, three_inputs, hook)
+    world(2).run(settings_of_reductions, *setters)
 
 
 def partial_sums() -> None:
@@ -344,7 +338,7 @@ def wrapped_equals_by_hand(name: str, use_orig_params: bool) -> None:
     """One step of SGD: the weights are those of before less the gradient."""
     options: dict[str, Any] = dict(STRATEGIES[name])
     steps = options.pop("steps", 1)
-    shapes = ModelOptions(width=5, hidden=7)
+    shapes = ModelOptions(depth=2, width=5, hidden=7)
     model: Any = FullyShardedDataParallel(
         make_decoder(shapes),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
@@ -375,8 +369,16 @@ def wrapped_equals_by_hand(name: str, use_orig_params: bool) -> None:
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    ("name", "use_orig_params"),
+    [
+        ("FULL_SHARD", True),
+        ("FULL_SHARD", False),
+        ("accumulated", True),
+        ("accumulated", False),
+        ("SHARD_GRAD_OP", True),
+    ],
+)
 def test_the_wrapper_s_gradients_are_summed_by_the_receiver(
     world, name: str, use_orig_params: bool
 ) -> None:
