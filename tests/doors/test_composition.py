@@ -45,12 +45,12 @@ from tests.helpers.training import (
 
 
 def compiled(what: str, checkpointing: str) -> tuple[int, int]:
-    """Train a compiled model; returns the number of graphs after two steps and after five."""
+    """Train a compiled model; returns the number of graphs after two steps and after four."""
     import torch._dynamo as dynamo
 
     dynamo.reset()
     dynamo.utils.counters.clear()
-    options = ModelOptions(checkpointing=checkpointing)
+    options = ModelOptions(depth=2, checkpointing=checkpointing)
     model, reference = make_decoder(options), make_decoder(options)
     if what == "blocks":
         for block in model.blocks:
@@ -59,7 +59,7 @@ def compiled(what: str, checkpointing: str) -> tuple[int, int]:
     run: Any = torch.compile(model, backend="aot_eager") if what == "model" else model
     graphs = []
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=True) for m in (model, reference)]
-    for step in range(5):
+    for step in range(4):
         run(mine(batch_of(step))).backward()
         reference(batch_of(step)).backward()
         assert_close(gradients(model), gradients(reference), rtol=1e-4, atol=1e-6)
@@ -72,7 +72,7 @@ def compiled(what: str, checkpointing: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("what", "checkpointing"),
-    [("blocks", "none"), ("model", "none"), ("blocks", "non_reentrant")],
+    [("model", "none"), ("blocks", "non_reentrant")],
 )
 def test_compiled_models_train_and_are_compiled_once(world, what: str, checkpointing: str) -> None:
     for early, late in world(2).run(compiled, what, checkpointing):
@@ -83,7 +83,7 @@ def test_compiled_models_train_and_are_compiled_once(world, what: str, checkpoin
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = shard(make_decoder(), FULLSHARD, Run())
+    model = shard(make_decoder(ModelOptions(depth=1)), FULLSHARD, Run())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for step in range(2):
         model(mine(batch_of(step))).backward()
@@ -93,7 +93,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def untrained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = shard(make_decoder(seed=9), FULLSHARD, Run())
+    model = shard(make_decoder(ModelOptions(depth=1), seed=9), FULLSHARD, Run())
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
@@ -156,7 +156,7 @@ def load(path: str, expected: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
     assert_equal(optimizer_state(model, optimizer), expected[1])
 
 
-@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 3), (3, 1), (1, 4)])
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 3), (3, 2)])
 def test_distributed_checkpoints_are_read_by_any_number_of_ranks(
     world, tmp_path: Path, saved_on: int, loaded_on: int
 ) -> None:

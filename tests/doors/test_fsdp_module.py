@@ -105,7 +105,7 @@ SETTERS = [
 
 
 def step_of(api: str, setter: Callable[[Any], None], replicas: int) -> dict[str, Tensor]:
-    model = shard(make_decoder(), api, Run(replicas=replicas))
+    model = shard(make_decoder(ModelOptions(depth=2)), api, Run(replicas=replicas))
     # torch 2.11 lacks some setters of 2.13, of those that change no number.
     with suppress(AttributeError) if api == TORCH else nullcontext():
         setter(model)
@@ -139,18 +139,18 @@ def test_a_setter_does_what_torch_s_does_with_hsdp(world, setter: Callable[[Any]
     world(4).run(both, setter, 2)
 
 
-def divided(setter: Callable[[Any], None], factor: float, replicas: int) -> None:
+def divided(replicas: int) -> None:
     # gloo cannot scale while it sums, so torch cannot run this one; the sum is known.
     plain = step_of(FULLSHARD, nothing, replicas)
-    scale = dist.get_world_size() / factor
-    expected = {name: gradient * scale for name, gradient in plain.items()}
-    assert_close(step_of(FULLSHARD, setter, replicas), expected, rtol=1e-5, atol=1e-7)
+    world = dist.get_world_size()
+    for setter, scale in ((divide_by_three, world / 3), (divide_by_world, 1.0)):
+        expected = {name: gradient * scale for name, gradient in plain.items()}
+        assert_close(step_of(FULLSHARD, setter, replicas), expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
 def test_the_divide_factor_replaces_the_number_of_ranks(world, ranks: int, replicas: int) -> None:
-    world(ranks).run(divided, divide_by_three, 3.0, replicas)
-    world(ranks).run(divided, divide_by_world, float(ranks), replicas)
+    world(ranks).run(divided, replicas)
 
 
 # --- accumulation ----------------------------------------------------------------------------------

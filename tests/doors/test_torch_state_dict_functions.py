@@ -20,8 +20,8 @@ from tests.helpers.training import FULLSHARD, TORCH
 from tests.helpers.wrapped_nets import TOKENS, described, make_net, state_dict, wrap
 
 
-def trained(api: str, steps: int = 2, seed: int = 0, **options: Any) -> tuple[Any, Any]:
-    """A wrapped model, and its optimizer with two groups, after some steps."""
+def trained(api: str, steps: int = 1, seed: int = 0, **options: Any) -> tuple[Any, Any]:
+    """A wrapped model, and its optimizer with two groups, after a step or none."""
     model = wrap(api, make_net(seed, tied=False), **options)
     decayed = [param for name, param in model.named_parameters() if "first" in name]
     others = [param for name, param in model.named_parameters() if "first" not in name]
@@ -66,6 +66,8 @@ def load(model: nn.Module, optimizer: Any, options: StateDictOptions, states: li
 SHARDED = StateDictOptions()
 FLAT_NAMES = StateDictOptions(flatten_optimizer_state_dict=True)
 FULL = StateDictOptions(full_state_dict=True)
+ALIKE = {"sharded": SHARDED, "flat names": FLAT_NAMES, "full": FULL}
+"""What torch's own wrapper can do as well."""
 OFFLOADED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 # Not strict: torch sends one of the names of a shared module.
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
@@ -74,20 +76,22 @@ FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, 
 def as_with_torch(orig: bool, mesh: tuple[int, ...] | None) -> None:
     wrapping = {"use_orig_params": orig, "mesh": mesh}
     ours, theirs = trained(FULLSHARD, **wrapping), trained(TORCH, **wrapping)
-    for options in (SHARDED, FLAT_NAMES, FULL):
-        assert comparable(saved(*ours, options)) == comparable(saved(*theirs, options)), options
-    full = comparable(saved(*ours, FULL))
+    states = {name: saved(*theirs, options) for name, options in ALIKE.items()}
+    for name, options in ALIKE.items():
+        assert comparable(saved(*ours, options)) == comparable(states[name]), name
+    full = comparable(states["full"])
     # Torch's own fails to offload without an accelerator.
-    assert comparable(saved(*ours, OFFLOADED)) == (full if dist.get_rank() == 0 else [{}, {}])
-    for source, save, options, steps in (
-        (theirs, SHARDED, SHARDED, 0),
-        (theirs, FLAT_NAMES, FLAT_NAMES, 0),
-        (theirs, FULL, FULL, 1),
-        (ours, OFFLOADED, FROM_RANK_0, 1),
+    states["offloaded"] = saved(*ours, OFFLOADED)
+    assert comparable(states["offloaded"]) == (full if dist.get_rank() == 0 else [{}, {}])
+    for name, options, steps in (
+        ("sharded", SHARDED, 0),
+        ("flat names", FLAT_NAMES, 0),
+        ("full", FULL, 1),
+        ("offloaded", FROM_RANK_0, 1),
     ):
         others = trained(FULLSHARD, steps=steps, seed=1, **wrapping)
-        load(*others, options, saved(*source, save))
-        assert comparable(saved(*others, FULL)) == full, (save, options)
+        load(*others, options, states[name])
+        assert comparable(saved(*others, FULL)) == full, name
     if orig:
         # Torch drops the states of parameters of which this rank has trained nothing; and aborts with its own wrapper.
         with pytest.raises(ConfigurationError, match="All ranks must load the same tensors"):

@@ -245,13 +245,13 @@ def expected_gradients(make: Callable[[], Any]) -> list[Tensor]:
 
 
 def cleared_gradients_do_not_come_back(names: list[str]) -> None:
-    for name in names:
+    for model_index, name in enumerate(names):
         make = MODELS[name]
         expected = expected_gradients(make)
         assert len(expected) > 0
-        for clearing, (reduced_before, between) in itertools.product(
-            CLEARINGS, ((False, False), (True, True))
-        ):
+        # Half of all triples: every clearing meets both cases, and so does every model.
+        for index, clearing in enumerate(CLEARINGS, model_index):
+            reduced_before = between = index % 2 == 1
             model = make()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             if reduced_before:

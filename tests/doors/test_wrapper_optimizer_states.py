@@ -392,7 +392,6 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {
         "hybrid": {"orig": True, "mesh": (2, 2), "sharding_strategy": HYBRID},
-        "hybrid, flat": {"orig": False, "mesh": (2, 2), "sharding_strategy": HYBRID},
     },
 }
 
