@@ -24,7 +24,7 @@ from tests.helpers.ranks import World
 from tests.helpers.runs import in_folder, last_losses, records, run, tiny
 
 NUM_KILLS = int(os.environ.get("FULLSHARD_KILLS", "1"))
-NUM_STEPS = 30 + 10 * NUM_KILLS
+NUM_STEPS = 12 + 8 * NUM_KILLS
 START_S = 100.0
 """How long ranks may take to start and come to a step."""
 
