@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-NUM_INPUTS = int(os.environ.get("FULLSHARD_HOSTILE_INPUTS", "600"))
+NUM_INPUTS = int(os.environ.get("FULLSHARD_HOSTILE_INPUTS", "300"))
 """A thousand and more are for when it matters."""
 MEMORY_BYTES = 1 << 30
 """More than the process had: parsers of small files need nothing near it."""

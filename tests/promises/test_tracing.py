@@ -72,8 +72,7 @@ def a_step(model: Any, run: Run, step: int, door: str) -> None:
 def record(folder: Path, run: Run, door: str) -> Recorded:
     """Two steps, when all orders are known."""
     model = build(run, door)
-    for step in range(2):
-        a_step(model, run, step, door)
+    a_step(model, run, 0, door)
     with Traffic() as traffic, fullshard.trace(model, folder, first_step=FIRST) as recording:
         for step in range(STEPS):
             a_step(model, run, step, door)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import ConfigurationError, FullyShardedDataParallel, LifecycleError, fully_shard
 from tests.helpers.compare import assert_close, assert_equal
+from tests.helpers.training import whole
 
 CPU = torch.device("cpu")
 
@@ -73,7 +74,7 @@ def reference(**options: Any) -> dict[str, Tensor | None]:
 def whole_of(gradient: Tensor | None, shape: torch.Size) -> Tensor | None:
     """A gradient as one process has it."""
     if isinstance(gradient, DTensor):
-        return gradient.full_tensor()
+        return whole(gradient)
     pieces: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pieces, gradient)
     found = [piece for piece in pieces if piece is not None]
