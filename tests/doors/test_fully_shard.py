@@ -416,8 +416,10 @@ def custom_comms(uneven: bool, reduce_scatter: type[ReduceScatter]) -> None:
     assert_close(gradients(model), reference_gradients(batch, options), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.parametrize("reduce_scatter", [DefaultReduceScatter, ReducesInPartOfABlock])
+@pytest.mark.parametrize(
+    ("uneven", "reduce_scatter"),
+    [(False, DefaultReduceScatter), (True, DefaultReduceScatter), (True, ReducesInPartOfABlock)],
+)
 def test_comm_objects_take_the_packed_path(
     world, uneven: bool, reduce_scatter: type[ReduceScatter]
 ) -> None:
@@ -434,7 +436,7 @@ def shard_along(dim: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     reference = make_decoder()
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
-    for _ in range(3):
+    for _ in range(2):
         model(mine(batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -445,8 +447,7 @@ def shard_along(dim: int) -> None:
     assert_close(actual, dict(reference.named_parameters()), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dim", [1, -1, 0])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "dim"), [(2, 1), (3, -1), (3, 0)])
 def test_sharding_along_other_dimensions_even_or_not(world, world_size: int, dim: int) -> None:
     world(world_size).run(shard_along, dim)
 

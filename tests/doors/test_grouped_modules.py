@@ -103,8 +103,10 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("reshard_after_forward", [None, False])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    ("name", "reshard_after_forward"),
+    [*((name, None) for name in PLANS), ("one of them twice", False), ("others between", False)],
+)
 def test_modules_of_a_group_run_in_any_order_and_number(
     world, name: str, reshard_after_forward: bool | None
 ) -> None:

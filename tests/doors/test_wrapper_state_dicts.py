@@ -561,29 +561,27 @@ def test_without_shards_there_is_no_local_state_dict(world) -> None:
 
 
 def through_files(folder: str) -> None:
-    for mesh in (None, (2,)):
-        for use_orig_params in (False, True):
-            options = {"mesh": mesh, "use_orig_params": use_orig_params}
-            for source, target in ((TORCH, FULLSHARD), (FULLSHARD, TORCH)):
-                one, other = (
-                    wrap(source, make_net(1), **options),
-                    wrap(target, make_net(2), **options),
-                )
-                for kind in ("FULL", "SHARDED"):
-                    saved = state_dict(source, one, kind)
-                    other.load_state_dict(plain(2))
-                    with quietly(state_dict_type, target, other, kind):
-                        quietly(other.load_state_dict, saved)
-                    assert_equal(state_dict(target, other, "FULL"), plain(1))
-                where = f"{folder}/{mesh}{use_orig_params}{source}"
-                saved = state_dict(source, one, "SHARDED")
-                quietly(dcp.save, saved, checkpoint_id=where)
+    for mesh, use_orig_params in ((None, False), ((2,), True)):
+        options = {"mesh": mesh, "use_orig_params": use_orig_params}
+        for source, target in ((TORCH, FULLSHARD), (FULLSHARD, TORCH)):
+            one, other = (
+                wrap(source, make_net(1), **options),
+                wrap(target, make_net(2), **options),
+            )
+            for kind in ("FULL", "SHARDED"):
+                saved = state_dict(source, one, kind)
                 other.load_state_dict(plain(2))
-                template = state_dict(target, other, "SHARDED")
-                quietly(dcp.load, template, checkpoint_id=where)
-                with quietly(state_dict_type, target, other, "SHARDED"):
-                    quietly(other.load_state_dict, template)
+                with quietly(state_dict_type, target, other, kind):
+                    quietly(other.load_state_dict, saved)
                 assert_equal(state_dict(target, other, "FULL"), plain(1))
+            where = f"{folder}/{mesh}{source}"
+            quietly(dcp.save, saved, checkpoint_id=where)
+            other.load_state_dict(plain(2))
+            template = state_dict(target, other, "SHARDED")
+            quietly(dcp.load, template, checkpoint_id=where)
+            with quietly(state_dict_type, target, other, "SHARDED"):
+                quietly(other.load_state_dict, template)
+            assert_equal(state_dict(target, other, "FULL"), plain(1))
 
 
 def test_checkpoints_travel_between_torch_and_ours(world, tmp_path: Path) -> None:
