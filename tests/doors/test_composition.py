@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 from fullshard import fully_shard
@@ -172,6 +171,10 @@ def collectives(api: str) -> tuple[int, int]:
     model = shard(make_decoder(), api, Run())
     for step in range(2):
         model(mine(batch_of(step))).backward()
+    from torch.distributed.tensor.debug import (
+        CommDebugMode,
+    )  # seconds, which not every worker needs
+
     comm = CommDebugMode()
     with comm:
         model(mine(batch_of(2))).backward()

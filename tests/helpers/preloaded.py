@@ -3,8 +3,8 @@
     def test_the_program_runs(preloaded_python):
         subprocess.run([preloaded_python, "-m", "fullshard", "train", ...])
 
-Importing torch and what training needs of it takes four seconds of processor time. Here it is done once, by the server
-that ranks are forked from, too.
+Importing torch and what training needs takes four seconds of processor time. Here it is done once, by the server that
+ranks are forked from, too.
 
     program that starts it      preloaded_python     an executable: `_run_client`
     client                 ->   server               arguments, environment, folder, the three standard files, the network
@@ -68,8 +68,12 @@ def preloaded_python() -> Iterator[str]:
 
 def _serve(listener: socket.socket, tests: socket.socket) -> None:
     """Fork a process for every client, until the tests are gone."""
-    for module in ("fullshard.programs.train.rank", "torch.distributed.run"):
+    for module in (
+        *("fullshard.programs.train.rank", "fullshard.programs.train.built_in"),
+        *("torch.distributed.run", "typer._adapters", "psutil"),
+    ):
         importlib.import_module(module)
+    importlib.import_module("fullshard.programs.cli").build_app()
     importlib.import_module("tests.helpers.torch_costs").spare_torchrun_costs()
 
     os.setsid()
