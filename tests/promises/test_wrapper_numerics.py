@@ -443,7 +443,7 @@ IN_BOTH_WAYS = (
     "low: bf16 buffers",
 )
 
-# On three ranks one of several ways to the same groups and the same recomputation is enough.
+# On three ranks one of several ways to the same groups, recomputations and reductions is enough.
 ALIKE_ON_THREE_RANKS = (
     "plain: size-based policy",
     "plain: custom policy",
