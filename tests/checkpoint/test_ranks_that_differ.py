@@ -163,7 +163,6 @@ def save_what_differs(folder: Path, door: str, replicas: int) -> dict[str, str]:
     ("door", "ranks", "replicas"),
     [
         ("plain", 2, 1),
-        ("functional", 3, 1),
         ("wrapper", 2, 1),
         ("flat", 3, 1),
         ("functional", 4, 2),

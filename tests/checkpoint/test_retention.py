@@ -18,7 +18,7 @@ from fullshard import CheckpointError, FullyShardedDataParallel, checkpoint
 from fullshard.checkpoint import manifest as manifests, retention, unfinished_save
 from tests.checkpoint.test_publication import kill_a_save
 
-SAVES = 30
+SAVES = 12
 
 
 def save(path: Path, model: nn.Module, keep: int | None) -> None:

@@ -309,7 +309,7 @@ CAUSES: dict[str, tuple[Script | Training, Pairs]] = {
         Script(speeds=Speeds(slow_groups={"blocks.2": 200})),
         pairs(gathers="deeper prefetch"),
     ),
-    "script, latency": (Script(depth=12, speeds=LATENCY), pairs(small_groups="plan")),
+    "script, latency": (Script(depth=8, speeds=LATENCY), pairs(small_groups="plan")),
     "script, padding": (
         Script(hidden=5, speeds=QUICK),
         pairs(padding="replicas, cut along the longest dimension"),
