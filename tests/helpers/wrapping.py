@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.helpers.models import Block, ModelOptions, make_decoder, tokens_for
+from tests.helpers.models import Block, Decoder, ModelOptions, make_decoder, tokens_for
 from tests.helpers.training import ONE_PROCESS, TORCH
 
 ROWS = 2
@@ -58,7 +58,7 @@ def wrap_blocks(lib: Any, model: nn.Module, **options: Any) -> nn.Module:
     return wrapped
 
 
-def two_blocks() -> nn.Module:
+def two_blocks() -> Decoder:
     """Return a decoder that is as small as a case needs: with the root, there are three groups."""
     return make_decoder(ModelOptions(depth=2))
 
