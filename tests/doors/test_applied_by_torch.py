@@ -15,7 +15,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fullshard import ConfigurationError, LifecycleError, UnsupportedError, wrap as policies
 from tests.helpers.training import FULLSHARD, TORCH
@@ -111,6 +110,8 @@ def test_a_policy_asked_about_one_module_takes_no_keyword_arguments() -> None:
 
 
 def in_backward(api: str, how: str, *, first: bool) -> list[float]:
+    from torch.distributed.optim import _apply_optimizer_in_backward  # compiles for a second
+
     def apply(params: Any) -> None:
         _apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.1, "momentum": 0.9})
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
 
 from fullshard import ConfigurationError, FullyShardedDataParallel, LifecycleError, fully_shard
@@ -152,6 +151,8 @@ def test_hooks_on_flat_parameters_run_and_those_that_cannot_are_refused(world):
 
 
 def optimizers_in_backward() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward  # compiles for a second
+
     for door in OF_PARAMS:
         model, twin = door(), make_net()
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
