@@ -151,7 +151,7 @@ ALL = tuple(OPTIMIZERS)
         (("fully_shard", 2), ("flat wrapper", 3), ALL),
         (("flat wrapper", 2), ("wrapper", 3), ("ASGD", "NAdam", "SGD", "ours")),
         (("wrapper", 3), ("fully_shard", 2), ("Adam", "NAdam", "Rprop", "ours")),
-        (("none", 1), ("hsdp", 4), ("AdamW", "NAdam")),
+        (("none", 1), ("hsdp", 4), ("AdamW",)),
         (("tensor parallel", 4), ("no_shard", 2), ("AdamW",)),
         (("hybrid", 4), ("tensor parallel", 4), ("AdamW",)),
         (("flat no_shard", 2), ("last dim", 3), ("AdamW",)),

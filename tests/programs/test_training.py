@@ -45,7 +45,7 @@ def one_rank(world: MakeWorld, folder: Path) -> TrainResult:
     return result
 
 
-SPREADS = {
+SPREADS: dict[int, list[tuple[str, ...]]] = {
     1: [("train.accumulate=4", "compute.graph=true")],
     2: [
         ("train.accumulate=2", "sharding.door=wrapper", "compute.checkpoint_activations=blocks"),
