@@ -213,10 +213,19 @@ class Tab:
     def wait_until(self, expression: str, timeout_s: float = ANSWER_S) -> None:
         """Until a JavaScript expression is true."""
         deadline = time.monotonic() + timeout_s
-        while not self.evaluate(expression):
+        while not self._is_true(expression):
             if time.monotonic() > deadline:
                 raise BrowserError(f"not true within {timeout_s} s: {expression}")
             time.sleep(0.05)
+
+    def _is_true(self, expression: str) -> bool:
+        """Not of a page that is just being left, which cannot answer."""
+        try:
+            return bool(self.evaluate(expression))
+        except BrowserError as error:
+            if "Inspected target navigated" in str(error):
+                return False
+            raise
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
         self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
