@@ -311,6 +311,9 @@ def refusals() -> list[str]:
     refuse(lambda: Muon(flat), UnsupportedError)
     refuse(lambda: Muon(nn.Linear(3, 4), lr=-1, momentum=1), ConfigurationError)
     refuse(lambda: Muon(nn.Linear(3, 4), adjust_lr_fn="other"), ConfigurationError)
+    later = Muon(nn.Linear(3, 4))
+    refuse(lambda: later.add_param_group({"params": convolution.parameters()}), UnsupportedError)
+    assert len(later.param_groups) == 2
     embedding = nn.Embedding(4, 3, sparse=True)
     sparse = Muon(embedding)
     embedding(torch.tensor([1])).sum().backward()
@@ -321,7 +324,8 @@ def refusals() -> list[str]:
 def test_what_it_cannot_update_is_refused_with_all_names_on_every_rank(world) -> None:
     first, second = world(2).run(refusals)
     assert first == second
-    convolution, complex_, flat, numbers, scale, sparse = first
+    convolution, complex_, flat, numbers, scale, later, sparse = first
+    assert later == convolution
     assert "weight: shape (4, 3, 2, 2)" in convolution and "bias: shape (4,)" in convolution
     assert '"use_muon": False' in convolution
     assert "weight: shape (4, 3)" in complex_

@@ -218,7 +218,7 @@ def _buckets(matrices: Sequence[Matrix], bucket_numel: int) -> list[list[Matrix]
 
 
 class _Places:
-    """Where a rank is in shardings, each of which many parameters share."""
+    """Where a rank is in shardings. All matrices of a stack have the same one."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -110,6 +110,7 @@ class Muon(torch.optim.Optimizer):
         self._bucket_numel = bucket_numel
         self._dtype = dtype
         self._plans: dict[tuple[int, ...], _Plan] = {}
+        self._is_built = False
         groups = _chosen_groups(params) if isinstance(params, nn.Module) else params
         defaults = {
             "lr": lr,
@@ -126,12 +127,17 @@ class Muon(torch.optim.Optimizer):
         }
         super().__init__(groups, defaults)
         self._check_params()
+        self._is_built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with its own options."""
         super().add_param_group(param_group)
-        if hasattr(self, "_plans") and len(self.param_groups) > 1:
-            self._plans.clear()
+        if self._is_built:  # the constructor checks all groups together
+            try:
+                self._check_params()
+            except UnsupportedError:
+                self.param_groups.pop()
+                raise
 
     def _check_params(self) -> None:
         complex_: list[str] = []
@@ -166,9 +172,10 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Before the first exchange, and before anything is updated.
+        _check_gradients(param for group in self.param_groups for param in group["params"])
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
-            _check_gradients(params)
             if group["use_muon"]:
                 self._orthogonal_step(group, params)
             else:
@@ -260,8 +267,8 @@ class Muon(torch.optim.Optimizer):
         return self._plans[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"_plans": {}, "_bucket_numel": self._bucket_numel, "_dtype": self._dtype}
-        return {**super().__getstate__(), **kept}
+        kept = {"_bucket_numel": self._bucket_numel, "_dtype": self._dtype}
+        return {**super().__getstate__(), **kept, "_plans": {}, "_is_built": True}
 
 
 class _Plan:
