@@ -39,7 +39,7 @@ class FusedShard:
         self.params = [sharded_param.param for sharded_param in sharded_params]
         self._names = [sharded_param.name for sharded_param in sharded_params]
         self._of_dtensors = isinstance(self.params[0], DTensor)
-        locals_ = [_local(param) for param in self.params]
+        locals_ = [local_of(param) for param in self.params]
         self._addresses = [local.data_ptr() for local in locals_]
         self._shapes = [(local.shape, local.stride()) for local in locals_]
         filled = [index for index, local in enumerate(locals_) if local.numel()] or [0]
@@ -261,8 +261,9 @@ def _is_placed_like(param: nn.Parameter, value: Tensor) -> bool:
     return not isinstance(value, DTensor)
 
 
-def _local(param: nn.Parameter) -> Tensor:
-    return torch_border.local_of(param) if isinstance(param, DTensor) else param
+def local_of(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor: the local part of a DTensor, or all of it."""
+    return torch_border.local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _local_part(param: nn.Parameter, value: Tensor) -> Tensor:

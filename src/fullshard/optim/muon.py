@@ -31,7 +31,7 @@ from fullshard import torch_border
 from fullshard.comm import collectives
 from fullshard.comm.journal import Tag, tag
 from fullshard.errors import ConfigurationError, UnsupportedError, fault_paragraphs
-from fullshard.optim.fused_shards import like_param
+from fullshard.optim.fused_shards import like_param, local_of
 from fullshard.optim.matrix_owners import Bucket, CutParam, Matrix, plan_buckets
 from fullshard.optim.newton_schulz import COEFFICIENTS, orthogonalize
 from fullshard.optim.param_cuts import ParamCut, param_cuts
@@ -103,10 +103,7 @@ class Muon(torch.optim.Optimizer):
             bucket_numel: How many elements an owner has in a bucket, unless one matrix has more.
         """
         _check_numbers(lr, weight_decay, momentum, ns_steps, bucket_numel)
-        if adjust_lr_fn not in ("match_rms_adamw", "original"):
-            raise ConfigurationError(
-                f"adjust_lr_fn must be 'match_rms_adamw' or 'original', got {adjust_lr_fn!r}."
-            )
+        _check_scale(adjust_lr_fn)
         self._bucket_numel = bucket_numel
         self._dtype = dtype
         self._plans: dict[tuple[int, ...], _Plan] = {}
@@ -190,24 +187,24 @@ class Muon(torch.optim.Optimizer):
         is_tensor = isinstance(group["lr"], Tensor)
         for param in params:
             if not self.state[param]:
-                device = _local(param).device if is_tensor else "cpu"
+                device = local_of(param).device if is_tensor else "cpu"
                 self.state[param] = {
                     "step": torch.zeros((), device=device),
                     "exp_avg": _zeros_like(param),
                     "exp_avg_sq": _zeros_like(param),
                 }
-        held = [param for param in params if _local(param).numel()]
+        held = [param for param in params if local_of(param).numel()]
         states = [self.state[param] for param in held]
         for param in params:  # states are the same on all ranks, also on those that hold nothing
-            if not _local(param).numel():
+            if not local_of(param).numel():
                 self.state[param]["step"] += 1
         if not held:
             return
         adamw(
-            [_local(param) for param in held],
+            [local_of(param) for param in held],
             [_gradient(param) for param in held],
-            [_local(state["exp_avg"]) for state in states],
-            [_local(state["exp_avg_sq"]) for state in states],
+            [local_of(state["exp_avg"]) for state in states],
+            [local_of(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             foreach=not is_tensor or held[0].device.type != "cpu",
@@ -233,7 +230,7 @@ class Muon(torch.optim.Optimizer):
             if not self.state[param]:
                 self.state[param]["momentum_buffer"] = _zeros_like(param)
         gradients = [_gradient(param) for param in params]
-        averages = [_local(self.state[param]["momentum_buffer"]) for param in params]
+        averages = [local_of(self.state[param]["momentum_buffer"]) for param in params]
         updates: Sequence[Tensor] = averages
         if params:
             momentum = group["momentum"]
@@ -244,7 +241,7 @@ class Muon(torch.optim.Optimizer):
         every = [
             by_param[id(param)].contiguous()
             if id(param) in by_param
-            else torch.zeros_like(_local(param).detach())
+            else torch.zeros_like(local_of(param).detach())
             for param in group["params"]
         ]
         results = [torch.empty_like(update) for update in every]
@@ -255,7 +252,7 @@ class Muon(torch.optim.Optimizer):
             if id(param) in by_param
         ]
         if params:
-            lr, locals_ = group["lr"], [_local(param) for param in params]
+            lr, locals_ = group["lr"], [local_of(param) for param in params]
             torch._foreach_mul_(locals_, 1 - lr * group["weight_decay"])
             torch._foreach_mul_(found, -lr)
             torch._foreach_add_(locals_, found)
@@ -482,6 +479,13 @@ def _check_numbers(
         raise ConfigurationError(" ".join(wrong))
 
 
+def _check_scale(adjust_lr_fn: str) -> None:
+    if adjust_lr_fn not in ("match_rms_adamw", "original"):
+        raise ConfigurationError(
+            f"adjust_lr_fn must be 'match_rms_adamw' or 'original', got {adjust_lr_fn!r}."
+        )
+
+
 def _check_gradients(params: Iterable[nn.Parameter]) -> None:
     sparse = [tuple(p.shape) for p in params if p.grad is not None and p.grad.is_sparse]
     if sparse:
@@ -491,16 +495,12 @@ def _check_gradients(params: Iterable[nn.Parameter]) -> None:
         )
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return torch_border.local_of(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 def _gradient(param: nn.Parameter) -> Tensor:
     """Return this rank's gradient in the parameter's dtype."""
     assert param.grad is not None, "the caller has looked"
-    gradient, local = _local(param.grad), _local(param)
+    gradient, local = local_of(param.grad), local_of(param)
     return gradient if gradient.dtype == local.dtype else gradient.to(local.dtype)
 
 
 def _zeros_like(param: nn.Parameter) -> Tensor:
-    return like_param(param, torch.zeros_like(_local(param).detach()))
+    return like_param(param, torch.zeros_like(local_of(param).detach()))
