@@ -586,7 +586,7 @@ class FSDPParamGroup:
             return range(0)
         storage = self._all_gather.buffer.full.storage
         begin = storage.data_ptr()
-        return range(begin, begin + storage.nbytes())
+        return range(begin, begin + storage.nbytes() if begin else 0)  # 0: absent, or on meta
 
     @property
     def held_bytes(self) -> int:
