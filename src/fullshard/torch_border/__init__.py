@@ -74,6 +74,13 @@ from fullshard.torch_border.modules import (
     with_module_versions as with_module_versions,
     without_activation_wrapper as without_activation_wrapper,
 )
+from fullshard.torch_border.operators import (
+    Argument as Argument,
+    Operator as Operator,
+    Signature as Signature,
+    signature_of as signature_of,
+    without_function_modes as without_function_modes,
+)
 from fullshard.torch_border.optimizers import (
     ELEMENTWISE as ELEMENTWISE,
     IN_BACKWARD_OPTIMIZERS as IN_BACKWARD_OPTIMIZERS,
