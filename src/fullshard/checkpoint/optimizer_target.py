@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from fullshard.checkpoint.optimizer_compatibility import (
 from fullshard.checkpoint.optimizer_local_state import NOT_OPTIONS, is_number_of_state, named_groups
 from fullshard.checkpoint.source import Source, TensorRef, without_averages
 from fullshard.checkpoint.tensor_memory import stores_each_element
+from fullshard.optim import ShardedOptimizer
 from fullshard.optim.fused_shards import like_param
 from fullshard.plan.blocks import whole
 
@@ -108,7 +109,10 @@ class OptimizerTarget:
         return self._new.requests
 
     def _build(self, *, allocate: bool) -> _NewStates:
-        new = _NewStates(self._source, self._optimizer.state if allocate else {})
+        # Parts of replicas are not memory to read into, and the whole states might not fit on the device.
+        on_host = _is_over_replicas(self._optimizer)
+        old = self._optimizer.state if allocate and not on_host else {}
+        new = _NewStates(self._source, old, on_host=on_host)
         for param, states in self._saved:
             new.build(param if allocate else replace(param, local=param.local.to("meta")), states)
         return new
@@ -149,10 +153,7 @@ class OptimizerTarget:
     def install(self) -> None:
         """Give the optimizer the new state and the options. All requests must have been read."""
         assert self._new is not None, "requests were read"
-        state: Any = self._optimizer.state
-        for param in [param for group in self._optimizer.param_groups for param in group["params"]]:
-            state.pop(param, None)
-        state.update(self._new.states)
+        self._install_states(self._new.states)
         kept = self._compatibility.own_options
         for group, saved, own in zip(self._optimizer.param_groups, self._groups, kept, strict=True):
             devices = [local_of(param).device for param in group["params"]]
@@ -160,6 +161,20 @@ class OptimizerTarget:
             for option, value in saved.items():
                 if option not in _OWN_OPTIONS and option not in own:
                     group[option] = _option(group.get(option), value, device)
+
+    def _install_states(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        optimizer = self._optimizer
+        if _is_over_replicas(optimizer):
+            cast(ShardedOptimizer, optimizer).replace_states(states)
+            return
+        state: Any = optimizer.state
+        for param in [param for group in optimizer.param_groups for param in group["params"]]:
+            state.pop(param, None)
+        state.update(states)
+
+
+def _is_over_replicas(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, ShardedOptimizer) and optimizer.shards_over_replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +194,13 @@ class _OptimizedParam:
 class _NewStates:
     """New states of parameters, with what to read into them, or why they cannot be built."""
 
-    def __init__(self, source: Source, old: Mapping[Any, State]) -> None:
-        """Prepare states for what ``source`` has, in the memory of ``old`` states where these fit."""
+    def __init__(self, source: Source, old: Mapping[Any, State], *, on_host: bool) -> None:
+        """Prepare states for what ``source`` has, in the memory of ``old`` states where these fit.
+
+        Other elements are ``on_host``, or where the parameter is.
+        """
         self._old = old
+        self._on_host = on_host
         self.states: dict[nn.Parameter, dict[str, Any]] = {}
         self.requests: list[ReadRequest] = []
         self.faults = Faults()
@@ -246,7 +265,7 @@ class _NewStates:
         memory = self._old_like(param, key, dtype)
         if memory is None:
             # Zeros, because there may be padding.
-            memory = torch.zeros_like(param.local, dtype=dtype)
+            memory = torch.zeros_like(param.local, dtype=dtype, device=self._device(param))
         for member, value in values:
             self._fill(member, value, member.part_of(memory))
         return memory
@@ -261,6 +280,10 @@ class _NewStates:
         kinds = [(each.shape, each.stride(), each.device) for each in (local, param.local)]
         fits = kinds[0] == kinds[1] and local.dtype == dtype and stores_each_element(local)
         return old if fits else None
+
+    def _device(self, param: _OptimizedParam) -> torch.device:
+        on_host = self._on_host and not param.local.is_meta
+        return torch.device("cpu") if on_host else param.local.device
 
     def _dtype(self, value: Any) -> torch.dtype:
         if isinstance(value, TensorRef):
@@ -282,7 +305,7 @@ class _NewStates:
             if old is not None:
                 self._fill(member, value, local_of(old))
                 return old
-            local = torch.empty_like(param.local, dtype=dtype)
+            local = torch.empty_like(param.local, dtype=dtype, device=self._device(param))
             self._fill(member, value, local)
             return like_param(param.param, local)
         if isinstance(value, TensorRef):

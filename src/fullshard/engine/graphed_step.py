@@ -402,9 +402,13 @@ def obstacles_of_optimizer(optimizer: torch.optim.Optimizer | None) -> list[str]
     """Return why an optimizer's step cannot be captured; empty if it can."""
     if optimizer is None:
         return []
-    maker = (
-        optimizer.inner if isinstance(optimizer, torch_border.DelegatingOptimizer) else optimizer
-    )
+    maker = optimizer
+    if isinstance(optimizer, torch_border.DelegatingOptimizer):
+        maker = optimizer.inner
+        if optimizer.shards_over_replicas:
+            return [
+                "with shard_over_replicas the optimizer's step gathers shards, which is not captured"
+            ]
     needed = "capturable"
     if isinstance(maker, torch.optim.SGD):
         needed = "fused"  # other ways to compute its step make the host read the learning rate

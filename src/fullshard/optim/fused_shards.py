@@ -18,7 +18,7 @@ Each step compares the addresses of gradients with this picture. Gradients that 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,33 @@ from fullshard.errors import ConfigurationError, LifecycleError
 from fullshard.storage.sharded_params import ShardedParam, group_of
 
 
-class FusedShard:
+class UpdatedTensor:
+    """A tensor over shard memory that an optimizer updates in the place of parameters."""
+
+    params: list[nn.Parameter]
+    tensor: nn.Parameter
+    """The tensor that an optimizer updates."""
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the parameters have gradients in this step."""
+        return self.tensor.grad is not None
+
+    def drop_gradient(self) -> None:
+        """Release the gradient that was taken for this step."""
+        self.tensor.grad = None
+
+    def check_state(self, key: str, value: object) -> None:
+        """Refuse a state that is neither a tensor like `tensor` nor a number."""
+        if isinstance(value, Tensor) and value.ndim and value.shape != self.tensor.shape:
+            raise ConfigurationError(
+                "A state of an elementwise optimizer must be a tensor like the parameter or one number, but "
+                f"{key!r} has shape {tuple(value.shape)} for {self.tensor.numel()} elements. Use the optimizer itself, "
+                "without ShardedOptimizer."
+            )
+
+
+class FusedShard(UpdatedTensor):
     """Parameters of one group that are neighbours in its shard buffer, and the range they fill."""
 
     def __init__(self, sharded_params: Sequence[ShardedParam], views: Sequence[Tensor]) -> None:
@@ -56,7 +82,6 @@ class FusedShard:
             fused = first.as_strided((numel,), (1,), begin)
         trainable = fused.is_floating_point() or fused.is_complex()
         self.tensor = nn.Parameter(fused, requires_grad=trainable)
-        """The tensor that an optimizer updates."""
         self._is_param = fused is locals_[0]
         """Whether `tensor` is the local tensor of a single parameter."""
         self._gradient_dtype = fused.dtype
@@ -87,15 +112,6 @@ class FusedShard:
             self._gradient_dtype = self.tensor.grad_dtype = dtype
         self.tensor.grad = self._fuse(present) if present else None
         return True
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether the parameters have gradients in this step."""
-        return self.tensor.grad is not None
-
-    def drop_gradient(self) -> None:
-        """Release the gradient that `take_gradients` has set."""
-        self.tensor.grad = None
 
     def _fuse(self, parts: Sequence[Tensor]) -> Tensor:
         """Return one tensor over the parameters' parts: a view if they lie in one storage as parameters do, else a copy."""
@@ -134,17 +150,12 @@ class FusedShard:
         """
         states: list[dict[str, Any]] = [{} for _ in self.params]
         for key, value in state.items():
+            self.check_state(key, value)
             if isinstance(value, Tensor) and value.shape == self.tensor.shape:
                 parts: list[Any] = [
                     like_param(param, part)
                     for param, part in zip(self.params, self._split(value), strict=True)
                 ]
-            elif isinstance(value, Tensor) and value.ndim:
-                raise ConfigurationError(
-                    "A state of an elementwise optimizer must be a tensor like the parameter or one number, but "
-                    f"{key!r} has shape {tuple(value.shape)} for {self.tensor.numel()} elements. Use the optimizer itself, "
-                    "without ShardedOptimizer."
-                )
             else:
                 parts = [copy.deepcopy(value) for _ in self.params]
             for own, part in zip(states, parts, strict=True):
@@ -183,21 +194,10 @@ def plan_fused_shards(kinds: Mapping[nn.Parameter, Hashable]) -> list[FusedShard
     """Return the longest possible fused shards of parameters of one kind.
 
     These parameters are in none: those of no group, those that no shard buffer holds, plain tensors without neighbours,
-    and 0-d plain tensors, whose state could be a number.
+    and 0-d plain tensors, whose state could be a number. `check_shards` has been called.
     """
-    groups = groups_of(kinds)
-    for group in groups:
-        if group.full_params_installed:
-            raise LifecycleError(
-                f"An optimizer updates shards, but group {group.name!r} has its full parameters now. Build the optimizer, load "
-                "its state and step outside of FullyShardedDataParallel.summon_full_params."
-            )
-        group.notice_replacements()
-    _check_current(
-        kinds, {sharded_param.param for group in groups for sharded_param in group.sharded_params}
-    )
     ranges: list[list[tuple[ShardedParam, Tensor]]] = []
-    for group in groups:
+    for group in groups_of(kinds):
         open_kind: Hashable = None
         for sharded_param, view in group.shards.shard_views_in_order():
             param = sharded_param.param
@@ -216,7 +216,17 @@ def plan_fused_shards(kinds: Mapping[nn.Parameter, Hashable]) -> list[FusedShard
     ]
 
 
-def _check_current(params: Mapping[nn.Parameter, Hashable], current: set[nn.Parameter]) -> None:
+def check_shards(params: Collection[nn.Parameter]) -> None:
+    """Take over what users have done to shards; raise an error unless an optimizer can update the parameters now."""
+    groups = groups_of(params)
+    for group in groups:
+        if group.full_params_installed:
+            raise LifecycleError(
+                f"An optimizer updates shards, but group {group.name!r} has its full parameters now. Build the optimizer, load "
+                "its state and step outside of FullyShardedDataParallel.summon_full_params."
+            )
+        group.notice_replacements()
+    current = {sharded_param.param for group in groups for sharded_param in group.sharded_params}
     stale = [p for p in params if group_of(p) is not None and p not in current]
     if stale:
         raise LifecycleError(

@@ -9,16 +9,22 @@ To its users it is an ordinary optimizer of the sharded parameters. Inside, an o
     per param   in `state`, views of the same memory: what users and `state_dict` see
 
 Asking for `state` splits it. A user may have changed it then, so the next step fuses it again.
+
+With ``shard_over_replicas`` the inner optimizer has `ReplicaPart`s in the place of fused shards, and asking for `state`
+gathers it over the replicas. A step:
+
+    1. update   bucket k, the part of this replica     bucket k - 1 is on its way
+    2. gather   bucket k over the replicas
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
@@ -26,10 +32,12 @@ from fullshard.comm.streams import is_capturing
 from fullshard.errors import ConfigurationError, LifecycleError, UsageError
 from fullshard.optim.fused_shards import (
     FusedShard,
+    check_shards,
     kind_of_gradient,
     kind_of_state,
     plan_fused_shards,
 )
+from fullshard.optim.replica_parts import Bucket, ReplicaPart, ReplicaParts
 
 __all__ = ["ShardedOptimizer"]
 
@@ -54,6 +62,8 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
         params: Iterable[Any],
         *,
         elementwise: bool = False,
+        shard_over_replicas: bool = False,
+        bucket_numel: int = 1 << 24,
         **options: Any,
     ) -> None:
         """Optimize sharded parameters.
@@ -64,14 +74,23 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
             params: Parameters, named parameters or groups of them, as for any optimizer.
             elementwise: A promise about an ``optimizer_class`` that is not torch's: an element's update depends on this
                 element, its gradient and its state only, and states are numbers or tensors like the parameter.
+            shard_over_replicas: Whether replicas (of HSDP, or `replicate`) divide the state among them. Each updates its
+                part of the shards, and gets the other parts from the others. Reading `state`, `state_dict` and
+                `add_param_group` are collective then. Parameters without replicas are updated as usual.
+            bucket_numel: With ``shard_over_replicas``, how many elements of a shard are gathered in one message.
             options: Options of ``optimizer_class``.
         """
         _check_class(optimizer_class, elementwise)
-        self._fused_shards: list[FusedShard] = []
+        _check_bucket(bucket_numel)
+        self._fused_shards: list[FusedShard | ReplicaPart] = []
+        self._bucket_numel = bucket_numel if shard_over_replicas else None
+        self._replicas: ReplicaParts | None = None
+        self._turns: list[tuple[Bucket | None, list[list[Tensor]]]] = []
         self._complete = False
         _check_options(options)
         super().__init__(params, {})
-        self.inner = optimizer_class(self._plan_groups(), **options)
+        check_shards(self._group_numbers())
+        self.inner = optimizer_class(self._plan_groups({}), **options)
         self.defaults = self.inner.defaults
         self._complete = True
         self._is_split = False  # some classes build their state in the constructor
@@ -79,34 +98,47 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
 
     # --- fusing -----------------------------------------------------------------------------------
 
-    def _plan_groups(self) -> list[dict[str, Any]]:
+    def _plan_groups(self, state: Mapping[Any, Any]) -> list[dict[str, Any]]:
         """Plan the fused shards of the parameters as they are now, and return the inner optimizer's groups.
 
         Each group has two inner ones: plain tensors, and DTensors that are in no fused shard. Optimizers use operators
         on lists of tensors for all of a group, and these operators do not mix the two.
         """
-        state = self.state
+        numbers = self._group_numbers()
+        if self._bucket_numel is not None and not self._parts_fit(numbers):
+            planned = ReplicaParts(numbers, self._bucket_numel)
+            self._replicas = planned if planned.buckets else None
+        in_parts = set() if self._replicas is None else self._replicas.params
         kinds = {
-            param: (
-                index,
-                kind_of_gradient(param),
-                kind_of_state(param, state[param] if param in state else None),
-            )
-            for index, group in enumerate(self.param_groups)
-            for param in group["params"]
+            param: (index, kind_of_gradient(param), kind_of_state(param, state.get(param)))
+            for param, index in numbers.items()
+            if param not in in_parts
         }
-        self._fused_shards = plan_fused_shards(kinds)
+        self._fused_shards = [*self._parts, *plan_fused_shards(kinds)]
         self._planned_ids = self._ids()
         shard_of = {param: fused for fused in self._fused_shards for param in fused.params}
         groups = []
         for outer in self.param_groups:
             tensors = dict.fromkeys(
-                shard_of[param].tensor if param in shard_of else param for param in outer["params"]
+                shard_of[param].tensor if param in shard_of else param
+                for param in outer["params"]
+                if param in shard_of or param not in in_parts  # other replicas may own all of it
             )
             for of_dtensors in (False, True):
                 params = [t for t in tensors if isinstance(t, DTensor) is of_dtensors]
                 groups.append({**_options(outer), "params": params})
+        self._turns = [] if self._replicas is None else _turns(groups, self._replicas.buckets)
         return groups
+
+    def _group_numbers(self) -> dict[nn.Parameter, int]:
+        return {
+            param: index
+            for index, group in enumerate(self.param_groups)
+            for param in group["params"]
+        }
+
+    def _parts_fit(self, numbers: Mapping[nn.Parameter, int]) -> bool:
+        return self._replicas is not None and self._replicas.fits(numbers)
 
     @torch.no_grad()
     def _fuse(self) -> None:
@@ -116,12 +148,21 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
                 "The first step of a ShardedOptimizer, and the first one after its state was read or its groups were changed, "
                 "cannot be captured in a CUDA graph: its tensors are laid out anew. Run a step without capture before."
             )
-        state: dict[Any, Any] = dict(self.state)
+        check_shards(self._group_numbers())
+        kept: dict[Any, Any] = {}
+        if not self._is_split and self._parts_fit(self._group_numbers()):
+            # No replica needs another one for this: gradients decide about it, and they may differ between ranks.
+            state, own = self._split_inner()
+            kept = {
+                part.tensor: own[part.params[0]] for part in self._parts if part.params[0] in own
+            }
+        else:
+            state = dict(self.state)
         before = {
             tuple(map(id, each.params)): self.inner.state.get(each.tensor)
             for each in self._fused_shards
         }
-        self.inner.param_groups = self._plan_groups()
+        self.inner.param_groups = self._plan_groups(state)
         inner_state: defaultdict[Any, Any] = defaultdict(dict)
         for fused in self._fused_shards:
             states = [state.pop(param) for param in fused.params if param in state]
@@ -129,10 +170,19 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
                 inner_state[fused.tensor] = _in_place(
                     fused.fuse_states(states), before.get(tuple(map(id, fused.params)))
                 )
+        if self._replicas is not None:
+            for param in self._replicas.params:
+                state.pop(param, None)  # other replicas own all of it
+            self._per_param.clear()  # not views, but memory of all replicas' parts
         # What is left belongs to parameters in no fused shard, or to no parameter.
         inner_state.update(state)
+        inner_state.update(kept)
         self.inner.state = inner_state
         self._is_split = False
+
+    @property
+    def _parts(self) -> list[ReplicaPart]:
+        return [] if self._replicas is None else self._replicas.parts
 
     def fuse_state(self) -> None:
         """Take over what users may have done to `state`: as the next step would, which a replayed graph is not."""
@@ -145,7 +195,9 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
     def state(self) -> defaultdict[Any, Any]:
         """The state of each parameter, sharded as the parameter is, without a copy.
 
-        Writing to its tensors takes effect at once, every other change with the next step.
+        Writing to its tensors takes effect at once, every other change with the next step. With ``shard_over_replicas``
+        it is a copy that is gathered over the replicas, so all of them must read it; it takes the memory of the usual
+        state until the next step or `state_dict`, and all changes take effect with the next step.
         """
         if not self._is_split:
             self._split()
@@ -156,15 +208,26 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
         self._per_param = state
         self._is_split = True
 
-    def _split(self) -> None:
-        """Fill `state` with views of the inner optimizer's state."""
+    def _split_inner(self) -> tuple[dict[Any, Any], dict[nn.Parameter, Any]]:
+        """Return the inner optimizer's state: views by parameter, and the states of this replica's parts."""
         inner = dict(self.inner.state)
         states: dict[Any, Any] = {}
+        own: dict[nn.Parameter, Any] = {}
         for fused in self._fused_shards:
-            if fused.tensor in inner:
-                split = fused.split_state(inner.pop(fused.tensor))
-                states.update(zip(fused.params, split, strict=True))
-        states.update(inner)
+            if fused.tensor not in inner:
+                continue
+            state = inner.pop(fused.tensor)
+            if isinstance(fused, ReplicaPart):
+                own[fused.params[0]] = state
+            else:
+                states.update(zip(fused.params, fused.split_state(state), strict=True))
+        return {**states, **inner}, own
+
+    def _split(self) -> None:
+        """Fill `state` with views of the inner optimizer's state, or with what replicas gather of it."""
+        states, own = self._split_inner()
+        if self._replicas is not None:
+            states.update(self._replicas.whole_states(own))
         self._per_param.clear()
         for group in self.param_groups:  # in the order of other optimizers
             for param in group["params"]:
@@ -172,6 +235,35 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
                     self._per_param[param] = states.pop(param)
         self._per_param.update(states)
         self._is_split = True
+
+    @property
+    def shards_over_replicas(self) -> bool:
+        """Whether replicas divide the state of some parameters among them, and so gather shards in `step`."""
+        return self._replicas is not None
+
+    def states_to_save(self) -> Mapping[Any, Any]:
+        """Return what `state` is. With ``shard_over_replicas`` it is gathered into host memory. Collective then."""
+        if self._replicas is None or self._is_split:
+            return self.state
+        states, own = self._split_inner()
+        return {**states, **self._replicas.whole_states(own, on_host=True)}
+
+    def replace_states(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Let parameters have these states, and no others. Elements may be in host memory with ``shard_over_replicas``."""
+        before = self._per_param if self._is_split else self._split_inner()[0]
+        params = self._group_numbers()
+        foreign = {key: value for key, value in before.items() if key not in params}
+        self._per_param.clear()
+        self._per_param.update({**foreign, **states})
+        self._is_split = True
+        self._fuse()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict, which is that of the usual optimizer. With ``shard_over_replicas`` collective."""
+        found = super().state_dict()
+        if self._replicas is not None:
+            self.fuse_state()  # releases what was gathered
+        return found
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what `load_state_dict` has loaded."""
@@ -201,17 +293,60 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
             with torch.enable_grad():
                 loss = closure()
         # Users may also change the groups' lists of parameters.
-        as_planned = not self._is_split and self._planned_ids == self._ids()
+        as_planned = (
+            not self._is_split
+            and self._planned_ids == self._ids()
+            and (self._replicas is None or self._replicas.is_in_place())
+        )
         if not as_planned or not self._take_gradients():
             self._fuse()
             taken = self._take_gradients()
             assert taken, "a new plan fuses only parameters whose gradients fit together"
         self._before_inner()
         try:
-            self.step_inner()
+            if self._replicas is None:
+                self.step_inner()
+            else:
+                self._step_over_replicas()
         finally:
             self._after_inner()
         return loss
+
+    def _step_over_replicas(self) -> None:
+        """Update this replica's parts bucket by bucket, and gather each while the next one is updated.
+
+        All replicas gather the same buckets in the same order, also if one has no gradients in it.
+        """
+        groups = self.inner.param_groups
+        # Other classes may count their steps, so they take one.
+        in_turns = type(self.inner) in torch_border.ELEMENTWISE
+        if not in_turns:
+            self.step_inner()
+        on_its_way: Bucket | None = None
+        written: list[nn.Parameter] = []
+        try:
+            for bucket, params in self._turns:
+                if bucket is not None and not bucket.is_trained:
+                    continue
+                if in_turns:
+                    self._step_some(groups, params)
+                if bucket is not None:
+                    bucket.start()
+                    written += bucket.params
+                if on_its_way is not None:
+                    on_its_way.land()
+                on_its_way = bucket
+        finally:
+            self.inner.param_groups = groups
+        torch.autograd.graph.increment_version(written)
+
+    def _step_some(self, groups: Sequence[dict[str, Any]], params: Sequence[list[Tensor]]) -> None:
+        """Let the inner optimizer update some tensors, given for each of its groups."""
+        self.inner.param_groups = [
+            {**group, "params": some} for group, some in zip(groups, params, strict=True) if some
+        ]
+        if self.inner.param_groups:
+            self.step_inner()
 
     def _ids(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self.param_groups]
@@ -250,6 +385,22 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _OWN}
 
 
+def _turns(
+    groups: Sequence[Mapping[str, Any]], buckets: Sequence[Bucket]
+) -> list[tuple[Bucket | None, list[list[Tensor]]]]:
+    """Return what is updated one after the other: the tensors of each bucket by group; at last those of none."""
+    number_of = {
+        id(part.tensor): number for number, each in enumerate(buckets) for part in each.parts
+    }
+    turns: list[tuple[Bucket | None, list[list[Tensor]]]] = [
+        (bucket, [[] for _ in groups]) for bucket in (*buckets, None)
+    ]
+    for index, group in enumerate(groups):
+        for tensor in group["params"]:
+            turns[number_of.get(id(tensor), -1)][1][index].append(tensor)
+    return turns
+
+
 def _in_place(state: dict[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a state with its numbers where those ``before`` are: a captured CUDA graph counts its steps there."""
     for key, value in state.items():
@@ -269,6 +420,11 @@ def _check_class(optimizer_class: type[optim.Optimizer], elementwise: bool) -> N
         f"only. This is known of torch's {known}, but not of {optimizer_class!r}. If it is true of this class, pass "
         "elementwise=True. Otherwise use the class itself, on parameters that are not sharded (docs/optimizers.md)."
     )
+
+
+def _check_bucket(bucket_numel: int) -> None:
+    if bucket_numel < 1:
+        raise ConfigurationError(f"bucket_numel must be at least 1, got {bucket_numel}.")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

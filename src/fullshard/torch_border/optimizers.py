@@ -50,6 +50,11 @@ class DelegatingOptimizer(torch.optim.Optimizer):
     """The optimizer that makes the updates. Nobody else knows it, and its hooks do not run."""
 
     @property
+    def shards_over_replicas(self) -> bool:
+        """Whether replicas divide the state among them, and so gather shards in `step`."""
+        return False
+
+    @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether `step` unscales gradients, as fused optimizers do; loss scalers read this."""
         return getattr(self.inner, "_step_supports_amp_scaling", False)
