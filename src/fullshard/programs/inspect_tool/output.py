@@ -43,7 +43,7 @@ def _notes(plan: ShardedPlan) -> Iterator[str]:
     else:
         yield (
             f"Activations are what forward keeps for backward, of {plan.about_activations} at a time on each rank; attention "
-            "counts as fused."
+            "and norms count as fused."
         )
     if plan.is_wrapped:
         yield "These are groups of fully_shard; the wrapper has the same, and cuts each as one flat piece per rank."

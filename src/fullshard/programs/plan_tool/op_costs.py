@@ -101,6 +101,7 @@ _WITHOUT_KERNEL = {
 _PLAIN = FILLS | {
     # Element by element.
     *("_to_copy", "clone", "copy_", "contiguous", "constant_pad_nd", "flip", "im2col", "col2im"),
+    *("masked_fill", "masked_fill_", "masked_scatter"),
     *(
         "floor_divide",
         "repeat",
