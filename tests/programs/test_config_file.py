@@ -286,6 +286,14 @@ def test_what_may_only_follow_from_a_refused_value_is_not_told() -> None:
         (["sharding.offload=true", "run.device=cpu"], "sharding.offload needs CUDA"),
         (["sharding.offload=true", "sharding.door=wrapper"], "for fully_shard only"),
         (["sharding.prefetch=2", "sharding.door=wrapper"], "the wrapper gathers 1 group ahead"),
+        (
+            ["optimizer.shard_over_replicas=true", "optimizer.name=muon"],
+            "updates each element for itself",
+        ),
+        (
+            ["optimizer.shard_over_replicas=true", "optimizer.flat=false"],
+            "that optimizer.flat chooses",
+        ),
         (["compute.graph=true", "sharding.offload=true"], "in which the host does not wait"),
         (["compute.graph=true", "train.on_error=skip"], "leave a step at every collective"),
     ],

@@ -95,6 +95,16 @@ def test_parameters_at_rest_are_this_ranks_share() -> None:
     assert plan.rank.optimizer == 2 * plan.rank.gradients == 2 * plan.rank.parameters
 
 
+def test_replicas_share_the_state_and_not_the_averages() -> None:
+    settings = ["sharding.replicas=2", "optimizer.ema=0.9"]
+    usual = foretell(*settings)
+    plan = foretell(*settings, "optimizer.shard_over_replicas=true")
+    assert usual.rank.optimizer == 3 * usual.rank.parameters
+    assert plan.rank.optimizer == 2 * plan.rank.parameters
+    assert plan.unsharded == usual.unsharded
+    assert (usual.traffic.updates, plan.traffic.updates) == (0, plan.rank.parameters // 2)
+
+
 def test_rules_of_the_launcher_hold_for_callers_that_build_a_model_themselves() -> None:
     config = read_config(None, ["train.batch=15", "sharding.replicas=3"])
     config = replace(config, sharding=replace(config.sharding, prefetch=2, door="wrapper"))

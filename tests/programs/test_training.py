@@ -60,7 +60,7 @@ SPREADS: dict[int, list[tuple[str, ...]]] = {
     4: [
         (),
         ("sharding.replicas=2", "train.accumulate=2"),
-        ("sharding.replicas=2", "sharding.door=wrapper"),
+        ("sharding.replicas=2", "sharding.door=wrapper", "optimizer.shard_over_replicas=true"),
     ],
 }
 """Settings, by how many ranks there are."""

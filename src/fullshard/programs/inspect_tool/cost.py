@@ -67,6 +67,8 @@ class Traffic:
     gathers: int
     reductions: int
     all_reductions: int
+    updates: int
+    """Received from other replicas that have updated their parts of the shards; 0 if each updates all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,13 +125,13 @@ def measure(
         shard(model, blocks, mesh, torch.device("meta"), config)
         groups = group_facts(model)
     at_rest = sum(group.shard_bytes for group in groups)
-    states, optimizer = _optimizer_states(config.optimizer)
+    states, averages, optimizer = _optimizer_states(config.optimizer)
 
-    def memory(parameters: int, gathered: int) -> Memory:
+    def memory(parameters: int, gathered: int, keepers: int = 1) -> Memory:
         return Memory(
             parameters=parameters,
             gradients=parameters,
-            optimizer=states * parameters,
+            optimizer=-(-states * parameters // keepers) + averages * parameters,
             gathered=gathered,
             activations=activations,
         )
@@ -142,18 +144,23 @@ def measure(
         groups=groups,
         optimizer=optimizer,
         about_activations=about,
-        rank=memory(at_rest, _gathered_at_most(groups, config)),
+        rank=memory(at_rest, _gathered_at_most(groups, config), _keepers(config)),
         unsharded=memory(whole, 0),
         traffic=_traffic(groups, config),
     )
 
 
-def _optimizer_states(section: OptimizerSection) -> tuple[int, str]:
-    """Return how many numbers an optimizer keeps for each element, and its name."""
+def _optimizer_states(section: OptimizerSection) -> tuple[int, int, str]:
+    """Return how many numbers an optimizer and averages keep for each element, and the names of both."""
     states = {"sgd": int(section.momentum > 0), "adagrad": 1}.get(section.name, OTHER_STATES)
     if section.ema is None:
-        return states, section.name
-    return states + 1, f"{section.name}, EMA"
+        return states, 0, section.name
+    return states, 1, f"{section.name}, EMA"
+
+
+def _keepers(config: RunConfig) -> int:
+    """Return how many replicas keep the optimizer's state of a shard together."""
+    return config.sharding.replicas if config.optimizer.shard_over_replicas else 1
 
 
 def _activations_of_run(
@@ -232,9 +239,11 @@ def _message_bytes(group: GroupFacts) -> int:
 def _traffic(groups: tuple[GroupFacts, ...], config: RunConfig) -> Traffic:
     """Return the bytes of the gathers of each microbatch's forward and backward, and of one reduction."""
     again = config.sharding.reshard_after_forward
+    shards = sum(group.shard_bytes for group in groups)
     gathers = (group.gather_bytes * (2 if again and not _is_root(group) else 1) for group in groups)
     return Traffic(
         gathers=config.train.accumulate * sum(gathers),
         reductions=sum(group.reduce_bytes for group in groups),
         all_reductions=sum(group.all_reduce_bytes for group in groups),
+        updates=shards - -(-shards // _keepers(config)),
     )

@@ -32,6 +32,8 @@ def print_plan(console: Console, plan: ShardedPlan) -> None:
     ]
     if plan.replicas > 1:
         rows.append(("all-reductions, sent", size_text(traffic.all_reductions)))
+    if traffic.updates:
+        rows.append(("updates of other replicas, received", size_text(traffic.updates)))
     print_table(console, ["wire, per rank and step", "bytes"], rows, num_texts=1)
     for note in _notes(plan):
         print_prose(console, f"\n{note}")

@@ -247,6 +247,9 @@ class OptimizerSection:
     flat: bool = True
     """Update whole shards at once (fullshard.optim), not parameter by parameter."""
 
+    shard_over_replicas: bool = False
+    """With sharding.replicas, let replicas divide the optimizer's state among them: less memory, the same result."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleSection:
@@ -444,10 +447,28 @@ class RunConfig:
                     f"{name} needs averages of the parameters, and optimizer.ema is not set. Set it, for instance to 0.999, "
                     f"or leave {name} out.",
                 )
+        yield from self._replica_problems()
         if self.sharding.offload and self.run.device == "cpu":
             yield Problem(("sharding.offload", "run.device"), OFFLOAD_ON_CPU)
         if self.compute.graph:
             yield from self._graph_problems()
+
+    def _replica_problems(self) -> Iterator[Problem]:
+        """Yield what state that is divided over replicas does not go together with."""
+        if not self.optimizer.shard_over_replicas:
+            return
+        if self.optimizer.name not in ("adamw", "adam", "sgd", "adagrad"):
+            yield Problem(
+                ("optimizer.shard_over_replicas", "optimizer.name"),
+                "optimizer.shard_over_replicas needs an optimizer that updates each element for itself (adamw, adam, sgd, "
+                f"adagrad), and optimizer.name is {self.optimizer.name}. Leave one of them out.",
+            )
+        if not self.optimizer.flat:
+            yield Problem(
+                ("optimizer.shard_over_replicas", "optimizer.flat"),
+                "optimizer.shard_over_replicas is an option of the optimizer that optimizer.flat chooses, which is false. "
+                "Leave one of them out.",
+            )
 
     def _graph_problems(self) -> Iterator[Problem]:
         """Yield what a step in a CUDA graph does not go together with."""

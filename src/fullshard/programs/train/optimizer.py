@@ -29,7 +29,9 @@ def build_optimizer(section: OptimizerSection, model: ShardedModel) -> torch.opt
     groups = [group for group in groups if group["params"]]
     optimizer_class, options = class_and_options(section)
     if section.flat:
-        return ShardedOptimizer(optimizer_class, groups, **options)
+        return ShardedOptimizer(
+            optimizer_class, groups, shard_over_replicas=section.shard_over_replicas, **options
+        )
     return optimizer_class(groups, **options)
 
 
