@@ -323,7 +323,7 @@ class Machine:
         index = bisect_left(table, mib, key=lambda row: row[0])
         (small, fast), (large, slow) = table[index - 1 : index + 1]
         share = math.log(mib / small) / math.log(large / small)
-        return MILLI * fast * (slow / fast) ** share
+        return MILLI * fast * math.exp(share * math.log(slow / fast))
 
     def _seconds_between_hosts(self, collective: Collective) -> float:
         """Return the time of a ring through all hosts; of an all-reduce also that of a tree, if it is less.

@@ -36,7 +36,7 @@ from fullshard.programs.plan_tool.machine import (
 )
 
 FOLDER = Path(__file__).parent / "profiles"
-SECTIONS: dict[str, type] = {
+SECTIONS: dict[str, Any] = {
     "memory": MemoryFacts,
     "matmul": MatmulFacts,
     "attention": AttentionFacts,
@@ -356,10 +356,8 @@ def _toml(value: object) -> str:
     match value:
         case bool():
             return str(value).lower()
-        case int():
+        case int() | float():
             return repr(value)
-        case float():
-            return repr(round(value, 12)) if abs(value) < 1e6 else repr(value)
         case str():
             text = value.replace("\\", "\\\\").replace('"', '\\"')
             return f'"{text}"'

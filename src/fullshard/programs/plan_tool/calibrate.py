@@ -1,0 +1,404 @@
+"""A profile of the machine on which this runs: `fullshard plan calibrate`.
+
+    measure     products, attention, copies, launches; collectives, if torchrun has started several ranks
+    fit         the few numbers of a profile that explain the measurements; all others stay those of the nearest
+                shipped profile, and say so
+
+`calibrate_from_trace` corrects a profile by a recorded trace of a real run, which nothing measured by itself can replace:
+power limits, a slow host and contention are in it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.collectives import value_of_first_rank
+from fullshard.errors import ConfigurationError
+from fullshard.programs.plan_tool.machine import GIB, MIB, MICRO, MILLI, TERA, Machine
+from fullshard.programs.plan_tool.measurements import (
+    CALIBRATION,
+    Bench,
+    Timed,
+    TimedCollective,
+    local_ranks,
+)
+from fullshard.programs.plan_tool.profile_file import known_profiles, load_profile
+from fullshard.programs.plan_tool.program import Collective
+from fullshard.tracing.schema import Kind, Trace
+
+Report = Callable[[str], None]
+
+SECONDS_EACH = 0.25
+QUICK_SECONDS_EACH = 0.01
+
+AHEAD = 0.02
+"""A host that is ahead of its device by less than this share of a step may be what the device waits for."""
+
+PRODUCTS = {
+    "cuda": [(8192, 8192, 8192), (4096, 14336, 4096), (8192, 4096, 4096), (2048, 2048, 2048)],
+    "cpu": [(1024, 1024, 512), (512, 512, 512), (256, 1024, 256)],
+    "quick": [(256, 256, 256), (128, 512, 128)],
+}
+HEADS = {"cuda": [(32, 2048, 128), (32, 8192, 128)], "cpu": [(4, 512, 64)], "quick": [(2, 128, 64)]}
+COPIES = {"cuda": [64, 256, 1024], "cpu": [16, 64], "quick": [4, 8]}
+GATHERS: Mapping[str, Sequence[float]] = {
+    "cuda": [1, 8, 32, 128, 512, 1024],
+    "cpu": [0.01, 0.25, 1, 8, 32],
+    "quick": [0.01, 0.5, 2],
+}
+"""MiB in all."""
+
+
+def calibrate(
+    *,
+    device: torch.device | None = None,
+    base: str | None = None,
+    quick: bool = False,
+    report: Report = lambda text: None,
+) -> Machine:
+    """Measure this machine, and return its profile. Takes less than a minute; a second or two if `quick`.
+
+    Under torchrun all ranks must call this. All of them get the same profile.
+
+    Args:
+        device: What to measure; the GPU, if there is one.
+        base: The profile for everything that is not measured. By default the one of the same GPU.
+        quick: Measure fewer and smaller things.
+        report: Is given a line for each thing that is measured.
+    """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    start = load_profile(base or nearest_profile(device))
+    bench = Bench(device, seconds_each=QUICK_SECONDS_EACH if quick else SECONDS_EACH)
+    sizes = "quick" if quick and device.type == "cpu" else device.type
+    fit = _Fit(start, device, report)
+    # CPUs without instructions for bfloat16 take minutes for what is measured here.
+    dtypes = [torch.bfloat16, torch.float32] if device.type == "cuda" else [torch.float32]
+    for dtype in dtypes:
+        fit.products(bench.products(PRODUCTS[sizes], dtype))
+    fit.attention(*bench.attention(HEADS[sizes], dtypes[0]))
+    fit.copies(bench.copies(COPIES[sizes]))
+    fit.host(bench.launch_seconds(), bench.shortest_kernel_seconds())
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        _measure_collectives(fit, bench, GATHERS[sizes])
+    else:
+        report("collectives: not measured; start this with torchrun to measure them")
+    return _of_first_rank(fit.machine)
+
+
+def nearest_profile(device: torch.device) -> str:
+    """Return the name of the shipped profile for a device; ConfigurationError if there is none."""
+    if device.type != "cuda":
+        return "cpu"
+    name = torch.cuda.get_device_name(device).lower()
+    gib = torch.cuda.get_device_properties(device).total_memory / GIB
+    fitting = [
+        machine
+        for machine in {path: load_profile(path) for path in known_profiles().values()}.values()
+        if machine.name.split("-")[0] in name
+    ]
+    if not fitting:
+        raise ConfigurationError(
+            f"There is no shipped profile for {torch.cuda.get_device_name(device)}, and what cannot be measured must "
+            f"come from one. Name the most similar one."
+        )
+    return min(fitting, key=lambda machine: abs(machine.memory.capacity_gib - gib)).name
+
+
+def _measure_collectives(fit: _Fit, bench: Bench, mebibytes: Sequence[float]) -> None:
+    world, local = dist.get_world_size(), local_ranks()
+    first = dist.get_rank() // local * local
+    # All ranks make all groups, in the same order.
+    groups = [dist.new_group(list(range(host, host + local))) for host in range(0, world, local)]
+    host_group = groups[first // local]
+    if local > 1:
+        gathers = bench.collectives("all_gather", mebibytes, host_group)
+        largest = [mebibytes[-1]]
+        fit.links(
+            gathers,
+            bench.collectives("reduce_scatter", largest, host_group)[0],
+            bench.collectives("all_reduce", largest, host_group)[0],
+        )
+    if world > local:
+        whole = dist.group.WORLD
+        assert whole is not None
+        fit.network(bench.collectives("all_gather", [mebibytes[0], mebibytes[-1]], whole))
+
+
+def _of_first_rank(machine: Machine) -> Machine:
+    """Return the first rank's profile on all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return machine
+    whole = dist.group.WORLD
+    assert whole is not None
+    return value_of_first_rank(machine, whole, CALIBRATION)
+
+
+# --- fitting ---------------------------------------------------------------------------------------------
+
+
+class _Fit:
+    """A profile, of which measured values replace those it began with."""
+
+    def __init__(self, start: Machine, device: torch.device, report: Report) -> None:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+        today = datetime.date.today().isoformat()
+        self._measured = f"measured on {name or 'this CPU'}, {today}, torch {torch.__version__}"
+        self._is_gpu = device.type == "cuda"
+        self._report = report
+        untouched = {
+            key: source if source.startswith("profile") else f"profile {start.name}: {source}"
+            for key, source in start.sources.items()
+        }
+        self.machine = replace(
+            start,
+            name="calibrated",
+            title=f"{start.title}, as measured",
+            aliases=(),
+            sources=untouched,
+        )
+        if self._is_gpu:
+            total = torch.cuda.get_device_properties(device).total_memory / GIB
+            self._put("memory", capacity_gib=total)
+
+    def _put(self, section: str, *, band: float | None = None, **values: Any) -> None:
+        machine = self.machine
+        facts = replace(getattr(machine, section), **values)
+        sources = {f"{section}.{name}": self._measured for name in values}
+        bands = machine.bands if band is None else {**machine.bands, section: round(band, 3)}
+        self.machine = replace(
+            machine,
+            **{section: facts},
+            sources={**machine.sources, **sources},
+            bands=bands,
+        )
+
+    def products(self, timed: Sequence[Timed]) -> None:
+        """Set the efficiency of a dtype, with which half of the products are predicted too fast and half too slow."""
+        facts, dtype = self.machine.matmul, timed[0].work.dtype
+        best = max(each.work.flops / each.seconds for each in timed) / TERA
+        # A data sheet knows a GPU's peak. That of one core of some CPU is what it does at its best.
+        peak = max(best, facts.peak_tflops[dtype]) if self._is_gpu else best
+        peaks = {**facts.peak_tflops, dtype: peak}
+        self._put("matmul", peak_tflops=peaks, efficiency={**facts.efficiency, dtype: 1.0})
+        ratios = self._ratios(timed)
+        efficiency = min(1.0, statistics.median(ratios))
+        efficiencies = {**facts.efficiency, dtype: efficiency}
+        self._put("matmul", efficiency=efficiencies, band=_spread(ratios))
+        self._report(f"matrix products, {dtype}: up to {best:.4g} TFLOPS")
+
+    def attention(self, forward: Sequence[Timed], backward: Sequence[Timed]) -> None:
+        """Set the shares of attention."""
+        for name, timed in (("forward", forward), ("backward", backward)):
+            self._put("attention", **{name: 1.0})
+            ratios = self._ratios(timed)
+            share = min(1.0, statistics.median(ratios))
+            self._put("attention", band=_spread(ratios), **{name: share})
+            rate = max(each.work.flops / each.seconds for each in timed) / TERA
+            self._report(f"attention, {name}: up to {rate:.4g} TFLOPS")
+
+    def _ratios(self, timed: Sequence[Timed]) -> list[float]:
+        return [self.machine.kernel_seconds(each.work) / each.seconds for each in timed]
+
+    def copies(self, timed: Sequence[Timed]) -> None:
+        """Set the bandwidth of memory."""
+        rates = [each.work.nbytes / each.seconds / TERA for each in timed]
+        rate = statistics.median(rates)
+        peak = max(rate, self.machine.traffic.peak_tb_s) if self._is_gpu else rate
+        self._put("traffic", peak_tb_s=peak, efficiency=rate / peak, band=_spread(rates))
+        self._report(f"memory: {rate * 1e3:.4g} GB/s")
+
+    def host(self, launch_seconds: float, kernel_seconds: float) -> None:
+        """Set the host's time for an operation. What else it does is slower or faster by the same factor."""
+        facts = self.machine.host
+        launch = launch_seconds / MICRO
+        factor = launch / facts.launch_us if facts.launch_us else 1.0
+        others = {
+            name: getattr(facts, name) * factor
+            for name in ("kernel_us", "collective_us", "event_us", "hook_us")
+        }
+        self._put("host", launch_us=launch, **others)
+        self._put("traffic", floor_us=kernel_seconds / MICRO)
+        self._report(f"host: {launch:.3g} us for an operation")
+
+    def links(
+        self, gathers: Sequence[TimedCollective], scatter: TimedCollective, reduce: TimedCollective
+    ) -> None:
+        """Set the table of a host, and what other collectives take in comparison."""
+        facts = self.machine.links
+        ranks = gathers[0].work.ranks
+        if not self._is_gpu:
+            facts = replace(facts, devices_per_host=max(facts.devices_per_host, ranks))
+        # The table is that of all devices of a host, of which a rank's own part is smaller.
+        scale = (1 - 1 / max(2, facts.devices_per_host)) / (1 - 1 / ranks)
+        rows: list[tuple[float, float]] = []
+        for each in gathers:
+            milliseconds = each.seconds / MILLI * scale
+            rows.append((each.work.nbytes / MIB, max(milliseconds, rows[-1][1] if rows else 0.0)))
+        last = gathers[-1].seconds
+        self._put(
+            "links",
+            devices_per_host=facts.devices_per_host,
+            all_gather=tuple(rows),
+            reduce_scatter=scatter.seconds / last,
+            all_reduce=reduce.seconds / last,
+        )
+        self._report(
+            f"all-gather of {rows[-1][0]:g} MiB among {ranks} ranks: {last / MILLI:.3g} ms"
+        )
+
+    def network(self, gathers: Sequence[TimedCollective]) -> None:
+        """Set what a collective between hosts costs at least, and the share of the bandwidth that a large one gets."""
+        small, large = gathers
+        hops = self.machine.collective_seconds(small.work) - self.machine.network.base_us * MICRO
+        self._put("network", base_us=max(0.0, (small.seconds - hops) / MICRO))
+        predicted = self.machine.collective_seconds(large.work)
+        efficiency = min(1.0, self.machine.network.efficiency * predicted / large.seconds)
+        self._put("network", efficiency=efficiency)
+        self._report(f"all-gather between hosts: {large.seconds / MILLI:.3g} ms")
+
+
+def _spread(ratios: Sequence[float]) -> float:
+    """Return the largest deviation from the median, as a share of it."""
+    middle = statistics.median(ratios)
+    return max(abs(ratio / middle - 1) for ratio in ratios)
+
+
+# --- by a trace ------------------------------------------------------------------------------------------
+
+
+def calibrate_from_trace(
+    machine: Machine, measured: Trace, predicted: Trace | None = None, *, report: Report = print
+) -> Machine:
+    """Return a profile that explains a recorded trace better.
+
+    Args:
+        machine: The profile to correct.
+        measured: Recorded by a run.
+        predicted: The trace of the same step as planned with `machine`. Without it only collectives are corrected.
+        report: Is given a line for each correction.
+    """
+    machine = _correct_collectives(machine, measured, report)
+    if predicted is None:
+        return machine
+    host = _ratio(_host_us(measured), _host_us(predicted))
+    if host is not None:
+        factors = {
+            name: getattr(machine.host, name) * host
+            for name in ("launch_us", "kernel_us", "collective_us", "event_us", "hook_us")
+        }
+        machine = _corrected(machine, "host", factors, f"times {host:.3g} by a trace")
+        report(f"host: {host:.3g} of the planned time")
+    if not machine.host.is_synchronous and _is_host_bound(measured):
+        report("compute: not corrected; the device waited for the host")
+        return machine
+    compute = _compute_ratio(measured, predicted)
+    if compute is None:
+        report("compute: not corrected; the traces have no groups in common")
+        return machine
+    text = f"divided by {compute:.3g} by a trace"
+    shares = {name: min(1.0, value / compute) for name, value in machine.matmul.efficiency.items()}
+    machine = _corrected(machine, "matmul", {"efficiency": shares}, text)
+    heads = {
+        name: min(1.0, getattr(machine.attention, name) / compute)
+        for name in ("forward", "backward")
+    }
+    machine = _corrected(machine, "attention", heads, text)
+    traffic = {"efficiency": min(1.0, machine.traffic.efficiency / compute)}
+    report(f"compute: {compute:.3g} of the planned time")
+    return _corrected(machine, "traffic", traffic, text)
+
+
+def _corrected(machine: Machine, section: str, values: Mapping[str, Any], text: str) -> Machine:
+    sources = dict(machine.sources)
+    for name in values:
+        sources[f"{section}.{name}"] += f"; {text}"
+    facts = replace(getattr(machine, section), **values)
+    return replace(machine, **{section: facts}, sources=sources)
+
+
+def _correct_collectives(machine: Machine, trace: Trace, report: Report) -> Machine:
+    """Scale links or network by how long gathers and reductions took. The fastest of each group waited the least for others."""
+    groups = {group.name: group for group in trace.groups}
+    fastest: dict[tuple[str, str], float] = {}
+    for span in trace.spans:
+        group = groups.get(span.group)
+        if span.kind not in ("gather", "reduce") or group is None or group.world < 2:
+            continue
+        whole = int(span.nbytes * group.world / (group.world - 1))
+        work = Collective(
+            "all_gather" if span.kind == "gather" else "reduce_scatter",
+            whole,
+            group.world,
+            1,
+            "",
+            "",
+        )
+        if whole and span.duration_us:
+            ratio = span.duration_us * MICRO / machine.collective_seconds(work)
+            key = span.kind, span.group
+            fastest[key] = min(ratio, fastest.get(key, ratio))
+    if not fastest:
+        return machine
+    ratio = statistics.median(fastest.values())
+    report(f"collectives: {ratio:.3g} of the planned time")
+    text = f"times {ratio:.3g} by a trace"
+    if max(group.world for group in groups.values()) <= machine.links.devices_per_host:
+        rows = tuple((size, time * ratio) for size, time in machine.links.all_gather)
+        return _corrected(machine, "links", {"all_gather": rows}, text)
+    values = {
+        "efficiency": min(1.0, machine.network.efficiency / ratio),
+        "base_us": machine.network.base_us * ratio,
+    }
+    return _corrected(machine, "network", values, text)
+
+
+def _compute_ratio(measured: Trace, predicted: Trace) -> float | None:
+    """Return measured to predicted seconds of compute, over the groups and phases that both have."""
+    real, planned = (_sums(trace, "compute") for trace in (measured, predicted))
+    common = real.keys() & planned.keys()
+    return _ratio(sum(real[key] for key in common), sum(planned[key] for key in common))
+
+
+def _sums(trace: Trace, kind: Kind) -> dict[tuple[str, str], float]:
+    """Return microseconds per step, by group and phase: the median of the steps."""
+    found: dict[tuple[str, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for span in trace.spans:
+        if span.kind == kind:
+            found[span.group, span.phase][span.step] += span.duration_us
+    return {key: statistics.median(steps.values()) for key, steps in found.items()}
+
+
+def _host_us(trace: Trace) -> float | None:
+    """Return the microseconds in which the host issues a step's collectives, the median of the steps."""
+    issued: dict[int, list[float]] = defaultdict(list)
+    for span in trace.spans:
+        if span.issued_us is not None:
+            issued[span.step].append(span.issued_us)
+    lengths = [max(times) - min(times) for times in issued.values() if len(times) > 1]
+    return statistics.median(lengths) if lengths else None
+
+
+def _is_host_bound(trace: Trace) -> bool:
+    """Say whether reductions begin as soon as they are issued. Otherwise the device has still been busy."""
+    steps = [span.duration_us for span in trace.spans if span.kind == "step"]
+    ahead = [
+        span.start_us - span.issued_us
+        for span in trace.spans
+        if span.kind == "reduce" and span.issued_us is not None
+    ]
+    if not steps or not ahead:
+        return False
+    return statistics.median(ahead) < AHEAD * statistics.median(steps)
+
+
+def _ratio(real: float | None, planned: float | None) -> float | None:
+    return real / planned if real and planned else None

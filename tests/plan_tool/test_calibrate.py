@@ -1,0 +1,94 @@
+"""A profile of the machine that runs the tests, and profiles that traces correct."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fullshard.programs.plan_tool.calibrate import calibrate, calibrate_from_trace
+from fullshard.programs.plan_tool.machine import Machine
+from fullshard.programs.plan_tool.profile_file import load_profile, parse_profile, to_toml
+from fullshard.programs.plan_tool.program import Collective
+from fullshard.tracing.schema import Trace, parse_trace
+from tests.helpers.run_folders import Machine as MadeUp, simulated_trace
+
+PROFILE = load_profile("h100")
+
+
+def test_a_quick_calibration_gives_a_profile_that_can_be_read(tmp_path) -> None:
+    lines: list[str] = []
+    machine = calibrate(device=torch.device("cpu"), quick=True, report=lines.append)
+    path = tmp_path / "mine.toml"
+    path.write_text(to_toml(machine))
+    read = load_profile(path)
+    assert read.name == "calibrated"
+    assert 0 < read.matmul.peak_tflops["float32"] < 10
+    assert 0 < read.bytes_per_second < 1e12
+    assert 0 < read.host.launch_us < 1e4
+    assert read.sources["traffic.peak_tb_s"].startswith("measured on ")
+    assert read.sources["compiled.traffic"].startswith("profile cpu: ")
+    assert any("not measured; start this with torchrun" in line for line in lines)
+
+
+def two_ranks() -> Machine:
+    return calibrate(device=torch.device("cpu"), quick=True)
+
+
+def test_ranks_measure_collectives_and_agree_on_the_profile(world) -> None:
+    machine, other = world(2).run(two_ranks)
+    assert machine == other == parse_profile(to_toml(machine), where="written")
+    assert machine.sources["links.all_gather"].startswith("measured on ")
+    (size, milliseconds), *_ = machine.links.all_gather
+    work = Collective("all_gather", int(size * (1 << 20)), 2, 1, "float32", "")
+    # The table is that of all ranks of a host; two of them send half, not nearly all.
+    own = 1 - 1 / machine.links.devices_per_host
+    expected = milliseconds * 1e-3 * 0.5 / own
+    assert machine.collective_seconds(work) == pytest.approx(expected, rel=0.01)
+
+
+def trace_of(made_up: MadeUp) -> Trace:
+    return parse_trace(simulated_trace(made_up, num_steps=2))
+
+
+def test_slow_collectives_of_a_trace_slow_the_links_or_the_network_down() -> None:
+    for world, section in ((2, "links"), (64, "network")):
+        fast, slow = (
+            calibrate_from_trace(
+                PROFILE, trace_of(MadeUp(gather_us=t, reduce_us=t, world=world)), report=str
+            )
+            for t in (2000, 4000)
+        )
+        whole = Collective("all_gather", 1 << 30, world, 1, "", "")
+        ratio = slow.collective_seconds(whole) / fast.collective_seconds(whole)
+        assert ratio == pytest.approx(2, rel=0.05), section
+        others = {"links", "network"} - {section}
+        assert all(getattr(slow, each) == getattr(PROFILE, each) for each in others)
+
+
+def issued_ahead(trace: Trace, by_us: float) -> Trace:
+    """The same trace of a host that is so much ahead of its device."""
+    spans = [
+        replace(span, issued_us=span.start_us - by_us) if span.kind == "reduce" else span
+        for span in trace.spans
+    ]
+    return replace(trace, spans=tuple(spans))
+
+
+def test_slow_compute_and_a_slow_host_are_told_apart() -> None:
+    predicted = trace_of(MadeUp(compute_us=2000, gather_us=100, reduce_us=50))
+    measured = trace_of(MadeUp(compute_us=3000, gather_us=100, reduce_us=50))
+    lines: list[str] = []
+    ahead = issued_ahead(measured, 5000)
+    machine = calibrate_from_trace(PROFILE, ahead, predicted, report=lines.append)
+    efficiency = machine.matmul.efficiency["bfloat16"]
+    assert efficiency == pytest.approx(PROFILE.matmul.efficiency["bfloat16"] / 1.5, rel=0.01)
+    assert machine.traffic.efficiency == pytest.approx(PROFILE.traffic.efficiency / 1.5, rel=0.01)
+    assert machine.sources["matmul.efficiency"].endswith("divided by 1.5 by a trace")
+    assert parse_profile(to_toml(machine), where="corrected") == machine
+
+    # A host that is not ahead may be what compute waited for.
+    lines.clear()
+    machine = calibrate_from_trace(PROFILE, measured, predicted, report=lines.append)
+    assert "compute: not corrected; the device waited for the host" in lines
+    assert machine.matmul == PROFILE.matmul
+    assert machine.host.launch_us == pytest.approx(1.5 * PROFILE.host.launch_us, rel=0.05)
