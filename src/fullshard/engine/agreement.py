@@ -26,6 +26,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from fullshard import torch_border
+from fullshard.comm import watchdog
 from fullshard.comm.collectives import backend_of
 from fullshard.comm.journal import POSITION, Waiting, journal_of, tag
 from fullshard.comm.meetings import meet
@@ -100,6 +101,7 @@ def _compare(
     name = root.name or type(root.modules[0]).__name__
     POSITION.waiting = Waiting(None, f"agreement on the model ({name})", time.monotonic())
     try:
+        watchdog.introduce()
         for ranks, own in descriptions.items():
             text = own if fault is None else json.dumps({_FAULT: fault})
             comparison = StoreAgreement(
@@ -111,6 +113,7 @@ def _compare(
             )
             message = comparison.compare(_digest(text), functools.partial(str, text), _compose)
             fault = fault or message
+        watchdog.find_peers()
     finally:
         POSITION.waiting = None
     if fault is not None:

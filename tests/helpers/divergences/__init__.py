@@ -98,7 +98,16 @@ class Kind:
             missing.append(f"the message does not name rank {self.job.odd}")
         if self.names and not any(name in message for name in self.names):
             missing.append(f"the message names none of {', '.join(self.names)}")
+        headline = message.partition("\n")[0]
+        gone = re.search(r"diverged: (.*), while others wait", headline)
+        if self.is_killed and (gone is None or gone[1] != f"rank {self.job.odd} died"):
+            missing.append(f"the message does not begin with the death of rank {self.job.odd}")
         return missing
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether the odd rank dies without a word. Others end because of that, and must not be taken for the first."""
+        return self.odd_ends in ("SIGKILL", "SIGSEGV", "exit 3")
 
 
 def outcome(end: Any) -> str:

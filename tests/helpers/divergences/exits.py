@@ -249,6 +249,32 @@ def the_rank_with_the_store_is_killed(me: Rank) -> None:
     run.go_on()
 
 
+@kind(ranks=3, odd=0, odd_ends="SIGKILL", names=["layers", "root"], store_on_rank_0=True)
+def the_rank_with_the_store_is_killed_in_its_first_forward(me: Rank) -> None:
+    run = Training(me)
+    if me.diverges():
+        kill_at(run, signal.SIGKILL)
+    run.go_on()
+
+
+@kind(
+    ranks=3,
+    odd=0,
+    odd_ends="SIGKILL",
+    names=["layers", "root"],
+    store_on_rank_0=True,
+    resumed_after_s=2.0,
+)
+def the_rank_with_the_store_is_killed_and_another_rank_looks_late(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        kill_at(run, signal.SIGKILL)
+    elif me.number == 1:  # it goes on when rank 2 has ended, too
+        kill_at(run, signal.SIGSTOP)
+    run.go_on()
+
+
 @kind(is_variant=True, odd_ends="SIGSEGV", names=["layers", "root"])
 def a_rank_crashes(me: Rank) -> None:
     run = Training(me)

@@ -5,8 +5,10 @@
     store_client  the store, which may block, in a thread of its own
     rounds        one rank asks, all answer, through the store
     judge         what the answers mean
+    alone         what a rank concludes without the store
     release       brings a blocked thread back
     peers         the other ranks on this host
+    last_words    what they tell each other without the store before they end
     stalls        what is noted and printed about slow ranks
     thread        when to ask, and what to do with a judgement
     process_end   what a process says before it ends
@@ -15,6 +17,6 @@ The verdict is in `comm.verdict`, where waits look at it.
 """
 
 from fullshard.comm.watchdog.stalls import Stall, stalls
-from fullshard.comm.watchdog.thread import start
+from fullshard.comm.watchdog.thread import find_peers, introduce, start
 
-__all__ = ["Stall", "stalls", "start"]
+__all__ = ["Stall", "find_peers", "introduce", "stalls", "start"]

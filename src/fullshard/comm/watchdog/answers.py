@@ -27,6 +27,8 @@ class Registration:
     pid: int
     started: int
     """When the process was started, in the kernel's clock ticks: tells it from a later one with the same number."""
+    mailbox: str = ""
+    """Where it receives last words of others on its host; see `last_words`."""
 
     def text(self) -> str:
         """Return where the rank is, for a message."""
@@ -118,6 +120,22 @@ class Absence:
     host: str = ""
     last: str = ""
     """The last position that it has published, and when."""
+
+
+LOST_CONNECTION = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+)
+"""What gloo says in a collective whose other rank has gone."""
+
+
+def is_consequence(exception: str) -> bool:
+    """Return whether an exception, as type and message, tells of another rank: then another one failed first."""
+    return exception.startswith("DivergenceError: ") or any(
+        each in exception for each in LOST_CONNECTION
+    )
 
 
 # --- encoding ---------------------------------------------------------------------------------------

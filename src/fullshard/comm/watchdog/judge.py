@@ -20,7 +20,7 @@ import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fullshard.comm.watchdog.answers import Absence, Answer, History, Wait
+from fullshard.comm.watchdog.answers import Absence, Answer, History, Wait, is_consequence
 from fullshard.errors import ranks_text
 
 FINE, SLOW, AGAIN, DIVERGED = "fine", "slow", "again", "diverged"
@@ -118,10 +118,7 @@ def _gone(found: Round) -> Judgement | None:
         for rank, answer in found.answers.items()
         if answer.raised and answer.wait is None
     }
-    waited_for = _waited_for(found, gone)
-    if not waited_for and found.waiters:
-        # Nobody waits for it directly. The run cannot go on without a rank that has failed, only without one that is done.
-        waited_for = [r for r in gone if r in found.absences and found.absences[r].state != "left"]
+    waited_for = _causes(found, gone)
     if not waited_for:
         return None
     if all(rank in found.absences and found.absences[rank].state == "left" for rank in waited_for):
@@ -134,6 +131,26 @@ def _gone(found: Round) -> Judgement | None:
         reasons.setdefault(gone[rank], []).append(rank)
     text = "; ".join(f"{ranks_text(ranks)} {reason}" for reason, ranks in reasons.items())
     return _diverged(found, f"{text}, while others wait", waited_for)
+
+
+def _causes(found: Round, gone: Mapping[int, str]) -> list[int]:
+    """Return those of the ranks that are gone, for these reasons, which may be why others wait.
+
+    The rank that others wait for may itself have ended because another one was gone, one that they do not wait for. So
+    all are returned that have failed by themselves, and others only if there are none.
+    """
+    waited_for = _waited_for(found, gone)
+    # The run cannot go on without a rank that has failed, only without one that is done.
+    failed = [r for r in gone if r not in found.absences or found.absences[r].state != "left"]
+    if not waited_for:
+        absent = [rank for rank in failed if rank in found.absences]
+        return absent if found.waiters else []
+    causes = {
+        rank
+        for rank in {*waited_for, *failed}
+        if not is_consequence(gone[rank].removeprefix("raised "))
+    }
+    return sorted(causes) or waited_for
 
 
 def _different(found: Round) -> Judgement | None:
@@ -199,7 +216,7 @@ def _slow(found: Round) -> Judgement | None:
     return Judgement(
         kind=SLOW,
         message=f"{ranks_text(waited_for)} let{'s' if len(waited_for) == 1 else ''} others wait for {longest:.0f} s. "
-        f"Nothing is wrong so far, so they go on waiting.\n{_lines(found)}",
+        f"Nothing is wrong so far, so they go on waiting.\n{lines(found)}",
         culprits=tuple(waited_for),
         where=_where(found, waited_for[0]),
     )
@@ -373,13 +390,13 @@ def _unequal_steps(name: str, answers: Mapping[int, Answer]) -> tuple[str, list[
 
 def _diverged(found: Round, text: str, culprits: Iterable[int]) -> Judgement:
     message = (
-        f"Ranks have diverged: {text}.\n{_lines(found)}\n"
+        f"Ranks have diverged: {text}.\n{lines(found)}\n"
         "Let all ranks call the same modules in the same order, and fail together; see docs/divergence.md."
     )
     return Judgement(kind=DIVERGED, message=message, culprits=tuple(sorted(culprits)))
 
 
-def _lines(found: Round) -> str:
+def lines(found: Round) -> str:
     """Return a line for each place, with the ranks that are there."""
     places: dict[str, list[Answer]] = {}
     for _, answer in sorted(found.answers.items()):

@@ -1,4 +1,4 @@
-"""The other ranks on this host: who they are, and whether their processes run."""
+"""The other ranks on this host: who they are, whether their processes run, and what they have said last."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fullshard.comm.watchdog.answers import (
     encode,
     registration_from,
 )
+from fullshard.comm.watchdog.last_words import DIVERGED, Mailbox, Words, send
 from fullshard.comm.watchdog.probes import state_of
 from fullshard.comm.watchdog.store_client import StoreOperations
 
@@ -27,9 +28,13 @@ class Peers:
     registrations of all ranks: in a large world that would be too much.
     """
 
-    def __init__(self, store: StoreOperations, own: Registration) -> None:
+    def __init__(
+        self, store: StoreOperations, own: Registration, mailbox: Mailbox | None = None
+    ) -> None:
+        """Belong to them as ``own``; ``mailbox`` is the one that the registration names."""
         self._store = store
         self._own = own
+        self._mailbox = mailbox
         self._key = f"host/{own.host_key}"
         self._peers: dict[int, Registration] = {}
         self._read: set[int] = set()
@@ -40,6 +45,10 @@ class Peers:
         """When a process that is stopped was first seen so, by rank."""
         self._gone: set[int] = set()
         """Ranks that were found dead or stopped before."""
+        self._words: dict[int, Words] = {}
+        """What ranks have said before they left."""
+        self.verdict: str | None = None
+        """Why ranks have diverged: the first verdict that another rank has told."""
 
     def register(self) -> None:
         """Say that this process is a rank on this host."""
@@ -80,6 +89,26 @@ class Peers:
                 states[rank] = ALIVE
         self.states = states
 
+    def tell(self, state: str, text: str) -> None:
+        """Tell the others what this rank says last."""
+        words = Words(rank=self._own.rank, state=state, text=text)
+        for peer in self._peers.values():
+            if peer.mailbox:
+                send(peer.mailbox, words)
+
+    def hear(self) -> None:
+        """Read what others have said last. After `look`: then the words of all are there that were found dead."""
+        for words in self._mailbox.read() if self._mailbox is not None else ():
+            if words.state == DIVERGED:
+                self.verdict = self.verdict or words.text
+            else:
+                self._words.setdefault(words.rank, words)
+
+    @property
+    def gone(self) -> set[int]:
+        """The ranks whose processes were found dead or stopped."""
+        return {rank for rank, state in self.states.items() if state != ALIVE}
+
     def is_first_besides(self, ranks: Collection[int]) -> bool:
         """Return whether this rank is the first one on its host that is none of the given ones."""
         others = {self._own.rank, *self._peers}.difference(ranks)
@@ -91,17 +120,28 @@ class Peers:
 
     def has_newly_gone(self) -> bool:
         """Return whether a process was found dead or stopped that was not before."""
-        gone = {rank for rank, state in self.states.items() if state != ALIVE}
-        new = gone - self._gone
+        new = self.gone - self._gone
         self._gone |= new
         return bool(new)
 
     def absences(self, last: dict[int, str]) -> dict[int, Absence]:
-        """Return those that are dead or stopped; ``last`` are the last positions that are known."""
+        """Return those that have said their last words, or are dead or stopped without.
+
+        ``last`` are the last positions that are known.
+        """
+        states = {rank: (self.states[rank], "") for rank in self.gone}
+        states |= {
+            rank: (words.state, words.text)
+            for rank, words in self._words.items()
+            if rank in self._peers
+        }
         return {
             rank: Absence(
-                rank=rank, state=state, host=self._peers[rank].text(), last=last.get(rank, "")
+                rank=rank,
+                state=state,
+                text=text,
+                host=self._peers[rank].text(),
+                last=last.get(rank, ""),
             )
-            for rank, state in self.states.items()
-            if state != ALIVE
+            for rank, (state, text) in states.items()
         }

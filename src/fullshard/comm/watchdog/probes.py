@@ -19,8 +19,8 @@ _STOPPED = "Tt"
 _DEAD = "ZXx"
 
 
-def register(rank: int) -> Registration:
-    """Return the registration of this process as a rank."""
+def register(rank: int, mailbox: str = "") -> Registration:
+    """Return the registration of this process as a rank, which receives last words at ``mailbox``."""
     pid = os.getpid()
     return Registration(
         rank=rank,
@@ -28,6 +28,7 @@ def register(rank: int) -> Registration:
         host_key=host_key(),
         pid=pid,
         started=_state_and_start(pid)[1],
+        mailbox=mailbox,
     )
 
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from fullshard.comm.journal import POSITION, Waiting
 from fullshard.comm.verdict import VERDICT
+from fullshard.comm.watchdog.answers import LOST_CONNECTION
 from fullshard.errors import FullshardError
 
 Ending = Callable[[BaseException | None], None]
@@ -100,17 +101,13 @@ def _end_child() -> None:
     _end(None if is_well else error)
 
 
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
-"""What gloo says in a collective, not of ours, whose other rank has gone."""
-
-
 def _explain(error: BaseException) -> None:
-    """Add the watchdog's verdict to an error about a lost connection."""
+    """Add the watchdog's verdict to an error about a lost connection, in a collective that is not ours."""
     is_ours = isinstance(error, FullshardError)
     if (
         is_ours
         or not isinstance(error, RuntimeError)
-        or not any(each in str(error) for each in _LOST)
+        or not any(each in str(error) for each in LOST_CONNECTION)
     ):
         return
     # So that the watchdogs see somebody who waits for the rank that has gone.

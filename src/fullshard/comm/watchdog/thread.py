@@ -6,7 +6,7 @@
                    The position is published, for the case that the process is killed.
     every 5 ticks  compares its journal with that of the rank before it in each process group
 
-If the store does not answer, each rank judges alone, by what it sees on its own host.
+If the store does not answer, each rank judges alone, by what it sees on its own host and what others there have told it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from torch.distributed import ProcessGroup
 from fullshard import torch_border
 from fullshard.comm.journal import IMAGINED_RANKS, POSITION, THREAD_RANKS, journals
 from fullshard.comm.verdict import VERDICT
-from fullshard.comm.watchdog import process_end, release
+from fullshard.comm.watchdog import last_words, process_end, release
+from fullshard.comm.watchdog.alone import LostStore, judge_alone
 from fullshard.comm.watchdog.answers import Answer, Wait
-from fullshard.comm.watchdog.judge import AGAIN, DIVERGED, SLOW, Judgement, judge
+from fullshard.comm.watchdog.judge import AGAIN, DIVERGED, SLOW, Judgement
 from fullshard.comm.watchdog.observation import (
     Observer,
     group_key,
@@ -43,6 +44,7 @@ from fullshard.comm.watchdog.probes import register
 from fullshard.comm.watchdog.rounds import LOST_S, Member, Rounds, tick_of
 from fullshard.comm.watchdog.stalls import StallReports
 from fullshard.comm.watchdog.store_client import (
+    LIMIT_S,
     OpenStore,
     StoreClient,
     StoreFailedError,
@@ -104,6 +106,25 @@ def start() -> None:
         process_end.at_end(_process_ends, forked=_forget)
 
 
+def introduce() -> None:
+    """Wait until the other ranks on this host can find this one; for some seconds at most.
+
+    [Note: acquaintance]
+    A rank calls it before the ranks compare their models, and `find_peers` after that. So when a rank comes to its
+    first collective, it knows all processes on its host that take part, and when one ends, the others need no store to
+    see that. The store may end with it.
+    """
+    watchdog = _Process.watchdog
+    if watchdog is not None and watchdog.thread.is_alive():
+        watchdog.registered.wait(LIMIT_S)
+
+
+def find_peers() -> None:
+    """Let this rank find the others on its host: [Note: acquaintance]."""
+    if _Process.watchdog is not None:
+        _Process.watchdog.find_peers()
+
+
 def _can_be_watched(group: ProcessGroup) -> bool:
     backend = dist.get_backend_config(group)
     is_alone = group.size() == 1 and "nccl" not in backend
@@ -128,7 +149,9 @@ def _unwatched_process_ends(error: BaseException | None) -> None:
             Exception
         ):  # the store is gone: so are those who would have listened
             store = OpenStore(torch_border.default_store(), PREFIX)
-            Peers(store, register(rank)).register()
+            peers = Peers(store, register(rank))
+            peers.register()
+            peers.find()
             member = Member(
                 rank=rank,
                 world=world,
@@ -138,7 +161,7 @@ def _unwatched_process_ends(error: BaseException | None) -> None:
             )
             rounds = Rounds(store, member)
             rounds.join()
-            _say_farewell(store, rounds, rank, error)
+            _say_farewell(store, rounds, peers, rank, error)
 
     thread = threading.Thread(target=say, name="fullshard-farewell", daemon=True)
     try:
@@ -153,10 +176,11 @@ process_end.at_unwatched_end(_unwatched_process_ends)
 
 
 def _say_farewell(
-    store: StoreOperations, rounds: Rounds, rank: int, error: BaseException | None
+    store: StoreOperations, rounds: Rounds, peers: Peers, rank: int, error: BaseException | None
 ) -> None:
     """Tell the others why a rank takes part in no more rounds."""
     said = ("left", "") if error is None else ("raised", _place_of(error))
+    peers.tell(*said)  # first, as it needs no store
     store.set(f"final/{rank}", json.dumps(said), FAREWELL_S)
     store.add("finals", 1)
     rounds.hand_over()
@@ -191,6 +215,7 @@ class Watchdog:
     def __init__(self, group: ProcessGroup, thread: int) -> None:
         self.group = weakref.ref(group, lambda _: self.end())
         self._wake = threading.Event()
+        self._wake.set()  # others look for this process from now on
         self._is_over = False
         self._final: tuple[BaseException | None] | None = None
         """When the process ends: the exception, or None if its program is done."""
@@ -199,7 +224,8 @@ class Watchdog:
         rank, world = group.rank(), group.size()
         store = torch_border.default_store()
         self._port = torch_border.store_port(store)
-        self._own = register(rank)
+        self._mailbox = last_words.Mailbox()
+        self._own = register(rank, self._mailbox.address)
         timeout = torch_border.timeout_of(group)
         limit = os.environ.get("FULLSHARD_WATCHDOG_ABORT")
         limit_s = float(limit) if limit else timeout.total_seconds() if timeout else None
@@ -211,17 +237,14 @@ class Watchdog:
 
         stores = [store]  # the thread must not keep a store alive that serves others
         self._store = StoreClient(lambda: torch_border.own_client(stores.pop()), PREFIX)
-        member = Member(
-            rank=rank,
-            world=world,
-            answer=lambda: self._observer.answer(self._peers.states),
-            history=history,
-            clock=time.monotonic,
-            is_gone=lambda rank: self._peers.is_gone(rank),
-        )
-        self._rounds = Rounds(self._store, member)
-        self._is_registered = False
-        self._peers = Peers(self._store, self._own)
+        self._rounds = Rounds(self._store, self._member(rank, world))
+        self.registered = threading.Event()
+        """Set when others on this host can find this process."""
+        self._searches: deque[threading.Event] = deque()
+        """Of threads that wait until the others on this host have been found; set then."""
+        self._peers = Peers(self._store, self._own, self._mailbox)
+        self._gone_before: set[int] = set()
+        """Ranks on this host that were gone when the store last answered."""
         self._seen: dict[int, str] = {}
         """The last positions of some other ranks."""
         self._published = ""
@@ -249,6 +272,16 @@ class Watchdog:
         self.thread = threading.Thread(target=self._run, name="fullshard-watchdog", daemon=True)
         self.thread.start()
 
+    def _member(self, rank: int, world: int) -> Member:
+        return Member(
+            rank=rank,
+            world=world,
+            answer=lambda: self._observer.answer(self._peers.states),
+            history=history,
+            clock=time.monotonic,
+            is_gone=lambda other: self._peers.is_gone(other),
+        )
+
     def end(self) -> None:
         """Stop watching: the process group is gone, and so is what was found out about it."""
         self._is_over = True
@@ -260,6 +293,15 @@ class Watchdog:
         """Do nothing any more. In a forked process, which has no thread; the thread may have held the lock of its event."""
         self._is_over = True
         self._wake = threading.Event()
+        self._mailbox.close()
+
+    def find_peers(self) -> None:
+        """Find the other ranks on this host now. Called by the thread that trains, which waits for some seconds at most."""
+        found = threading.Event()
+        self._searches.append(found)
+        self._wake.set()
+        if self.thread.is_alive():
+            found.wait(LIMIT_S)
 
     def farewell(self, error: BaseException | None) -> None:
         """Say that this process ends, and why. Called by the thread that trains, at the end."""
@@ -291,6 +333,7 @@ class Watchdog:
                 VERDICT.watched = False
             self._said_farewell.set()
             self._store.close()
+            self._mailbox.close()
 
     def _has_to_end(self) -> bool:
         return not self._watches_still() or self._final is not None or VERDICT.message is not None
@@ -307,7 +350,7 @@ class Watchdog:
         (error,) = self._final or (None,)
         try:
             self._register()
-            _say_farewell(self._store, self._rounds, self._own.rank, error)
+            _say_farewell(self._store, self._rounds, self._peers, self._own.rank, error)
         except StoreFailedError:
             pass  # others will find out by themselves
 
@@ -319,6 +362,8 @@ class Watchdog:
         try:
             self._use_store(now, wait)
             self._failed_since = None
+            self._gone_before = self._peers.gone
+            self._peers.hear()
         except StoreFailedError as error:
             self._judge_alone(error, wait)
 
@@ -346,6 +391,8 @@ class Watchdog:
 
     def _use_store(self, now: float, wait: Wait | None) -> None:
         self._register()
+        if self._searches:
+            self._find_peers()
         if self._rounds.is_running:
             if now >= self._next_poll:
                 self._peers.look()
@@ -372,10 +419,18 @@ class Watchdog:
                 self._compare_journals()
 
     def _register(self) -> None:
-        if not self._is_registered:
+        if not self.registered.is_set():
             self._peers.register()
             self._rounds.join()
-            self._is_registered = True
+            self.registered.set()
+
+    def _find_peers(self) -> None:
+        searches = [self._searches.popleft() for _ in range(len(self._searches))]
+        try:
+            self._peers.find()
+        finally:
+            for found in searches:
+                found.set()
 
     def _should_ask(self, now: float, wait: Wait | None) -> bool:
         if VERDICT.wanted.is_set():
@@ -444,29 +499,35 @@ class Watchdog:
             self._reports.note(judgement, now - self._moved, now, speaks=speaks)
 
     def _judge_alone(self, error: StoreFailedError, wait: Wait | None) -> None:
-        """Judge by what is seen on this host, since the store does not answer."""
+        """Judge by what is seen and heard on this host, since the store does not answer."""
         now = time.monotonic()
         self._failed_since = since = self._failed_since or now
+        is_given_up = now - since >= (LOST_S if error.is_late else 2.0)
+        self._peers.look(patiently=not is_given_up)
+        self._peers.hear()
+        if self._peers.verdict is not None:
+            # Whoever has told it may have ended since. That is no second divergence.
+            self._diverge(self._peers.verdict)
+            return
         is_urgent = VERDICT.wanted.is_set() or self._is_urgent
         if wait is None or (wait.seconds < self._patience and not is_urgent):
             return  # nobody waits; the store may be gone because all is done
-        is_lost = now - since >= (LOST_S if error.is_late else 2.0)
-        self._peers.look(patiently=not is_lost)
+        lost = LostStore(
+            text=str(error),
+            port=self._port,
+            is_late=error.is_late,
+            is_given_up=is_given_up,
+            gone_before=self._gone_before,
+        )
         own = self._observer.answer(self._peers.states)
-        judgement = judge({own.rank: own}, self._peers.absences(self._seen))
-        if judgement.kind == DIVERGED:
-            self._diverge(judgement.message)
-        elif is_lost:
-            place = f" at port {self._port}" if self._port is not None else ""
-            self._diverge(
-                f"Ranks have diverged: {error}. It is served{place} by rank 0 or by the launcher, which has ended, is stopped, or "
-                f"cannot be reached.\n  rank {own.rank} ({own.host}): waiting for {wait.text}: {own.place()}, at {own.line}, "
-                f"for {wait.seconds:.0f} s\nSee what rank 0 and the launcher printed last; see docs/divergence.md."
-            )
+        message = judge_alone(own, self._peers.absences(self._seen), lost)
+        if message is not None:
+            self._diverge(message)
 
     def _diverge(self, message: str) -> None:
         """Say that ranks have diverged, and bring the thread that trains back if it waits for them."""
         logger.error("%s", message)
+        self._peers.tell(last_words.DIVERGED, message)  # before anything of this process can end
         wait = self._observer.wait()
         if wait is not None and wait.kind == "torch":
             # Functions of torch.distributed handle the error of the backend, to log it. There, this one is raised instead.
