@@ -39,6 +39,11 @@ class Traffic(TorchDispatchMode):
         """Of all collectives, in order."""
         return [name for name, _ in self._seen]
 
+    @property
+    def nbytes(self) -> list[int]:
+        """Of all collectives, in order."""
+        return [nbytes for _, nbytes in self._seen]
+
     def sizes(self, kind: str) -> Counter[int]:
         """How many collectives of a kind ran, by their bytes; a coalesced one counts once."""
         return Counter(nbytes for name, nbytes in self._seen if name.startswith(kind))

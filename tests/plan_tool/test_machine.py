@@ -14,7 +14,7 @@ from fullshard.programs.plan_tool.profile_file import (
     parse_profile,
     to_toml,
 )
-from fullshard.programs.plan_tool.program import Collective, HostWork, Kernel, Launch, Place
+from fullshard.programs.plan_tool.program import Collective, HostWork, Kernel, Launch
 
 PROFILES = sorted({path.stem for path in known_profiles().values()})
 GPUS = [name for name in PROFILES if name != "cpu"]
@@ -34,7 +34,7 @@ def attention(length: int, *, name: str = "aten.attention", heads: int = 32) -> 
 
 
 def gather(mib: float, ranks: int, *, stride: int = 1, kind: str = "all_gather") -> Collective:
-    return Collective(kind, int(mib * MIB), ranks, stride, "bfloat16", "")
+    return Collective(kind, int(mib * MIB), ranks, stride, "bfloat16")
 
 
 def rises(values: list[float]) -> bool:
@@ -150,13 +150,12 @@ def test_full_sharding_of_a_large_world_takes_longer_than_sharding_a_host_and_ad
 
 def test_the_host_takes_time_for_everything_that_it_issues() -> None:
     machine = load_profile("h100")
-    place = Place("forward", "layers.0")
-    one = Launch(0, Kernel("aten.add", "memory", "float32", 0, 8), place)
-    many = Launch(0, replace(one.work, launches=10), place)
+    one = Launch(0, Kernel("aten.add", "memory", "float32", 0, 8), "forward")
+    many = Launch(0, replace(one.work, launches=10), "forward")
     assert 0 < machine.host_seconds(one) < machine.host_seconds(many)
     assert machine.host_seconds(one, is_compiled=True) < machine.host_seconds(one)
-    assert machine.host_seconds(Launch(1, gather(1, 8), place)) > machine.host_seconds(one)
-    assert machine.host_seconds(HostWork("hook", 3)) == 3 * machine.host_seconds(HostWork("hook"))
+    assert machine.host_seconds(Launch(1, gather(1, 8), "forward")) > machine.host_seconds(one)
+    assert machine.host_seconds(HostWork(3)) == 3 * machine.host_seconds(HostWork(1))
 
 
 def test_the_fake_group_only_copies() -> None:

@@ -29,7 +29,7 @@ MARKS = 64
 """How many of the last steps a journal remembers."""
 _MASK = (1 << 63) - 1
 
-IMAGINED_RANKS = {"fake"}
+IMAGINED_RANKS = {"fake", torch_border.VIRTUAL_BACKEND}
 """Backends whose other ranks do not exist: nobody can be asked. A program that has another such backend adds it."""
 THREAD_RANKS = {"threaded"}
 """Backends whose ranks are threads of one process."""

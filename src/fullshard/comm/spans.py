@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch.distributed import Work
@@ -75,9 +75,13 @@ class HostClock:
     def __init__(self) -> None:
         self.zero_ns = host_ns()
 
+    def now(self) -> int:
+        """Return the host's time."""
+        return host_ns()
+
     def mark(self) -> Mark:
         """Now."""
-        return host_ns()
+        return self.now()
 
     def microseconds(self, mark: Mark) -> float:
         """From the clock's start to a mark."""
@@ -204,7 +208,7 @@ class CollectiveSpan:
     def __init__(self, recorder: TraceRecorder, collective: Collective, group: Group) -> None:
         self.recorder, self.collective, self.group = recorder, collective, group
         self.step, self.within = recorder.step, _pass_now()
-        self.issued_ns = host_ns()
+        self.issued_ns = recorder.clock.now()
         self.nbytes = 0
         self.begin: Mark = None
         self.ends: list[Mark] = []
@@ -231,7 +235,7 @@ class CollectiveSpan:
 
     def _note_meeting(self) -> None:
         """Note how long the host stood still before the collective, until all ranks had come to it."""
-        now = host_ns()
+        now = self.recorder.clock.now()
         if now - self.begin > MEETING_NS:
             self.recorder.add_wait(self.group, _reason(self.collective), self.begin, now)
 
@@ -241,7 +245,7 @@ class CollectiveSpan:
         if not pending:
             return
         recorder = self.recorder
-        begin = host_ns()
+        begin = recorder.clock.now()
         for work in pending:
             work.wait()
         end = recorder.clock.mark()
@@ -274,9 +278,9 @@ class TraceRecorder:
 
     def __init__(self, device: torch.device, *, first_step: int, limit: int) -> None:
         self.device = device
-        self.clock = HostClock() if device.type == "cpu" else StreamClock(device)
-        self.started_unix_ns = time.time_ns() - (host_ns() - self.clock.zero_ns)
-        self.step = first_step
+        self.clock = _clock_of(device)
+        self.started_unix_ns = time.time_ns() - (self.clock.now() - self.clock.zero_ns)
+        self.first_step = self.step = first_step
         self.dropped = 0
         """How many events were not recorded, since there are as many as allowed."""
         self._room = limit
@@ -406,7 +410,7 @@ class TraceRecorder:
     def released(self, group: Group) -> None:
         """Note that gathered memory was given back."""
         if self._has_room():
-            self.releases.append(Release(group, _pass_now(), self.step, host_ns()))
+            self.releases.append(Release(group, _pass_now(), self.step, self.clock.now()))
         self.note_gathered(group)
 
     # --- memory -------------------------------------------------------------------------------------
@@ -432,17 +436,19 @@ class TraceRecorder:
 
         A state has most activations where its forward ends, most parameters and gradients where its backward begins.
         """
-        now = host_ns()
+        now = self.clock.now()
         if self.clock.on_streams and now - self._allocator_asked_ns >= ALLOCATOR_EVERY_NS:
             self._allocator_asked_ns = now
-            allocated = _allocated_bytes(self.device)
+            allocated = torch_border.allocated_bytes(self.device)
             if allocated is not None:
                 self._add_memory(allocated)
 
     def _add_memory(self, allocated: int | None) -> None:
         if self._has_room():
             self.memory.append(
-                MemorySample(host_ns(), self._total_gathered, self._total_reducing, allocated)
+                MemorySample(
+                    self.clock.now(), self._total_gathered, self._total_reducing, allocated
+                )
             )
 
 
@@ -466,9 +472,8 @@ def _call_when_done(work: Work, callback: Callable[[object], None]) -> bool:
     return True
 
 
-def _allocated_bytes(device: torch.device) -> int | None:
-    """Return the bytes of the device's caching allocator that are in use, where it is cheap to ask."""
-    if device.type != "cuda":
-        return None
-    statistics = torch.cuda.memory_stats_as_nested_dict(device)
-    return int(statistics["allocated_bytes"]["all"]["current"])
+def _clock_of(device: torch.device) -> HostClock:
+    virtual = torch_border.the_virtual_device()
+    if virtual is not None and device.type == "meta":
+        return cast(HostClock, virtual.new_clock())
+    return HostClock() if device.type == "cpu" else StreamClock(device)

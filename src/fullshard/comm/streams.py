@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fullshard import torch_border
 from fullshard.comm.spans import TraceRecorder
 
 
@@ -94,7 +95,7 @@ class FSDPCommContext:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.asynchronous = device.type != "cpu"
+        self.asynchronous = torch_border.has_streams(device)
         _CONTEXTS.add(self)
         self.max_reductions = 1
         """How many reduce inputs may be in flight; before one more, compute waits for the oldest."""
@@ -126,13 +127,15 @@ class FSDPCommContext:
         """All events that somebody may wait for."""
 
     def _stream(self, *, priority: int) -> Any:
-        return torch.Stream(self.device, priority=priority) if self.asynchronous else _HOST_STREAM
+        if not self.asynchronous:
+            return _HOST_STREAM
+        return torch_border.new_stream(self.device, priority=priority)
 
     def new_event(self) -> Event:
         """Return an event that may be recorded and waited for any number of times."""
         if not self.asynchronous:
             return torch.cpu.Event()
-        event = torch.Event(self.device.type)
+        event: Event = torch_border.new_event(self.device)
         self._events.add(event)
         return event
 
@@ -152,7 +155,7 @@ class FSDPCommContext:
 
     def fork_and_join(self) -> None:
         """Order all streams after the current one, and that one after them: in a capture, they are part of it then."""
-        current = torch.accelerator.current_stream(self.device)
+        current = torch_border.current_stream(self.device)
         for stream in (self.all_gather, self.reduce_scatter, self.all_reduce):
             stream.wait_stream(current)
             current.wait_stream(stream)
@@ -163,7 +166,7 @@ class FSDPCommContext:
             return
         self.in_capture = True
         if self.replay_end is None:
-            self.replay_end = torch.Event(self.device.type)
+            self.replay_end = torch_border.new_event(self.device)
         self.replay_end.record()
 
     def gathers_wait_for(self, event: Any = None) -> None:
@@ -174,7 +177,7 @@ class FSDPCommContext:
         if not self.asynchronous:
             return
         if event is None:
-            self.all_gather.wait_stream(torch.accelerator.current_stream(self.device))
+            self.all_gather.wait_stream(torch_border.current_stream(self.device))
         else:
             self.all_gather.wait_event(event)
 

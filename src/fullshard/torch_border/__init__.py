@@ -157,3 +157,19 @@ from fullshard.torch_border.transforms import (
     plain_parts as plain_parts,
     with_tangent as with_tangent,
 )
+from fullshard.torch_border.virtual_devices import (
+    VirtualDevice as VirtualDevice,
+    allocated_bytes as allocated_bytes,
+    current_stream as current_stream,
+    fast_optimizers_on_meta as fast_optimizers_on_meta,
+    has_streams as has_streams,
+    new_event as new_event,
+    new_stream as new_stream,
+    the_virtual_device as the_virtual_device,
+    virtual_device as virtual_device,
+    watched_resizes as watched_resizes,
+)
+from fullshard.torch_border.virtual_groups import (
+    VIRTUAL_BACKEND as VIRTUAL_BACKEND,
+    virtual_process_group as virtual_process_group,
+)

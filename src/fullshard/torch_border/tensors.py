@@ -9,12 +9,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fullshard.torch_border.virtual_devices import current_stream
+
 TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 def current_stream_id(device: torch.device) -> int:
     """Return a number for the current stream of ``device``; 0 if it has none."""
-    return 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
+    return 0 if device.type == "cpu" else int(current_stream(device).stream_id)
 
 
 def tensor_without_memory(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -81,7 +81,7 @@ class Recording:
         self._first_step, self._limit = first_step, limit
         self.path = folder / f"rank_{global_rank():05}.json"
         """The file that is written at the end."""
-        self._contexts = _contexts_of(model)
+        self._contexts = contexts_of(model)
         devices = {context.device for context in self._contexts}
         if len(devices) > 1:
             raise ConfigurationError(
@@ -98,16 +98,8 @@ class Recording:
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._recorder = TraceRecorder(self._device, first_step=self._first_step, limit=self._limit)
-        self._attach(self._recorder)
+        attach(self._recorder, self._model, self._contexts)
         return self
-
-    def _attach(self, recorder: TraceRecorder) -> None:
-        """Let the engine report to the recorder from now on, starting with the memory in use."""
-        for state, _, _ in states_in(self._model):
-            for group in state.groups:
-                group.note_memory(recorder)
-        for context in self._contexts:
-            context.recorder = recorder
 
     def step(self) -> None:
         """End a step, after `optimizer.step()`, and begin the next."""
@@ -130,7 +122,7 @@ class Recording:
         try:
             yield
         finally:
-            self._attach(recorder)
+            attach(recorder, self._model, self._contexts)
             recorder.begin_step()
 
     def __exit__(
@@ -145,21 +137,30 @@ class Recording:
             context.recorder = None
         try:
             recorder.clock.synchronize()
-            document = to_document(_Export(self._model, recorder).trace(self._first_step))
+            document = to_document(export(self._model, recorder))
             # Not worth a wait for the disk: a lost trace can be recorded again.
             with atomic_write(self.path, durable=False) as file:
                 file.write(json.dumps(document, separators=(",", ":"), allow_nan=False).encode())
         except Exception:
             if error is None:  # otherwise this error would hide the one that ended the block
                 raise
-        if error is None and _contexts_of(self._model) != self._contexts:
+        if error is None and contexts_of(self._model) != self._contexts:
             raise LifecycleError(
                 "The model must keep its streams while it is recorded; it now has others, and what it did on them is missing. "
                 "Pass the outermost module, and call share_comm_ctx before the recording."
             )
 
 
-def _contexts_of(model: nn.Module) -> list[FSDPCommContext]:
+def attach(recorder: TraceRecorder, model: nn.Module, contexts: Sequence[FSDPCommContext]) -> None:
+    """Let the engine report to the recorder from now on, starting with the memory in use."""
+    for state, _, _ in states_in(model):
+        for group in state.groups:
+            group.note_memory(recorder)
+    for context in contexts:
+        context.recorder = recorder
+
+
+def contexts_of(model: nn.Module) -> list[FSDPCommContext]:
     """Return the contexts where the models in ``model`` look for a recorder. A model that never ran is given one."""
     contexts = []
     for root in outermost_states(model).values():
@@ -174,6 +175,11 @@ def _contexts_of(model: nn.Module) -> list[FSDPCommContext]:
 # --- from what was recorded to what is written ------------------------------------------------------
 
 
+def export(model: nn.Module, recorder: TraceRecorder) -> Trace:
+    """Return what was recorded of a model, with the names and times of the file. All marks have been reached."""
+    return _Export(model, recorder).trace()
+
+
 class _Export:
     """The export of what was recorded, with the names and times of the file."""
 
@@ -185,13 +191,13 @@ class _Export:
         self._names: dict[Named, str] = {state: name for state, name, _ in states_in(model)}
         self._names.update((group, facts.name) for group, facts in self._facts)
 
-    def trace(self, first_step: int) -> Trace:
+    def trace(self) -> Trace:
         recorder = self._recorder
         return Trace(
             rank=global_rank(),
             world=world_size(),
             device=recorder.device.type,
-            first_step=first_step,
+            first_step=recorder.first_step,
             num_steps=len(recorder.steps),
             zero_unix_ns=recorder.started_unix_ns,
             groups=tuple(facts for _, facts in self._facts),

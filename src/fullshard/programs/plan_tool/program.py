@@ -11,14 +11,16 @@ and order, and nothing about hardware. `playback` gives the entries their times 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 KernelKind = Literal["matmul", "attention", "memory"]
 """What limits a kernel: arithmetic of matrix products, of attention, or the traffic to memory."""
 
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+CollectiveKind = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier"
+]
 
 MemoryKind = Literal[
     "parameters", "gradients", "optimizer", "activations", "gathered", "reducing", "temporary"
@@ -59,17 +61,10 @@ class Collective:
     stride: int
     """The distance between neighbours in the group: 1 for ranks next to each other, the shard size for replicas."""
     dtype: str
-    group: str
-    """The name of the parameter group, for people; empty if it is none of the engine's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where in the step something happens."""
-
-    phase: Literal["forward", "recompute", "backward", "optimizer", "between"]
-    module: str
-    """The innermost module of a parameter group; empty for the root."""
+Phase = Literal["build", "forward", "backward", "optimizer", "between"]
+"""Where in a step something happens. Recomputation is part of backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +73,7 @@ class Launch:
 
     stream: int
     work: Kernel | Collective
-    place: Place
+    phase: Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +86,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A stream waits for the last mark of an event; -1 is the host."""
+    """A stream, or the `HOST`, waits for the last mark of an event."""
 
     stream: int
     event: int
@@ -115,26 +110,31 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """The host is busy with something that is not an operation: hooks of the engine, Python of the model."""
+    """The host runs hooks of the engine: one group in one pass each. Views and Python of the model count with launches."""
 
-    what: str
-    count: int = 1
+    count: int
 
 
 Entry: TypeAlias = Launch | Record | Wait | Allocate | Free | HostWork
 
 COMPUTE = 0
 """The stream on which the model computes."""
+HOST = -1
+"""In the place of a stream that waits: the host does."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Program:
-    """One step of one rank."""
+    """One step of one rank, behind all that happened before it."""
 
-    entries: list[Entry]
+    entries: Sequence[Entry]
+    begin: int
+    """The first entry of the step."""
+    end: int
+    """Behind its last entry."""
     streams: Sequence[str]
     """Their names, by number; the first is `COMPUTE`."""
-    kinds: dict[int, MemoryKind] = field(default_factory=dict)
+    kinds: Mapping[int, MemoryKind]
     """What each memory is for."""
-    tokens: int = 0
-    """That the rank trains on in the step."""
+    has_streams: bool
+    """Whether work is issued now and done later. Otherwise the host computes, as on a CPU."""

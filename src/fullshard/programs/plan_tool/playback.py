@@ -1,0 +1,265 @@
+"""A program, played on a machine: when everything happens, and what compute waits for.
+
+The host issues entries one after the other, each in its time. A stream works through what was issued to it, in order. A
+wait holds it until the mark is reached that the event had when the host issued the wait. Whatever runs at the same time
+shares the machine:
+
+    a kernel        takes longer while a collective runs on the same device: `Machine.overlap`
+    a collective    shares its link with other collectives, which halves the speed of two
+
+Speeds change whenever something begins or ends, so the clock goes from one such moment to the next.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from fullshard.programs.plan_tool.machine import Machine
+from fullshard.programs.plan_tool.program import (
+    COMPUTE,
+    HOST,
+    Collective,
+    Kernel,
+    Launch,
+    Phase,
+    Program,
+    Record,
+    Wait,
+)
+
+Idle = Literal["gather", "reduction", "host", "other"]
+"""Why compute stands still: for a gather, for a reduction, for the host that has not issued anything yet, for other work or
+since it has none any more."""
+
+_AWAITED: dict[str, Idle] = {
+    "all-gather": "gather",
+    "reduce-scatter": "reduction",
+    "all-reduce": "reduction",
+}
+"""By the name of the stream that compute waits for."""
+
+_TINY = 1e-12
+"""Seconds that are no time: what rounding leaves of finished work."""
+
+
+def _seconds() -> defaultdict[Any, float]:
+    return defaultdict(float)
+
+
+class _Work(NamedTuple):
+    seconds: float
+    issued: float
+    is_collective: bool
+    label: str
+
+
+class _Mark(NamedTuple):
+    instance: int
+
+
+class _Until(NamedTuple):
+    instance: int
+    stream: int
+    """Where the mark is."""
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What a stream still has to do."""
+
+    items: deque[_Work | _Mark | _Until] = field(default_factory=deque)
+    running: _Work | None = None
+    left: float = 0.0
+    """Seconds that the running work would still need by itself."""
+
+
+@dataclass(slots=True)
+class Playback:
+    """The times of a program's step. They count from the moment at which the host begins with it."""
+
+    seconds: float = 0.0
+    """Until all is done."""
+    compute: defaultdict[str, float] = field(default_factory=_seconds)
+    """Seconds on the compute stream: matmul, attention, memory, collective."""
+    phases: defaultdict[Phase, float] = field(default_factory=_seconds)
+    """Seconds of work on the compute stream by phase, without waits."""
+    collectives: defaultdict[str, float] = field(default_factory=_seconds)
+    """Seconds on the wire, by kind."""
+    idle: defaultdict[Idle, float] = field(default_factory=_seconds)
+    """Seconds for which compute stood still, by reason."""
+    host_seconds: float = 0.0
+    """Until the host has issued everything."""
+    _marks: dict[int, float] = field(default_factory=dict)
+    _hosts: list[float] = field(default_factory=list)
+    _first: int = 0
+
+    def of_event(self, event: int) -> float:
+        """Return the seconds at which an event's mark was reached, of its first record in the step."""
+        return self._marks[event]
+
+    def of_host(self, entry: int) -> float:
+        """Return the seconds at which the host came to an entry of the program."""
+        place = min(max(entry - self._first, 0), len(self._hosts) - 1)
+        return self._hosts[place]
+
+
+def play(program: Program, machine: Machine, *, is_compiled: bool = False) -> Playback:
+    """Return the times of a program's step on a machine.
+
+    Args:
+        program: A step.
+        machine: What it runs on.
+        is_compiled: The model's blocks are compiled.
+    """
+    return _Player(program, machine, is_compiled=is_compiled).play()
+
+
+class _Player:
+    def __init__(self, program: Program, machine: Machine, *, is_compiled: bool) -> None:
+        self._program, self._machine, self._is_compiled = program, machine, is_compiled
+        self._queues = [_Queue() for _ in program.streams]
+        self._now = 0.0
+        """Until here the device has been simulated."""
+        self._is_issuing = True
+        """Whether the host has not issued everything yet."""
+        self._reached: dict[int, float] = {}
+        self._result = Playback(_first=program.begin)
+        self._kernel_seconds: dict[int, float] = {}
+        self._collective_seconds: dict[Collective, float] = {}
+
+    def play(self) -> Playback:
+        program, machine, result = self._program, self._machine, self._result
+        latest: dict[int, tuple[int, int]] = {}
+        """By event, its last mark and the stream of that."""
+        firsts: dict[int, int] = {}
+        host, instances = 0.0, 0
+        for index in range(program.begin, program.end):
+            entry = program.entries[index]
+            result._hosts.append(host)
+            host += machine.host_seconds(entry, is_compiled=self._is_compiled)
+            if isinstance(entry, Launch):
+                work = self._work(entry, host)
+                self._queues[entry.stream].items.append(work)
+                if not program.has_streams and isinstance(entry.work, Kernel):
+                    host = self._run_until_idle(entry.stream)
+            elif isinstance(entry, Record):
+                instances += 1
+                latest[entry.event] = instances, entry.stream
+                firsts.setdefault(entry.event, instances)
+                self._queues[entry.stream].items.append(_Mark(instances))
+            elif isinstance(entry, Wait) and entry.event in latest:
+                instance, stream = latest[entry.event]
+                if entry.stream == HOST:
+                    host = max(host, self._run(instance))
+                elif entry.stream != stream:
+                    self._queues[entry.stream].items.append(_Until(instance, stream))
+        result._hosts.append(host)
+        result.host_seconds = host
+        self._is_issuing = False
+        result.seconds = max(self._run(None), host)
+        result._marks = {event: self._reached[mark] for event, mark in firsts.items()}
+        return result
+
+    def _work(self, entry: Launch, issued: float) -> _Work:
+        """Return what a stream has to do, and note it."""
+        work, result = entry.work, self._result
+        if isinstance(work, Kernel):
+            # Equal operations are one object, so its identity is enough.
+            seconds = self._kernel_seconds.get(id(work))
+            if seconds is None:
+                seconds = self._machine.kernel_seconds(work, is_compiled=self._is_compiled)
+                self._kernel_seconds[id(work)] = seconds
+            if entry.stream == COMPUTE:
+                result.compute[work.kind] += seconds
+                result.phases[entry.phase] += seconds
+            return _Work(seconds, issued, False, work.kind)
+        seconds = self._collective_seconds.get(work)
+        if seconds is None:
+            seconds = self._machine.collective_seconds(work)
+            self._collective_seconds[work] = seconds
+        result.collectives[work.kind] += seconds
+        if entry.stream == COMPUTE:
+            result.compute["collective"] += seconds
+            result.phases[entry.phase] += seconds
+        return _Work(seconds, issued, work.ranks > 1, work.kind)
+
+    # --- the device -------------------------------------------------------------------------------
+
+    def _run_until_idle(self, stream: int) -> float:
+        """Let the device work until a stream has done all that was issued to it; return when."""
+        queue = self._queues[stream]
+        while queue.running is not None or queue.items:
+            if not self._advance():
+                break
+        return self._now
+
+    def _run(self, instance: int | None) -> float:
+        """Let the device work until a mark is reached, or until nothing is left; return when."""
+        while instance is None or instance not in self._reached:
+            if not self._advance():
+                break
+        return self._now if instance is None else self._reached[instance]
+
+    def _advance(self) -> bool:
+        """Go to the next moment at which something begins or ends; return False if nothing is left."""
+        while self._start():
+            pass  # a mark that was reached lets others go on
+        queues = self._queues
+        running = [queue for queue in queues if queue.running is not None]
+        sharing = sum(queue.running.is_collective for queue in running if queue.running)
+        slowdown = self._machine.overlap.compute_slowdown if sharing else 1.0
+        step = (
+            min(
+                (queue.left * (sharing if queue.running.is_collective else slowdown))
+                for queue in running
+                if queue.running
+            )
+            if running
+            else None
+        )
+        for queue in queues:
+            head = queue.items[0] if queue.running is None and queue.items else None
+            if isinstance(head, _Work):
+                until = head.issued - self._now
+                step = until if step is None else min(step, until)
+        if step is None:
+            return False
+        self._note_idle(step)
+        self._now += step
+        for queue in running:
+            assert queue.running is not None
+            queue.left -= step / (sharing if queue.running.is_collective else slowdown)
+            if queue.left <= _TINY:
+                queue.running = None
+        return True
+
+    def _start(self) -> bool:
+        """Begin what can begin now; return whether a mark was reached that somebody may wait for."""
+        was_reached = False
+        for queue in self._queues:
+            items = queue.items
+            while queue.running is None and items:
+                head = items[0]
+                if isinstance(head, _Mark):
+                    self._reached[head.instance] = self._now
+                    was_reached = True
+                elif isinstance(head, _Until):
+                    if head.instance not in self._reached:
+                        break
+                elif head.issued > self._now + _TINY:
+                    break
+                else:
+                    queue.running, queue.left = head, head.seconds
+                items.popleft()
+        return was_reached
+
+    def _note_idle(self, seconds: float) -> None:
+        queue = self._queues[COMPUTE]
+        if queue.running is not None:
+            return
+        reason: Idle = "host" if self._is_issuing or queue.items else "other"
+        if queue.items and isinstance(head := queue.items[0], _Until):
+            reason = _AWAITED.get(self._program.streams[head.stream], "other")
+        self._result.idle[reason] += seconds

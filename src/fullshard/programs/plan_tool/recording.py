@@ -1,0 +1,466 @@
+"""The program of a step, written down while the engine runs it on a device that does not exist.
+
+Tensors are on the meta device: operations know their sizes and compute nothing.
+`Recorder` is the device: the engine gets its streams and events from it, and it sees every operation and collective
+(as a dispatch mode and as the carrier of the process group), every tensor that is made and every storage that is resized or dies.
+
+[Note: what is recorded]
+    order       entries are in the order of the host. What a device does later depends on nothing else: streams run
+                in order, and wait for events.
+    memory      memory is taken and given back at the moment of the host, as by CUDA's caching allocator. So the most
+                bytes that are allocated need no clock.
+    values      there are none. Who asks for one lets the host wait, and gets a one.
+    collectives are those of a virtual process group, which moves nothing and tells the recorder.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fullshard import torch_border
+from fullshard.comm.spans import ALLOCATOR_EVERY_NS, HostClock, Mark, Named, TraceRecorder
+from fullshard.programs.plan_tool.op_costs import kernel_of
+from fullshard.programs.plan_tool.program import (
+    COMPUTE,
+    HOST,
+    Allocate,
+    Collective,
+    CollectiveKind,
+    Entry,
+    Free,
+    HostWork,
+    Launch,
+    MemoryKind,
+    Phase,
+    Program,
+    Record,
+    Wait,
+)
+
+META = torch.device("meta")
+MAX_EVENTS = 1_000_000
+"""Of the trace of one step."""
+_VALUE = torch.ops.aten._local_scalar_dense.default
+"""Asks for a value: the host waits for the device. There is none, so it is one."""
+
+
+class RecordedStream:
+    """A stream of the virtual device; a context manager like `torch.Stream`."""
+
+    def __init__(self, recorder: Recorder, number: int) -> None:
+        self._recorder = recorder
+        self.stream_id = number
+        self._before: list[RecordedStream] = []
+
+    def __enter__(self) -> None:
+        self._before.append(self._recorder.stream)
+        self._recorder.stream = self
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.stream = self._before.pop()
+
+    def wait_stream(self, other: RecordedStream) -> None:
+        """Wait for what has been issued to another stream."""
+        if other is not self:
+            event = RecordedEvent(self._recorder)
+            event.record_on(other)
+            self.wait_event(event)
+
+    def wait_event(self, event: RecordedEvent) -> None:
+        """Wait for an event."""
+        self._recorder.add(Wait(self.stream_id, event.number))
+
+    def synchronize(self) -> None:
+        """Let the host wait for the stream."""
+        event = RecordedEvent(self._recorder)
+        event.record_on(self)
+        self._recorder.add(Wait(HOST, event.number))
+
+    def query(self) -> bool:
+        """Return True: only the watchdog asks, and nobody watches a plan."""
+        return True
+
+
+class RecordedEvent:
+    """An event of the virtual device."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.number = recorder.new_number()
+
+    def record(self) -> None:
+        """Mark the end of the current stream."""
+        self.record_on(self._recorder.stream)
+
+    def record_on(self, stream: RecordedStream) -> None:
+        """Mark the end of a stream."""
+        self._recorder.add(Record(stream.stream_id, self.number))
+
+    def wait(self) -> None:
+        """Let the current stream wait for the mark."""
+        self._recorder.stream.wait_event(self)
+
+    def query(self) -> bool:
+        """Return False: whether it has been reached is known when the program is played."""
+        return False
+
+
+class RecordedWork(dist.Work):
+    """A collective that the host, or the current stream, can wait for."""
+
+    def __init__(self, recorder: Recorder, event: RecordedEvent) -> None:
+        super().__init__()
+        self._recorder, self._event = recorder, event
+
+    def wait(self, *_: object) -> bool:
+        """Wait for the collective: the host where there are no streams, otherwise the current stream."""
+        if self._recorder.has_streams:
+            self._event.wait()
+        else:
+            self._recorder.add(Wait(HOST, self._event.number))
+        return True
+
+    def is_completed(self) -> bool:
+        """Return False: somebody has to wait for it."""
+        return False
+
+
+class Times(Protocol):
+    """When things happen: what is known after a program was played."""
+
+    def of_event(self, event: int) -> float:
+        """Return the seconds at which an event was reached, the first time."""
+
+    def of_host(self, entry: int) -> float:
+        """Return the seconds at which the host came to an entry."""
+
+
+class RecordedClock(HostClock):
+    """A clock for traces. Its marks are events, and a time of the host is the number of an entry; `times` makes seconds of both."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.on_streams = recorder.has_streams
+        self.zero_ns = 0
+        self.times: Times | None = None
+        """Set when the program has been played."""
+
+    def now(self) -> int:
+        """Return where the host is: entries count as so long that the allocator is asked wherever it can be."""
+        return len(self._recorder.entries) * ALLOCATOR_EVERY_NS
+
+    def mark(self) -> Mark:
+        """Return the current end of the current stream."""
+        if not self.on_streams:
+            return self.now()
+        event = RecordedEvent(self._recorder)
+        event.record()
+        return event
+
+    def microseconds(self, mark: Mark) -> float:
+        """Return the time of a mark."""
+        if not isinstance(mark, RecordedEvent):
+            return self.host_microseconds(mark)
+        assert self.times is not None, "the program has been played"
+        return self.times.of_event(mark.number) * 1e6
+
+    def host_microseconds(self, nanoseconds: int) -> float:
+        """Return the time of the host at an entry."""
+        assert self.times is not None, "the program has been played"
+        return self.times.of_host(nanoseconds // ALLOCATOR_EVERY_NS) * 1e6
+
+
+class HookRecorder(TraceRecorder):
+    """A recorder of traces that also tells the device where the engine's hooks run."""
+
+    def __init__(self, device: Recorder) -> None:
+        super().__init__(META, first_step=1, limit=MAX_EVENTS)
+        self._recorder = device
+
+    def forward_begins(self, state: Named) -> None:
+        """Do as `TraceRecorder` says."""
+        self._recorder.add(HostWork(1))
+        super().forward_begins(state)
+
+    def backward_begins(self, state: Named, call: int) -> None:
+        """Do as `TraceRecorder` says."""
+        self._recorder.add(HostWork(1))
+        super().backward_begins(state, call)
+
+
+class Recorder(TorchDispatchMode):
+    """A virtual device that notes what the engine and the model ask of it."""
+
+    def __init__(self, *, has_streams: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.has_streams = has_streams
+        self.entries: list[Entry] = []
+        self.phase: Phase = "build"
+        self._streams = ["compute"]
+        self._numbers = 0
+        self._known: dict[Hashable, _Known] = {}
+        """Operations that were seen before, by all that their results depend on."""
+        self._memory: dict[int, _Memory] = {}
+        """By the identity of its storage, what lives."""
+        self.kinds: dict[int, MemoryKind] = {}
+        self._allocated = 0
+        self.stream = RecordedStream(self, COMPUTE)
+        self._wire = None if has_streams else self.new_stream(priority=0)
+
+    # --- what the engine asks a device for --------------------------------------------------------
+
+    def new_number(self) -> int:
+        """Return a number that no other event or memory has."""
+        self._numbers += 1
+        return self._numbers
+
+    def new_stream(self, *, priority: int) -> RecordedStream:
+        """Return a stream of its own; the engine asks for those of all-gathers, reduce-scatters and all-reduces."""
+        number = len(self._streams)
+        self._streams.append(_STREAM_NAMES[min(number, len(_STREAM_NAMES)) - 1])
+        return RecordedStream(self, number)
+
+    def new_event(self) -> RecordedEvent:
+        """Return a new event."""
+        return RecordedEvent(self)
+
+    def current_stream(self) -> RecordedStream:
+        """Return the stream to which operations go now."""
+        return self.stream
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes of all storages."""
+        return self._allocated
+
+    def add(self, entry: Entry) -> None:
+        """Note what the host does next."""
+        self.entries.append(entry)
+
+    # --- operations -------------------------------------------------------------------------------
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing here is compiled, and to ask the compiler takes seconds."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation and note it."""
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it comes again with local tensors
+        kwargs = kwargs or {}
+        if func is _VALUE and args[0].is_meta:
+            self.stream.synchronize()
+            return 1.0 if args[0].is_floating_point() else 1
+        key = (func, _facts(args), _facts(tuple(kwargs.items())))
+        known = self._known.get(key)
+        if known is None:
+            result = func(*args, **kwargs)
+            known = self._known[key] = _Known(func, args, kwargs, result)
+        elif known.outputs is None:
+            result = func(*args, **kwargs)
+        else:
+            result = known.result(args)
+        if known.is_of_host:
+            return result
+        if known.makes_tensors:
+            for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    self._see(tensor.untyped_storage())
+        kernel = known.kernel
+        if kernel is not None:
+            self._add_scratch(kernel.scratch)
+            self.add(Launch(self.stream.stream_id, kernel, self.phase))
+        return result
+
+    def _add_scratch(self, nbytes: int) -> None:
+        if nbytes:
+            number = self.new_number()
+            self.kinds[number] = "temporary"
+            self.add(Allocate(number, nbytes, self.stream.stream_id))
+            self.add(Free(number))
+
+    def carry(self, kind: str, nbytes: int, tensor: Tensor, group: ProcessGroup) -> RecordedWork:
+        """Note a collective on the current stream; without streams, on a wire that the host can wait for."""
+        ranks = dist.get_process_group_ranks(group)
+        work = Collective(
+            cast(CollectiveKind, kind),
+            nbytes,
+            ranks=len(ranks),
+            stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+        )
+        stream = self._wire or self.stream
+        self.add(Launch(stream.stream_id, work, self.phase))
+        event = RecordedEvent(self)
+        event.record_on(stream)
+        return RecordedWork(self, event)
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def _see(self, storage: UntypedStorage) -> None:
+        """Note a storage that was not there before."""
+        key = storage._cdata
+        if key in self._memory:
+            return
+        memory = self._memory[key] = _Memory()
+        memory.reference = weakref.ref(storage, lambda _: self._forget(key))
+        self._resize(memory, storage.nbytes())
+
+    def _forget(self, key: int) -> None:
+        self._resize(self._memory.pop(key), 0)
+
+    def _resized(self, storage: UntypedStorage) -> None:
+        if storage.device.type != "meta":
+            return
+        if storage._cdata not in self._memory:
+            self._see(storage)
+        else:
+            self._resize(self._memory[storage._cdata], storage.nbytes())
+
+    def _resize(self, memory: _Memory, nbytes: int) -> None:
+        if memory.nbytes == nbytes:
+            return
+        if memory.nbytes:
+            self.add(Free(memory.number))
+        if nbytes:
+            memory.number = self.new_number()
+            self.kinds[memory.number] = self._kind_now()
+            self.add(Allocate(memory.number, nbytes, self.stream.stream_id))
+        self._allocated += nbytes - memory.nbytes
+        memory.nbytes = nbytes
+
+    def _kind_now(self) -> MemoryKind:
+        if self.stream.stream_id != COMPUTE:
+            return "gathered"
+        return "activations" if self.phase == "forward" else "temporary"
+
+    def name_memory(self, tensors: Sequence[Tensor], kind: MemoryKind) -> None:
+        """Say what memory is for that is there now."""
+        for tensor in tensors:
+            memory = self._memory.get(tensor.untyped_storage()._cdata)
+            if memory is not None and memory.nbytes:
+                self.kinds[memory.number] = kind
+
+    # --- the whole --------------------------------------------------------------------------------
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Be the device of all that happens within the block."""
+        with ExitStack() as stack:
+            stack.enter_context(torch_border.virtual_device(self))
+            stack.enter_context(torch_border.watched_resizes(self._resized))
+            stack.enter_context(torch_border.fast_optimizers_on_meta())
+            stack.enter_context(self)
+            yield
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Be in a phase of the step within the block."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def new_clock(self) -> RecordedClock:
+        """Return the clock of a trace."""
+        return RecordedClock(self)
+
+    def program(self, begin: int) -> Program:
+        """Return what was recorded so far; the step begins at an entry."""
+        return Program(
+            entries=self.entries,
+            begin=begin,
+            end=len(self.entries),
+            streams=tuple(self._streams),
+            kinds=self.kinds,
+            has_streams=self.has_streams,
+        )
+
+
+class _Known:
+    """What is known about an operation with certain arguments.
+
+    torch computes sizes of results in Python, which takes longer than all else. So an operation that computes something runs
+    once. After that, tensors like its results are made, or what it writes to is returned.
+    """
+
+    def __init__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        leaves = (result,) if isinstance(result, Tensor) else tree_leaves(result)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.is_of_host = not any(tensor.is_meta for tensor in (*tensors, *inputs))
+        self.kernel = None if self.is_of_host else kernel_of(func, args, kwargs, result)
+        schema = func._schema
+        writes = [
+            each.alias_info is not None and each.alias_info.is_write for each in schema.arguments
+        ]
+        aliases = [each.alias_info is not None for each in schema.returns]
+        self.makes_tensors = not all(aliases) or not any(writes)
+        self.outputs: list[tuple[Any, ...]] | None = None
+        """Size, strides and dtype of each result; empty if the result is what is written to."""
+        self._is_single = isinstance(result, Tensor)
+        if self.kernel is None or len(tensors) != len(list(leaves)):
+            return
+        there = {tensor.untyped_storage()._cdata for tensor in inputs}
+        # Some results share the memory of arguments, though their schema does not say so.
+        is_new = all(
+            each.is_meta and each.untyped_storage()._cdata not in there for each in tensors
+        )
+        if not any(writes) and not any(aliases) and is_new:
+            self.outputs = [(each.shape, each.stride(), each.dtype) for each in tensors]
+        elif any(writes) and (not schema.returns or result is args[0]):
+            self.outputs = []
+
+    def result(self, args: tuple[Any, ...]) -> Any:
+        """Return a result like that of the first time."""
+        assert self.outputs is not None, "asked only then"
+        if not self.outputs:
+            return args[0] if self._is_single else None
+        made = [
+            torch.empty_strided(size, stride, dtype=dtype, device=META)
+            for size, stride, dtype in self.outputs
+        ]
+        return made[0] if self._is_single else tuple(made)
+
+
+def _facts(value: Any) -> Hashable:
+    """Return all of an argument that the sizes of results can depend on."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_facts, value))
+    if isinstance(value, (torch.Generator, UntypedStorage)):
+        return id(value)
+    return cast(Hashable, value)
+
+
+class _Memory:
+    """A storage that lives."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.nbytes = 0
+        self.reference: weakref.ref[UntypedStorage] | None = None
+
+
+_STREAM_NAMES = ("all-gather", "reduce-scatter", "all-reduce", "other")

@@ -1,0 +1,131 @@
+"""Streams, events and memory of a device: torch's, or those of a virtual device.
+
+A virtual device plans a step without hardware. Its tensors are on the meta device, which has neither memory nor streams;
+whoever plans brings the streams and notes what happens. At most one is there at a time, for as long as its block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import torch
+from torch import UntypedStorage
+from torch.optim import optimizer
+
+_SUPPORTED_DEVICES = (
+    "_get_fused_kernels_supported_devices",
+    "_get_foreach_kernels_supported_devices",
+)
+
+
+class VirtualDevice(Protocol):
+    """What the engine asks a device for, besides running operations."""
+
+    has_streams: bool
+    """Whether work is issued now and done later; otherwise the host does it, as on the CPU."""
+
+    def new_stream(self, *, priority: int) -> Any:
+        """Return a stream like `torch.Stream`."""
+
+    def new_event(self) -> Any:
+        """Return an event like `torch.Event`."""
+
+    def current_stream(self) -> Any:
+        """Return the stream to which operations go now."""
+
+    def new_clock(self) -> Any:
+        """Return what a trace takes its times from: `comm.spans`."""
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes that tensors have now."""
+
+
+class _Active:
+    device: VirtualDevice | None = None
+
+
+@contextmanager
+def virtual_device(device: VirtualDevice) -> Iterator[None]:
+    """Let the meta device be ``device`` within the block."""
+    assert _Active.device is None, "one at a time"
+    _Active.device = device
+    try:
+        yield
+    finally:
+        _Active.device = None
+
+
+def the_virtual_device() -> VirtualDevice | None:
+    """Return the virtual device, if a step is being planned."""
+    return _Active.device
+
+
+def _virtual(device: torch.device) -> VirtualDevice | None:
+    return _Active.device if device.type == "meta" else None
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether work on a device is issued now and done later."""
+    virtual = _virtual(device)
+    return device.type != "cpu" if virtual is None else virtual.has_streams
+
+
+def new_stream(device: torch.device, *, priority: int) -> Any:
+    """Return a new stream of a device."""
+    virtual = _virtual(device)
+    if virtual is None:
+        return torch.Stream(device, priority=priority)
+    return virtual.new_stream(priority=priority)
+
+
+def new_event(device: torch.device) -> Any:
+    """Return a new event for streams of a device."""
+    virtual = _virtual(device)
+    return torch.Event(device.type) if virtual is None else virtual.new_event()
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the current stream of a device."""
+    virtual = _virtual(device)
+    if virtual is None:
+        return torch.accelerator.current_stream(device)
+    return virtual.current_stream()
+
+
+def allocated_bytes(device: torch.device) -> int | None:
+    """Return the bytes of a device's memory that are in use, where it is cheap to ask; otherwise None."""
+    virtual = _virtual(device)
+    if virtual is not None:
+        return virtual.allocated_bytes()
+    if device.type != "cuda":
+        return None
+    statistics = torch.cuda.memory_stats_as_nested_dict(device)
+    return int(statistics["allocated_bytes"]["all"]["current"])
+
+
+@contextmanager
+def watched_resizes(resized: Callable[[UntypedStorage], None]) -> Iterator[None]:
+    """Call ``resized`` after a storage was given another size, which is no operation and so nothing else sees."""
+    resize = UntypedStorage.resize_
+
+    def watched(storage: UntypedStorage, size: int) -> UntypedStorage:
+        resize(storage, size)
+        resized(storage)
+        return storage
+
+    with patch.object(UntypedStorage, "resize_", watched):
+        yield
+
+
+@contextmanager
+def fast_optimizers_on_meta() -> Iterator[None]:
+    """Let torch's optimizers choose the same kernels for the meta device as for an accelerator: fused, or on lists."""
+    with ExitStack() as stack:
+        for name in _SUPPORTED_DEVICES:
+            found = [*getattr(optimizer, name)(), "meta"]
+            stack.enter_context(patch.object(optimizer, name, partial(list, found)))
+        yield

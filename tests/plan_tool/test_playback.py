@@ -1,0 +1,140 @@
+"""Programs written by hand, played on a machine whose times are known: streams, events, the host, and what is shared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fullshard.programs.plan_tool.machine import Machine
+from fullshard.programs.plan_tool.playback import Playback, play
+from fullshard.programs.plan_tool.profile_file import load_profile
+from fullshard.programs.plan_tool.program import (
+    COMPUTE,
+    HOST,
+    Collective,
+    Entry,
+    HostWork,
+    Kernel,
+    Launch,
+    Program,
+    Record,
+    Wait,
+)
+
+GATHER, REDUCE = 1, 2
+STREAMS = ("compute", "all-gather", "reduce-scatter")
+HOOK_S = 1.0
+
+
+class _Machine:
+    """Kernels and collectives take as many seconds as they have bytes; the host needs time for hooks only."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.overlap = machine.overlap
+
+    def kernel_seconds(self, kernel: Kernel, *, is_compiled: bool) -> float:
+        return kernel.nbytes / (2 if is_compiled else 1)
+
+    def collective_seconds(self, collective: Collective) -> float:
+        return float(collective.nbytes)
+
+    def host_seconds(self, entry: Entry, *, is_compiled: bool) -> float:
+        return entry.count * HOOK_S if isinstance(entry, HostWork) else 0.0
+
+
+def machine(*, slowdown: float = 1.0) -> Any:
+    h100 = load_profile("h100")
+    return _Machine(replace(h100, overlap=replace(h100.overlap, compute_slowdown=slowdown)))
+
+
+def kernel(seconds: int, stream: int = COMPUTE) -> Launch:
+    return Launch(stream, Kernel("k", "memory", "float32", 0, seconds), "forward")
+
+
+def collective(seconds: int, stream: int = GATHER) -> Launch:
+    kind = "all_gather" if stream == GATHER else "reduce_scatter"
+    return Launch(stream, Collective(kind, seconds, 8, 1, "bfloat16"), "forward")
+
+
+def played(*entries: Entry, slowdown: float = 1.0, has_streams: bool = True) -> Playback:
+    program = Program(entries, 0, len(entries), STREAMS, {}, has_streams)
+    return play(program, machine(slowdown=slowdown))
+
+
+def test_streams_run_side_by_side_and_in_order() -> None:
+    result = played(collective(5), kernel(2), kernel(2))
+    assert result.seconds == 5
+    assert result.compute == {"memory": 4}
+    assert result.idle == {"other": 1}
+
+
+def test_compute_waits_for_a_gather_and_the_reason_is_named() -> None:
+    result = played(collective(5), Record(GATHER, 7), kernel(2), Wait(COMPUTE, 7), kernel(1))
+    assert result.seconds == 6
+    assert result.idle == {"gather": 3}
+    assert result.of_event(7) == 5
+
+
+def test_a_wait_is_for_the_mark_of_the_moment_at_which_it_was_issued() -> None:
+    later = [Record(GATHER, 7), collective(9), Record(GATHER, 7)]
+    result = played(collective(1), later[0], Wait(COMPUTE, 7), *later[1:], kernel(1))
+    assert result.idle == {"gather": 1, "other": 8}
+    assert result.seconds == 10
+
+
+def test_a_wait_for_an_event_without_a_mark_is_no_wait() -> None:
+    assert played(Wait(COMPUTE, 3), kernel(1)).idle == {}
+
+
+def test_compute_that_the_host_issues_late_waits_for_the_host() -> None:
+    result = played(kernel(1), HostWork(4), kernel(2))
+    assert result.seconds == 6
+    assert result.idle == {"host": 3}
+    assert [result.of_host(entry) for entry in range(3)] == [0, 0, 4]
+
+
+def test_the_host_waits_for_an_event_and_issues_nothing_meanwhile() -> None:
+    result = played(kernel(3), Record(COMPUTE, 1), Wait(HOST, 1), HostWork(1), kernel(1))
+    assert result.host_seconds == 4
+    assert result.seconds == 5
+
+
+def test_two_collectives_share_the_wire() -> None:
+    # Each at half speed for 4 s; then the longer one has 2 s left.
+    result = played(collective(2), collective(4, REDUCE), Record(GATHER, 1), Record(REDUCE, 2))
+    assert result.of_event(1) == 4
+    assert result.of_event(2) == 6
+
+
+def test_a_kernel_is_slower_while_a_collective_runs() -> None:
+    # 3 s at two thirds of the speed are 2 s of the kernel; 2 s are left.
+    result = played(collective(3), kernel(4), slowdown=1.5)
+    assert result.seconds == pytest.approx(5)
+
+
+def test_without_streams_the_host_computes_and_the_wire_goes_on() -> None:
+    wait = [Record(GATHER, 1), kernel(2), Wait(HOST, 1), kernel(1)]
+    result = played(collective(5), *wait, has_streams=False)
+    assert result.seconds == 6
+    assert result.host_seconds == 6
+
+
+def test_times_of_compute_and_its_waits_are_the_whole_step() -> None:
+    entries: list[Entry] = []
+    for layer in range(6):
+        entries += [collective(3), Record(GATHER, layer), HostWork(layer % 2)]
+        entries += [Wait(COMPUTE, layer), kernel(2), Record(COMPUTE, 100 + layer)]
+        entries += [Wait(REDUCE, 100 + layer), collective(2, REDUCE), Record(REDUCE, 200 + layer)]
+    entries += [Wait(COMPUTE, 205), kernel(1)]
+    result = played(*entries)
+    assert sum(result.compute.values()) + sum(result.idle.values()) == pytest.approx(result.seconds)
+    assert result.idle["gather"] > 0
+    assert result.idle["reduction"] > 0
+
+
+def test_compiled_kernels_take_what_the_machine_says() -> None:
+    entries = (kernel(4),)
+    program = Program(entries, 0, 1, STREAMS, {}, True)
+    assert play(program, machine(), is_compiled=True).seconds == 2

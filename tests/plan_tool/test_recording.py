@@ -1,0 +1,183 @@
+"""The engine on a device that does not exist does what it does on a real one, and all of it is written down."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.programs.plan_tool import recording
+from fullshard.programs.plan_tool.program import (
+    Allocate,
+    Collective,
+    Free,
+    Kernel,
+    Launch,
+    Program,
+    Wait,
+)
+from fullshard.programs.plan_tool.step_program import record_step
+from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.evaluation import window_losses
+from fullshard.programs.train.model_source import open_model
+from fullshard.programs.train.optimizer import build_optimizer
+from fullshard.programs.train.sharded_model import FullyShardModel, build_model
+from tests.helpers.fake import fake_world
+from tests.helpers.traffic import Traffic
+
+WORLD = 4
+CPU = torch.device("cpu")
+
+
+def config(**sections: dict[str, Any]) -> RunConfig:
+    """Return a small run, with some fields changed."""
+    run = RunConfig()
+    changes: dict[str, dict[str, Any]] = {
+        "model": {"layers": 3, "width": 32, "heads": 2},
+        "data": {"context": 16},
+        "train": {"batch": 2 * WORLD},
+    }
+    for name, fields in sections.items():
+        changes.setdefault(name, {}).update(fields)
+    for name, fields in changes.items():
+        run = replace(run, **{name: replace(getattr(run, name), **fields)})
+    return run
+
+
+def recorded(run: RunConfig, world: int = WORLD) -> Program:
+    return record_step(run, world, open_model(run)).program
+
+
+def launched(program: Program) -> list[Launch]:
+    step = program.entries[program.begin : program.end]
+    return [entry for entry in step if isinstance(entry, Launch)]
+
+
+def collectives(program: Program) -> list[tuple[str, int]]:
+    works = [entry.work for entry in launched(program)]
+    return [(work.kind, work.nbytes) for work in works if isinstance(work, Collective)]
+
+
+_NAMES = {
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+}
+
+
+def real_collectives(run: RunConfig) -> list[tuple[str, int]]:
+    """Return the collectives of the second step of a run, with real tensors on the CPU."""
+    source = open_model(run)
+    with fake_world(WORLD):
+        model = build_model(run, source, CPU)
+        assert isinstance(model, FullyShardModel)
+        for parameter in model.module.parameters():
+            nn.init.zeros_(parameter)
+        optimizer = build_optimizer(run.optimizer, model)
+        rows = run.train.batch // WORLD
+        windows = torch.zeros(rows, run.data.context + 1, dtype=torch.int64)
+        for _ in range(2):
+            with Traffic() as traffic:
+                for part in windows.chunk(run.train.accumulate):
+                    last = part.data_ptr() == windows.chunk(run.train.accumulate)[-1].data_ptr()
+                    model.module.set_requires_gradient_sync(last)  # type: ignore[operator]
+                    window_losses(source, model.module, part).sum().backward()
+                model.clip_gradients(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    kinds = [
+        next(_NAMES[each] for each in _NAMES if name.startswith(each)) for name in traffic.names
+    ]
+    return list(zip(kinds, traffic.nbytes, strict=True))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        config(
+            sharding={"reshard_after_forward": False},
+            compute={"precision": "bf16", "wire": "bf16"},
+        ),
+        config(
+            sharding={"replicas": 2, "prefetch": 2},
+            compute={"checkpoint_activations": "blocks", "precision": "bf16"},
+        ),
+        config(train={"accumulate": 2}, sharding={"groups": "plan"}),
+    ],
+    ids=["kept, bf16 wire", "HSDP, recomputed", "accumulated, planned groups"],
+)
+def test_the_collectives_of_a_step_are_those_of_the_real_engine(run: RunConfig) -> None:
+    step = record_step(run, WORLD, open_model(run), has_streams=False)
+    assert collectives(step.program) == real_collectives(run)
+
+
+def test_operations_that_were_seen_before_are_recorded_as_if_they_ran(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = config(compute={"precision": "bf16"})
+    remembered = recorded(run)
+    monkeypatch.setattr(recording._Known, "result", property(lambda self: pytest.fail("used")))
+    original = recording._Known.__init__
+
+    def forgetful(self: Any, *args: Any) -> None:
+        original(self, *args)
+        self.outputs = None
+
+    monkeypatch.setattr(recording._Known, "__init__", forgetful)
+    assert recorded(run).entries == remembered.entries
+
+
+def test_all_memory_of_a_step_is_given_back_but_what_stays_between_steps() -> None:
+    program = recorded(config())
+    balance: Counter[int] = Counter()
+    for entry in program.entries[program.begin : program.end]:
+        if isinstance(entry, Allocate):
+            balance[entry.memory] += entry.nbytes
+        elif isinstance(entry, Free):
+            balance.pop(entry.memory, None)
+    assert not balance
+    run = config()
+    count = sum(p.numel() for p in open_model(run).build().parameters())
+    held: Counter[str] = Counter()
+    for entry in program.entries[: program.begin]:
+        if isinstance(entry, Allocate):
+            balance[entry.memory] = entry.nbytes
+        elif isinstance(entry, Free):
+            del balance[entry.memory]
+    for memory, nbytes in balance.items():
+        held[program.kinds[memory]] += nbytes
+    shard = 4 * count / WORLD
+    assert held["parameters"] == pytest.approx(shard, rel=0.02)
+    assert held["optimizer"] == pytest.approx(2 * shard, rel=0.02)
+
+
+def test_recomputation_runs_the_blocks_again_within_backward() -> None:
+    kept, again = config(), config(compute={"checkpoint_activations": "blocks"})
+
+    def flops(run: RunConfig, phase: str) -> int:
+        works = [entry.work for entry in launched(recorded(run)) if entry.phase == phase]
+        return sum(work.flops for work in works if isinstance(work, Kernel))
+
+    assert flops(kept, "forward") == flops(again, "forward")
+    assert flops(kept, "backward") < flops(again, "backward") < 1.5 * flops(kept, "backward")
+
+
+def test_without_streams_the_host_waits_for_collectives() -> None:
+    run = config()
+    program = record_step(run, WORLD, open_model(run), has_streams=False).program
+    waits = [e for e in program.entries[program.begin :] if isinstance(e, Wait)]
+    assert collectives(program) == collectives(recorded(run))  # without replicas, in the same order
+    assert waits
+    assert {wait.stream for wait in waits} == {-1}
+
+
+def test_a_hundred_thousand_ranks_are_no_more_work() -> None:
+    run = config(train={"batch": 100_000}, sharding={"replicas": 1000})
+    program = record_step(run, 100_000, open_model(run)).program
+    ranks = {e.work.ranks for e in launched(program) if isinstance(e.work, Collective)}
+    assert ranks == {100, 1000}
