@@ -98,7 +98,7 @@ PACKAGES = {
         "Saved",
         "Loaded",
     ],
-    "optim": ["ShardedOptimizer", "Muon", "EMA"],
+    "optim": ["ShardedOptimizer", "Muon", "AdamW8bit", "EMA"],
     "mesh": [
         "DataParallelAxes",
         "ProcessGroupAxes",

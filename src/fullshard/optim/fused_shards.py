@@ -73,7 +73,7 @@ class FusedShard(UpdatedTensor):
         """Indices of parameters of which this rank holds elements: only these have an address."""
         first, last = views[filled[0]], views[filled[-1]]
         begin = int(first.storage_offset())
-        self._starts = [int(view.storage_offset()) - begin if view.numel() else 0 for view in views]
+        self.starts = [int(view.storage_offset()) - begin if view.numel() else 0 for view in views]
         """The first element of each parameter in the fused shard."""
         fused = locals_[0]
         if len(sharded_params) > 1 or not fused.ndim:
@@ -87,6 +87,18 @@ class FusedShard(UpdatedTensor):
         self._gradient_dtype = fused.dtype
         """The dtype of gradients in the last step; reading it from `tensor` takes longer."""
 
+    def has_moved(self) -> bool:
+        """Return whether parameters lie elsewhere now."""
+        params = self.params
+        locals_ = torch_border.locals_of(params) if self._of_dtensors else params
+        return [local.data_ptr() for local in locals_] != self._addresses
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return what this rank has of the parameters' gradients."""
+        if self._of_dtensors:
+            return torch_border.local_gradients_of(self.params)
+        return [param.grad for param in self.params]
+
     @torch.no_grad()
     def take_gradients(self) -> bool:
         """Set the gradient of `tensor` to the parameters' gradients, or to None if they have none.
@@ -95,25 +107,19 @@ class FusedShard(UpdatedTensor):
             Whether it was possible. It is not if parameters lie elsewhere now, if only some have gradients, or if
             gradients have several dtypes.
         """
-        params = self.params
-        locals_ = torch_border.locals_of(params) if self._of_dtensors else params
-        if [local.data_ptr() for local in locals_] != self._addresses:
+        if self.has_moved():
             return False
-        gradients = (
-            torch_border.local_gradients_of(params)
-            if self._of_dtensors
-            else [param.grad for param in params]
-        )
+        gradients = self.gradients()
         present = [gradient for gradient in gradients if gradient is not None]
         dtypes = {gradient.dtype for gradient in present}
-        if len(dtypes) > 1 or 0 < len(present) < len(params):
+        if len(dtypes) > 1 or 0 < len(present) < len(self.params):
             return False
         for dtype in dtypes - {self._gradient_dtype}:
             self._gradient_dtype = self.tensor.grad_dtype = dtype
-        self.tensor.grad = self._fuse(present) if present else None
+        self.tensor.grad = self.fuse(present) if present else None
         return True
 
-    def _fuse(self, parts: Sequence[Tensor]) -> Tensor:
+    def fuse(self, parts: Sequence[Tensor]) -> Tensor:
         """Return one tensor over the parameters' parts: a view if they lie in one storage as parameters do, else a copy."""
         if self._is_param:
             return parts[0]
@@ -122,7 +128,7 @@ class FusedShard(UpdatedTensor):
         room = first.untyped_storage().nbytes() - int(first.storage_offset()) * itemsize
         # Parts in neighbouring storages may have the same distances, but the first storage is too short then.
         if room >= self.tensor.numel() * itemsize and all(
-            parts[index].data_ptr() - base == self._starts[index] * itemsize
+            parts[index].data_ptr() - base == self.starts[index] * itemsize
             and parts[index].stride() == self._shapes[index][1]
             for index in self._filled
         ):
@@ -137,7 +143,7 @@ class FusedShard(UpdatedTensor):
             return [fused.view(self._shapes[0][0])]
         return [
             fused.as_strided(shape, strides, int(fused.storage_offset()) + start)
-            for (shape, strides), start in zip(self._shapes, self._starts, strict=True)
+            for (shape, strides), start in zip(self._shapes, self.starts, strict=True)
         ]
 
     # --- state ------------------------------------------------------------------------------------
@@ -178,7 +184,7 @@ class FusedShard(UpdatedTensor):
                 "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
             )
         return {
-            key: self._fuse(
+            key: self.fuse(
                 [
                     _local_part(param, state[key])
                     for param, state in zip(self.params, states, strict=True)

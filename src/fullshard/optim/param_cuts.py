@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -30,6 +30,8 @@ class ParamCut:
     sharding: Sharding
     group: ProcessGroup | None
     """The ranks that hold parts or copies; None if this rank has it whole."""
+    offset: int = 0
+    """For a member of a `FlatParameter`: how many elements are before it in this rank's memory."""
 
     @property
     def stack(self) -> int | None:
@@ -55,18 +57,9 @@ def param_cuts(params: Sequence[nn.Parameter]) -> list[ParamCut]:
     Raises:
         UnsupportedError: parameters are parts of a `FlatParameter`, or of a wrapper and tensor-parallel.
     """
-    members = {
-        id(member.sharded_param.param): (group, index)
-        for group in groups_of(params)
-        for index, member in enumerate(group.params)
-    }
+    members = _members(params)
     flat = [param for param in params if isinstance(param, FlatParameter)]
-    parallel = [
-        group.params[index].name
-        for group, index in (members[id(param)] for param in params if id(param) in members)
-        if group.params[index].placement.parallel
-        and not isinstance(group.params[index].sharded_param.param, DTensor)
-    ]
+    parallel = _flat_and_parallel(members)
     if flat or parallel:
         raise UnsupportedError(
             "An optimizer of matrices needs parameters with their own shapes; "
@@ -76,24 +69,71 @@ def param_cuts(params: Sequence[nn.Parameter]) -> list[ParamCut]:
                 else f"these of wrappers are also tensor-parallel: {parallel}. Use fully_shard."
             )
         )
-    return [_cut(param, members.get(id(param))) for param in params]
+    return [_cut(param, member) for param in params for member in members[id(param)] or [None]]
 
 
-def _cut(param: nn.Parameter, member: tuple[FSDPParamGroup, int] | None) -> ParamCut:
+def cuts_of_members(params: Sequence[nn.Parameter]) -> list[list[ParamCut]]:
+    """Return how each parameter is cut; for a `FlatParameter`, how each of its members is. All ranks find the same.
+
+    Collective, when a process group of all ranks of a mesh is made.
+
+    Raises:
+        UnsupportedError: parameters are parts of a wrapper and tensor-parallel.
+    """
+    members = _members(params)
+    parallel = _flat_and_parallel(members)
+    if parallel:
+        raise UnsupportedError(
+            "An optimizer of blocks must know which elements of the whole parameter a rank has, and these of wrappers are also "
+            f"tensor-parallel: {parallel}. Use fully_shard."
+        )
+    return [[_cut(param, member) for member in members[id(param)] or [None]] for param in params]
+
+
+_Member = tuple[FSDPParamGroup, int]
+"""A parameter of the model: its group, and its index there."""
+
+
+def _members(params: Sequence[nn.Parameter]) -> dict[int, list[_Member]]:
+    """Return the members of each parameter, by its id; none if it is in no group."""
+    found: dict[int, list[_Member]] = {id(param): [] for param in params}
+    for group in groups_of(params):
+        for index, member in enumerate(group.params):
+            if id(member.sharded_param.param) in found:
+                found[id(member.sharded_param.param)].append((group, index))
+    return found
+
+
+def _flat_and_parallel(members: Mapping[int, Sequence[_Member]]) -> list[str]:
+    """Return the names of parameters that a wrapper has cut after tensor parallelism has."""
+    return [
+        group.params[index].name
+        for of_one in members.values()
+        for group, index in of_one
+        if group.params[index].placement.parallel
+        and not isinstance(group.params[index].sharded_param.param, DTensor)
+    ]
+
+
+def _cut(param: nn.Parameter, member: _Member | None) -> ParamCut:
     name = "" if member is None else member[0].params[member[1]].name
     if isinstance(param, DTensor):
         shape, mesh = tuple(param.shape), param.device_mesh
         sharding = dtensor_sharding(shape, param.placements, mesh)
         return ParamCut(param, name, shape, sharding, _group_over(mesh.mesh.flatten().tolist()))
-    if member is not None and member[0].layout.world > 1:
-        group, index = member
-        holders = ranks_by_replica(group.mesh_info)
-        sharding = flat_sharding(group.layout, index, holders)
-        shape = tuple(group.layout.slots[index].shape)
-        ranks = [rank for row in holders for rank in row]
-        return ParamCut(param, name, shape, sharding, _group_over(ranks))
-    shape = tuple(param.shape)
-    return ParamCut(param, name, shape, replicated(shape, [global_rank()]), None)
+    if member is None:
+        shape = tuple(param.shape)
+        return ParamCut(param, name, shape, replicated(shape, [global_rank()]), None)
+    (group, index), is_flat = member, isinstance(param, FlatParameter)
+    slot = group.layout.slots[index]
+    if group.layout.world == 1:
+        whole = replicated(slot.shape, [global_rank()])
+        return ParamCut(param, name, slot.shape, whole, None, slot.start if is_flat else 0)
+    holders = ranks_by_replica(group.mesh_info)
+    sharding = flat_sharding(group.layout, index, holders)
+    process_group = _group_over([rank for row in holders for rank in row])
+    offset = group.layout.piece(index, group.mesh_info.shard_mesh_rank).offset if is_flat else 0
+    return ParamCut(param, name, slot.shape, sharding, process_group, offset)
 
 
 def _group_over(ranks: Sequence[int]) -> ProcessGroup | None:

@@ -1,0 +1,359 @@
+"""Where the 8-bit state of parameters lies in memory, and which scales ranks must find together.
+
+A **unit** is memory that is updated together: a range of a group's shard buffer (`FusedShard`), or one parameter. Its codes lie as
+its elements do. Whole blocks are rows of it, with one scale each. The parts of blocks at its edges are fragments; the fragments
+of all units have their scales in one table, in which some are of blocks that are shared with other ranks:
+
+    unit          | fragment | row | row | row | fragment | fragment | row | ...      two parameters, one after the other
+    row scales               |  0  |  1  |  2  |                     |  3  | ...
+    table         | 0        |                 | 1        | 2        |                of all units
+    exchange      | 0        |                 | -        | 1        |                only of blocks that are shared
+
+An exchange has all shared blocks of all parameters, whether this rank has elements of them, or gradients, or not. So all ranks
+exchange the same, always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.tensor import DTensor
+
+from fullshard import torch_border
+from fullshard.comm import collectives
+from fullshard.comm.journal import Tag, tag
+from fullshard.errors import UnsupportedError
+from fullshard.optim.block_rows import CellBlocks, blocks_of_cell, shared_blocks
+from fullshard.optim.fused_shards import FusedShard, check_shards, local_of, plan_fused_shards
+from fullshard.optim.param_cuts import ParamCut, cuts_of_members
+from fullshard.plan.layout import has_no_gaps
+from fullshard.plan.mesh import global_rank
+
+
+class _OneShard:
+    """What a rank has of one parameter that is in no fused shard; see `FusedShard`."""
+
+    def __init__(self, param: nn.Parameter, name: str) -> None:
+        local = local_of(param).detach()
+        if not has_no_gaps(local.shape, local.stride()):
+            raise UnsupportedError(
+                f"AdamW8bit takes parameters whose elements fill a range of memory; {name or 'one'} of shape "
+                f"{tuple(param.shape)} with strides {local.stride()} does not. Make it contiguous."
+            )
+        self.params = [param]
+        self.starts = [0]
+        self.tensor = _flat(local)
+        self._local = local
+        self._address = local.data_ptr()
+
+    def has_moved(self) -> bool:
+        return local_of(self.params[0]).data_ptr() != self._address
+
+    def gradients(self) -> list[Tensor | None]:
+        if isinstance(self.params[0], DTensor):
+            return torch_border.local_gradients_of(self.params)
+        return [self.params[0].grad]
+
+    def fuse(self, parts: Sequence[Tensor]) -> Tensor:
+        return in_order_of(parts[0], self._local)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor without gaps, in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def in_order_of(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return the elements of a tensor in the order in which those of ``local`` are in memory; a view, if it has that order."""
+    if tensor.stride() != local.stride():
+        tensor = torch.empty_like(local, dtype=tensor.dtype).copy_(tensor)
+    return _flat(tensor)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fragments:
+    """Parts of blocks in a unit, as tensors with one number for each."""
+
+    starts: Tensor
+    """The first element in the unit."""
+    lengths: Tensor
+    firsts: Tensor
+    """The first element's index in the whole tensor."""
+    slots: Tensor
+    """Number of the block's scale in the table."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def part(self, begin: int, end: int) -> Fragments:
+        """Return some of them."""
+        return Fragments(*(each[begin:end] for each in self._tensors()))
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.starts, self.lengths, self.firsts, self.slots
+
+    @staticmethod
+    def joined(parts: Sequence[Fragments]) -> Fragments:
+        """Return the fragments of several pieces."""
+        if len(parts) == 1:
+            return parts[0]
+        return Fragments(*map(torch.cat, zip(*(part._tensors() for part in parts), strict=True)))
+
+    def elements(self, width: int) -> tuple[Tensor, Tensor]:
+        """Return each element's place in the unit, and its index in the whole tensor modulo 2**32, in rows of one width.
+
+        Rows of shorter fragments are filled with their first element: computed several times, it has the same result, and
+        does not change the largest magnitude.
+        """
+        columns = torch.arange(width, device=self.starts.device)
+        columns = torch.where(columns < self.lengths[:, None], columns, 0)
+        indices = (self.firsts[:, None] + columns).to(torch.int32)
+        return self.starts[:, None] + columns, indices
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Whole blocks that follow each other in a unit."""
+
+    start: int
+    count: int
+    slot: int
+    """Number of the first one's scale in the unit."""
+
+
+class Unit:
+    """Memory that is updated together, with its state."""
+
+    def __init__(self, shard: FusedShard | _OneShard, size: int, group: int) -> None:
+        self.shard = shard
+        self.group = group
+        """Index of the optimizer's parameter group."""
+        self.memory = shard.tensor.detach().reshape(-1)
+        self.size = size
+        self._rows: list[list[Rows]] = []
+        self._fragments: list[Fragments] = []
+        self.blocks = torch.zeros(0, dtype=torch.int32, device=self.memory.device)
+        """The block of each row, by slot."""
+        self._codes: Tensor | None = None
+        self._scales: Tensor | None = None
+        self._all: tuple[list[Rows], Fragments] | None = None
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters, in the order of memory."""
+        return self.shard.params
+
+    def add(self, members: Sequence[tuple[int, CellBlocks, Tensor]]) -> None:
+        """Add the next parameter: for each of its members the first element, its blocks, and the slots of its fragments."""
+        device, start = self.memory.device, self.shard.starts[len(self._rows)]
+        rows, fragments, blocks = [], [], [self.blocks]
+        slot = len(self.blocks)
+        for offset, found, slots in members:
+            if len(found.row_blocks):
+                first = start + offset + found.row_start
+                rows.append(Rows(first, len(found.row_blocks), slot))
+                slot += len(found.row_blocks)
+                blocks.append(found.row_blocks.to(device, torch.int32))
+            numbers = (start + offset + found.starts, found.lengths, found.firsts, slots)
+            fragments.append(Fragments(*(each.to(device) for each in numbers)))
+        self._rows.append(rows)
+        self._fragments.append(Fragments.joined(fragments))
+        self.blocks = torch.cat(blocks)
+
+    def parts(self, numbers: Sequence[int]) -> tuple[list[Rows], Fragments]:
+        """Return the rows and fragments of some parameters, by their numbers in the unit."""
+        if len(numbers) < len(self.params):
+            return self._parts(numbers)
+        if self._all is None:
+            self._all = self._parts(numbers)
+        return self._all
+
+    def _parts(self, numbers: Sequence[int]) -> tuple[list[Rows], Fragments]:
+        rows: list[Rows] = []
+        for each in (each for number in numbers for each in self._rows[number]):
+            last = rows[-1] if rows else None
+            if (
+                last is not None
+                and last.start + last.count * self.size == each.start
+                and last.slot + last.count == each.slot
+            ):
+                rows[-1] = Rows(last.start, last.count + each.count, last.slot)
+            else:
+                rows.append(each)
+        return rows, Fragments.joined([self._fragments[number] for number in numbers])
+
+    def gradient(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Return the parameters' gradients as one tensor, in which those that are None have any values."""
+        present = [gradient for gradient in gradients if gradient is not None]
+        dtypes = {gradient.dtype for gradient in present}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        if len(present) < len(gradients) or any(each.dtype != dtype for each in present):
+            present = [
+                torch.zeros_like(local_of(param), dtype=dtype) if each is None else each.to(dtype)
+                for param, each in zip(self.params, gradients, strict=True)
+            ]
+        return self.shard.fuse(present).detach().reshape(-1)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    @property
+    def codes(self) -> Tensor:
+        """Codes of means and of squares, one for each element."""
+        if self._codes is None:
+            shape = (2, self.memory.numel())
+            self._codes = torch.zeros(shape, dtype=torch.uint8, device=self.memory.device)
+        return self._codes
+
+    @property
+    def scales(self) -> Tensor:
+        """Scales of means and of squares, one for each row."""
+        if self._scales is None:
+            self._scales = torch.zeros(2, len(self.blocks), device=self.memory.device)
+        return self._scales
+
+    def release(self) -> None:
+        """Forget the state. It is zero afterwards."""
+        self._codes = self._scales = None
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of the state, and of what says where its blocks are."""
+        fragments = [each for part in self._fragments for each in part._tensors()]
+        held = [self._codes, self._scales, self.blocks, *fragments]
+        return sum(each.nbytes for each in held if each is not None)
+
+
+@dataclass(slots=True, eq=False)
+class _Exchange:
+    """The shared blocks of parameters of one process group."""
+
+    group: ProcessGroup
+    count: int = 0
+    slots: list[Tensor] = field(default_factory=list)
+    """Those that this rank has elements of: the numbers of their scales in the table,"""
+    positions: list[Tensor] = field(default_factory=list)
+    """and their numbers in the exchange."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Joined:
+    """A planned exchange."""
+
+    group: ProcessGroup
+    count: int
+    slots: Tensor
+    positions: Tensor
+    wire: torch.device
+    tag: Tag
+
+    def run(self, table: Tensor) -> None:
+        """Make the numbers of shared blocks in the table those of the rank with the largest ones. Collective."""
+        message = torch.zeros(2, self.count, device=table.device)
+        message[:, self.positions] = table[:, self.slots]
+        message = message.to(self.wire)
+        collectives.all_reduce(message, self.group, ReduceOp.MAX, self.tag)
+        table[:, self.slots] = message.to(table.device)[:, self.positions]
+
+
+class BlockPlan:
+    """The units of an optimizer's parameters, and the scales of their fragments, on each device."""
+
+    def __init__(self, groups: Sequence[Sequence[nn.Parameter]], size: int) -> None:
+        """Plan the units of parameter groups. Collective, when a process group of all ranks of a mesh is made.
+
+        Raises:
+            UnsupportedError: parameters of wrappers that are also tensor-parallel, or with gaps in memory.
+        """
+        self._size = size
+        self._counts: dict[torch.device, int] = {}
+        self._exchanges: dict[tuple[ProcessGroup, torch.device], _Exchange] = {}
+        self.width = 1
+        """Length of the longest fragment."""
+        number_of = {param: number for number, group in enumerate(groups) for param in group}
+        params = list(number_of)
+        cuts = dict(zip(params, cuts_of_members(params), strict=True))
+        # In the order of parameters, which is that of all ranks.
+        members = {param: [self._member(cut) for cut in cuts[param]] for param in params}
+        check_shards(number_of)
+        fused = plan_fused_shards(number_of)
+        in_fused = {param for shard in fused for param in shard.params}
+        shards: list[FusedShard | _OneShard] = [
+            *fused,
+            *(_OneShard(p, cuts[p][0].name) for p in params if p not in in_fused),
+        ]
+        self.units = []
+        for shard in shards:
+            unit = Unit(shard, size, number_of[shard.params[0]])
+            for param in shard.params:
+                unit.add(members[param])
+            self.units.append(unit)
+        self.tables = {
+            device: torch.zeros(2, count, device=device) for device, count in self._counts.items()
+        }
+        """For each device the scales of means and of squares of all fragments."""
+        self._joined = [
+            (device, _joined(exchange, device))
+            for (_, device), exchange in self._exchanges.items()
+            if exchange.count
+        ]
+
+    def _member(self, cut: ParamCut) -> tuple[int, CellBlocks, Tensor]:
+        """Return the blocks of a tensor that this rank has elements of, and number the scales of its fragments."""
+        device = local_of(cut.param).device
+        found = blocks_of_cell(cut.sharding, cut.sharding.cell_of(global_rank()), self._size)
+        if len(found.lengths):
+            self.width = max(self.width, int(found.lengths.max()))
+        blocks, numbers = torch.unique(found.firsts // self._size, return_inverse=True)
+        base = self._counts.get(device, 0)
+        self._counts[device] = base + len(blocks)
+        if cut.group is not None:
+            exchange = self._exchanges.setdefault((cut.group, device), _Exchange(cut.group))
+            shared = shared_blocks(cut.sharding, self._size)
+            held = torch.isin(blocks, shared)
+            exchange.slots.append(base + held.nonzero().flatten())
+            exchange.positions.append(exchange.count + torch.searchsorted(shared, blocks[held]))
+            exchange.count += len(shared)
+        return cut.offset, found, base + numbers
+
+    def exchange(self, tables: Mapping[torch.device, Tensor]) -> None:
+        """Make the numbers of shared blocks those of the rank with the largest ones. Collective, if there are any."""
+        for device, exchange in self._joined:
+            exchange.run(tables[device])
+
+    def release(self) -> None:
+        """Forget the state. It is zero afterwards."""
+        for unit in self.units:
+            unit.release()
+        for table in self.tables.values():
+            table.zero_()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the parameters are where they were."""
+        return not any(unit.shard.has_moved() for unit in self.units)
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of the state on this rank."""
+        tables = sum(table.nbytes for table in self.tables.values())
+        return tables + sum(unit.state_bytes for unit in self.units)
+
+
+def _joined(exchange: _Exchange, device: torch.device) -> _Joined:
+    wire = device
+    if collectives.backend_of(exchange.group, device) == "nothing":
+        # Shards are kept in host memory, and the process group has a backend for the accelerator only.
+        accelerator = torch.accelerator.current_accelerator()
+        wire = device if accelerator is None else accelerator
+    return _Joined(
+        exchange.group,
+        exchange.count,
+        torch.cat(exchange.slots).to(device),
+        torch.cat(exchange.positions).to(device),
+        wire,
+        tag(f"AdamW8bit: scales of {exchange.count} shared blocks"),
+    )
