@@ -76,6 +76,10 @@ def test_losses_do_not_depend_on_how_a_run_is_spread(
             assert result.losses == pytest.approx(one_rank.losses, rel=1e-4), settings
             assert result.evaluations == pytest.approx(one_rank.evaluations, rel=1e-4), settings
             assert result.tokens == one_rank.tokens == STEPS * 8 * 16
+    if size == 4:
+        state = [records(config, "step")[-1]["optimizer_bytes"] for config in configs]
+        assert state[1] == pytest.approx(2 * state[0], rel=0.05), "two replicas of all state"
+        assert state[2] == pytest.approx(state[0], rel=0.05), "divided over the replicas"
 
 
 def test_training_lowers_the_loss_and_writes_down_what_it_did(
@@ -98,6 +102,9 @@ def test_training_lowers_the_loss_and_writes_down_what_it_did(
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert [step["loss"] for step in steps] == list(first.losses.values())
     assert [step["tokens"] for step in steps] == [128 * n for n in range(1, 7)]
+    state = [step["optimizer_bytes"] for step in steps]
+    assert all(1.9 < nbytes / start["rank_bytes"][0] < 2.1 for nbytes in state)
+    assert all(0 < step["optimizer_s"] < step["step_s"] for step in steps)
     assert all(step["grad_norm"] > 0 and step["step_s"] > 0 for step in steps)
     assert [(r["step"], r["loss"]) for r in records(config, "evaluation")] == list(
         first.evaluations.items()

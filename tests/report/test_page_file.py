@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -124,6 +125,21 @@ def test_the_allocator_s_curve_has_what_the_allocator_was_asked_for():
     curves = {curve.name: curve for curve in chart.views[chart.first].data}
     assert set(curves["allocated in all"].y) == {round(5e8 / 2**20, 4)}
     assert len(curves["allocated in all"].y) < len(curves["gathered"].y)
+
+
+@pytest.mark.parametrize("measured", [0, 7 << 20])
+def test_optimizer_state_in_the_memory_chart_is_what_was_measured(measured: int):
+    step = Step(step=1, loss=1, grad_norm=1, lr=1, tokens=1, step_s=1, memory_bytes=1)
+    metrics = Metrics(steps=(replace(step, optimizer_bytes=measured),))
+    traces = (parse_trace(simulated_trace(Machine())),)
+    config = {"optimizer": {"name": "adamw"}}
+    (chart,) = memory_chart(Analysis(Run(name="", traces=traces, metrics=metrics, config=config)))
+    rows = dict(chart.numbers.rows)
+    shards, state = (
+        float(rows[f"{name}, shards"].removesuffix(" MiB"))
+        for name in ("parameters", "optimizer state")
+    )
+    assert state == pytest.approx(7 if measured else 2 * shards, rel=0.01)
 
 
 def test_code_in_findings_is_marked_and_the_rest_escaped():

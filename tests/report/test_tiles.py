@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,23 @@ def test_time_left_speed_and_memory_are_those_of_the_newest_start() -> None:
     assert shown["Time left"].startswith("2 min | 60 of 100 steps, 2 s each")
     assert shown["Speed"] == "50 K tokens/s | median step 2 s"
     assert shown["Peak memory"] == "7 GiB | allocated, of rank 0"
+
+
+def test_the_optimizer_is_told_with_its_share_of_the_step_and_its_bytes() -> None:
+    taken = [
+        replace(step, optimizer_s=0.05 * step.step_s, optimizer_bytes=3 << 30)
+        for step in steps([1.0, 2.0, 3.0])
+    ]
+    unknown = replace(taken[0], optimizer_s=0.0)  # of a first step on CUDA
+    shown = tiles([start()], [unknown, *taken[1:]])
+    assert shown["Optimizer"] == "5.0 % of the step | its step: 125 ms, 3 GiB of state on rank 0"
+    stateless = [replace(step, optimizer_bytes=0) for step in taken]
+    assert shown_note(stateless) == "no state"
+    assert "Optimizer" not in tiles([start()], steps([1.0]))
+
+
+def shown_note(taken: list[Step]) -> str:
+    return tiles([start()], taken)["Optimizer"].rpartition(", ")[2]
 
 
 def test_a_run_without_steps_left_has_no_time_left() -> None:

@@ -74,6 +74,10 @@ class Step:
     step_s: float
     memory_bytes: int
     """Peak so far: of resident memory on CPU, of allocated memory on CUDA."""
+    optimizer_s: float = 0.0
+    """The time of the optimizer's step; on CUDA of the step before this one. 0 if it is not known."""
+    optimizer_bytes: int = 0
+    """The optimizer's state on this rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,14 +56,18 @@ class Levels:
 
     @classmethod
     def of(cls, analysis: Analysis) -> Levels:
-        """Return the levels from the groups' facts and, for the optimizer, the configuration."""
+        """Return the levels from the groups' facts and, for the optimizer, what was measured or the configuration."""
         groups = list(analysis.groups.values())
         shards = float(sum(group.shard_bytes for group in groups))
         whole = float(sum(_whole_bytes(group) for group in groups))
-        states = OPTIMIZER_STATES.get(str(analysis.run.setting("optimizer", "name")))
+        states: float | None = OPTIMIZER_STATES.get(str(analysis.run.setting("optimizer", "name")))
+        _, steps = analysis.run.metrics.newest
+        measured = float(max((step.optimizer_bytes for step in steps), default=0))
+        if not states and shards:
+            states = measured / shards
         at_rest = {"parameters": shards, "gradients": shards}
-        if states:
-            at_rest["optimizer state"] = states * shards
+        if measured or states:
+            at_rest["optimizer state"] = measured or (states or 0) * shards
         return cls(at_rest=at_rest, unsharded=whole * (2 + (states or 0)))
 
     def caption(self) -> str:

@@ -40,7 +40,8 @@ def run_charts(metrics: Metrics) -> Iterator[Chart]:
     speeds = _throughput(metrics)
     times = _points(steps, lambda step: step.step_s)
     if times:
-        yield _speed(speeds, times)
+        updates = _points([each for each in steps if each.optimizer_s > 0], _optimizer_time)
+        yield _speed(speeds, times, updates)
     rates = _points(steps, lambda step: step.lr)
     norms = _points(steps, lambda step: step.grad_norm)
     if rates or norms:
@@ -126,22 +127,31 @@ def _value_at(points: Sequence[Point], step: int) -> float:
     return points[max(index - 1, 0)][1]
 
 
-def _speed(speeds: Sequence[Point], times: Sequence[Point]) -> Chart:
-    milliseconds = [(step, 1e3 * seconds) for step, seconds in times]
-    traces = [
-        _curve("tokens / s", speeds, color="var(--gather)", hover="%{y:.4s} tokens/s"),
-        _curve("step time", milliseconds, color="var(--accent)", yaxis="y2", hover="%{y:.4~g} ms"),
-    ]
-    seconds = [value for _, value in times]
-    rows = [["Step time", duration(1e6 * median(seconds)), duration(1e6 * max(seconds))]]
+def _optimizer_time(step: Step) -> float:
+    return step.optimizer_s
+
+
+def _speed(speeds: Sequence[Point], times: Sequence[Point], updates: Sequence[Point]) -> Chart:
+    curves = {"step time": (times, "var(--accent)"), "optimizer": (updates, "var(--outside)")}
+    traces = [_curve("tokens / s", speeds, color="var(--gather)", hover="%{y:.4s} tokens/s")]
+    rows = []
+    for name, (points, color) in curves.items():
+        if not points:
+            continue
+        milliseconds = [(step, 1e3 * seconds) for step, seconds in points]
+        traces.append(_curve(name, milliseconds, color=color, yaxis="y2", hover="%{y:.4~g} ms"))
+        seconds = [value for _, value in points]
+        rows.append(
+            [name.capitalize(), duration(1e6 * median(seconds)), duration(1e6 * max(seconds))]
+        )
     if speeds:
         values = [value for _, value in speeds]
         rows.append(["Tokens per second", count(median(values)), count(max(values))])
     return Chart(
         name="speed",
         title="Speed",
-        caption="Tokens per second of all ranks together, and the time of each step; the first steps allocate and warm up."
-        + _thinned(times),
+        caption="Tokens per second of all ranks together, the time of each step, and that of the optimizer in it; the first "
+        "steps allocate and warm up." + _thinned(times),
         views={"": _two_rows(traces, "tokens / s", "step, ms")},
         numbers=Table(headings=["", "Median", "Highest"], rows=rows),
     )

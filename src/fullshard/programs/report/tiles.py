@@ -29,6 +29,7 @@ def tiles_of(analysis: Analysis) -> Iterator[Tile]:
     yield from _loss(run.metrics)
     yield from _speed(run)
     yield from _memory(analysis)
+    yield from _optimizer(run)
     yield from _recorded_steps(analysis)
 
 
@@ -123,6 +124,23 @@ def _memory(analysis: Analysis) -> Iterator[Tile]:
             value=size(most),
             note=f"allocated, of rank {rank}, where the recorded steps were sampled",
         )
+
+
+def _optimizer(run: Run) -> Iterator[Tile]:
+    """Yield the optimizer's share of the step and its memory, if the run has measured them."""
+    _, steps = run.metrics.newest
+    measured = [step for step in steps if step.step_s > 0 and 0 < step.optimizer_s]
+    held = max((step.optimizer_bytes for step in steps), default=0)
+    if not measured or held < 0:
+        return
+    taken = median(step.optimizer_s for step in measured)
+    part = median(step.optimizer_s / step.step_s for step in measured)
+    state = f"{size(held)} of state on rank 0" if held else "no state"
+    yield Tile(
+        label="Optimizer",
+        value=f"{share(part)} of the step",
+        note=f"{run.setting('optimizer', 'name') or 'its step'}: {duration(1e6 * taken)}, {state}",
+    )
 
 
 def _recorded_steps(analysis: Analysis) -> Iterator[Tile]:

@@ -17,6 +17,7 @@ The files in the order a run passes through them:
     sharded_model        the model, sharded by either API
     loop                 the steps
     optimizer            optimizer and learning rate
+    optimizer_cost       bytes of its state, time of its steps
     evaluation           the loss
     traced_steps         the steps that are recorded
     resume  stop         checkpoints and resuming from them; signals and bad steps

@@ -60,6 +60,7 @@ from fullshard.programs.train.optimizer import (
     learning_rate,
     set_learning_rate,
 )
+from fullshard.programs.train.optimizer_cost import OptimizerCost
 from fullshard.programs.train.result import TrainResult
 from fullshard.programs.train.resume import Checkpoints, RunState
 from fullshard.programs.train.run_folder import RunFolder
@@ -126,6 +127,7 @@ class Training:
         self.job, self.config, self.watch = job, job.config, watch
         self.model = build_model(job.config, job.source, job.device)
         self.optimizer = build_optimizer(job.config.optimizer, self.model)
+        self.cost = OptimizerCost(self.optimizer, job.device)
         self.ema = build_ema(job.config.optimizer, self.model.module)
         self.sampler = Sampler(len(job.data.training), job.config.run.seed)
         self.checkpoints = Checkpoints(
@@ -200,7 +202,8 @@ class Training:
         fault = agreed.fault(train.max_norm) if failure is None else _first_line(failure)
         action = self._action(fault, train.on_bad_step if failure is None else train.on_error)
         if action in (None, "ignore"):
-            self.optimizer.step()
+            with self.cost.timed():
+                self.optimizer.step()
             if self.ema is not None:
                 self.ema.update()
         self.optimizer.zero_grad()
@@ -216,6 +219,8 @@ class Training:
                 tokens=self.state.tokens,
                 step_s=time.perf_counter() - began,
                 memory_bytes=self.peak_bytes,
+                optimizer_s=self.cost.seconds,
+                optimizer_bytes=self.cost.state_bytes,
             )
         )
         if fault is not None and action is not None:
