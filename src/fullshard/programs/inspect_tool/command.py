@@ -5,26 +5,24 @@ Exit codes: 0; 2 with one message if the model or its sharding is impossible.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
 
-from fullshard.errors import ConfigurationError, FullshardError
+from fullshard.errors import FullshardError
 from fullshard.programs.console.tables import print_error
 from fullshard.programs.train.config import Problem, RunConfig, Size
-from fullshard.programs.train.config_file import read_config, toml_value
+from fullshard.programs.train.config_file import read_config
+from fullshard.programs.train.model_argument import (
+    DEFAULT_WORLD,
+    MAX_WORLD,
+    file_and_settings,
+    is_factory,
+)
 from fullshard.programs.train.preflight import model_problems
-from fullshard.programs.train.run_folder import CONFIG
 from fullshard.programs.version_option import Version
-
-DEFAULT_WORLD = 8
-
-MAX_WORLD = 1_000_000
-"""More ranks than any machine has. The mesh lists them all, so more would take too much memory and time."""
 
 Inputs = Annotated[
     list[str] | None,
@@ -86,36 +84,16 @@ def inspect(
         from fullshard.programs.inspect_tool.factory import FactoryModel, inputs_of
         from fullshard.programs.inspect_tool.output import print_plan
 
-        source = FactoryModel(model) if _is_factory(model) else None
+        source = FactoryModel(model) if is_factory(model) else None
         print_plan(Console(), measure(config, ranks, source, inputs_of(inputs or ())))
     except FullshardError as error:
         print_error(f"Error: {error}")
         raise typer.Exit(2) from None
 
 
-def _is_factory(model: str) -> bool:
-    """Say whether it is `module:function`."""
-    return re.fullmatch(r"[\w.]+:[\w.]+", model) is not None and not Path(model).exists()
-
-
 def _configuration(model: str, world: int | None, settings: list[str]) -> tuple[RunConfig, int]:
     """Return the run that would train the model, and on how many ranks."""
-    file, path = None, Path(model)
-    if model in get_args(Size):
-        settings = [f"model.size={model}", *settings]
-    elif _is_factory(model):
-        settings = ["sharding.groups=plan", *settings]
-    elif (path / CONFIG).is_file():
-        file = path / CONFIG
-    elif (path / "config.json").is_file():
-        settings = [f"model.huggingface={toml_value(path)}", *settings]
-    elif path.is_file():
-        file = path
-    else:
-        raise ConfigurationError(
-            f"A model must be a size ({', '.join(get_args(Size))}), a folder with a config.json of Hugging Face, a run or its "
-            f"TOML file, or module:function, a callable that returns a model; {model} is none of them."
-        )
+    file, of_model = file_and_settings(model)
 
     def ranks(config: RunConfig) -> int:
         return world or config.run.ranks or DEFAULT_WORLD
@@ -132,5 +110,5 @@ def _configuration(model: str, world: int | None, settings: list[str]) -> tuple[
                 "Set --world to fewer.",
             )
 
-    config = read_config(file, settings, checks=[problems])
+    config = read_config(file, [*of_model, *settings], checks=[problems])
     return config, ranks(config)

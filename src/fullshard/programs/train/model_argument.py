@@ -1,0 +1,46 @@
+"""The argument MODEL of programs that look at a model and do not train it: `inspect`, `plan`. It imports no torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+from fullshard.errors import ConfigurationError
+from fullshard.programs.train.config import Size
+from fullshard.programs.train.config_file import toml_value
+from fullshard.programs.train.run_folder import CONFIG
+
+DEFAULT_WORLD = 8
+"""Ranks, if neither the command line nor the file names them."""
+
+MAX_WORLD = 1_000_000
+"""More ranks than any machine has. The mesh lists them all, so more would take too much memory and time."""
+
+
+def is_factory(model: str) -> bool:
+    """Say whether it is `module:function`."""
+    return re.fullmatch(r"[\w.]+:[\w.]+", model) is not None and not Path(model).exists()
+
+
+def file_and_settings(model: str) -> tuple[Path | None, list[str]]:
+    """Return the TOML file that MODEL stands for, if there is one, and the settings that it stands for.
+
+    Raises:
+        ConfigurationError: it is nothing that is known.
+    """
+    path = Path(model)
+    if model in get_args(Size):
+        return None, [f"model.size={model}"]
+    if is_factory(model):
+        return None, ["sharding.groups=plan"]
+    if (path / CONFIG).is_file():
+        return path / CONFIG, []
+    if (path / "config.json").is_file():
+        return None, [f"model.huggingface={toml_value(path)}"]
+    if path.is_file():
+        return path, []
+    raise ConfigurationError(
+        f"A model must be a size ({', '.join(get_args(Size))}), a folder with a config.json of Hugging Face, a run or its "
+        f"TOML file, or module:function, a callable that returns a model; {model} is none of them."
+    )
