@@ -105,6 +105,12 @@ def test_replicas_share_the_state_and_not_the_averages() -> None:
     assert (usual.traffic.updates, plan.traffic.updates) == (0, plan.rank.parameters // 2)
 
 
+def test_state_in_8_bits_is_about_2_bytes_an_element() -> None:
+    plan = foretell("optimizer.name=adamw8bit", "optimizer.ema=0.9")
+    state = plan.rank.optimizer - plan.rank.parameters
+    assert 2.03 < 4 * state / plan.rank.parameters < 2.06
+
+
 def test_rules_of_the_launcher_hold_for_callers_that_build_a_model_themselves() -> None:
     config = read_config(None, ["train.batch=15", "sharding.replicas=3"])
     config = replace(config, sharding=replace(config.sharding, prefetch=2, door="wrapper"))

@@ -30,6 +30,7 @@ MakeWorld = Callable[[int], World]
         ("optimizer.flat=false", "train.accumulate=2"),
         ("optimizer.name=sgd", "compute.precision=bf16", "sharding.door=wrapper"),
         ("optimizer.name=muon", "sharding.groups=plan"),
+        ("optimizer.name=adamw8bit", "sharding.groups=plan"),
         ("optimizer.name=adagrad", "compute.checkpoint_activations=blocks"),
     ],
     ids=str,

@@ -186,7 +186,7 @@ def test_other_dtypes_stay_close_to_float32(
         assert result.losses == pytest.approx(one_rank.losses, rel=0.05)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adagrad", "muon"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adagrad", "muon", "adamw8bit"])
 def test_optimizers_update_the_same_through_both_doors(
     world: MakeWorld, tmp_path: Path, one_rank: TrainResult, optimizer: str
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Protocol
 
 import torch
@@ -26,6 +27,10 @@ from fullshard.tracing.schema import GroupFacts
 
 OTHER_STATES = 2
 """What Adam keeps for each element: mean and mean square. Muon keeps no more."""
+
+BYTES_8BIT = 2 + Fraction(12, 256)
+"""What AdamW8bit keeps for each element: two codes, and for each block two scales and a number. Parts of blocks at the edges of
+shards are not counted."""
 
 
 class InspectedModel(Protocol):
@@ -125,13 +130,14 @@ def measure(
         shard(model, blocks, mesh, torch.device("meta"), config)
         groups = group_facts(model)
     at_rest = sum(group.shard_bytes for group in groups)
-    states, averages, optimizer = _optimizer_states(config.optimizer)
+    itemsize = Fraction(whole, sum(param.numel() for param in model.parameters()) or 1)
+    states, averages, optimizer = _optimizer_states(config.optimizer, itemsize)
 
     def memory(parameters: int, gathered: int, keepers: int = 1) -> Memory:
         return Memory(
             parameters=parameters,
             gradients=parameters,
-            optimizer=-(-states * parameters // keepers) + averages * parameters,
+            optimizer=int(-(-states * parameters // keepers)) + averages * parameters,
             gathered=gathered,
             activations=activations,
         )
@@ -150,9 +156,15 @@ def measure(
     )
 
 
-def _optimizer_states(section: OptimizerSection) -> tuple[int, int, str]:
-    """Return how many numbers an optimizer and averages keep for each element, and the names of both."""
-    states = {"sgd": int(section.momentum > 0), "adagrad": 1}.get(section.name, OTHER_STATES)
+def _optimizer_states(
+    section: OptimizerSection, itemsize: Fraction
+) -> tuple[Fraction | int, int, str]:
+    """Return how many numbers of ``itemsize`` bytes an optimizer and averages keep for each element, and the names of both."""
+    states = {
+        "sgd": int(section.momentum > 0),
+        "adagrad": 1,
+        "adamw8bit": BYTES_8BIT / (itemsize or 4),
+    }.get(section.name, OTHER_STATES)
     if section.ema is None:
         return states, 0, section.name
     return states, 1, f"{section.name}, EMA"

@@ -15,8 +15,8 @@ from fullshard.programs.report.units import size
 from fullshard.programs.report.views import Views
 from fullshard.tracing.schema import GroupFacts, MemorySample
 
-OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "adagrad": 1, "sgd": 1}
-"""Numbers that an optimizer keeps for each element of a parameter."""
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "adagrad": 1, "sgd": 1, "adamw8bit": 0.512}
+"""Numbers of the parameters' dtype (float32) that an optimizer keeps for each element of a parameter."""
 
 
 COLORS = {

@@ -32,7 +32,7 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 Size = Literal["tiny", "small", "medium", "large"]
 Tokens = Literal["auto", "text", "array"]
 TokenDtype = Literal["uint8", "uint16", "int32", "int64"]
-OptimizerName = Literal["adamw", "adam", "sgd", "adagrad", "muon"]
+OptimizerName = Literal["adamw", "adam", "sgd", "adagrad", "muon", "adamw8bit"]
 Schedule = Literal["cosine", "linear", "constant"]
 Door = Literal["fully_shard", "wrapper"]
 Grouping = Literal["blocks", "plan"]
@@ -221,7 +221,8 @@ class OptimizerSection:
     """The optimizer."""
 
     name: OptimizerName = field(default="adamw", metadata=FIXED)
-    """Which optimizer: of torch.optim, or fullshard.optim.Muon, with adamw for what is not a hidden matrix."""
+    """Which optimizer: of torch.optim, or of fullshard.optim: muon has adamw for what is not a hidden matrix, and adamw8bit is
+    adamw with its state in 8 bits."""
 
     lr: Positive = field(default=3e-3, metadata=FIXED)
     """Highest learning rate."""
@@ -230,10 +231,10 @@ class OptimizerSection:
     """Of matrices; vectors (norms, biases) are not decayed."""
 
     betas: tuple[FractionBelowOne, FractionBelowOne] = field(default=(0.9, 0.95), metadata=FIXED)
-    """Of adam, adamw and muon's adamw."""
+    """Of adam, adamw, adamw8bit and muon's adamw."""
 
     eps: Positive = field(default=1e-8, metadata=FIXED)
-    """Of adam, adamw, adagrad and muon's adamw."""
+    """Of adam, adamw, adamw8bit, adagrad and muon's adamw."""
 
     momentum: FractionBelowOne = field(default=0.9, metadata=FIXED)
     """Of sgd. Muon's is 0.95."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.optim import EMA, Muon, ShardedOptimizer
+from fullshard.optim import EMA, AdamW8bit, Muon, ShardedOptimizer
 from fullshard.optim.muon import hidden_matrices
 from fullshard.programs.train.config import OptimizerSection, ScheduleSection
 from fullshard.programs.train.sharded_model import ShardedModel
@@ -27,6 +27,8 @@ def build_optimizer(section: OptimizerSection, model: ShardedModel) -> torch.opt
     if section.name == "muon":
         return _build_muon(section, model, groups)
     groups = [group for group in groups if group["params"]]
+    if section.name == "adamw8bit":  # it updates whole shards whatever `flat` says
+        return AdamW8bit(groups, lr=section.lr, betas=section.betas, eps=section.eps)
     optimizer_class, options = class_and_options(section)
     if section.flat:
         return ShardedOptimizer(
