@@ -102,7 +102,8 @@ def fused_rms_norm_on_meta() -> Iterator[None]:
         return
     library = torch.library.Library("aten", "IMPL")
     # Its own `impl` refuses operators that torch takes apart on devices which have no kernel for them.
-    library.m.impl(name, "Meta", _rms_norm_without_values, False)
+    kernels: Any = library.m
+    kernels.impl(name, "Meta", _rms_norm_without_values, False)
     try:
         yield
     finally:
