@@ -9,36 +9,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.optim import Muon
+from fullshard.programs.plan_tool import recording
 from fullshard.programs.plan_tool.op_costs import is_listed, kernel_of
 from fullshard.programs.plan_tool.program import Kernel
+from fullshard.programs.plan_tool.step_program import record_step
+from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.decoder import Decoder
 from fullshard.programs.train.decoder_shape import DecoderShape
+from fullshard.programs.train.model_source import open_model
 from fullshard.torch_border import Operator
+from tests.plan_tool.watched_kernels import WatchedKernels
 
 aten = torch.ops.aten
-
-
-class Watch(TorchDispatchMode):
-    """Notes the kernel of every operation, and operators that nobody thought of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels: list[Kernel] = []
-        self.unlisted: set[str] = set()
-
-    def __torch_dispatch__(
-        self, func: Operator, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not is_listed(func):
-            self.unlisted.add(str(func))
-        if kernel := kernel_of(func, args, kwargs or {}, result):
-            self.kernels.append(kernel)
-        return result
 
 
 def cost(operator: Operator, *args: Any, **kwargs: Any) -> Kernel | None:
@@ -154,10 +139,26 @@ def test_flops_are_those_that_torch_counts_and_no_operation_is_overlooked(
     with torch.device("meta"):
         model = build()
     inputs = meta(*given, dtype=torch.float32) if build is Picture else tokens(*given)
-    with FlopCounterMode(display=False) as counter, Watch() as watch:
+    with FlopCounterMode(display=False) as counter, WatchedKernels() as watch:
         step(model, inputs, optimizers)
     assert sum(each.flops for each in watch.kernels) == counter.get_total_flops() > 0
     assert not watch.unlisted
+
+
+def test_operations_of_the_engine_are_not_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[Operator] = set()
+
+    def noted(operator: Operator, *call: Any) -> Kernel | None:
+        seen.add(operator)
+        return kernel_of(operator, *call)
+
+    monkeypatch.setattr(recording, "kernel_of", noted)
+    sizes = ["model.layers=2", "model.width=32", "model.heads=2", "data.context=16"]
+    choices = ["optimizer.name=muon", "optimizer.ema=0.9", "sharding.replicas=2"]
+    config = read_config(None, [*sizes, *choices, "train.batch=16", "train.accumulate=2"])
+    record_step(config, 8, open_model(config))
+    assert len(seen) > 30
+    assert not [operator for operator in seen if not is_listed(operator)]
 
 
 def test_products_know_their_shape() -> None:

@@ -9,29 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.programs.inspect_tool.without_values import without_values
-from fullshard.programs.plan_tool.op_costs import is_listed, kernel_of
-from fullshard.programs.plan_tool.program import Kernel
-from fullshard.torch_border import Operator
+from tests.plan_tool.watched_kernels import WatchedKernels
 
 ATTENTION = F.scaled_dot_product_attention
-
-
-class Watch(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels: list[Kernel] = []
-
-    def __torch_dispatch__(
-        self, func: Operator, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        assert is_listed(func), func
-        if kernel := kernel_of(func, args, kwargs or {}, result):
-            self.kernels.append(kernel)
-        return result
 
 
 def heads(
@@ -51,11 +33,12 @@ def ran(compute: Callable[[], Tensor]) -> tuple[Tensor, list[str], int]:
         kept[id(storage)] = storage
         return tensor
 
-    with without_values(), Watch() as watch:
+    with without_values(), WatchedKernels() as watch:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             output = compute()
         size = sum(storage.nbytes() for storage in kept.values())
         output.backward(torch.empty_like(output))
+    assert not watch.unlisted
     return output, [each.name.removeprefix("aten.") for each in watch.kernels], size
 
 
@@ -133,6 +116,6 @@ def test_dropout_keeps_a_byte_per_element_and_norms_a_number_per_row() -> None:
     backward = ["native_dropout_backward", "_fused_rms_norm_backward"]
     assert kernels == ["_fused_rms_norm", "native_dropout", *backward]
     assert kept == x.nbytes + norm.weight.nbytes + 4 * 64 + 64 * 32
-    with Watch() as watch:
+    with WatchedKernels() as watch:
         norm(x)
     assert "aten.rsqrt" in [each.name for each in watch.kernels], "it is put back"

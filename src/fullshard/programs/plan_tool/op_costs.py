@@ -94,7 +94,9 @@ _NOT_OF_THE_DEVICE = {"c10d", "_c10d_functional", "prim", "profiler"}
 
 _WITHOUT_KERNEL = {
     *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
-    *("_unsafe_view", "detach_", "is_same_size", "resize_", "resize_as_", "set_", "lift"),
+    # Views that do not say so.
+    *("_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"),
+    *("detach_", "is_same_size", "resize_", "resize_as_", "set_", "lift"),
     *("is_pinned", "_pin_memory", "_assert_async", "_assert_scalar", "sym_constrain_range"),
 }
 
