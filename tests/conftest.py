@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shlex
 import signal
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,6 +21,8 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from tests.helpers.browser import Browser
     from tests.helpers.ranks import World
+
+GPU_DRIVERS = "/dev/nvidiactl", "/dev/kfd"
 
 # Before torch is imported, here and by inheritance in the ranks. Some machines advertise AMX and do
 # not allow it, and oneDNN would die of an illegal instruction in its first bf16 matmul.
@@ -102,6 +105,28 @@ def seed() -> None:
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Fork all workers from one process that has imported torch and the tests; each took twelve seconds to do so."""
+    from tests.helpers import preloaded
+
+    if any(map(os.path.exists, GPU_DRIVERS)):
+        return  # where tests are collected, CUDA is asked for devices, and no process that has asked can be forked
+    python = contextlib.ExitStack()
+    executable = python.enter_context(preloaded.preloaded_tests(config.args))
+    config.add_cleanup(python.close)
+    for spec in specs:
+        if spec.popen:
+            spec.python = shlex.quote(executable)
+
+
+def pytest_configure() -> None:
+    from tests.helpers import preloaded
+
+    if preloaded.started_as is not None:
+        preloaded.start_fork_server(preloaded.started_as)
 
 
 @pytest.hookimpl(wrapper=True)

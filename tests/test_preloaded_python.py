@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -59,3 +60,13 @@ def test_a_program_gets_the_signals_of_its_process(
         program.send_signal(number)
         assert program.wait() == -number
         process.wait(30)
+
+
+def test_a_program_is_code_and_gets_the_files_that_are_passed(preloaded_python: str) -> None:
+    reader, writer = os.pipe()
+    code = "import os, sys; os.write(int(sys.argv[1]), f'{__name__} {sys.argv[2:]}'.encode())"
+    command = [preloaded_python, "-X", "utf8", "-c", code, str(writer), "last"]
+    subprocess.run(command, pass_fds=[writer], check=True)
+    os.close(writer)
+    with open(reader) as told:
+        assert told.read() == "__main__ ['last']"

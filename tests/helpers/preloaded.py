@@ -6,8 +6,11 @@
 Importing torch and what training needs takes four seconds of processor time. Here it is done once, by the server that
 ranks are forked from, too.
 
+With several workers (pytest -n), there is one server for all of them. The process that distributes the tests starts it.
+It imports the tests, too, and the workers themselves and the servers that their ranks are forked from run on it.
+
     program that starts it      preloaded_python     an executable: `_run_client`
-    client                 ->   server               arguments, environment, folder, the three standard files, the network
+    client                 ->   server               arguments, environment, folder, open files, the network
     server                 ->   process              forked: runs the program
     client                 ->   process              every signal that can be passed on; SIGKILL when the client is gone
     process                ->   client               how it ended; the client ends in the same way
@@ -26,9 +29,10 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,11 @@ from typing import Any
 PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 NETWORK = "/proc/self/ns/net"
 CLONE_NEWNET = 0x40000000  # of Linux
+MAX_FILES = 64
+IMPORT_TIMEOUT_S = 300
+
+started_as: str | None = None
+"""The executable that this process was started with, if that was a preloaded Python."""
 
 
 @contextmanager
@@ -43,6 +52,62 @@ def preloaded_python() -> Iterator[str]:
     """Within it, the path that this gives can be used like `sys.executable`."""
     from tests.helpers.ranks import FORK_SERVER
 
+    if started_as is not None:
+        yield started_as
+        return
+    with _executable() as (executable, listener):
+        ours, theirs = socket.socketpair()
+        server = FORK_SERVER.Process(target=_serve, args=(executable, listener, theirs))
+        server.start()
+        listener.close()
+        theirs.close()
+        try:
+            yield executable
+        finally:
+            ours.close()
+            server.join()
+
+
+@contextmanager
+def preloaded_tests(arguments: Sequence[str]) -> Iterator[str]:
+    """Like `preloaded_python`, but with the tests that pytest collects for these arguments imported, too.
+
+    The server is a process of its own. The one that calls this does not import torch.
+    """
+    program = f"import sys; sys.path[:] = {sys.path!r}; import {__name__} as it; it._serve_tests(*sys.argv[1:])"
+    with _executable() as (executable, listener):
+        ours, theirs = socket.socketpair()
+        files = listener.fileno(), theirs.fileno()
+        server = subprocess.Popen(
+            [sys.executable, "-c", program, executable, *map(str, files), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=files,
+        )
+        listener.close()
+        theirs.close()
+        try:
+            yield executable
+        finally:
+            ours.close()
+            server.wait()
+
+
+def start_fork_server(executable: str) -> None:
+    """Let the server of `multiprocessing` that ranks are forked from run on a preloaded Python."""
+    from multiprocessing import forkserver, spawn
+
+    usual = spawn.get_executable()
+    spawn.set_executable(executable)
+    try:
+        forkserver.ensure_running()
+    finally:
+        spawn.set_executable(usual)
+
+
+@contextmanager
+def _executable() -> Iterator[tuple[str, socket.socket]]:
+    """A program that connects to a socket, and the socket."""
     with tempfile.TemporaryDirectory(prefix="fullshard-python-") as name:
         address, executable = Path(name, "socket"), Path(name, "python")
         listener = socket.socket(socket.AF_UNIX)
@@ -51,23 +116,35 @@ def preloaded_python() -> Iterator[str]:
         client = f'"{sys.executable}" -I -S "{__file__}" "{address}"'
         executable.write_text(f'#!/bin/sh\nexec {client} "$@"\n')
         executable.chmod(0o755)
-        ours, theirs = socket.socketpair()
-        server = FORK_SERVER.Process(target=_serve, args=(listener, theirs))
-        server.start()
-        listener.close()
-        theirs.close()
-        try:
-            yield str(executable)
-        finally:
-            ours.close()
-            server.join()
+        yield str(executable), listener
 
 
 # --- in the server -----------------------------------------------------------------------------------------
 
 
-def _serve(listener: socket.socket, tests: socket.socket) -> None:
+def _serve_tests(executable: str, listener: str, distributor: str, *arguments: str) -> None:
+    """Import the tests and what ranks import, then serve."""
+    import faulthandler
+    import gc
+
+    import pytest
+
+    from tests.helpers.ranks import PRELOADED
+
+    faulthandler.dump_traceback_later(IMPORT_TIMEOUT_S, exit=True)
+    pytest.main(["--collect-only", "--quiet", "-p", "no:cacheprovider", *arguments])
+    for module in PRELOADED:
+        importlib.import_module(module)
+    faulthandler.cancel_dump_traceback_later()
+    gc.unfreeze()
+    gc.collect()  # what pytest has collected; the modules stay
+    _serve(executable, socket.socket(fileno=int(listener)), socket.socket(fileno=int(distributor)))
+
+
+def _serve(executable: str, listener: socket.socket, tests: socket.socket) -> None:
     """Fork a process for every client, until the tests are gone."""
+    import gc
+
     for module in (
         *("fullshard.programs.train.rank", "fullshard.programs.train.built_in"),
         *("torch.distributed.run", "typer._adapters", "psutil"),
@@ -75,7 +152,9 @@ def _serve(listener: socket.socket, tests: socket.socket) -> None:
         importlib.import_module(module)
     importlib.import_module("fullshard.programs.cli").build_app()
     importlib.import_module("tests.helpers.torch_costs").spare_torchrun_costs()
-
+    global started_as
+    started_as = executable
+    gc.freeze()  # what is there now is never collected, so processes do not copy it to count references
     os.setsid()
     caretakers: set[int] = set()
     while True:
@@ -95,17 +174,16 @@ def _serve(listener: socket.socket, tests: socket.socket) -> None:
 
 def _look_after(client: socket.socket) -> None:
     """Start the program of a client, pass its signals on, and tell it how the program ended."""
-    _, files, _, _ = socket.recv_fds(client, 1, 4)
+    _, files, _, _ = socket.recv_fds(client, 1, MAX_FILES + 1)
     if not files:  # the client was ended before it had asked
         os._exit(0)
     network = files.pop()
     request = json.loads(client.makefile().readline())
     process = os.fork()
     if process == 0:
-        client.close()
         _join_network(network)
-        for number, file in enumerate(files):
-            os.dup2(file, number)
+        os.close(client.detach())
+        _number(files, request.pop("numbers"))
         _become(**request)
     for file in (*files, network):
         os.close(file)
@@ -134,12 +212,25 @@ def _join_network(namespace: int) -> None:
     os.close(namespace)
 
 
+def _number(files: list[int], numbers: list[int]) -> None:
+    """Give the files of a client the numbers that they have there."""
+    import fcntl
+
+    out_of_the_way = [fcntl.fcntl(file, fcntl.F_DUPFD, max(numbers) + 1) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(out_of_the_way, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
 def _become(arguments: list[str], environment: dict[str, str], folder: str) -> None:
     """Be an interpreter that was started like this, from its first line to its end."""
     import atexit
     import runpy
     import threading
     import traceback
+    import types
 
     be_main_process()
     os.setsid()
@@ -150,14 +241,21 @@ def _become(arguments: list[str], environment: dict[str, str], folder: str) -> N
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     buffering = 1 if arguments[0] == "-u" else -1
-    arguments = arguments[arguments[0] == "-u" :]
+    while arguments[0].startswith("-") and arguments[0] not in ("-c", "-m"):
+        arguments = arguments[1 + (arguments[0] in ("-W", "-X")) :]
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering), open(2, "w", 1)
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     code: Any = 0
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
             sys.path.insert(0, folder)
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        elif arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            sys.path.insert(0, "")
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(arguments[1], vars(main))
         else:
             sys.argv = arguments
             sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
@@ -172,8 +270,9 @@ def _become(arguments: list[str], environment: dict[str, str], folder: str) -> N
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for file in (sys.stdout, sys.stderr):
+        if not file.closed:
+            file.flush()
     os._exit(code or 0)
 
 
@@ -192,8 +291,15 @@ def _run_client(address: str, arguments: list[str]) -> None:
     """Have the program run, and end as it does."""
     server = socket.socket(socket.AF_UNIX)
     server.connect(address)
-    socket.send_fds(server, [b"f"], [0, 1, 2, os.open(NETWORK, os.O_RDONLY)])
-    request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
+    open_files = [int(number) for number in os.listdir("/proc/self/fd")]
+    inherited = [number for number in sorted(open_files) if _is_inherited(number)]
+    socket.send_fds(server, [b"f"], [*inherited, os.open(NETWORK, os.O_RDONLY)])
+    request = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "numbers": inherited,
+    }
     server.sendall(json.dumps(request).encode() + b"\n")
     for number in PASSED_ON:
         signal.signal(number, lambda number, _: server.send(bytes([number])))
@@ -202,6 +308,14 @@ def _run_client(address: str, arguments: list[str]) -> None:
         signal.signal(code, signal.SIG_DFL)
         os.kill(os.getpid(), code)
     os._exit(code)
+
+
+def _is_inherited(number: int) -> bool:
+    """Whether a file of this process comes from whoever started it: programs that are started do not get our own."""
+    try:
+        return os.get_inheritable(number)
+    except OSError:  # of the folder that was listed
+        return False
 
 
 if __name__ == "__main__":

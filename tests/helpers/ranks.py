@@ -40,20 +40,19 @@ STACKS_TIMEOUT_S = 2.0
 
 # Ranks are forked from a process that has only imported: starting one, or all of them again after a
 # crash, takes no time, and what many ranks import when first used is imported once.
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "torch._dynamo.backends.common",
+    "torch._inductor.pattern_matcher",
+    "tests.helpers.rank_worker",
+    "tests.helpers.training",
+    "fullshard.programs.train.rank",
+    "hypothesis",
+]
 FORK_SERVER = multiprocessing.get_context("forkserver")
-FORK_SERVER.set_forkserver_preload(
-    [
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.parallel",
-        "torch.distributed.checkpoint",
-        "torch._dynamo.backends.common",
-        "torch._inductor.pattern_matcher",
-        "tests.helpers.rank_worker",
-        "tests.helpers.training",
-        "fullshard.programs.train.rank",
-        "hypothesis",
-    ]
-)
+FORK_SERVER.set_forkserver_preload(PRELOADED)
 
 
 class RankError(AssertionError):
