@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import torch_border
 from fullshard.comm.spans import TraceRecorder
 from fullshard.plan.mesh import world_size
+from fullshard.programs.inspect_tool.without_values import without_values
 from fullshard.programs.plan_tool.program import Program
 from fullshard.programs.plan_tool.recording import (
     META,
@@ -69,7 +70,8 @@ def record_step(
         compute=replace(config.compute, compile="none", graph=False),
     )
     recorder = Recorder(has_streams=has_streams)
-    with recorder.recording(), torch_border.virtual_process_group(world, recorder):
+    ranks = torch_border.virtual_process_group(world, recorder)
+    with recorder.recording(), ranks, without_values():
         step = _Step(recorder, config, world, source)
         step.take()
         gc.collect()  # what only cycles keep alive is not a step's memory

@@ -1,0 +1,85 @@
+"""The memory of a program: how much is allocated when, for what, and what the allocator reserves for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from fullshard.programs.plan_tool.allocator import CachingAllocator
+from fullshard.programs.plan_tool.machine import Machine
+from fullshard.programs.plan_tool.program import (
+    COMPUTE,
+    Allocate,
+    Free,
+    Launch,
+    MemoryKind,
+    Phase,
+    Program,
+)
+
+WORKSPACE = -1
+"""The number of the memory that the library for matrix products holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryUse:
+    """Bytes of one device."""
+
+    allocated: int
+    """Most that tensors have at the same time, within the step."""
+    reserved: int
+    """Most that the allocator has taken from the device for them, until the end of the step."""
+    at_peak: dict[MemoryKind, int]
+    """What is allocated at the peak, by what it is for."""
+    at_rest: int
+    """Between steps."""
+    peak_entry: int
+    """The entry of the program at which the most is allocated."""
+    peak_phase: Phase
+
+
+def memory_use(program: Program, machine: Machine) -> MemoryUse:
+    """Return the memory of a program's step on a machine, as torch's caching allocator counts it."""
+    allocator = CachingAllocator()
+    if machine.workspace_bytes:
+        allocator.allocate(WORKSPACE, machine.workspace_bytes, COMPUTE)
+    at_rest = peak = 0
+    peak_entry = program.begin
+    phase: Phase = "between"
+    peak_phase: Phase = "between"
+    for index, entry in enumerate(program.entries):
+        if index == program.begin:
+            at_rest = peak = allocator.allocated
+        if isinstance(entry, Allocate):
+            allocator.allocate(entry.memory, entry.nbytes, entry.stream)
+            if index >= program.begin and allocator.allocated > peak:
+                peak, peak_entry, peak_phase = allocator.allocated, index, phase
+        elif isinstance(entry, Free):
+            allocator.free(entry.memory)
+        elif isinstance(entry, Launch):
+            phase = entry.phase
+    by_kind = _live_by_kind(program, peak_entry)
+    # What the allocator rounds up, and the library's workspace, is for no tensor.
+    by_kind["temporary"] += peak - by_kind.total()
+    return MemoryUse(
+        allocated=peak,
+        reserved=allocator.peak_reserved,
+        at_peak=dict(by_kind),
+        at_rest=at_rest,
+        peak_entry=peak_entry,
+        peak_phase=peak_phase,
+    )
+
+
+def _live_by_kind(program: Program, until: int) -> Counter[MemoryKind]:
+    """Return the bytes that are allocated after an entry, by what they are for."""
+    live: dict[int, int] = {}
+    for entry in program.entries[: until + 1]:
+        if isinstance(entry, Allocate):
+            live[entry.memory] = entry.nbytes
+        elif isinstance(entry, Free):
+            del live[entry.memory]
+    found: Counter[MemoryKind] = Counter()
+    for memory, nbytes in live.items():
+        found[program.kinds[memory]] += nbytes
+    return found

@@ -1,0 +1,190 @@
+"""A step of a run, planned: whether it fits, how long it takes, and what it waits for.
+
+    record    the engine runs a step on a device that does not exist     `step_program`
+    memory    what is allocated, and what the allocator reserves          `memory_use`
+    play      when everything happens on a machine                        `playback`
+
+Recording takes the longest, in proportion to the model's depth. `estimate_step` is for searches: it records the model with
+few layers, at two depths, and goes on from there as if each further layer added the same. That is so once the pipeline
+of gathers, compute and reductions has filled up, and as long as the peak of memory stays in the same place.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from fullshard.errors import ConfigurationError
+from fullshard.programs.plan_tool.machine import Machine
+from fullshard.programs.plan_tool.memory_use import MemoryUse, memory_use
+from fullshard.programs.plan_tool.playback import Playback, play
+from fullshard.programs.plan_tool.program import Kernel, Launch, Program
+from fullshard.programs.plan_tool.step_program import record_step
+from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.model_source import ModelSource, open_model
+from fullshard.tracing.schema import Trace
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedStep:
+    """What is known about a step before anybody has taken it."""
+
+    config: RunConfig
+    world: int
+    machine: Machine
+    tokens: int
+    """Of one rank."""
+    flops: float
+    """Of one rank's matrix products and attention, without those that are recomputed."""
+    memory: MemoryUse
+    playback: Playback
+    trace: Trace | None
+    """Of the planned step; None if it was estimated from few layers."""
+
+    @property
+    def seconds(self) -> float:
+        """How long the step takes."""
+        return self.playback.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one rank."""
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """The share of the device's peak that goes into the model's own arithmetic."""
+        dtype = "bfloat16" if self.config.compute.precision == "bf16" else "float32"
+        return self.flops / self.seconds / self.machine.peak_flops(dtype)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has enough memory."""
+        return self.memory.reserved <= self.machine.usable_bytes
+
+
+DEPTHS = (4, 6)
+"""Of the models that `estimate_step` records. With fewer layers, what is in flight at the borders is a part of the step."""
+
+
+def plan_step(
+    config: RunConfig, world: int, machine: Machine, source: ModelSource | None = None
+) -> PlannedStep:
+    """Plan a step of a run.
+
+    Args:
+        config: The run.
+        world: Ranks.
+        machine: What each of them has.
+        source: The run's model, if it is open already.
+
+    Raises:
+        ConfigurationError: the configuration does not go together, or not with this number of ranks.
+    """
+    step = record_step(
+        config, world, source or open_model(config), has_streams=not machine.host.is_synchronous
+    )
+    playback = play(step.program, machine, is_compiled=config.compute.compile == "blocks")
+    return PlannedStep(
+        config=config,
+        world=world,
+        machine=machine,
+        tokens=step.tokens,
+        flops=model_flops(step.program),
+        memory=memory_use(step.program, machine),
+        playback=playback,
+        trace=step.trace(playback),
+    )
+
+
+def estimate_step(
+    config: RunConfig, world: int, machine: Machine, source: ModelSource | None = None
+) -> PlannedStep:
+    """Plan a step from what few layers take; see `plan_step`. There is no trace.
+
+    Raises:
+        ConfigurationError: the configuration does not go together, or not with this number of ranks.
+    """
+    source = source or open_model(config)
+    depth = len(source.blocks(source.build()))
+    if depth <= DEPTHS[1]:
+        return replace(plan_step(config, world, machine, source), trace=None)
+    few, more = (plan_step(config, world, machine, ShallowModel(source, each)) for each in DEPTHS)
+    times = (depth - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+
+    def further(less: float, greater: float) -> float:
+        return less + (greater - less) * times
+
+    def further_of(less: Mapping[Any, float], greater: Mapping[Any, float]) -> dict[Any, float]:
+        return {
+            key: max(0.0, further(less.get(key, 0.0), greater.get(key, 0.0)))
+            for key in {**less, **greater}
+        }
+
+    return replace(
+        more,
+        trace=None,
+        flops=further(few.flops, more.flops),
+        memory=MemoryUse(
+            allocated=round(further(few.memory.allocated, more.memory.allocated)),
+            reserved=round(further(few.memory.reserved, more.memory.reserved)),
+            at_rest=round(further(few.memory.at_rest, more.memory.at_rest)),
+            at_peak={
+                kind: round(nbytes)
+                for kind, nbytes in further_of(few.memory.at_peak, more.memory.at_peak).items()
+            },
+            peak_entry=more.memory.peak_entry,
+            peak_phase=more.memory.peak_phase,
+        ),
+        playback=Playback(
+            seconds=further(few.seconds, more.seconds),
+            host_seconds=further(few.playback.host_seconds, more.playback.host_seconds),
+            **{
+                name: defaultdict(
+                    float, further_of(getattr(few.playback, name), getattr(more.playback, name))
+                )
+                for name in ("compute", "phases", "collectives", "idle")
+            },
+        ),
+    )
+
+
+class ShallowModel:
+    """A model with only the first of its layers: all that `ModelSource` has, but for the depth."""
+
+    def __init__(self, source: ModelSource, depth: int) -> None:
+        self._source, self._depth = source, depth
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def build(self) -> nn.Module:
+        """Return the model without its later layers."""
+        model = self._source.build()
+        blocks = self._source.blocks(model)
+        for module in model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) and module[0] is blocks[0]:
+                del module[self._depth :]
+                return model
+        raise ConfigurationError(
+            "Only a model whose layers are in one nn.ModuleList can be planned with fewer of them."
+        )
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Return the layers that are left."""
+        return self._source.blocks(model)
+
+
+def model_flops(program: Program) -> float:
+    """Return the flops of a step's forward and backward. What is recomputed counts once: backward is twice forward."""
+    forward = sum(
+        entry.work.flops
+        for entry in program.entries[program.begin : program.end]
+        if isinstance(entry, Launch)
+        and isinstance(entry.work, Kernel)
+        and entry.phase == "forward"
+    )
+    return 3.0 * forward
