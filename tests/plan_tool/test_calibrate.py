@@ -39,7 +39,7 @@ def test_ranks_measure_collectives_and_agree_on_the_profile(world) -> None:
     assert machine == other == parse_profile(to_toml(machine), where="written")
     assert machine.sources["links.all_gather"].startswith("measured on ")
     (size, milliseconds), *_ = machine.links.all_gather
-    work = Collective("all_gather", int(size * (1 << 20)), 2, 1, "float32", "")
+    work = Collective("all_gather", int(size * (1 << 20)), 2, 1, "float32")
     # The table is that of all ranks of a host; two of them send half, not nearly all.
     own = 1 - 1 / machine.links.devices_per_host
     expected = milliseconds * 1e-3 * 0.5 / own
@@ -58,7 +58,7 @@ def test_slow_collectives_of_a_trace_slow_the_links_or_the_network_down() -> Non
             )
             for t in (2000, 4000)
         )
-        whole = Collective("all_gather", 1 << 30, world, 1, "", "")
+        whole = Collective("all_gather", 1 << 30, world, 1, "")
         ratio = slow.collective_seconds(whole) / fast.collective_seconds(whole)
         assert ratio == pytest.approx(2, rel=0.05), section
         others = {"links", "network"} - {section}

@@ -53,7 +53,7 @@ SPREADS: dict[int, list[tuple[str, ...]]] = {
         ("sharding.door=wrapper", "sharding.reshard_after_forward=false"),
         ("sharding.groups=plan", "sharding.prefetch=2", "sharding.reshard_after_forward=false"),
         ("sharding.groups=plan", "sharding.door=wrapper", "optimizer.flat=false"),
-        ("compute.checkpoint_activations=blocks",),
+        ("compute.checkpoint_activations=selective",),
         ("compute.compile=blocks", "compute.checkpoint_activations=blocks"),
         ("sharding.replicas=2",),
     ],

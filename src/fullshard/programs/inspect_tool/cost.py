@@ -211,6 +211,8 @@ def _kept(
     forward: Callable[[], object],
     about: str,
 ) -> tuple[str, int | None]:
+    if config.compute.checkpoint_activations == "selective":
+        about += ", as if nothing were recomputed (`fullshard plan` counts what selective leaves)"
     try:
         return about, kept_bytes(
             model,

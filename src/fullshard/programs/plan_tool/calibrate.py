@@ -340,7 +340,6 @@ def _correct_collectives(machine: Machine, trace: Trace, report: Report) -> Mach
             group.world,
             1,
             "",
-            "",
         )
         if whole and span.duration_us:
             ratio = span.duration_us * MICRO / machine.collective_seconds(work)

@@ -217,7 +217,7 @@ class Bench:
             whole = torch.ones(piece * ranks, device=self.device)
             run = partial(_run, kind, whole, own, group)
             seconds = self._together(run, group)
-            work = Collective(kind, piece * ranks * 4, ranks, stride, "float32", "")
+            work = Collective(kind, piece * ranks * 4, ranks, stride, "float32")
             found.append(TimedCollective(work, seconds))
         return found
 

@@ -59,8 +59,7 @@ def memory_use(program: Program, machine: Machine) -> MemoryUse:
         elif isinstance(entry, Launch):
             phase = entry.phase
     by_kind = _live_by_kind(program, peak_entry)
-    # What the allocator rounds up, and the library's workspace, is for no tensor.
-    by_kind["temporary"] += peak - by_kind.total()
+    by_kind["workspace"] = peak - by_kind.total()
     return MemoryUse(
         allocated=peak,
         reserved=allocator.peak_reserved,

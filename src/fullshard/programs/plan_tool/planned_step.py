@@ -28,6 +28,7 @@ from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.model_source import ModelSource, open_model
 from fullshard.tracing.schema import Trace
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedStep:
     """What is known about a step before anybody has taken it."""
@@ -118,19 +119,25 @@ def estimate_step(
     def further(less: float, greater: float) -> float:
         return less + (greater - less) * times
 
-    def further_of(less: Mapping[Any, float], greater: Mapping[Any, float]) -> dict[Any, float]:
-        return {
+    def further_of(
+        less: Mapping[Any, float], greater: Mapping[Any, float]
+    ) -> defaultdict[Any, float]:
+        found = {
             key: max(0.0, further(less.get(key, 0.0), greater.get(key, 0.0)))
             for key in {**less, **greater}
         }
+        return defaultdict(float, found)
 
+    allocated = round(further(few.memory.allocated, more.memory.allocated))
+    # Fragments do not grow evenly, so this is the weakest of the estimates.
+    reserved = round(further(few.memory.reserved, more.memory.reserved))
     return replace(
         more,
         trace=None,
         flops=further(few.flops, more.flops),
         memory=MemoryUse(
-            allocated=round(further(few.memory.allocated, more.memory.allocated)),
-            reserved=round(further(few.memory.reserved, more.memory.reserved)),
+            allocated=allocated,
+            reserved=max(reserved, allocated),
             at_rest=round(further(few.memory.at_rest, more.memory.at_rest)),
             at_peak={
                 kind: round(nbytes)
@@ -142,12 +149,10 @@ def estimate_step(
         playback=Playback(
             seconds=further(few.seconds, more.seconds),
             host_seconds=further(few.playback.host_seconds, more.playback.host_seconds),
-            **{
-                name: defaultdict(
-                    float, further_of(getattr(few.playback, name), getattr(more.playback, name))
-                )
-                for name in ("compute", "phases", "collectives", "idle")
-            },
+            compute=further_of(few.playback.compute, more.playback.compute),
+            phases=further_of(few.playback.phases, more.playback.phases),
+            collectives=further_of(few.playback.collectives, more.playback.collectives),
+            idle=further_of(few.playback.idle, more.playback.idle),
         ),
     )
 
@@ -183,8 +188,6 @@ def model_flops(program: Program) -> float:
     forward = sum(
         entry.work.flops
         for entry in program.entries[program.begin : program.end]
-        if isinstance(entry, Launch)
-        and isinstance(entry.work, Kernel)
-        and entry.phase == "forward"
+        if isinstance(entry, Launch) and isinstance(entry.work, Kernel) and entry.phase == "forward"
     )
     return 3.0 * forward

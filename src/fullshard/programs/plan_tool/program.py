@@ -23,9 +23,17 @@ CollectiveKind = Literal[
 ]
 
 MemoryKind = Literal[
-    "parameters", "gradients", "optimizer", "activations", "gathered", "reducing", "temporary"
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "gathered",
+    "reducing",
+    "temporary",
+    "workspace",
 ]
-"""What memory is for. Temporary: within an operation, the gradients of activations, and what the optimizer's step needs."""
+"""What memory is for. Temporary: within an operation, the gradients of activations, and what the optimizer's step needs.
+Workspace: of the library for matrix products, and what the allocator rounds up."""
 
 
 @dataclass(frozen=True, slots=True)

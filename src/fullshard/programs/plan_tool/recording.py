@@ -315,9 +315,9 @@ class Recorder(TorchDispatchMode):
     # --- memory -----------------------------------------------------------------------------------
 
     def _see(self, storage: UntypedStorage) -> None:
-        """Note a storage that was not there before."""
+        """Note a storage that was not there before. A model is built without memory, as it would be for a real device."""
         key = storage._cdata
-        if key in self._memory:
+        if key in self._memory or self.phase == "build":
             return
         memory = self._memory[key] = _Memory()
         memory.reference = weakref.ref(storage, lambda _: self._forget(key))
@@ -354,6 +354,7 @@ class Recorder(TorchDispatchMode):
     def name_memory(self, tensors: Sequence[Tensor], kind: MemoryKind) -> None:
         """Say what memory is for that is there now."""
         for tensor in tensors:
+            self._see(tensor.untyped_storage())
             memory = self._memory.get(tensor.untyped_storage()._cdata)
             if memory is not None and memory.nbytes:
                 self.kinds[memory.number] = kind

@@ -102,7 +102,9 @@ class _Step:
         self.optimizer = build_optimizer(config.optimizer, self.model)
         self._ema = build_ema(config.optimizer, self.model.module)
         self._windows = torch.empty(rows, context + 1, dtype=torch.int64, device=META)
-        recorder.name_memory(_local_tensors(self.model.module.parameters()), "parameters")
+        recorder.phase = "between"
+        held = (*self.model.module.parameters(), *self.model.module.buffers(), self._windows)
+        recorder.name_memory(_local_tensors(held), "parameters")
 
     def take(self) -> None:
         """Take a step."""

@@ -38,6 +38,7 @@ Door = Literal["fully_shard", "wrapper"]
 Grouping = Literal["blocks", "plan"]
 Precision = Literal["fp32", "bf16"]
 Blocks = Literal["none", "blocks"]
+Recomputation = Literal["none", "selective", "blocks"]
 
 Count = Annotated[int, Limits(0)]
 PositiveCount = Annotated[int, Limits(1)]
@@ -299,8 +300,9 @@ class ComputeSection:
     wire: Precision = field(default="fp32", metadata=FIXED)
     """Dtype of gradients on the wire; with bf16 they are still summed in float32."""
 
-    checkpoint_activations: Blocks = "none"
-    """Recompute the activations of blocks in backward instead of keeping them."""
+    checkpoint_activations: Recomputation = "none"
+    """Recompute the activations of blocks in backward instead of keeping them. selective: but keep the results of attention
+    and of every second matrix product."""
 
     compile: Blocks = "none"
     """torch.compile each block."""

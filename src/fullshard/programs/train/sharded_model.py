@@ -15,16 +15,21 @@ from __future__ import annotations
 import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from fullshard import (
     CPUOffload,
@@ -42,7 +47,7 @@ from fullshard import (
 from fullshard.errors import ConfigurationError
 from fullshard.plan.mesh import cap_timeout, default_group
 from fullshard.plan.names import clean_name
-from fullshard.programs.train.config import ComputeSection, RunConfig
+from fullshard.programs.train.config import ComputeSection, Recomputation, RunConfig
 from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.weights import materialise
 from fullshard.wrap import CustomPolicy
@@ -151,9 +156,8 @@ def build_model(config: RunConfig, source: ModelSource, device: torch.device) ->
         frozenset(name for name, p in model.named_parameters() if p.ndim > 1),
     )
     blocks = source.blocks(model)
-    if config.compute.checkpoint_activations == "blocks":
-        for block in blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    for block in blocks:
+        recompute(block, config.compute.checkpoint_activations)
     if config.compute.compile == "blocks":
         for block in blocks:
             # On the CPU inductor needs a C++ compiler, which not every machine has.
@@ -164,6 +168,42 @@ def build_model(config: RunConfig, source: ModelSource, device: torch.device) ->
     else:
         sharded = FullyShardModel(shard(model, blocks, mesh, device, config), unsharded)
     return sharded
+
+
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+_MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+
+
+def recompute(block: nn.Module, what: Recomputation) -> None:
+    """Let a block's backward recompute activations instead of keeping them."""
+    if what == "none":
+        return
+    options = {"context_fn": keep_expensive_results} if what == "selective" else {}
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+
+def keep_expensive_results() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts for a forward and its recomputation that keep results of attention and of every second product.
+
+    These take the longest to compute. The other products of a block are kept from being so by their memory.
+    """
+    counts = {False: 0, True: 0}
+    """Of matrix products, in forward and in its recomputation: both must decide alike."""
+
+    def policy(context: Any, operation: Any, *_: object, **__: object) -> CheckpointPolicy:
+        if operation in _MATRIX_PRODUCTS:
+            counts[context.is_recompute] += 1
+            keeps = counts[context.is_recompute] % 2 == 1
+        else:
+            keeps = operation in _ATTENTION
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def freeze_others(model: nn.Module, patterns: str) -> None:

@@ -1,0 +1,79 @@
+"""A planned step: what is said of it follows from its program, and few layers tell what many do."""
+
+from __future__ import annotations
+
+import pytest
+
+from fullshard.programs.plan_tool.planned_step import DEPTHS, estimate_step, plan_step
+from fullshard.programs.plan_tool.profile_file import load_profile
+from fullshard.programs.train.model_source import open_model
+from tests.plan_tool.test_recording import WORLD, config
+
+H100 = load_profile("h100")
+DEEP = {"layers": DEPTHS[1] + 4, "width": 512, "heads": 4}
+
+
+def test_few_layers_tell_what_many_take() -> None:
+    run = config(
+        model=DEEP,
+        data={"context": 1024},
+        compute={"precision": "bf16", "checkpoint_activations": "selective"},
+    )
+    source = open_model(run)
+    planned = plan_step(run, WORLD, H100, source)
+    estimated = estimate_step(run, WORLD, H100, source)
+    assert estimated.seconds == pytest.approx(planned.seconds, rel=0.01)
+    assert estimated.flops == pytest.approx(planned.flops)
+    assert estimated.memory.allocated == pytest.approx(planned.memory.allocated, rel=0.05)
+    assert estimated.memory.at_rest == pytest.approx(planned.memory.at_rest, rel=0.01)
+    assert estimated.playback.idle["gather"] == pytest.approx(
+        planned.playback.idle["gather"], rel=0.05
+    )
+    assert estimated.trace is None
+
+
+def test_a_plan_is_a_trace_that_the_report_can_read() -> None:
+    planned = plan_step(config(), WORLD, H100)
+    trace = planned.trace
+    assert trace is not None
+    assert trace.world == WORLD
+    [step] = [span for span in trace.spans if span.kind == "step"]
+    assert step.duration_us == pytest.approx(planned.seconds * 1e6, rel=0.05)
+    waits = sum(span.duration_us for span in trace.spans if span.kind == "wait")
+    idle = planned.playback.idle["gather"] + planned.playback.idle["reduction"]
+    assert waits >= idle * 1e6 * 0.99
+    gathers = [span for span in trace.spans if span.kind == "gather"]
+    assert {span.group for span in gathers} == {group.name for group in trace.groups}
+    most = max(sample.allocated or 0 for sample in trace.memory)
+    assert 0.9 * planned.memory.allocated < most + H100.workspace_bytes <= planned.memory.allocated
+
+
+def test_memory_at_the_peak_is_all_of_it() -> None:
+    planned = plan_step(config(compute={"precision": "bf16"}), WORLD, H100)
+    memory = planned.memory
+    assert sum(memory.at_peak.values()) == memory.allocated
+    assert memory.at_rest < memory.allocated <= memory.reserved
+    assert planned.fits
+    assert not plan_step(
+        config(model={"layers": 2, "width": 16384, "heads": 128, "vocabulary": 100_000}), 1, H100
+    ).fits
+
+
+def test_recomputation_trades_memory_for_time() -> None:
+    plans = [
+        plan_step(
+            config(
+                model={**DEEP, "layers": 3},
+                data={"context": 1024},
+                compute={"precision": "bf16", "checkpoint_activations": what},
+            ),
+            WORLD,
+            H100,
+        )
+        for what in ("none", "selective", "blocks")
+    ]
+    allocated = [plan.memory.allocated for plan in plans]
+    arithmetic = [plan.playback.compute["matmul"] for plan in plans]
+    assert allocated == sorted(allocated, reverse=True)
+    assert arithmetic == sorted(arithmetic)
+    assert len({plan.flops for plan in plans}) == 1
