@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -110,7 +112,7 @@ def estimate_step(
         ConfigurationError: the configuration does not go together, or not with this number of ranks.
     """
     source = source or open_model(config)
-    depth = len(source.blocks(source.build()))
+    depth = _template_of(source).depth
     if depth <= DEPTHS[1]:
         return replace(plan_step(config, world, machine, source), trace=None)
     few, more = (plan_step(config, world, machine, ShallowModel(source, each)) for each in DEPTHS)
@@ -168,19 +170,46 @@ class ShallowModel:
 
     def build(self) -> nn.Module:
         """Return the model without its later layers."""
-        model = self._source.build()
-        blocks = self._source.blocks(model)
-        for module in model.modules():
-            if isinstance(module, nn.ModuleList) and len(module) and module[0] is blocks[0]:
-                del module[self._depth :]
-                return model
-        raise ConfigurationError(
-            "Only a model whose layers are in one nn.ModuleList can be planned with fewer of them."
-        )
+        model = deepcopy(_template_of(self._source).model)
+        del _layers(self._source, model)[self._depth :]
+        return model
 
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return the layers that are left."""
-        return self._source.blocks(model)
+
+class _Template(NamedTuple):
+    """A model that was built once: to copy it is cheaper."""
+
+    model: nn.Module
+    """With the first layers only."""
+    depth: int
+    """Of the whole model."""
+
+
+_TEMPLATES: WeakKeyDictionary[ModelSource, _Template] = WeakKeyDictionary()
+
+
+def _template_of(source: ModelSource) -> _Template:
+    found = _TEMPLATES.get(source)
+    if found is None:
+        model = source.build()
+        layers = _layers(source, model)
+        found = _TEMPLATES[source] = _Template(model, len(layers))
+        del layers[DEPTHS[1] :]
+    return found
+
+
+def _layers(source: ModelSource, model: nn.Module) -> nn.ModuleList:
+    """Return the list that has the layers of a model.
+
+    Raises:
+        ConfigurationError: there is no such list.
+    """
+    blocks = source.blocks(model)
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and list(module) == blocks:
+            return module
+    raise ConfigurationError(
+        "A model can only be planned with fewer layers if all its layers are in one nn.ModuleList."
+    )
 
 
 def model_flops(program: Program) -> float:

@@ -47,6 +47,7 @@ from fullshard.programs.plan_tool.program import (
     Record,
     Wait,
 )
+from fullshard.storage.buffers import Buffer
 
 META = torch.device("meta")
 MAX_EVENTS = 1_000_000
@@ -198,6 +199,12 @@ class HookRecorder(TraceRecorder):
         self._recorder.add(HostWork(1))
         super().backward_begins(state, call)
 
+    def note_reducing(self, buffer: object, held: int) -> None:
+        """Do as `TraceRecorder` says."""
+        if isinstance(buffer, Buffer):
+            self._recorder.keep_for(buffer.storage, "reducing")
+        super().note_reducing(buffer, held)
+
 
 class Recorder(TorchDispatchMode):
     """A virtual device that notes what the engine and the model ask of it."""
@@ -341,7 +348,7 @@ class Recorder(TorchDispatchMode):
             self.add(Free(memory.number))
         if nbytes:
             memory.number = self.new_number()
-            self.kinds[memory.number] = self._kind_now()
+            self.kinds[memory.number] = memory.kind or self._kind_now()
             self.add(Allocate(memory.number, nbytes, self.stream.stream_id))
         self._allocated += nbytes - memory.nbytes
         memory.nbytes = nbytes
@@ -350,6 +357,11 @@ class Recorder(TorchDispatchMode):
         if self.stream.stream_id != COMPUTE:
             return "gathered"
         return "activations" if self.phase == "forward" else "temporary"
+
+    def keep_for(self, storage: UntypedStorage, kind: MemoryKind) -> None:
+        """Say what a storage is for, whenever it has memory."""
+        self._see(storage)
+        self._memory[storage._cdata].kind = kind
 
     def name_memory(self, tensors: Sequence[Tensor], kind: MemoryKind) -> None:
         """Say what memory is for that is there now."""
@@ -461,6 +473,8 @@ class _Memory:
     def __init__(self) -> None:
         self.number = 0
         self.nbytes = 0
+        self.kind: MemoryKind | None = None
+        """What it is always for; None if that depends on the moment."""
         self.reference: weakref.ref[UntypedStorage] | None = None
 
 

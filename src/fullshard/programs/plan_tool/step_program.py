@@ -71,10 +71,12 @@ def record_step(
     )
     recorder = Recorder(has_streams=has_streams)
     ranks = torch_border.virtual_process_group(world, recorder)
+    gc.freeze()  # so that only what the step makes is looked through
     with recorder.recording(), ranks, without_values():
         step = _Step(recorder, config, world, source)
         step.take()
         gc.collect()  # what only cycles keep alive is not a step's memory
+        gc.unfreeze()
         contexts = contexts_of(step.model.module)
         begin = len(recorder.entries)
         spans = HookRecorder(recorder)
