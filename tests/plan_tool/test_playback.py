@@ -134,6 +134,15 @@ def test_times_of_compute_and_its_waits_are_the_whole_step() -> None:
     assert result.idle["reduction"] > 0
 
 
+def test_forward_and_backward_are_over_when_the_optimizer_begins() -> None:
+    update = replace(kernel(4), phase="optimizer")
+    entries = [kernel(2), collective(5), Record(GATHER, 1), Wait(COMPUTE, 1), update]
+    result = played(*entries)
+    assert result.gradient_seconds == 5
+    assert result.seconds == 9
+    assert played(kernel(2)).gradient_seconds == 2
+
+
 def test_compiled_kernels_take_what_the_machine_says() -> None:
     entries = (kernel(4),)
     program = Program(entries, 0, 1, STREAMS, {}, True)

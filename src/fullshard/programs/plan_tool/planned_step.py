@@ -150,6 +150,7 @@ def estimate_step(
         ),
         playback=Playback(
             seconds=further(few.seconds, more.seconds),
+            gradient_seconds=further(few.playback.gradient_seconds, more.playback.gradient_seconds),
             host_seconds=further(few.playback.host_seconds, more.playback.host_seconds),
             compute=further_of(few.playback.compute, more.playback.compute),
             phases=further_of(few.playback.phases, more.playback.phases),

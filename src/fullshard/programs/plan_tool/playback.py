@@ -52,7 +52,7 @@ class _Work(NamedTuple):
     seconds: float
     issued: float
     is_collective: bool
-    label: str
+    phase: Phase
 
 
 class _Mark(NamedTuple):
@@ -81,6 +81,8 @@ class Playback:
 
     seconds: float = 0.0
     """Until all is done."""
+    gradient_seconds: float = 0.0
+    """Until forward and backward are done, and the optimizer begins."""
     compute: defaultdict[str, float] = field(default_factory=_seconds)
     """Seconds on the compute stream: matmul, attention, memory, collective."""
     phases: defaultdict[Phase, float] = field(default_factory=_seconds)
@@ -159,6 +161,7 @@ class _Player:
         result.host_seconds = host
         self._is_issuing = False
         result.seconds = max(self._run(None), host)
+        result.gradient_seconds = result.gradient_seconds or result.seconds
         result._marks = {event: self._reached[mark] for event, mark in firsts.items()}
         return result
 
@@ -174,7 +177,7 @@ class _Player:
             if entry.stream == COMPUTE:
                 result.compute[work.kind] += seconds
                 result.phases[entry.phase] += seconds
-            return _Work(seconds, issued, False, work.kind)
+            return _Work(seconds, issued, False, entry.phase)
         seconds = self._collective_seconds.get(work)
         if seconds is None:
             seconds = self._machine.collective_seconds(work)
@@ -183,7 +186,7 @@ class _Player:
         if entry.stream == COMPUTE:
             result.compute["collective"] += seconds
             result.phases[entry.phase] += seconds
-        return _Work(seconds, issued, work.ranks > 1, work.kind)
+        return _Work(seconds, issued, work.ranks > 1, entry.phase)
 
     # --- the device -------------------------------------------------------------------------------
 
@@ -252,6 +255,8 @@ class _Player:
                     break
                 else:
                     queue.running, queue.left = head, head.seconds
+                    if head.phase == "optimizer" and not self._result.gradient_seconds:
+                        self._result.gradient_seconds = self._now
                 items.popleft()
         return was_reached
 

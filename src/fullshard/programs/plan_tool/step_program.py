@@ -7,9 +7,8 @@ recorded.
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +19,7 @@ from fullshard import torch_border
 from fullshard.comm.spans import TraceRecorder
 from fullshard.plan.mesh import world_size
 from fullshard.programs.inspect_tool.without_values import without_values
-from fullshard.programs.plan_tool.program import Program
+from fullshard.programs.plan_tool.program import Phase, Program
 from fullshard.programs.plan_tool.recording import (
     META,
     HookRecorder,
@@ -28,11 +27,9 @@ from fullshard.programs.plan_tool.recording import (
     Recorder,
     Times,
 )
+from fullshard.programs.plan_tool.training_step import TrainingStep
 from fullshard.programs.train.config import RunConfig
-from fullshard.programs.train.evaluation import window_losses
 from fullshard.programs.train.model_source import ModelSource
-from fullshard.programs.train.optimizer import build_ema, build_optimizer
-from fullshard.programs.train.sharded_model import build_model
 from fullshard.tracing.schema import Trace
 from fullshard.tracing.trace import attach, contexts_of, export
 
@@ -73,7 +70,7 @@ def record_step(
     ranks = torch_border.virtual_process_group(world, recorder)
     gc.freeze()  # so that only what the step makes is looked through
     with recorder.recording(), ranks, without_values():
-        step = _Step(recorder, config, world, source)
+        step = _RecordedStep(recorder, config, world, source)
         step.take()
         gc.collect()  # what only cycles keep alive is not a step's memory
         gc.unfreeze()
@@ -90,47 +87,28 @@ def record_step(
         return StepProgram(program, step.tokens, export_later(step.model.module, spans))
 
 
-class _Step:
-    """The training step of a run: what `fullshard train` does, without data."""
+class _RecordedStep(TrainingStep):
+    """A step that tells the recorder where it is and what memory is for."""
 
     def __init__(
         self, recorder: Recorder, config: RunConfig, world: int, source: ModelSource
     ) -> None:
-        self._recorder, self._config, self._source = recorder, config, source
-        rows = config.train.batch // world
-        context = config.data.context
-        self.tokens = rows * context
-        self.model = build_model(config, source, META)
-        self.optimizer = build_optimizer(config.optimizer, self.model)
-        self._ema = build_ema(config.optimizer, self.model.module)
-        self._windows = torch.empty(rows, context + 1, dtype=torch.int64, device=META)
+        self._recorder = recorder
+        super().__init__(config, world, source, META)
         recorder.phase = "between"
-        held = (*self.model.module.parameters(), *self.model.module.buffers(), self._windows)
+        held = (*self.model.module.parameters(), *self.model.module.buffers(), self.windows)
         recorder.name_memory(_local_tensors(held), "parameters")
 
-    def take(self) -> None:
-        """Take a step."""
-        recorder, accumulate = self._recorder, self._config.train.accumulate
-        micro = self._windows.shape[0] // accumulate
-        for index in range(accumulate):
-            is_last = index + 1 == accumulate
-            with nullcontext() if is_last else self.model.accumulating():
-                with recorder.during("forward"):
-                    windows = self._windows[index * micro : (index + 1) * micro]
-                    losses = window_losses(self._source, self.model.module, windows)
-                    loss = losses.sum() / self._windows.shape[0]
-                with recorder.during("backward"):
-                    loss.backward()
-                del losses, loss
-        with recorder.during("optimizer"):
-            grads = [p.grad for p in self.model.module.parameters() if p.grad is not None]
-            recorder.name_memory(_local_tensors(grads), "gradients")
-            del grads
-            self.model.clip_gradients(self._config.train.clip or math.inf)
-            self.optimizer.step()
-            if self._ema is not None:
-                self._ema.update()
-            self.optimizer.zero_grad()
+    def update(self) -> None:
+        """Do as `TrainingStep` says."""
+        grads = [p.grad for p in self.model.module.parameters() if p.grad is not None]
+        self._recorder.name_memory(_local_tensors(grads), "gradients")
+        del grads
+        super().update()
+
+    def during(self, phase: Phase) -> AbstractContextManager[None]:
+        """Do as `TrainingStep` says."""
+        return self._recorder.during(phase)
 
     def name_optimizer_state(self) -> None:
         """Say which memory is the optimizer's. Behind the last step: some optimizers change when they are asked."""
