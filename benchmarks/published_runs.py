@@ -1,0 +1,222 @@
+"""Published training runs, planned with the shipped profiles: predicted and published throughput side by side.
+
+    python benchmarks/published_runs.py
+    python benchmarks/published_runs.py --match torchtitan --parts       # and where the time goes
+
+Rows say what their authors say: the model, the GPUs, the network, the options. Nothing is tuned per row. Where a source
+says nothing about its network, the profile's default stands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import dataclass, replace
+
+from benchmarks.published_models import PublishedModel, Recompute
+from fullshard.programs.plan_tool.machine import Machine
+from fullshard.programs.plan_tool.playback import Playback, play
+from fullshard.programs.plan_tool.profile_file import load_profile
+from fullshard.programs.plan_tool.step_program import StepProgram, record_step
+from fullshard.programs.train.config import (
+    ComputeSection,
+    DataSection,
+    RunConfig,
+    TrainSection,
+)
+
+GOAL, WORST = 0.10, 0.20
+"""Errors: at least 80 % of the rows within the first, none beyond the second."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A published run. Throughput is in tokens per second and GPU."""
+
+    source: str
+    model: str
+    gpu: str
+    gpus: int
+    batch: int
+    """Per GPU."""
+    length: int
+    tokens_per_second: float
+    recompute: Recompute = "none"
+    recomputed_blocks: int | None = None
+    """If not all."""
+    is_compiled: bool = False
+    network: float | None = None
+    """Gb/s per host, if the source says it."""
+    is_listed: bool = True
+    """One of those that were given to us; the others were found later, as a check."""
+
+    @property
+    def machine(self) -> Machine:
+        """The profile, with the network of the source."""
+        machine = load_profile(self.gpu)
+        return machine.with_network(gbit_per_host=self.network) if self.network else machine
+
+
+def yafsdp(model: str, gpus: int, length: int, seconds: float, *, listed: bool, blocks: int = 0) -> Row:
+    """A row of YaFSDP's README: seconds per iteration of torch's FSDP with one sequence per GPU."""
+    return Row(
+        source="YaFSDP README",
+        model=model,
+        gpu="a100-80",
+        gpus=gpus,
+        batch=1,
+        length=length,
+        tokens_per_second=length / seconds,
+        recompute="blocks" if blocks else "none",
+        recomputed_blocks=blocks or None,
+        is_listed=listed,
+    )
+
+
+TITAN = Row(
+    source="torchtitan 2024-12",
+    model="Llama 3 8B",
+    gpu="h100-500w",
+    gpus=8,
+    batch=2,
+    length=8192,
+    recompute="selective",
+    tokens_per_second=5762,
+)
+TITAN_165 = replace(TITAN, source="torchtitan#165", model="Llama 2 7B", batch=8, length=2048)
+TITAN_A100 = replace(
+    TITAN,
+    source="torchtitan 2024-06",
+    gpu="a100-80",
+    gpus=64,
+    batch=1,
+    network=1600,
+    is_listed=False,
+)
+IBM_A100 = Row(
+    source="IBM and Meta 2024-03",
+    model="Llama 2 7B",
+    gpu="a100-80",
+    gpus=128,
+    batch=2,
+    length=4096,
+    network=400,
+    tokens_per_second=3700,
+)
+IBM_H100 = replace(IBM_A100, gpu="h100", gpus=96, network=800, tokens_per_second=7500)
+PAPER = Row(
+    source="FSDP paper",
+    model="GPT 175B",
+    gpu="a100-80",
+    gpus=128,
+    batch=1,
+    length=2048,
+    recompute="blocks",
+    network=2000,
+    # 173 TFLOPS per GPU, which count recomputation, as Megatron does: 8 per parameter and token, and attention.
+    tokens_per_second=173e12 / (8 * 174.6e9 * (1 + 2048 / (6 * 12288))),
+)
+
+ROWS = (
+    TITAN,
+    replace(TITAN, is_compiled=True, tokens_per_second=6667),
+    replace(TITAN_165, recompute="blocks", tokens_per_second=6200),
+    replace(TITAN_165, tokens_per_second=6700),
+    replace(TITAN_165, is_compiled=True, tokens_per_second=8250),
+    replace(TITAN_165, recompute="none", is_compiled=True, tokens_per_second=9200),
+    replace(TITAN, source="torchtitan#929", batch=1, is_compiled=True, tokens_per_second=6500),
+    IBM_A100,
+    IBM_H100,
+    yafsdp("Llama 2 7B", 64, 2048, 0.90, listed=True),
+    yafsdp("Llama 2 7B", 64, 4096, 1.21, listed=True),
+    yafsdp("Llama 2 7B", 64, 8192, 2.29, listed=True),
+    yafsdp("Llama 2 7B", 128, 2048, 0.97, listed=True),
+    yafsdp("Llama 2 7B", 128, 4096, 1.22, listed=True),
+    yafsdp("Llama 2 7B", 128, 8192, 2.31, listed=True),
+    PAPER,
+    replace(PAPER, gpus=512),
+    # Those that were found later.
+    replace(TITAN, gpus=128, tokens_per_second=5605, is_listed=False),
+    replace(TITAN, gpus=128, is_compiled=True, tokens_per_second=6514, is_listed=False),
+    replace(TITAN_A100, tokens_per_second=2973),
+    replace(TITAN_A100, model="Llama 3 70B", recompute="blocks", tokens_per_second=323),
+    replace(TITAN_A100, model="Llama 2 13B", batch=2, length=4096, recompute="none", tokens_per_second=2162),
+    replace(TITAN_A100, model="Llama 2 13B", batch=2, length=4096, tokens_per_second=1904),
+    replace(TITAN_A100, model="Llama 2 70B", batch=2, length=4096, recompute="blocks", tokens_per_second=353),
+    replace(IBM_A100, model="Llama 2 34B", recompute="blocks", tokens_per_second=700, is_listed=False),
+    replace(IBM_A100, model="Llama 2 70B", recompute="blocks", tokens_per_second=370, is_listed=False),
+    replace(IBM_H100, model="Llama 2 34B", recompute="blocks", tokens_per_second=1550, is_listed=False),
+    replace(IBM_H100, model="Llama 2 70B", recompute="blocks", tokens_per_second=800, is_listed=False),
+    yafsdp("Llama 2 13B", 128, 2048, 1.76, listed=False),
+    yafsdp("Llama 2 13B", 128, 4096, 2.14, listed=False),
+    yafsdp("Llama 2 34B", 128, 2048, 4.27, listed=False),
+    yafsdp("Llama 2 34B", 256, 2048, 4.50, listed=False),
+    yafsdp("Llama 2 70B", 256, 2048, 8.87, listed=False, blocks=10),
+    yafsdp("Llama 2 70B", 256, 4096, 11.93, listed=False, blocks=50),
+    yafsdp("Llama 3 8B", 64, 2048, 1.10, listed=False),
+    yafsdp("Llama 3 8B", 64, 4096, 1.48, listed=False),
+)
+"""Sources: /pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md, issues 165 and 929, docs/performance.md of June
+2024; pytorch.org/blog/maximizing-training; README of yandex/YaFSDP; arXiv 2304.11277. Ranges stand as their middle."""
+
+
+def program_of(row: Row) -> StepProgram:
+    """Record the step of a row."""
+    config = RunConfig(
+        data=DataSection(context=row.length),
+        train=TrainSection(batch=row.batch * row.gpus),
+        compute=ComputeSection(precision="bf16"),
+    )
+    model = PublishedModel(
+        row.model, recompute=row.recompute, recomputed_blocks=row.recomputed_blocks
+    )
+    return record_step(config, row.gpus, model)
+
+
+def parts_of(played: Playback) -> str:
+    """Return where the time goes, in milliseconds."""
+    parts = {**played.compute, **{f"idle for {reason}": t for reason, t in played.idle.items()}}
+    shown = ", ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in parts.items())
+    wire = ", ".join(f"{kind} {seconds * 1e3:.0f}" for kind, seconds in played.collectives.items())
+    return f"    {played.seconds * 1e3:.0f} ms: {shown}; on the wire: {wire}; host {played.host_seconds * 1e3:.0f}"
+
+
+def describe(row: Row) -> str:
+    """Return what distinguishes a row."""
+    options = [row.recompute if row.recompute != "none" else "", "compiled" if row.is_compiled else ""]
+    text = " ".join(filter(None, options))
+    return f"{row.source}, {row.model}, {row.gpus} {row.gpu}, {row.batch} x {row.length} {text}".strip()
+
+
+def main() -> None:
+    """Plan the rows, and print them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--match", default="", help="only rows with this text")
+    parser.add_argument("--listed", action="store_true", help="only the rows that were given to us")
+    parser.add_argument("--parts", action="store_true", help="also print where the time goes")
+    options = parser.parse_args()
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    for row in ROWS:
+        if options.match not in describe(row) or (options.listed and not row.is_listed):
+            continue
+        program = program_of(row)
+        played = play(program.program, row.machine, is_compiled=row.is_compiled)
+        predicted = program.tokens / played.seconds
+        error = predicted / row.tokens_per_second - 1
+        errors[row.is_listed].append(abs(error))
+        mark = "" if row.is_listed else "  (found later)"
+        print(f"{describe(row):75} {predicted:7.0f} {row.tokens_per_second:7.0f} {error:+7.1%}{mark}", flush=True)
+        if options.parts:
+            print(parts_of(played), flush=True)
+    for is_listed, found in errors.items():
+        if found:
+            good = sum(error <= GOAL for error in found) / len(found)
+            name = "listed" if is_listed else "found later"
+            print(
+                f"{name}: {good:.0%} of {len(found)} within {GOAL:.0%}, worst {max(found):.1%}, "
+                f"median {statistics.median(found):.1%}"
+            )
+
+
+if __name__ == "__main__":
+    main()
