@@ -110,17 +110,19 @@ class Attention(nn.Module):
         """Mix each position with those before it."""
         batch, length, width = x.shape
         query, key, value = (
-            each(x).view(batch, length, -1, self.head) for each in (self.query, self.key, self.value)
+            each(x).view(batch, length, -1, self.head)
+            for each in (self.query, self.key, self.value)
         )
         if not self.shape.is_gpt:
-            turns = torch.empty(1, length, 1, self.head // 2, dtype=torch.complex64, device=x.device)
+            turns = torch.empty(
+                1, length, 1, self.head // 2, dtype=torch.complex64, device=x.device
+            )
             query, key = rotate(query, turns), rotate(key, turns)
         repeats = self.shape.heads // (self.shape.kv_heads or self.shape.heads)
         if repeats > 1:
             key, value = (each.repeat_interleave(repeats, dim=2) for each in (key, value))
-        mixed = F.scaled_dot_product_attention(
-            *(each.transpose(1, 2) for each in (query, key, value)), is_causal=True
-        )
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
 
@@ -211,7 +213,9 @@ class PublishedDecoder(nn.Module):
 class PublishedModel:
     """A published model as a source of models for the planner."""
 
-    def __init__(self, name: str, *, recompute: Recompute, recomputed_blocks: int | None = None) -> None:
+    def __init__(
+        self, name: str, *, recompute: Recompute, recomputed_blocks: int | None = None
+    ) -> None:
         self.shape = ARCHITECTURES[name]
         self.vocabulary = self.shape.vocabulary
         self.description = name

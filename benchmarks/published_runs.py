@@ -11,9 +11,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.published_models import PublishedModel, Recompute
+from fullshard.programs.inspect_tool.without_values import without_values
 from fullshard.programs.plan_tool.machine import Machine
 from fullshard.programs.plan_tool.playback import Playback, play
 from fullshard.programs.plan_tool.profile_file import load_profile
@@ -24,6 +31,7 @@ from fullshard.programs.train.config import (
     RunConfig,
     TrainSection,
 )
+from fullshard.programs.train.model_source import ModelSource
 
 GOAL, WORST = 0.10, 0.20
 """Errors: at least 80 % of the rows within the first, none beyond the second."""
@@ -57,7 +65,9 @@ class Row:
         return machine.with_network(gbit_per_host=self.network) if self.network else machine
 
 
-def yafsdp(model: str, gpus: int, length: int, seconds: float, *, listed: bool, blocks: int = 0) -> Row:
+def yafsdp(
+    model: str, gpus: int, length: int, seconds: float, *, listed: bool, blocks: int = 0
+) -> Row:
     """A row of YaFSDP's README: seconds per iteration of torch's FSDP with one sequence per GPU."""
     return Row(
         source="YaFSDP README",
@@ -90,7 +100,7 @@ TITAN_A100 = replace(
     gpu="a100-80",
     gpus=64,
     batch=1,
-    network=1600,
+    network=1600,  # not in the source: what a DGX A100 has
     is_listed=False,
 )
 IBM_A100 = Row(
@@ -140,13 +150,35 @@ ROWS = (
     replace(TITAN, gpus=128, is_compiled=True, tokens_per_second=6514, is_listed=False),
     replace(TITAN_A100, tokens_per_second=2973),
     replace(TITAN_A100, model="Llama 3 70B", recompute="blocks", tokens_per_second=323),
-    replace(TITAN_A100, model="Llama 2 13B", batch=2, length=4096, recompute="none", tokens_per_second=2162),
+    replace(
+        TITAN_A100,
+        model="Llama 2 13B",
+        batch=2,
+        length=4096,
+        recompute="none",
+        tokens_per_second=2162,
+    ),
     replace(TITAN_A100, model="Llama 2 13B", batch=2, length=4096, tokens_per_second=1904),
-    replace(TITAN_A100, model="Llama 2 70B", batch=2, length=4096, recompute="blocks", tokens_per_second=353),
-    replace(IBM_A100, model="Llama 2 34B", recompute="blocks", tokens_per_second=700, is_listed=False),
-    replace(IBM_A100, model="Llama 2 70B", recompute="blocks", tokens_per_second=370, is_listed=False),
-    replace(IBM_H100, model="Llama 2 34B", recompute="blocks", tokens_per_second=1550, is_listed=False),
-    replace(IBM_H100, model="Llama 2 70B", recompute="blocks", tokens_per_second=800, is_listed=False),
+    replace(
+        TITAN_A100,
+        model="Llama 2 70B",
+        batch=2,
+        length=4096,
+        recompute="blocks",
+        tokens_per_second=353,
+    ),
+    replace(
+        IBM_A100, model="Llama 2 34B", recompute="blocks", tokens_per_second=700, is_listed=False
+    ),
+    replace(
+        IBM_A100, model="Llama 2 70B", recompute="blocks", tokens_per_second=370, is_listed=False
+    ),
+    replace(
+        IBM_H100, model="Llama 2 34B", recompute="blocks", tokens_per_second=1550, is_listed=False
+    ),
+    replace(
+        IBM_H100, model="Llama 2 70B", recompute="blocks", tokens_per_second=800, is_listed=False
+    ),
     yafsdp("Llama 2 13B", 128, 2048, 1.76, listed=False),
     yafsdp("Llama 2 13B", 128, 4096, 2.14, listed=False),
     yafsdp("Llama 2 34B", 128, 2048, 4.27, listed=False),
@@ -170,7 +202,9 @@ def program_of(row: Row) -> StepProgram:
     model = PublishedModel(
         row.model, recompute=row.recompute, recomputed_blocks=row.recomputed_blocks
     )
-    return record_step(config, row.gpus, model)
+    with without_values():
+        # The planner never asks a source for weights, a tokenizer or an export.
+        return record_step(config, row.gpus, cast(ModelSource, model))
 
 
 def parts_of(played: Playback) -> str:
@@ -183,7 +217,10 @@ def parts_of(played: Playback) -> str:
 
 def describe(row: Row) -> str:
     """Return what distinguishes a row."""
-    options = [row.recompute if row.recompute != "none" else "", "compiled" if row.is_compiled else ""]
+    options = [
+        row.recompute if row.recompute != "none" else "",
+        "compiled" if row.is_compiled else "",
+    ]
     text = " ".join(filter(None, options))
     return f"{row.source}, {row.model}, {row.gpus} {row.gpu}, {row.batch} x {row.length} {text}".strip()
 
@@ -205,7 +242,10 @@ def main() -> None:
         error = predicted / row.tokens_per_second - 1
         errors[row.is_listed].append(abs(error))
         mark = "" if row.is_listed else "  (found later)"
-        print(f"{describe(row):75} {predicted:7.0f} {row.tokens_per_second:7.0f} {error:+7.1%}{mark}", flush=True)
+        print(
+            f"{describe(row):75} {predicted:7.0f} {row.tokens_per_second:7.0f} {error:+7.1%}{mark}",
+            flush=True,
+        )
         if options.parts:
             print(parts_of(played), flush=True)
     for is_listed, found in errors.items():
