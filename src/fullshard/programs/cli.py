@@ -88,6 +88,7 @@ def build_app() -> typer.Typer:
     from fullshard.programs.evaluate_tool.command import evaluate
     from fullshard.programs.export_tool.command import export
     from fullshard.programs.inspect_tool.command import inspect
+    from fullshard.programs.plan_tool.command import app as plan
     from fullshard.programs.report.command import report
     from fullshard.programs.train.command import train
     from fullshard.programs.version_option import fullshard
@@ -97,6 +98,7 @@ def build_app() -> typer.Typer:
     app.callback()(fullshard)
     app.command()(train)
     app.command()(inspect)
+    app.add_typer(plan, name="plan")
     app.command()(report)
     app.command(add_help_option=False, context_settings=ALL_ARGUMENTS)(run)
     app.command()(evaluate)

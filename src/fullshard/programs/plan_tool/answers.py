@@ -1,0 +1,114 @@
+"""What a plan says, in sentences: for the terminal and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fullshard.errors import size_text
+from fullshard.programs.plan_tool.planned_step import PlannedStep
+from fullshard.programs.plan_tool.playback import Idle
+from fullshard.programs.plan_tool.program import Phase
+from fullshard.programs.plan_tool.validation import Band
+
+LIMITED_FROM = 0.1
+"""Waits below this share of a step are not what limits it."""
+
+WAITS: dict[Idle, str] = {
+    "gather": "gathers",
+    "reduction": "reductions",
+    "host": "the host",
+    "other": "the end of other work",
+}
+"""What compute waits for, by the reason of the wait."""
+
+LIMITS: dict[Idle, str] = {
+    "gather": "Exposed gathers limit it",
+    "reduction": "Exposed reductions limit it",
+    "host": "The host limits it",
+    "other": "Work behind compute limits it",
+}
+
+MEMORY = {
+    "parameters": "parameters, sharded",
+    "gradients": "gradients, sharded",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "gathered": "gathered parameters",
+    "reducing": "gradients being reduced",
+    "temporary": "temporary tensors, workspaces",
+}
+"""What memory is for, in the order of tables."""
+
+PHASES: dict[Phase, str] = {
+    "build": "while it is built",
+    "forward": "in forward",
+    "backward": "in backward",
+    "optimizer": "in the optimizer's step",
+    "between": "between steps",
+}
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time with three digits, in the unit that fits."""
+    for unit, in_unit in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= in_unit:
+            return f"{_three_digits(seconds / in_unit)} {unit}"
+    return f"{_three_digits(seconds / 1e-6)} us"
+
+
+def _three_digits(number: float) -> str:
+    if number >= 100:
+        return f"{number:,.0f}"
+    return f"{number:.3g}"
+
+
+def verdict(planned: PlannedStep) -> str:
+    """Say whether it fits, and by how much."""
+    needed, there = planned.memory.reserved, planned.machine.usable_bytes
+    of = f"{size_text(needed)} of the {size_text(there)} that torch can use of {planned.machine.title}"
+    if planned.fits:
+        return f"It fits: {of}; {size_text(there - needed)} stay free."
+    return f"It does not fit: {size_text(needed - there)} are missing. It needs {of}."
+
+
+def memory_rows(planned: PlannedStep) -> Iterator[tuple[str, int]]:
+    """Yield what the memory at the peak is for, and its bytes."""
+    for kind, label in MEMORY.items():
+        nbytes = dict(planned.memory.at_peak).get(kind, 0)
+        if nbytes:
+            yield label, nbytes
+    yield "allocator: reserved, not used", planned.memory.reserved - planned.memory.allocated
+
+
+def peak_text(planned: PlannedStep) -> str:
+    """Say when the most memory is in use."""
+    memory = planned.memory
+    return f"{size_text(memory.allocated)} allocated {PHASES[memory.peak_phase]}, {size_text(memory.at_rest)} between steps"
+
+
+def waits(planned: PlannedStep) -> list[tuple[Idle, float]]:
+    """Return what compute waits for and how long, the longest first."""
+    found = [(reason, seconds) for reason, seconds in planned.playback.idle.items() if seconds > 0]
+    return sorted(found, key=lambda each: -each[1])
+
+
+def limit_text(planned: PlannedStep) -> str:
+    """Say in a sentence what limits the step."""
+    found, whole = waits(planned), planned.seconds
+    idle = sum(seconds for _, seconds in found)
+    parts = ", ".join(f"{seconds_text(seconds)} for {WAITS[reason]}" for reason, seconds in found)
+    if idle < LIMITED_FROM * whole:
+        rest = f", and it waits {parts}" if found else ", and it never waits"
+        return f"Compute limits it: it is busy for {seconds_text(whole - idle)} of {seconds_text(whole)}{rest}."
+    return f"{LIMITS[found[0][0]]}: compute waits {parts}, of {seconds_text(whole)}."
+
+
+def validation_text(planned: PlannedStep, bands: dict[str, Band]) -> str | None:
+    """Say which answers were not compared with measured runs; None if all were."""
+    missing = [name for name, band in bands.items() if not band.is_validated]
+    if not missing:
+        return None
+    return (
+        f"Not validated: no measured run of {planned.machine.title} with this size and number of GPUs has been compared with its "
+        f"plan yet ({' and '.join(missing)}). Take the numbers as estimates."
+    )

@@ -1,0 +1,97 @@
+"""`fullshard plan calibrate`: the ranks that measure, and the run by whose trace the profile is corrected."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fullshard.errors import ConfigurationError
+from fullshard.programs.plan_tool.calibrate import calibrate, calibrate_from_trace
+from fullshard.programs.plan_tool.machine import Machine
+from fullshard.programs.plan_tool.planning import planned
+from fullshard.programs.plan_tool.question import Question
+from fullshard.programs.report.run_files import Run, read_run
+from fullshard.programs.train.config_file import read_config
+from fullshard.programs.train.model_source import open_model
+from fullshard.programs.train.run_folder import CONFIG
+
+
+def calibrated(
+    *, quick: bool, base: str | None, run: Path | None, report: Callable[[str], None]
+) -> Machine | None:
+    """Measure this machine; under torchrun, with all its ranks.
+
+    Args:
+        quick: Measure less.
+        base: The profile for what is not measured.
+        run: A folder whose traces correct the profile.
+        report: Is given a line for each thing that is measured, on the first rank.
+
+    Returns:
+        The profile on the first rank; None on others.
+    """
+    measured = None if run is None else _traced(run)
+    with _ranks() as (rank, device):
+        said = report if rank == 0 else _say_nothing
+        machine = calibrate(device=device, base=base, quick=quick, report=said)
+    if rank != 0:
+        return None
+    if run is None or measured is None:
+        return machine
+    question = question_of_run(run, measured, machine)
+    predicted = planned(question, open_model(question.config)).trace
+    return calibrate_from_trace(machine, measured.traces[0], predicted, report=report)
+
+
+def _say_nothing(text: str) -> None:
+    """Leave it to the first rank."""
+
+
+def _traced(run: Path) -> Run:
+    """Return a run that has traces, or raise."""
+    found = read_run(run)
+    if not found.traces:
+        raise ConfigurationError(
+            f"A profile is corrected by traces, and {run} has none. The trainer records them with trace.steps."
+        )
+    return found
+
+
+def question_of_run(folder: Path, run: Run, machine: Machine) -> Question:
+    """Return what to ask a plan so that it can be compared with a run.
+
+    Raises:
+        ConfigurationError: the folder does not say how the run was configured, or on how many ranks it ran.
+    """
+    file = folder / CONFIG
+    if not file.is_file() or not run.world:
+        raise ConfigurationError(
+            f"A plan needs the configuration of the run and its number of ranks; {folder} must be a run of fullshard train, "
+            f"with {CONFIG} and a trace or metrics."
+        )
+    world = run.world
+    config = read_config(file, checks=[lambda config: config.world_problems(world)])
+    return Question(config, world, machine)
+
+
+@contextmanager
+def _ranks() -> Iterator[tuple[int, torch.device]]:
+    """Join the ranks that torchrun has started, if it has."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if "RANK" not in os.environ:
+        yield 0, torch.device(kind)
+        return
+    device = torch.device(kind)
+    if kind == "cuda":
+        device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    try:
+        yield dist.get_rank(), device
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,157 @@
+"""The subcommands `fullshard plan` and `fullshard plan calibrate`. Torch is imported only when one of them runs.
+
+Exit codes: 0, also if the model does not fit; 2 with one message if the question is impossible.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from fullshard.errors import ConfigurationError, FullshardError
+from fullshard.files import atomic_write
+from fullshard.programs.console.tables import print_error, print_line
+from fullshard.programs.plan_tool import options
+from fullshard.programs.plan_tool.question import Question, read_machine, read_question
+from fullshard.programs.version_option import Version
+
+if TYPE_CHECKING:
+    from fullshard.programs.plan_tool.machine import Machine
+
+CALIBRATE = "calibrate"
+STEP = "step"
+"""The name of the command that plans a step. Nobody types it."""
+
+
+class PlanGroup(TyperGroup):
+    """Lets `fullshard plan` take a model, or the word calibrate."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the name of a command before the arguments of a plan."""
+        is_calibration = args[:1] == [CALIBRATE]
+        return super().parse_args(ctx, args if is_calibration else [STEP, *args])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Leave the name out of the usage that help prints."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return ("" if name == STEP else name), command, rest
+
+
+app = typer.Typer(cls=PlanGroup)
+
+
+@app.callback()
+def describe() -> None:
+    """Say whether a model fits, how fast it will train, and what limits it."""
+
+
+@app.command(STEP)
+def plan(
+    model: options.Model,
+    gpus: options.Gpus = None,
+    gpu: options.Gpu = None,
+    profile: options.Profile = None,
+    network: options.Network = None,
+    batch: options.Batch = None,
+    seq: options.Seq = None,
+    compiled: options.Compiled = False,
+    settings: options.Settings = None,
+    explain: options.Explain = False,
+    version: Version = False,
+) -> None:
+    """Say whether a model fits, how fast it will train, and what limits it.
+
+    The engine runs a step on a device that does not exist, and a virtual clock
+    gives it times. Nothing is allocated, and no GPU is needed.
+    """
+    short = {"train.batch": batch, "data.context": seq}
+    given = [f"{field}={value}" for field, value in short.items() if value is not None]
+    given += ["compute.compile=blocks"] if compiled else []
+    console = Console()
+    try:
+        machine = read_machine(gpu, profile, network)
+        question = read_question(model, gpus, machine, [*(settings or ()), *given])
+        _answer(console, question)
+        if explain:
+            from fullshard.programs.plan_tool.output import print_assumptions
+
+            print_assumptions(console, machine)
+    except FullshardError as error:
+        print_error(f"Error: {error}")
+        raise typer.Exit(2) from None
+
+
+def _answer(console: Console, question: Question) -> None:
+    """Plan the step that is asked for, and print it."""
+    from fullshard.programs.plan_tool.output import print_planned
+    from fullshard.programs.plan_tool.planning import parameters_of, planned
+    from fullshard.programs.train.model_source import open_model
+
+    source = open_model(question.config)
+    step = planned(question, source)
+    print_planned(console, step, source.description, parameters_of(source))
+
+
+@app.command(CALIBRATE)
+def calibrate(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure less, in a second or two.")
+    ] = False,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU",
+            help="The profile for all that is not measured.",
+            show_default="that of this GPU",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN", help="Then correct it by the traces of a run.", show_default=False
+        ),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="File to write.")
+    ] = Path("profile.toml"),
+    version: Version = False,
+) -> None:
+    """Measure the machine this runs on, and write a profile for plans.
+
+    Start it with torchrun on all GPUs of one or two hosts to measure
+    collectives, too: torchrun --nproc-per-node 8 -m fullshard plan calibrate
+    """
+    console = Console()
+    try:
+        from fullshard.programs.plan_tool.calibration_run import calibrated
+
+        machine = calibrated(
+            quick=quick, base=base, run=trace, report=lambda text: print_line(console, text)
+        )
+        if machine is not None:  # the other ranks have the same
+            _write_profile(machine, output)
+            print_line(console, str(output))
+    except FullshardError as error:
+        print_error(f"Error: {error}")
+        raise typer.Exit(2) from None
+
+
+def _write_profile(machine: Machine, output: Path) -> None:
+    from fullshard.programs.plan_tool.profile_file import to_toml
+
+    write_file(output, to_toml(machine))
+
+
+def write_file(output: Path, text: str) -> None:
+    """Write a file; ConfigurationError if that is not possible."""
+    try:
+        with atomic_write(output, durable=False) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise ConfigurationError(
+            f"{output} cannot be written: {error.strerror}. Name a file in an existing folder that can be written to."
+        ) from error

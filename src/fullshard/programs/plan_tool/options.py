@@ -1,0 +1,59 @@
+"""The options of `fullshard plan`, as types of arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from fullshard.programs.train.config import Size
+from fullshard.programs.train.model_argument import DEFAULT_WORLD
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        show_default=False,
+        help=f"A size ({', '.join(get_args(Size))}), a Hugging Face folder, a run or its TOML file; or calibrate, "
+        "which measures a profile.",
+    ),
+]
+Gpus = Annotated[
+    int | None,
+    typer.Option(min=1, help="How many.", show_default=f"{DEFAULT_WORLD}, or what the file says"),
+]
+Gpu = Annotated[
+    str | None, typer.Option(help="Its name, such as h100, a100-80, cpu.", show_default=False)
+]
+Profile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A profile in the place of --gpu.", show_default=False),
+]
+Network = Annotated[
+    str | None,
+    typer.Option(
+        metavar="GBIT[/host]",
+        help="Gbit/s of a GPU, or of a host, to other hosts.",
+        show_default="that of the profile",
+    ),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Windows per step, of all GPUs: --set train.batch=N",
+        show_default="what the file says, or one per GPU and microbatch",
+    ),
+]
+Seq = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens of a window: --set data.context=N", show_default=False),
+]
+Compiled = Annotated[bool, typer.Option("--compile", help="--set compute.compile=blocks")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="As in fullshard train."),
+]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Print all that the profile assumes, with sources.")
+]

@@ -1,0 +1,149 @@
+"""A plan on the terminal: the verdict, the memory, the time, and what is assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from fullshard.errors import size_text
+from fullshard.programs.console.tables import (
+    counted,
+    print_facts,
+    print_line,
+    print_prose,
+    print_table,
+)
+from fullshard.programs.plan_tool.answers import (
+    limit_text,
+    memory_rows,
+    peak_text,
+    seconds_text,
+    validation_text,
+    verdict,
+)
+from fullshard.programs.plan_tool.machine import Machine
+from fullshard.programs.plan_tool.planned_step import PlannedStep
+from fullshard.programs.plan_tool.profile_file import assumptions
+from fullshard.programs.plan_tool.validation import Band, band_of
+
+FP32_NOTE = (
+    "It computes in fp32, which is the trainer's default. Matrix products of bf16 are many times faster on this GPU: try "
+    "--set compute.precision=bf16."
+)
+
+
+def print_planned(
+    console: Console, planned: PlannedStep, description: str, parameters: int
+) -> None:
+    """Print all about one step, the verdict first.
+
+    Args:
+        console: Where to.
+        planned: The step.
+        description: Of the model.
+        parameters: Of the whole model.
+    """
+    bands = {"memory": band_of(planned, "memory", parameters)}
+    bands["time"] = band_of(planned, "time", parameters)
+    print_prose(console, verdict(planned))
+    print_prose(console, limit_text(planned))
+    print_line(console, "")
+    print_facts(console, list(_facts(planned, description, parameters, bands)))
+    rows = [(label, size_text(nbytes)) for label, nbytes in memory_rows(planned)]
+    rows.append(("reserved in all", size_text(planned.memory.reserved)))
+    print_table(console, ["memory of a GPU, at the peak", "bytes"], rows, num_texts=1)
+    print_table(
+        console, ["time of a step", "seconds", "share"], list(_time_rows(planned)), num_texts=1
+    )
+    for note in _notes(planned, bands):
+        print_prose(console, f"\n{note}")
+
+
+def _facts(
+    planned: PlannedStep, description: str, parameters: int, bands: dict[str, Band]
+) -> Iterator[tuple[str, str]]:
+    yield "Model", f"{description}, {parameters:,} parameters"
+    yield "GPUs", gpus_text(planned.world, planned.machine)
+    yield "Sharding", sharding_text(planned)
+    yield "Batch", batch_text(planned)
+    yield "Memory", f"{peak_text(planned)}; {bands['memory']}"
+    yield "Step", f"{seconds_text(planned.seconds)}, {bands['time']}"
+    each = planned.tokens_per_second
+    yield "Tokens/s", f"{each:,.0f} per GPU, {each * planned.world:,.0f} in all"
+    yield "MFU", f"{100 * planned.mfu:.1f} % of the GPU's peak"
+
+
+def gpus_text(world: int, machine: Machine) -> str:
+    """Return how many GPUs there are, and on how many hosts."""
+    per_host = machine.links.devices_per_host
+    if world <= per_host:
+        return f"{world} x {machine.title}, on one host"
+    return f"{world:,} x {machine.title}, {per_host} per host, {machine.network.gbit_per_device:g} Gbit/s each"
+
+
+def sharding_text(planned: PlannedStep) -> str:
+    """Return how the model is spread."""
+    sharding = planned.config.sharding
+    ranks = planned.world // sharding.replicas
+    text = f"over {counted(ranks, 'GPU')}"
+    if sharding.replicas > 1:
+        text = f"{counted(sharding.replicas, 'replica')} of {counted(ranks, 'GPU')} (HSDP)"
+    again = "" if sharding.reshard_after_forward else ", not resharded after forward"
+    return f"{text}, groups of {sharding.groups}{again}"
+
+
+def batch_text(planned: PlannedStep) -> str:
+    """Return what a step is of."""
+    train, context = planned.config.train, planned.config.data.context
+    rows = train.batch // planned.world // train.accumulate
+    micro = f"{train.accumulate} x " if train.accumulate > 1 else ""
+    return f"{train.batch:,} windows of {context:,} tokens; {micro}{rows} per GPU"
+
+
+def _time_rows(planned: PlannedStep) -> Iterator[tuple[str, str, str]]:
+    playback, whole = planned.playback, planned.seconds
+
+    def row(label: str, seconds: float) -> tuple[str, str, str]:
+        return label, seconds_text(seconds), f"{100 * seconds / whole:.1f} %"
+
+    for phase in ("forward", "backward", "optimizer"):
+        if playback.phases.get(phase):
+            yield row(f"compute, {phase}", playback.phases[phase])
+    idle = dict(playback.idle)
+    labels = {
+        "gather": "waits for gathers",
+        "reduction": "waits for reductions",
+        "host": "waits for the host",
+        "other": "waits for other work",
+    }
+    for reason, label in labels.items():
+        if idle.get(reason):
+            yield row(label, idle[reason])
+    beside = whole - sum(playback.phases.values()) - sum(idle.values())
+    if beside > 0.0005 * whole:
+        yield row("compute, slowed by collectives", beside)
+    yield row("step", whole)
+
+
+def _notes(planned: PlannedStep, bands: dict[str, Band]) -> Iterator[str]:
+    text = validation_text(planned, bands)
+    if text:
+        yield text
+    if planned.config.compute.precision == "fp32" and not planned.machine.host.is_synchronous:
+        yield FP32_NOTE
+
+
+def print_assumptions(console: Console, machine: Machine) -> None:
+    """Print everything that a profile assumes, with its sources."""
+    print_line(console, "")
+    print_prose(console, f"What the profile {machine.name} assumes ({machine.title}):")
+    section = ""
+    for each in assumptions(machine):
+        here, _, name = each.name.partition(".")
+        if here != section:
+            section = here
+            band = f", band \u00b1 {100 * each.band:.0f} %" if each.band is not None else ""
+            print_line(console, f"\n[{section}]{band}")
+        print_prose(console, f"{name} = {each.value}")
+        print_prose(console, f"    {each.source}")

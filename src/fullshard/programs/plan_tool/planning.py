@@ -1,0 +1,48 @@
+"""Plans of what was asked: every failure is one message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fullshard.errors import ConfigurationError, FullshardError
+from fullshard.programs.plan_tool.planned_step import PlannedStep, estimate_step, plan_step
+from fullshard.programs.plan_tool.question import Question
+from fullshard.programs.train.model_source import ModelSource
+
+
+def parameters_of(source: ModelSource) -> int:
+    """Return how many parameters a model has."""
+    return sum(param.numel() for param in source.build().parameters())
+
+
+def planned(question: Question, source: ModelSource) -> PlannedStep:
+    """Plan a step with all its layers.
+
+    Raises:
+        ConfigurationError: the model cannot be run without values, or the configuration is not possible.
+    """
+    return _safely(plan_step, question, source)
+
+
+def estimated(question: Question, source: ModelSource) -> PlannedStep:
+    """Plan a step from few of its layers; a model that has no layers is planned as a whole.
+
+    Raises:
+        ConfigurationError: the model cannot be run without values, or the configuration is not possible.
+    """
+    return _safely(estimate_step, question, source)
+
+
+def _safely(
+    plan: Callable[..., PlannedStep], question: Question, source: ModelSource
+) -> PlannedStep:
+    try:
+        return plan(question.config, question.world, question.machine, source)
+    except FullshardError:
+        raise
+    except Exception as error:  # whatever a model does that tensors without values do not allow
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ConfigurationError(
+            f"A plan runs the model on the meta device, where tensors have sizes and no values, and {source.description} "
+            f"raised {type(error).__name__} there: {first_line}. Models whose computation depends on values cannot be planned."
+        ) from error

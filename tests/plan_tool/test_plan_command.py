@@ -1,0 +1,188 @@
+"""`fullshard plan`: what it prints, for whom, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from fullshard.programs import cli
+from fullshard.programs.plan_tool import planning
+from fullshard.programs.plan_tool.answers import limit_text, seconds_text, verdict
+from fullshard.programs.plan_tool.output import print_planned
+from fullshard.programs.plan_tool.planned_step import PlannedStep
+from fullshard.programs.plan_tool.planning import planned
+from fullshard.programs.plan_tool.profile_file import load_profile
+from fullshard.programs.plan_tool.question import Question, read_machine, read_question
+from fullshard.programs.train.model_source import open_model
+
+SMALL = ("model.layers=2", "model.width=64", "model.heads=2", "data.context=16")
+
+
+def plan(*words: str, small: bool = True) -> Result:
+    settings = [each for setting in SMALL for each in ("--set", setting)] if small else []
+    return CliRunner().invoke(cli.build_app(), ["plan", *words, *settings], terminal_width=200)
+
+
+def question(
+    *settings: str, gpus: int = 16, gpu: str = "h100", network: str | None = None
+) -> Question:
+    machine = read_machine(gpu, None, network)
+    return read_question("tiny", gpus, machine, [*SMALL, *settings])
+
+
+@pytest.fixture(scope="module")
+def step() -> PlannedStep:
+    """A small step on 16 GPUs."""
+    asked = question()
+    return planned(asked, open_model(asked.config))
+
+
+def with_capacity(step: PlannedStep, gib: float) -> PlannedStep:
+    memory = replace(step.machine.memory, capacity_gib=gib, outside_gib=0.0)
+    return replace(step, machine=replace(step.machine, memory=memory))
+
+
+def with_idle(step: PlannedStep, **idle: float) -> PlannedStep:
+    playback: Any = replace(step.playback, seconds=1.0, idle=idle)
+    return replace(step, playback=playback)
+
+
+def test_the_verdict_comes_first_and_everything_asked_for_is_printed() -> None:
+    result = plan("tiny", "--gpus", "16", "--gpu", "h100", "--batch", "64", "--explain")
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0].startswith("It fits: ")
+    for word in (
+        "Exposed gathers limit it: ",
+        "per GPU",
+        "in all",
+        "MFU",
+        "optimizer state",
+        "allocator",
+        "allocated in backward",
+        "64 windows of 16 tokens; 4 per GPU",
+        "error not measured yet",
+        "by the profile",
+        "Not validated",
+        "peak_tflops = ",
+        "NVIDIA data sheet, dense",
+    ):
+        assert word in result.output, word
+
+
+def test_a_run_s_file_says_ranks_and_batch(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[run]\nranks = 4\n[train]\nbatch = 12\naccumulate = 3\n[model]\nsize = "tiny"\n'
+    )
+    asked = read_question(str(file), None, load_profile("cpu"), SMALL)
+    assert asked.world == 4 and asked.config.train.batch == 12
+    assert read_question(str(file), 2, load_profile("cpu"), SMALL).world == 2
+
+
+def test_without_a_batch_every_gpu_gets_one_window_for_each_microbatch() -> None:
+    assert question("train.accumulate=3").config.train.batch == 48
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_terminal_is_not_overrun(step: PlannedStep, width: int) -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=width, color_system=None)
+    print_planned(console, step, "a decoder with a long description of its many layers", 123456)
+    lines = output.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert len(lines) > 30
+
+
+def test_a_model_that_does_not_fit_is_told_by_how_much(step: PlannedStep) -> None:
+    grown = replace(step, memory=replace(step.memory, reserved=3 << 30))
+    assert verdict(with_capacity(grown, 4.0)).endswith("; 1 GiB stay free.")
+    assert verdict(with_capacity(grown, 2.5)).startswith("It does not fit: 512 MiB are missing.")
+
+
+@pytest.mark.parametrize(
+    ("idle", "said"),
+    [
+        ({"gather": 0.02, "host": 0.01}, "Compute limits it: it is busy for 970 ms of 1 s, and it waits 20 ms for gathers, 10 ms for the host."),
+        ({"gather": 0.2, "host": 0.1}, "Exposed gathers limit it: compute waits 200 ms for gathers, 100 ms for the host, of 1 s."),
+        ({"reduction": 0.2}, "Exposed reductions limit it: compute waits 200 ms for reductions, of 1 s."),
+        ({"host": 0.5, "gather": 0.1}, "The host limits it: compute waits 500 ms for the host, 100 ms for gathers, of 1 s."),
+        ({}, "Compute limits it: it is busy for 1 s of 1 s, and it never waits."),
+    ],
+)  # fmt: skip
+def test_what_limits_a_step_is_one_sentence(
+    step: PlannedStep, idle: dict[str, float], said: str
+) -> None:
+    assert limit_text(with_idle(step, **idle)) == said
+
+
+def test_times_have_three_digits() -> None:
+    assert list(map(seconds_text, (1234.5, 12.345, 0.0123, 4.2e-5))) == [
+        "1,234 s",
+        "12.3 s",
+        "12.3 ms",
+        "42 us",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("nothing", "--gpu", "h100"), "nothing is none of them"),
+        (("math:floor", "--gpu", "h100"), "fullshard inspect takes any module:function"),
+        (("tiny", "--gpu", "h1000"), "There is no profile of a GPU named 'h1000'. Did you mean h100?"),
+        (("tiny",), "A plan needs to know the GPU"),
+        (("tiny", "--gpu", "h100", "--profile", "x.toml"), "A plan needs to know the GPU"),
+        (("tiny", "--profile", "none.toml"), "There is no file none.toml"),
+        (("tiny", "--gpu", "h100", "--network", "fast"), "--network takes the Gbit/s of a GPU"),
+        (("tiny", "--gpu", "h100", "--batch", "3"), "train.batch must be divisible"),
+        (("tiny", "--gpu", "h100", "--gpus", "6", "--set", "sharding.replicas=4"), "must be divisible by sharding.replicas"),
+        (("tiny", "--gpu", "h100", "--set", "model.widht=3"), "model.widht: there is no such field"),
+        (("tiny", "--gpu", "h100", "--set", "sharding.offload=true"), "cannot be planned. Leave it out."),
+        (("tiny", "--gpu", "h100", "--gpus", "2000000"), "at most 1,000,000 GPUs"),
+    ],
+)  # fmt: skip
+def test_an_impossible_question_is_one_message(words: tuple[str, ...], said: str) -> None:
+    result = plan(*words)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert result.output.startswith("Error: ") and "Traceback" not in result.output
+
+
+def test_a_model_that_needs_values_is_refused_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> PlannedStep:
+        raise NotImplementedError("nonzero needs values\nand more")
+
+    monkeypatch.setattr(planning, "plan_step", fail)
+    result = plan("tiny", "--gpu", "h100")
+    assert result.exit_code == 2
+    assert "raised NotImplementedError there: nonzero needs values." in result.output
+
+
+def test_the_network_can_be_given_for_a_gpu_or_a_host() -> None:
+    assert read_machine("h100", None, "100").network.gbit_per_device == 100
+    assert read_machine("h100", None, "1600/host").network.gbit_per_device == 200
+
+
+def test_calibration_writes_a_profile_that_plans_take(tmp_path: Path) -> None:
+    file = tmp_path / "this.toml"
+    result = plan("calibrate", "--quick", "--output", str(file), small=False)
+    assert result.exit_code == 0, result.output
+    assert load_profile(file).name == "calibrated"
+    result = plan("tiny", "--profile", str(file), "--gpus", "2")
+    assert result.exit_code == 0 and "It fits" in result.output
+    missing = plan("calibrate", "--output", str(tmp_path / "no" / "x.toml"), "--quick", small=False)
+    assert missing.exit_code == 2 and "cannot be written" in missing.output
+
+
+def test_help_names_the_model_and_calibrate() -> None:
+    assert "calibrate" in plan("--help", small=False).output
+    assert "--quick" in plan("calibrate", "--help", small=False).output
