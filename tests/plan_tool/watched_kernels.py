@@ -19,6 +19,10 @@ class WatchedKernels(TorchDispatchMode):
         self.kernels: list[Kernel] = []
         self.unlisted: set[str] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to ask the compiler takes seconds
+
     def __torch_dispatch__(
         self, func: Operator, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
