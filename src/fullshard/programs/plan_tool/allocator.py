@@ -151,6 +151,14 @@ class CachingAllocator:
         if nbytes:
             self._give_back(self._take(nbytes, stream))
 
+    def give_back_free_segments(self) -> None:
+        """Give back what is wholly free, as ``torch.cuda.empty_cache`` does."""
+        self._release()
+
+    def reset_peaks(self) -> None:
+        """Forget the peaks so far, as ``torch.cuda.reset_peak_memory_stats`` does."""
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
     def blocks(self) -> Iterator[tuple[int, int, bool]]:
         """Yield the address and the size of each block, and whether it is in use."""
         for block in self._live.values():
@@ -205,7 +213,7 @@ class CachingAllocator:
         else:
             length = -(-size // OWN_SEGMENT_MULTIPLE) * OWN_SEGMENT_MULTIPLE
         if not self._has_room_for(length):
-            self._release()
+            self._retry()
         self._reserve(length)
         block = _Block(pool, self._next_address, length)
         self._next_address += length
@@ -214,7 +222,7 @@ class CachingAllocator:
     def _expanded(self, pool: _Pool, size: int) -> _Block:
         """Return the block at the end of the pool's segment, after it has grown."""
         if not self._has_room_for(_growth(pool, size)):
-            self._release()
+            self._retry()
         # The block at the end may be shorter now.
         length = _growth(pool, size)
         self._reserve(length)
@@ -240,9 +248,12 @@ class CachingAllocator:
         if self._capacity is not None:
             self.missing = max(self.missing, self.reserved - self._capacity)
 
+    def _retry(self) -> None:
+        self.retries += 1
+        self._release()
+
     def _release(self) -> None:
         """Give everything back to the device that is wholly free."""
-        self.retries += 1
         for pool in self._pools.values():
             for block in pool.free_blocks():
                 if self._expands:

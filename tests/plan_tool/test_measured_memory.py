@@ -1,0 +1,86 @@
+"""The memory of a step on the virtual device is the memory that the same step took on an H200.
+
+The steps are those of `benchmarks/step.py`, and the measurements are in `benchmarks/results`: forward and backward without an
+optimizer, one rank of a group that moves nothing. Between what was measured and the engine of today there may be changes, so a
+test that fails here asks for a new measurement, if the engine was meant to need another amount.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.contestants import BUILDERS, Contestant, Setting
+from benchmarks.transformer import PRESETS, local_tensor
+from fullshard import torch_border
+from fullshard.programs.inspect_tool.without_values import without_values
+from fullshard.programs.plan_tool.allocator import CachingAllocator
+from fullshard.programs.plan_tool.profile_file import load_profile
+from fullshard.programs.plan_tool.program import Allocate, Entry, Free
+from fullshard.programs.plan_tool.recording import META, Recorder
+
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "targets-h200.json"
+
+
+def build(name: str, setting: Setting) -> nn.Module:
+    # The builder of the unsharded model moves it to a device, which is where it is already.
+    return setting.meta_model(torch.bfloat16) if name == "unsharded" else BUILDERS[name](setting)
+
+
+def entries_of(name: str, setting: Setting) -> tuple[list[Entry], int]:
+    """Return what two steps do, after a first one, and where they begin."""
+    recorder = Recorder()
+    group = torch_border.virtual_process_group(setting.world, recorder)
+    with recorder.recording(), group, without_values():
+        contestant = Contestant(name, build(name, setting), setting)
+        recorder.phase = "between"
+        held = [*map(local_tensor, contestant.model.parameters())]
+        recorder.name_memory([*held, contestant.tokens, contestant.targets], "parameters")
+        contestant.forward_backward()
+        gc.collect()
+        contestant.zero_grad()
+        begin = len(recorder.entries)
+        for _ in range(2):
+            contestant.zero_grad()
+            contestant.forward_backward()
+        return list(recorder.entries), begin
+
+
+def peaks(entries: list[Entry], begin: int) -> dict[str, int]:
+    """Return the most that was allocated and reserved from an entry on, after the allocator gave back what was free."""
+    memory = CachingAllocator()
+    workspace = load_profile("h200").workspace_bytes
+    for number in (-1, -2):  # one for the thread of forward, one for that of backward
+        memory.allocate(number, workspace // 2)
+    for index, entry in enumerate(entries):
+        if index == begin:
+            memory.give_back_free_segments()
+            memory.reset_peaks()
+        if isinstance(entry, Allocate):
+            memory.allocate(entry.memory, entry.nbytes, entry.stream)
+        elif isinstance(entry, Free):
+            memory.free(entry.memory)
+    return {
+        "peak_allocated_bytes": memory.peak_allocated,
+        "peak_reserved_bytes": memory.peak_reserved,
+    }
+
+
+@pytest.mark.parametrize(
+    ("preset", "name"), [("12x768", "unsharded"), ("12x768", "fullshard"), ("1.2b", "fullshard")]
+)
+def test_a_step_takes_the_memory_that_it_took_on_an_h200(preset: str, name: str) -> None:
+    records: Any = json.loads(MEASURED.read_text())["results"]["records"]
+    measured = records[preset][name]["memory"]
+    setting = Setting(shape=PRESETS[preset], device=META, world=8, precision="bf16", master="fp32")
+    found = peaks(*entries_of(name, setting))
+    assert found["peak_allocated_bytes"] == pytest.approx(
+        measured["peak_allocated_bytes"], rel=0.01
+    )
+    assert found["peak_reserved_bytes"] == pytest.approx(measured["peak_reserved_bytes"], rel=0.05)
