@@ -32,6 +32,7 @@ MakeWorld = Callable[[int], World]
         ("optimizer.name=muon", "sharding.groups=plan"),
         ("optimizer.name=adamw8bit", "sharding.groups=plan"),
         ("optimizer.name=adagrad", "compute.checkpoint_activations=blocks"),
+        ("sharding.replicas=2", "optimizer.shard_over_replicas=true"),
     ],
     ids=str,
 )
@@ -95,7 +96,8 @@ def test_more_steps_go_on_where_fewer_ended_also_on_other_ranks_and_doors(
     undisturbed = in_folder(config, tmp_path / "undisturbed")
     world(2).run(run, undisturbed)
     world(2).run(run, tiny(tmp_path, *constant, "train.steps=2"))
-    world(4).run(run, tiny(tmp_path, *constant, "sharding.door=wrapper", "train.accumulate=2"))
+    others = ("sharding.replicas=2", "optimizer.shard_over_replicas=true", "train.accumulate=2")
+    world(4).run(run, tiny(tmp_path, *constant, "sharding.door=wrapper", *others))
     assert last_losses(config) == pytest.approx(last_losses(undisturbed), rel=1e-4)
     assert checkpoint.latest(config.run.folder / "checkpoints") is not None
 
