@@ -42,6 +42,8 @@ NETWORK = "/proc/self/ns/net"
 CLONE_NEWNET = 0x40000000  # of Linux
 MAX_FILES = 64
 IMPORT_TIMEOUT_S = 300
+TRANSFORMERS = "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"
+"""For the ranks of a few tests. All other tests do without."""
 
 started_as: str | None = None
 """The executable that this process was started with, if that was a preloaded Python."""
@@ -126,6 +128,7 @@ def _serve_tests(executable: str, listener: str, distributor: str, *arguments: s
     """Import the tests and what ranks import, then serve."""
     import faulthandler
     import gc
+    from importlib.util import find_spec
 
     import pytest
 
@@ -133,7 +136,7 @@ def _serve_tests(executable: str, listener: str, distributor: str, *arguments: s
 
     faulthandler.dump_traceback_later(IMPORT_TIMEOUT_S, exit=True)
     pytest.main(["--collect-only", "--quiet", "-p", "no:cacheprovider", *arguments])
-    for module in PRELOADED:
+    for module in (*PRELOADED, *(TRANSFORMERS if find_spec("transformers") else ())):
         importlib.import_module(module)
     faulthandler.cancel_dump_traceback_later()
     gc.unfreeze()
