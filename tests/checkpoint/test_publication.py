@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
+import signal
+import stat
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +15,7 @@ from typing import Any
 import pytest
 
 from fullshard import CheckpointError
-from fullshard.checkpoint import manifest as manifests, publication
+from fullshard.checkpoint import manifest as manifests, publication, retention
 from fullshard.checkpoint.manifest import FileRecord, Manifest, file_name
 from fullshard.checkpoint.unfinished_save import unlock
 
@@ -170,3 +175,78 @@ def test_a_checkpoint_that_is_published_stays_if_only_the_last_flush_fails(
     save.abandon()
     assert publication.latest(tmp_path) == tmp_path / "a"
     assert manifests.read(tmp_path / "a") == newer
+
+
+# --- kills --------------------------------------------------------------------------------------------------------
+
+CHANGES = ("open", "os.chmod", "os.mkdir", "os.remove", "os.rename", "os.rmdir")
+"""Audit events that may change a folder."""
+
+
+def go_on(path: Path) -> None:
+    """Load the newest checkpoint in the folder, and save one at ``path``, of which three are kept."""
+    run = retention.TrainingRun()
+    newest = publication.latest(path.parent)
+    if newest is not None:
+        manifest = manifests.read(newest)
+        assert manifest.run is not None
+        run.continue_from(newest, manifest.run, manifest.serial)
+    save = publication.begin(path)
+    (save.folder / file_name(0)).write_bytes(b"data")
+    record = run.record_for(path)
+    manifest = Manifest(
+        data=save.folder.name, world=1, tensors={}, files={0: FileRecord(4, 0)}, run=record
+    )
+    file = publication.publish(save, publication.stamped(path, manifest), keep_lock=True)
+    run.keep_locked(file)
+    retention.remove_old_checkpoints(path, record, 3)
+    run.release()
+
+
+def dies_before_change(number: int, path: Path) -> bool:
+    """Save in a process that is killed before it changes something for this time; return whether it was."""
+    process = os.fork()
+    if process == 0:
+        changes = itertools.count()
+
+        def die(event: str, args: tuple[Any, ...]) -> None:
+            reads = event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR)
+            if event not in CHANGES or reads or str(path.parent) not in str(args[0]):
+                return
+            if next(changes) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(die)
+        try:
+            go_on(path)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+
+
+def test_nothing_of_a_save_is_left_wherever_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # only processes die here
+    for step in range(3):
+        go_on(tmp_path / "before" / f"step-{step}")
+    (tmp_path / "before" / "empty").mkdir()  # the user's
+    for number in itertools.count():
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "before", folder)
+        was_killed = dies_before_change(number, folder / "step-3")
+        newest = publication.latest(folder)
+        assert newest is not None and newest.name in ("step-2", "step-3")
+        go_on(folder / "step-4")
+        found = {path.name: sorted(map(str, path.iterdir())) for path in folder.iterdir()}
+        assert found.pop("empty") == []
+        assert len(found) == 3, (number, found)
+        assert all(
+            each[1:] == [str(folder / name / "manifest.json")] for name, each in found.items()
+        )
+        assert {stat.S_IMODE((folder / name).stat().st_mode) for name in found} == {
+            stat.S_IMODE((folder / "empty").stat().st_mode)
+        }
+        if not was_killed:
+            break
+    assert number > 10

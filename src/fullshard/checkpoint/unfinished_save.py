@@ -14,6 +14,13 @@ Writers, cleaners and readers do not wait for each other. This order keeps them 
     cleaner   see that the lock is free or its file gone; *then* read which data the manifest names; then remove other data
 
 The rename comes before the unlock. So a cleaner that finds no lock finds this manifest, or a later one.
+
+[Note: empty folders]
+The folder of a checkpoint is empty for a moment when it has just been made, and before it is removed. A process that is
+killed then leaves an empty folder, and an empty folder may as well be the user's. So ours is marked in these moments,
+with the sticky bit: `mkdir` sets it in the same step, and nobody else sets it on an empty folder. A cleaner removes
+marked empty folders; a writer whose folder is removed in that moment makes it again. Where the file system has no such
+bit, an empty folder stays.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ import platform
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -102,12 +110,13 @@ class UnfinishedSave:
     def abandon(self) -> None:
         """Remove the data, and the folder if it is empty then. A published checkpoint stays."""
         if not self._is_published:
+            if not (self.path / MANIFEST).exists():
+                _mark(self.path)
             shutil.rmtree(self.folder, ignore_errors=True)
             with contextlib.suppress(OSError):
                 os.unlink(self._file.name)
         unlock(self._file)
-        with contextlib.suppress(OSError):
-            self.path.rmdir()  # fails unless it is empty
+        _remove_if_empty(self.path)
 
 
 def _claim(path: Path) -> tuple[IO[str], Path]:
@@ -115,7 +124,7 @@ def _claim(path: Path) -> tuple[IO[str], Path]:
     for _ in range(MAX_TRIES):
         name = _machine() + secrets.token_hex(3)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            _make_folder(path)
             file = (path / f"{MANIFEST}.{name}.tmp").open("x+")
         except (FileExistsError, FileNotFoundError):
             if path.exists() and not path.is_dir():
@@ -125,6 +134,7 @@ def _claim(path: Path) -> tuple[IO[str], Path]:
             # Before it was locked, a cleaner may have taken the file for a dead writer's.
             if _lock(file) is not False and _is_there(file):
                 (path / f"data-{name}").mkdir()
+                _unmark(path)
                 return file, path / f"data-{name}"
         except FileExistsError:
             os.unlink(file.name)
@@ -150,7 +160,9 @@ def _refuse_other_folders(path: Path) -> None:
 
 
 def remove_leftovers(path: Path, now: float) -> None:
-    """Remove data that no manifest names and no running save writes. Remove the folder if it is empty then.
+    """Remove data that no manifest names and no running save writes. Remove the folder if that leaves it empty.
+
+    A folder that is empty already is removed if it is marked as ours.
 
     Args:
         path: The folder of a checkpoint or of a killed save. Other folders are left alone.
@@ -158,18 +170,55 @@ def remove_leftovers(path: Path, now: float) -> None:
     """
     try:
         names = folder_entries(path)
-        if not names or not all(_is_ours(path / name) for name in names):
+        if not all(_is_ours(path / name) for name in names):
             return
+        if not names:
+            if _is_marked(path):
+                _remove_if_empty(path)
+            return
+        if MANIFEST not in names:
+            _mark(path)
         for id_ in {found[1] for name in names if (found := _NAMES_WITH_ID.fullmatch(name))}:
             with _writer_ended(path, id_, now) as has_ended:
                 # The manifest must be read after the lock was seen: see the order above.
                 if has_ended and data_in_use(path) != f"data-{id_}":
                     shutil.rmtree(path / f"data-{id_}", ignore_errors=True)
                     _unfinished(path, id_).unlink(missing_ok=True)
-        path.rmdir()
+        _remove_if_empty(path)
     except (OSError, CheckpointError):
-        # The folder is not empty, or something in it cannot be read or removed: leave it alone.
-        return
+        # Something in the folder cannot be read or removed: leave it alone.
+        _unmark(path)
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder that is marked until it has something in it, unless there is one: [Note: empty folders]."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(0o1777, exist_ok=True)
+
+
+def _remove_if_empty(path: Path) -> None:
+    try:
+        path.rmdir()
+    except OSError:  # it is not empty: a save has begun in it
+        _unmark(path)
+
+
+def _mark(path: Path) -> None:
+    with contextlib.suppress(OSError):  # it is gone, or another user's
+        path.chmod(stat.S_IMODE(path.stat().st_mode) | stat.S_ISVTX)
+
+
+def _unmark(path: Path) -> None:
+    if _is_marked(path):
+        with contextlib.suppress(OSError):
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~stat.S_ISVTX)
+
+
+def _is_marked(path: Path) -> bool:
+    try:
+        return bool(path.stat().st_mode & stat.S_ISVTX)
+    except OSError:
+        return False
 
 
 def data_in_use(path: Path) -> str | None:
