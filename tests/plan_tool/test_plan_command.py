@@ -19,6 +19,7 @@ from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.planning import planned
 from fullshard.programs.plan_tool.profile_file import load_profile
 from fullshard.programs.plan_tool.question import Question, read_machine, read_question
+from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.model_source import open_model
 
 SMALL = ("model.layers=2", "model.width=64", "model.heads=2", "data.context=16")
@@ -54,7 +55,9 @@ def with_idle(step: PlannedStep, **idle: float) -> PlannedStep:
 
 
 def test_the_verdict_comes_first_and_everything_asked_for_is_printed() -> None:
-    result = plan("tiny", "--gpus", "16", "--gpu", "h100", "--batch", "64", "--explain")
+    result = plan(
+        "tiny", "--gpus", "16", "--gpu", "h100", "--batch", "64", "--explain", "--no-search"
+    )
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert lines[0].startswith("It fits: ")
@@ -177,7 +180,7 @@ def test_calibration_writes_a_profile_that_plans_take(tmp_path: Path) -> None:
     result = plan("calibrate", "--quick", "--output", str(file), small=False)
     assert result.exit_code == 0, result.output
     assert load_profile(file).name == "calibrated"
-    result = plan("tiny", "--profile", str(file), "--gpus", "2")
+    result = plan("tiny", "--profile", str(file), "--gpus", "2", "--no-search")
     assert result.exit_code == 0 and "It fits" in result.output
     missing = plan("calibrate", "--output", str(tmp_path / "no" / "x.toml"), "--quick", small=False)
     assert missing.exit_code == 2 and "cannot be written" in missing.output
@@ -186,3 +189,14 @@ def test_calibration_writes_a_profile_that_plans_take(tmp_path: Path) -> None:
 def test_help_names_the_model_and_calibrate() -> None:
     assert "calibrate" in plan("--help", small=False).output
     assert "--quick" in plan("calibrate", "--help", small=False).output
+
+
+def test_a_search_prints_its_findings_and_writes_a_file_for_the_trainer(tmp_path: Path) -> None:
+    file = tmp_path / "best.toml"
+    result = plan("tiny", "--gpus", "16", "--gpu", "h100", "--network", "5", "--toml", str(file))
+    assert result.exit_code == 0, result.output
+    assert "Better configurations for the same batch:" in result.output
+    assert "x tokens/s; " in result.output
+    config = read_config(file)
+    assert config.sharding.replicas == 2 or not config.sharding.reshard_after_forward
+    config.check(16)

@@ -5,6 +5,8 @@ Exit codes: 0, also if the model does not fit; 2 with one message if the questio
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +16,16 @@ from typer.core import TyperGroup
 
 from fullshard.errors import ConfigurationError, FullshardError
 from fullshard.files import atomic_write
+from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe
+from fullshard.programs.console.progress_line import ProgressLine, showing_line
 from fullshard.programs.console.tables import print_error, print_line
 from fullshard.programs.plan_tool import options
-from fullshard.programs.plan_tool.question import Question, read_machine, read_question
+from fullshard.programs.plan_tool.question import (
+    Question,
+    gpus_text,
+    read_machine,
+    read_question,
+)
 from fullshard.programs.version_option import Version
 
 if TYPE_CHECKING:
@@ -61,6 +70,8 @@ def plan(
     compiled: options.Compiled = False,
     settings: options.Settings = None,
     explain: options.Explain = False,
+    searches: options.Searches = True,
+    toml: options.Toml = None,
     version: Version = False,
 ) -> None:
     """Say whether a model fits, how fast it will train, and what limits it.
@@ -75,7 +86,7 @@ def plan(
     try:
         machine = read_machine(gpu, profile, network)
         question = read_question(model, gpus, machine, [*(settings or ()), *given])
-        _answer(console, question)
+        _answer(console, question, searches=searches, toml=toml)
         if explain:
             from fullshard.programs.plan_tool.output import print_assumptions
 
@@ -85,15 +96,39 @@ def plan(
         raise typer.Exit(2) from None
 
 
-def _answer(console: Console, question: Question) -> None:
-    """Plan the step that is asked for, and print it."""
-    from fullshard.programs.plan_tool.output import print_planned
-    from fullshard.programs.plan_tool.planning import parameters_of, planned
+def _answer(console: Console, question: Question, *, searches: bool, toml: Path | None) -> None:
+    """Plan the step that is asked for, look for better ones, and print all of it."""
+    from fullshard.programs.plan_tool.output import print_planned, print_search
+    from fullshard.programs.plan_tool.planning import many_plans, parameters_of, planned
+    from fullshard.programs.plan_tool.search import search
+    from fullshard.programs.train.config_file import to_short_toml
     from fullshard.programs.train.model_source import open_model
 
     source = open_model(question.config)
-    step = planned(question, source)
-    print_planned(console, step, source.description, parameters_of(source))
+    with many_plans():
+        step = planned(question, source)
+        print_planned(console, step, source.description, parameters_of(source))
+        best = question.config
+        if searches:
+            with showing_line(Console(file=broken_pipe_safe(sys.stderr))) as line:
+                found = search(question, source, step, told=_progress(line))
+            print_search(console, step, found)
+            best = found.best[0].step.config if found.best else best
+    if toml is not None:
+        about = f"A run for {gpus_text(question.world, question.machine)}, by fullshard plan."
+        write_file(toml, to_short_toml(best, about))
+        print_line(console, str(toml))
+
+
+def _progress(line: ProgressLine) -> Callable[[int, int, str], None]:
+    """Return what shows the progress of a search."""
+
+    def told(done: int, total: int, what: str) -> None:
+        if done == 0:
+            line.begin(total, 0, "search", [what])
+        line.show(done, f"plan {done + 1}/{total}", [what])
+
+    return told
 
 
 @app.command(CALIBRATE)

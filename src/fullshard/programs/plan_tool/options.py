@@ -57,3 +57,15 @@ Settings = Annotated[
 Explain = Annotated[
     bool, typer.Option("--explain", help="Print all that the profile assumes, with sources.")
 ]
+Searches = Annotated[
+    bool, typer.Option("--search/--no-search", help="Look for better configurations.")
+]
+Toml = Annotated[
+    Path | None,
+    typer.Option(
+        "--toml",
+        metavar="FILE",
+        help="Write the best configuration for fullshard train.",
+        show_default=False,
+    ),
+]

@@ -22,15 +22,20 @@ from fullshard.programs.plan_tool.answers import (
     validation_text,
     verdict,
 )
+from fullshard.programs.plan_tool.changes import WIRE
 from fullshard.programs.plan_tool.machine import Machine
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.profile_file import assumptions
+from fullshard.programs.plan_tool.question import gpus_text
+from fullshard.programs.plan_tool.search import Search
 from fullshard.programs.plan_tool.validation import Band, band_of
 
 FP32_NOTE = (
     "It computes in fp32, which is the trainer's default. Matrix products of bf16 are many times faster on this GPU: try "
     "--set compute.precision=bf16."
 )
+
+WIRE_NOTE = f" {WIRE}=bf16 rounds gradients, so a run cannot change it later."
 
 
 def print_planned(
@@ -72,14 +77,6 @@ def _facts(
     each = planned.tokens_per_second
     yield "Tokens/s", f"{each:,.0f} per GPU, {each * planned.world:,.0f} in all"
     yield "MFU", f"{100 * planned.mfu:.1f} % of the GPU's peak"
-
-
-def gpus_text(world: int, machine: Machine) -> str:
-    """Return how many GPUs there are, and on how many hosts."""
-    per_host = machine.links.devices_per_host
-    if world <= per_host:
-        return f"{world} x {machine.title}, on one host"
-    return f"{world:,} x {machine.title}, {per_host} per host, {machine.network.gbit_per_device:g} Gbit/s each"
 
 
 def sharding_text(planned: PlannedStep) -> str:
@@ -132,6 +129,37 @@ def _notes(planned: PlannedStep, bands: dict[str, Band]) -> Iterator[str]:
         yield text
     if planned.config.compute.precision == "fp32" and not planned.machine.host.is_synchronous:
         yield FP32_NOTE
+
+
+def print_search(console: Console, given: PlannedStep, found: Search) -> None:
+    """Print the best configurations, each with its reason."""
+    print_line(console, "")
+    if not found.best:
+        print_prose(
+            console,
+            f"No better configuration was found in {counted(found.num_plans, 'plan')}."
+            if given.fits
+            else f"Nothing that was tried fits ({counted(found.num_plans, 'plan')}). Take more GPUs, or a shorter window.",
+        )
+        return
+    title = (
+        "Better configurations for the same batch:"
+        if given.fits
+        else "Configurations for the same batch that fit, or come closest:"
+    )
+    print_prose(console, title)
+    for number, each in enumerate(found.best, 1):
+        speed = f"{each.step.tokens_per_second:,.0f} tokens/s per GPU"
+        state = "" if each.is_confirmed else ", estimated from few layers"
+        print_prose(console, f"\n{number}. {each.change.settings}")
+        print_prose(
+            console, f"   {speed}, {size_text(each.step.memory.reserved)}{state}: {each.reason}."
+        )
+    print_prose(
+        console,
+        "\n--set takes these settings, as in fullshard train; --toml FILE writes the first configuration."
+        + (WIRE_NOTE if any(WIRE in each.change.settings for each in found.best) else ""),
+    )
 
 
 def print_assumptions(console: Console, machine: Machine) -> None:

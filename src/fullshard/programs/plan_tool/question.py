@@ -109,3 +109,11 @@ def read_machine(gpu: str | None, profile: Path | None, network: str | None) -> 
     if unit == "host":
         return machine.with_network(gbit_per_host=float(number))
     return machine.with_network(gbit_per_device=float(number))
+
+
+def gpus_text(world: int, machine: Machine) -> str:
+    """Return how many GPUs there are, and on how many hosts."""
+    per_host = machine.links.devices_per_host
+    if world <= per_host:
+        return f"{world} x {machine.title}, on one host"
+    return f"{world:,} x {machine.title}, {per_host} per host, {machine.network.gbit_per_device:g} Gbit/s each"

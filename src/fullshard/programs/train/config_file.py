@@ -259,6 +259,20 @@ def to_toml(config: RunConfig) -> str:
     return "\n".join([*lines, ""])
 
 
+def to_short_toml(config: RunConfig, about: str) -> str:
+    """Return a TOML file with the fields that differ from the defaults, below a comment."""
+    lines = _comment(about)
+    for section in config_sections().values():
+        values = getattr(config, section.name)
+        changed = [
+            f"{field.name} = {toml_value(value)}"
+            for field in section.fields.values()
+            if (value := getattr(values, field.name)) != field.default and value is not None
+        ]
+        lines += ["", f"[{section.name}]", *changed] if changed else []
+    return "\n".join([*lines, ""])
+
+
 def _comment(text: str) -> list[str]:
     return textwrap.wrap(text, LINE_LENGTH, initial_indent="# ", subsequent_indent="# ")
 

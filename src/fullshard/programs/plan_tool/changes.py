@@ -1,0 +1,144 @@
+"""Changes of a configuration that do not change what is learned: how it is sharded, recomputed and accumulated.
+
+A change is written as `--set` takes it. `compute.wire` is the exception: gradients are rounded on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from fullshard.programs.plan_tool.machine import Machine
+from fullshard.programs.plan_tool.question import Question
+from fullshard.programs.train.config import Grouping, Recomputation, RunConfig
+from fullshard.programs.train.config_file import toml_value
+
+MAX_REPLICA_SIZES = 3
+"""So many sizes of replicas are tried: one host, and larger ones."""
+
+REPLICAS = "sharding.replicas"
+DIVIDED_STATE = "optimizer.shard_over_replicas"
+RESHARD = "sharding.reshard_after_forward"
+RECOMPUTE = "compute.checkpoint_activations"
+ACCUMULATE = "train.accumulate"
+GROUPS = "sharding.groups"
+WIRE = "compute.wire"
+
+RECOMPUTED: tuple[str, ...] = get_args(Recomputation)
+"""From the most activations kept to the fewest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Other values of some fields."""
+
+    values: tuple[tuple[str, Any], ...]
+    saves_memory: bool = False
+    """It takes longer by itself, and is of use only where memory is short."""
+
+    @property
+    def axis(self) -> str:
+        """The field that it is about. A configuration has at most one change of it."""
+        return self.values[0][0]
+
+    @property
+    def settings(self) -> str:
+        """Its values as `--set` takes them."""
+        return ", ".join(f"{name}={_shown(value)}" for name, value in self.values)
+
+    def of(self, config: RunConfig) -> RunConfig:
+        """Return the changed configuration."""
+        return changed(config, dict(self.values))
+
+
+def combined(changes: tuple[Change, ...]) -> Change:
+    """Return all of them as one."""
+    return Change(
+        tuple(value for change in changes for value in change.values),
+        saves_memory=all(change.saves_memory for change in changes),
+    )
+
+
+def changed(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """Return a configuration with other values of some fields."""
+    for full_name, value in values.items():
+        section, _, name = full_name.partition(".")
+        other = replace(getattr(config, section), **{name: value})
+        config = replace(config, **{section: other})
+    return config
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else toml_value(value)
+
+
+def single_changes(question: Question) -> list[Change]:
+    """Return all changes of one field that are possible."""
+    config = question.config
+    found = [
+        *_replicas(question),
+        *_accumulations(question),
+        *_recomputations(config),
+        Change(
+            ((RESHARD, not config.sharding.reshard_after_forward),),
+            saves_memory=not config.sharding.reshard_after_forward,
+        ),
+        *(
+            Change(((GROUPS, each),))
+            for each in get_args(Grouping)
+            if each != config.sharding.groups
+        ),
+    ]
+    if config.compute.wire == "fp32" and config.compute.precision == "bf16":
+        found.append(Change(((WIRE, "bf16"),)))
+    return found
+
+
+def replica_sizes(world: int, machine: Machine) -> list[int]:
+    """Return how many ranks of a replica are worth a try: whole hosts, as links within a host are faster; fewer than all."""
+    sizes, size = [], machine.links.devices_per_host
+    while size < world:
+        if world % size == 0:
+            sizes.append(size)
+        size *= 2
+    step = max(1, len(sizes) // MAX_REPLICA_SIZES)
+    return sizes[::step][:MAX_REPLICA_SIZES]
+
+
+def _replicas(question: Question) -> Iterator[Change]:
+    now = question.config.sharding.replicas
+    if now > 1:
+        values: tuple[tuple[str, Any], ...] = ((REPLICAS, 1),)
+        if question.config.optimizer.shard_over_replicas:
+            values += ((DIVIDED_STATE, False),)
+        yield Change(values, saves_memory=True)
+    for size in replica_sizes(question.world, question.machine):
+        replicas = question.world // size
+        if replicas != now:
+            yield Change(((REPLICAS, replicas),), saves_memory=replicas < now)
+
+
+def with_divided_state(question: Question, change: Change) -> Change | None:
+    """Return a change to replicas that divide the optimizer's state among them; None if that is not possible."""
+    other = Change((*change.values, (DIVIDED_STATE, True)))
+    config = other.of(question.config)
+    if change.axis != REPLICAS or config.sharding.replicas == 1 or any(config.problems()):
+        return None
+    return other
+
+
+def _accumulations(question: Question) -> Iterator[Change]:
+    now = question.config.train.accumulate
+    rows = question.config.train.batch // question.world
+    for accumulate in sorted({1, now // 2, now * 2, rows}):
+        if accumulate >= 1 and accumulate != now and rows % accumulate == 0:
+            yield Change(((ACCUMULATE, accumulate),), saves_memory=accumulate > now)
+
+
+def _recomputations(config: RunConfig) -> Iterator[Change]:
+    now = config.compute.checkpoint_activations
+    for each in RECOMPUTED:
+        if each != now:
+            saves = RECOMPUTED.index(each) > RECOMPUTED.index(now)
+            yield Change(((RECOMPUTE, each),), saves_memory=saves)

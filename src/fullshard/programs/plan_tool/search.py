@@ -1,0 +1,261 @@
+"""The best configurations for the same batch.
+
+    single      every change of one field, estimated; those that cannot help are left out
+    combined    what several changes together would give, if their gains multiply and their bytes add up; the most
+                promising are estimated
+    confirmed   the best of all, planned with all their layers
+
+What cannot help: replicas whose parameters and optimizer state alone are too large, and what only saves memory while there is
+enough of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from fullshard.errors import size_text
+from fullshard.programs.plan_tool.answers import WAITS, seconds_text
+from fullshard.programs.plan_tool.changes import (
+    Change,
+    combined,
+    single_changes,
+    with_divided_state,
+)
+from fullshard.programs.plan_tool.planned_step import PlannedStep
+from fullshard.programs.plan_tool.planning import estimated, planned
+from fullshard.programs.plan_tool.question import Question
+from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.model_source import ModelSource
+
+COMBINATIONS = 3
+"""So many combinations of changes are estimated."""
+CONFIRMED = 2
+"""So many of the best are planned with all layers."""
+BEST = 5
+"""So many are returned."""
+WORTHWHILE = 1.01
+"""A change must give this much more throughput."""
+NOTABLE = 0.01
+"""Times below this share of a step are not worth a word."""
+
+Told = Callable[[int, int, str], None]
+"""Is told how many plans are made, of how many, and which one comes next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A changed configuration and its plan."""
+
+    change: Change
+    step: PlannedStep
+    reason: str
+    """What it gains or costs, against the given configuration, in one line."""
+    is_confirmed: bool = False
+    """It was planned with all layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What a search has found."""
+
+    best: Sequence[Found]
+    """The best first; better than what was given, or at least fitting if that does not fit."""
+    tried: Sequence[Found]
+    """Changes of one field, in the order of fields."""
+    num_plans: int
+    num_pruned: int
+    """Changes that cannot help, which were not estimated."""
+
+
+def search(
+    question: Question,
+    source: ModelSource,
+    given: PlannedStep,
+    *,
+    try_all: bool = False,
+    told: Told = lambda done, total, what: None,
+) -> Search:
+    """Find better configurations.
+
+    Args:
+        question: What is given.
+        source: Its model.
+        given: Its plan.
+        try_all: Also estimate changes of one field that cannot help, to show what they cost.
+        told: Is told about the progress.
+
+    Raises:
+        ConfigurationError: the model has no plan.
+    """
+    return _Searching(question, source, given, told).search(try_all=try_all)
+
+
+class _Searching:
+    def __init__(
+        self, question: Question, source: ModelSource, given: PlannedStep, told: Told
+    ) -> None:
+        self._question, self._source, self._given, self._told = question, source, given, told
+        self._base = estimated(question, source)
+        """Estimates are compared with an estimate."""
+        self._needs_memory = False
+        """Whether more memory would make a faster configuration possible."""
+        self._done = 0
+        self._total = 0
+
+    def search(self, *, try_all: bool) -> Search:
+        possible = single_changes(self._question)
+        hopeful = [change for change in possible if self._could_fit(change)]
+        wanted = [each for each in hopeful if try_all or not self._is_idle(each)]
+        self._total = len(wanted) + COMBINATIONS + CONFIRMED
+        tried = [self._estimate(change) for change in wanted]
+        self._needs_memory = self._has_too_large(tried)
+        if not any(each.step.fits for each in tried) or self._needs_memory:
+            missing = [each for each in hopeful if each not in wanted]
+            self._total += len(missing)
+            tried += [self._estimate(change) for change in missing]
+            wanted = hopeful
+        tried += self._with_divided_state(tried, possible)
+        together = [self._estimate(change) for change in self._combinations(tried)]
+        ranked = sorted([*tried, *together], key=self._rank)
+        best = [each for each in ranked if self._is_better(each)][:BEST]
+        confirmed = [self._confirm(each) for each in best[:CONFIRMED]]
+        best = sorted([*confirmed, *best[CONFIRMED:]], key=self._rank)
+        return Search(
+            best=[each for each in best if self._is_better(each)],
+            tried=tried,
+            num_plans=self._done,
+            num_pruned=len(possible) - len(wanted),
+        )
+
+    # --- what is not worth an estimate
+
+    def _could_fit(self, change: Change) -> bool:
+        """Say whether what every rank holds between steps leaves any memory."""
+        before, after = self._question.config, change.of(self._question.config)
+        held = self._base.memory.at_peak
+        larger = after.sharding.replicas / before.sharding.replicas
+        parameters = held.get("parameters", 0) * larger
+        state = held.get("optimizer", 0) * larger * _keepers(before) / _keepers(after)
+        return parameters + state < self._question.machine.usable_bytes
+
+    def _is_idle(self, change: Change) -> bool:
+        """Say whether it only saves memory, and there is enough."""
+        return change.saves_memory and self._base.fits
+
+    def _has_too_large(self, tried: Sequence[Found]) -> bool:
+        """Say whether memory is all that keeps a faster configuration from working."""
+        return any(
+            not each.step.fits and self._speed(each.step) > WORTHWHILE * self._speed(self._base)
+            for each in tried
+        )
+
+    def _with_divided_state(
+        self, tried: Sequence[Found], possible: Sequence[Change]
+    ) -> list[Found]:
+        """Return replicas that may fit if they divide the optimizer's state, and do not without that."""
+        fitting = {each.change for each in tried if each.step.fits}
+        wanted = [
+            other
+            for change in possible
+            if change not in fitting
+            and (other := with_divided_state(self._question, change))
+            and self._could_fit(other)
+        ]
+        self._total += len(wanted[:1])
+        return [self._estimate(change) for change in wanted[:1]]
+
+    # --- combinations
+
+    def _combinations(self, tried: Sequence[Found]) -> list[Change]:
+        """Return the most promising changes of several fields."""
+        axes: dict[str, list[Found]] = defaultdict(list)
+        for each in tried:
+            if self._helps(each):
+                axes[each.change.axis].append(each)
+        predicted: list[tuple[float, float, Change]] = []
+        for choice in product(*([None, *found] for found in axes.values())):
+            chosen = [each for each in choice if each is not None]
+            if len(chosen) >= 2:
+                seconds, nbytes = self._predicted(chosen)
+                missing = max(0.0, nbytes - self._question.machine.usable_bytes)
+                change = combined(tuple(each.change for each in chosen))
+                predicted.append((missing, seconds, change))
+        predicted.sort(key=lambda each: (each[0], each[1], len(each[2].values)))
+        return [change for _, _, change in predicted[:COMBINATIONS]]
+
+    def _helps(self, found: Found) -> bool:
+        """Say whether it gains time, or memory where that is short."""
+        base, step = self._base, found.step
+        is_faster = self._speed(step) > self._speed(base) * (1 + NOTABLE / 2)
+        saved = base.memory.reserved - step.memory.reserved
+        needs_memory = not base.fits or self._needs_memory
+        return is_faster or (needs_memory and saved > NOTABLE * base.memory.reserved)
+
+    def _predicted(self, chosen: Sequence[Found]) -> tuple[float, float]:
+        """Return seconds and bytes, if gains multiply and bytes add up."""
+        seconds, nbytes = self._base.seconds, float(self._base.memory.reserved)
+        for each in chosen:
+            seconds *= each.step.seconds / self._base.seconds
+            nbytes += each.step.memory.reserved - self._base.memory.reserved
+        return seconds, nbytes
+
+    # --- plans
+
+    def _estimate(self, change: Change) -> Found:
+        self._told(self._done, self._total, change.settings)
+        self._done += 1
+        asked = replace(self._question, config=change.of(self._question.config))
+        step = estimated(asked, self._source)
+        return Found(change, step, reason(self._base, step))
+
+    def _confirm(self, found: Found) -> Found:
+        self._told(self._done, self._total, found.change.settings)
+        self._done += 1
+        step = planned(replace(self._question, config=found.step.config), self._source)
+        return Found(found.change, step, reason(self._given, step), is_confirmed=True)
+
+    def _speed(self, step: PlannedStep) -> float:
+        return step.tokens_per_second
+
+    def _rank(self, found: Found) -> tuple[bool, float]:
+        step = found.step
+        return not step.fits, -step.tokens_per_second if step.fits else step.memory.reserved
+
+    def _is_better(self, found: Found) -> bool:
+        before = self._given if found.is_confirmed else self._base
+        if not self._base.fits:
+            return found.step.fits or found.step.memory.reserved < before.memory.reserved
+        return found.step.fits and self._speed(found.step) >= WORTHWHILE * self._speed(before)
+
+
+def _keepers(config: RunConfig) -> int:
+    """Return among how many replicas the optimizer's state is divided."""
+    return config.sharding.replicas if config.optimizer.shard_over_replicas else 1
+
+
+def reason(before: PlannedStep, after: PlannedStep) -> str:
+    """Say in one line what a change gains and costs."""
+    return "; ".join(_reasons(before, after))
+
+
+def _reasons(before: PlannedStep, after: PlannedStep) -> Iterator[str]:
+    if after.fits != before.fits:
+        yield "fits" if after.fits else "does not fit"
+    yield f"{after.tokens_per_second / before.tokens_per_second:.2f} x tokens/s"
+    times = [
+        (after.playback.idle[key] - before.playback.idle[key], f"waits for {text}")
+        for key, text in WAITS.items()
+    ]
+    work = (sum(step.playback.phases.values()) for step in (after, before))
+    times.append((next(work) - next(work), "compute"))
+    times.sort(key=lambda each: -abs(each[0]))
+    for difference, what in times[:2]:
+        if abs(difference) >= NOTABLE * before.seconds:
+            word = "longer" if difference > 0 else "shorter"
+            yield f"{what} {seconds_text(abs(difference))} {word}"
+    nbytes = after.memory.reserved - before.memory.reserved
+    if abs(nbytes) >= NOTABLE * before.memory.reserved:
+        yield f"{size_text(abs(nbytes))} {'more' if nbytes > 0 else 'less'} memory"

@@ -1,0 +1,192 @@
+"""The search for better configurations: what it tries, what it leaves out, and what it finds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fullshard.programs.plan_tool import search as searching
+from fullshard.programs.plan_tool.changes import (
+    ACCUMULATE,
+    RECOMPUTE,
+    REPLICAS,
+    RESHARD,
+    changed,
+    replica_sizes,
+    single_changes,
+)
+from fullshard.programs.plan_tool.planned_step import PlannedStep, plan_step
+from fullshard.programs.plan_tool.planning import planned
+from fullshard.programs.plan_tool.profile_file import load_profile
+from fullshard.programs.plan_tool.question import Question, read_machine, read_question
+from fullshard.programs.plan_tool.search import Search, search
+from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.config_file import read_config, to_short_toml
+from fullshard.programs.train.model_source import open_model
+
+SMALL = ("model.layers=2", "model.width=64", "model.heads=2", "data.context=16")
+GIB = 1 << 30
+
+
+def question(*settings: str, gpus: int = 16, network: str | None = None) -> Question:
+    return read_question("tiny", gpus, read_machine("h100", None, network), [*SMALL, *settings])
+
+
+def real_step(asked: Question) -> PlannedStep:
+    return planned(asked, open_model(asked.config))
+
+
+@pytest.fixture(scope="module")
+def template() -> PlannedStep:
+    """A real plan, whose times and bytes are replaced."""
+    return real_step(question())
+
+
+Cost = Callable[[RunConfig], tuple[float, float]]
+"""Returns seconds and GiB of a configuration."""
+
+
+def searched(
+    template: PlannedStep,
+    monkeypatch: pytest.MonkeyPatch,
+    cost: Cost,
+    *settings: str,
+    gpus: int = 16,
+    held_gib: float = 1.0,
+) -> tuple[Search, list[RunConfig]]:
+    """Search with steps that take what `cost` says; return also what was planned."""
+    asked = question(*settings, gpus=gpus)
+    plans: list[RunConfig] = []
+
+    def make(one: Question, _: object) -> PlannedStep:
+        plans.append(one.config)
+        seconds, gib = cost(one.config)
+        memory = replace(
+            template.memory, reserved=int(gib * GIB), at_peak={"parameters": int(held_gib * GIB)}
+        )
+        idle: Any = defaultdict(float)
+        playback = replace(template.playback, seconds=seconds, idle=idle)
+        return replace(
+            template, config=one.config, world=one.world, memory=memory, playback=playback
+        )
+
+    monkeypatch.setattr(searching, "estimated", make)
+    monkeypatch.setattr(searching, "planned", make)
+    source: Any = None
+    return search(asked, source, make(asked, None)), plans
+
+
+def test_gains_of_several_fields_are_combined_and_the_best_comes_first(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(config: RunConfig) -> tuple[float, float]:
+        seconds = 1.0
+        seconds *= 0.8 if config.sharding.replicas == 2 else 1.0
+        seconds *= 1.0 if config.sharding.reshard_after_forward else 0.9
+        return seconds, 10.0
+
+    found, _ = searched(template, monkeypatch, cost)
+    first = found.best[0]
+    assert dict(first.change.values) == {REPLICAS: 2, RESHARD: False}
+    assert first.is_confirmed and first.reason.startswith("1.39 x tokens/s")
+    assert [each.step.seconds for each in found.best] == sorted(
+        each.step.seconds for each in found.best
+    )
+
+
+def test_what_only_saves_memory_is_not_tried_where_there_is_enough(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, plans = searched(
+        template, monkeypatch, lambda _: (1.0, 10.0), "train.batch=64", "train.accumulate=2"
+    )
+    assert not found.best and found.num_pruned >= 3
+    assert {config.compute.checkpoint_activations for config in plans} == {"none"}
+    assert {config.train.accumulate for config in plans} == {1, 2}
+
+
+def test_a_model_that_does_not_fit_is_made_to_fit_at_the_least_cost(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(config: RunConfig) -> tuple[float, float]:
+        recomputed = {"none": (1.0, 100.0), "selective": (1.1, 90.0), "blocks": (1.3, 60.0)}
+        seconds, gib = recomputed[config.compute.checkpoint_activations]
+        if config.train.accumulate > 1:
+            seconds, gib = seconds * 1.05, gib - 20.0
+        return seconds, gib
+
+    found, _ = searched(template, monkeypatch, cost, "train.batch=64")
+    first = dict(found.best[0].change.values)
+    assert first[RECOMPUTE] == "selective" and first[ACCUMULATE] > 1
+    assert found.best[0].reason.startswith("fits; ")
+    assert all(each.step.fits for each in found.best[:2])
+
+
+def test_replicas_that_are_too_large_by_parameters_alone_are_not_tried(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, plans = searched(template, monkeypatch, lambda _: (1.0, 50.0), gpus=64, held_gib=30.0)
+    assert {config.sharding.replicas for config in plans} == {1, 2}
+
+
+def test_what_is_tried_keeps_the_batch_and_goes_together() -> None:
+    for settings in ((), ("sharding.replicas=2", "optimizer.shard_over_replicas=true")):
+        asked = question(
+            "train.batch=192", "train.accumulate=2", "compute.precision=bf16", *settings
+        )
+        changes = single_changes(asked)
+        assert len(changes) >= 8
+        for change in changes:
+            config = change.of(asked.config)
+            assert config != asked.config
+            config.check(asked.world)
+            assert config.train.batch == 192
+
+
+def test_sizes_of_replicas_are_whole_hosts() -> None:
+    machine = load_profile("h100")
+    assert replica_sizes(8, machine) == []
+    assert replica_sizes(64, machine) == [8, 16, 32]
+    sizes = replica_sizes(100_000, machine)
+    assert 1 <= len(sizes) <= 3 and all(100_000 % size == 0 for size in sizes)
+
+
+def test_a_found_configuration_is_a_file_that_the_trainer_reads(tmp_path: Path) -> None:
+    asked = question("compute.precision=bf16")
+    config = changed(asked.config, {REPLICAS: 2, RESHARD: False})
+    file = tmp_path / "best.toml"
+    file.write_text(to_short_toml(config, "A comment that says\nwhat it is."))
+    assert read_config(file) == config
+    assert "steps" not in file.read_text()
+
+
+# --- what theory says about real plans -------------------------------------------------------------------
+
+
+def test_more_gpus_never_need_more_memory_and_a_faster_network_is_never_slower() -> None:
+    peaks = [real_step(question(gpus=gpus)).memory.allocated for gpus in (1, 4, 16)]
+    assert peaks == sorted(peaks, reverse=True)
+    times = [real_step(question(network=network)).seconds for network in ("5", "50", "400")]
+    assert times == sorted(times, reverse=True)
+
+
+def test_replicas_win_on_many_gpus_and_lose_on_few() -> None:
+    """Gathers over thousands of ranks take thousands of hops. Within a host they do not."""
+
+    def gain(gpus: int) -> float:
+        full = question("data.context=64", gpus=gpus)
+        machine = full.machine.with_network(gbit_per_device=2.0)
+        replicas = changed(full.config, {REPLICAS: gpus // 8})
+        source = open_model(full.config)
+        return (
+            plan_step(full.config, gpus, machine, source).seconds
+            / plan_step(replicas, gpus, machine, source).seconds
+        )
+
+    assert gain(4096) > 2
+    assert gain(16) < gain(4096)
