@@ -159,6 +159,18 @@ def peaks_of(contestant: Contestant, device: torch.device) -> tuple[int, int]:
     return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
 
 
+def peak_of(step: Callable[[], object], device: torch.device) -> float:
+    """Return how many GiB a step takes beyond what is there before it; on the CPU it is not known."""
+    if device.type != "cuda":
+        return float("nan")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / (1 << 30)
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Keep Python's cycle collector out of the timed region."""

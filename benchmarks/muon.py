@@ -15,7 +15,7 @@ sent, got     MiB that rank 0 sends to and gets from other ranks in a step
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.contestants import Contestant, Setting, adamw_over_shards, build, join_fake_group
 from benchmarks.estimate import of_some
-from benchmarks.measure import collector_paused, timed
+from benchmarks.measure import collector_paused, peak_of, timed
 from benchmarks.report import header, headline, markdown, milliseconds, number, write_json
 from benchmarks.transformer import PRESETS, local_tensor
 from fullshard.optim.muon import Muon, hidden_matrices
@@ -105,18 +105,6 @@ def measure(
             for name in names[turn % 3 :] + names[: turn % 3]:
                 samples[name].append(timed(makers[name].step, device).device_s)
     return samples, facts
-
-
-def peak_of(step: Callable[[], object], device: torch.device) -> float:
-    """Return how many GiB a step takes beyond what is there before it; on the CPU it is not known."""
-    if device.type != "cuda":
-        return float("nan")
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / (1 << 30)
 
 
 def rows(
