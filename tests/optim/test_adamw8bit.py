@@ -182,7 +182,7 @@ def test_every_mesh_has_the_same_bits(world, ranks: int, kinds: tuple[str, ...])
 # --- checkpoints ------------------------------------------------------------------------------------
 
 
-def made(model: nn.Module, kind: type[torch.optim.Optimizer] = AdamW8bit) -> Any:
+def made(model: nn.Module, kind: Any = AdamW8bit) -> Any:
     options = {"block_size": SIZE} if kind is AdamW8bit else {}
     return kind(model.parameters(), lr=0.02, weight_decay=0.1, **options)
 
@@ -406,8 +406,7 @@ def test_state_takes_about_two_bytes_and_16_bit_parameters_keep_theirs_in_fp32()
 def test_codes_are_exact_and_their_noise_has_the_right_mean() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     none = torch.zeros(256, dtype=torch.int32)
-    for scale in (SMALLEST_SCALE, 1e-12, 0.3, 1.0, 3.7, 1e30, 3.4e38):
-        scale = torch.tensor(scale)
+    for scale in torch.tensor([SMALLEST_SCALE, 1e-12, 0.3, 1.0, 3.7, 1e30, 3.4e38]):
         # Products are not exact, but never wrong by as much as half of what is rounded away.
         nearest = none + (0x8000 << 16 | 0x8000) - (1 << 32)
         means, squares = decoded_means(codes) * scale, decoded_squares(codes) * scale

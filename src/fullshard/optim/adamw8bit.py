@@ -148,7 +148,7 @@ class AdamW8bit(torch.optim.AdamW):
     # --- state as others see it -----------------------------------------------------------------------
 
     @property
-    def state(self) -> defaultdict[Any, Any]:  # type: ignore[override]
+    def state(self) -> defaultdict[Any, Any]:
         """The state of each parameter in fp32, sharded as the parameter is. The next step takes over what was changed."""
         if not self._is_split:
             self._split()
@@ -260,7 +260,7 @@ class AdamW8bit(torch.optim.AdamW):
         others = {key: value for key, value in state.items() if key != "state"}
         self.__dict__.update(others)
         self.state = state["state"]
-        super().__setstate__({})
+        super().__setstate__({})  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -90,7 +90,8 @@ def shared_blocks(sharding: Sharding, size: int) -> Tensor:
     found = torch.cat([torch.zeros(0, dtype=torch.int64), *cuts])
     numel = math.prod(sharding.shape)
     inside = (found > 0) & (found < numel) & (found % size != 0)
-    return torch.unique(found[inside] // size)
+    blocks: Tensor = torch.unique(found[inside] // size)
+    return blocks
 
 
 def _cuts(sharding: Sharding, dim: int) -> Tensor:

@@ -47,6 +47,9 @@ def chunks_of_rows(rows: Iterable[Rows], unit: Unit) -> Iterator[Rows]:
 def chunks_of_fragments(fragments: Fragments, width: int) -> Iterator[Fragments]:
     """Yield fragments in parts that are computed at once."""
     count = max(_chunk_numel(fragments.starts.device) // width, 1)
+    if 0 < len(fragments) <= count:
+        yield fragments  # itself: it keeps what it has computed
+        return
     for done in range(0, len(fragments), count):
         yield fragments.part(done, done + count)
 
@@ -144,12 +147,11 @@ class _Batch:
             )
             old = stored_values(*both, *table[:, self._slots])
         else:
-            old = tuple(
-                torch.cat(
-                    [item.old[of][at - item.start] for (item, _), (at, _) in self._zip(elements)]
-                )
-                for of in (0, 1)
-            )
+            found = [
+                (item.old[0][at - item.start], item.old[1][at - item.start])
+                for (item, _), (at, _) in self._zip(elements)
+            ]
+            old = (torch.cat([m for m, _ in found]), torch.cat([s for _, s in found]))
         return moments(gradient, *old, self._numbers)
 
 
@@ -228,9 +230,9 @@ class BlockStep:
         for parts in by_kind.values():
             limit = max(_chunk_numel(parts[0][0].unit.memory.device) // width, 1)
             taken: list[tuple[_Item, Fragments]] = []
-            for part in parts:
-                if taken and sum(len(each) for _, each in taken) + len(part[1]) > limit:
+            for item, part in parts:
+                if taken and sum(len(each) for _, each in taken) + len(part) > limit:
                     yield _Batch(taken, width)
                     taken = []
-                taken.append(part)
+                taken.append((item, part))
             yield _Batch(taken, width)

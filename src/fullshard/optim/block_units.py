@@ -74,6 +74,11 @@ def in_order_of(tensor: Tensor, local: Tensor) -> Tensor:
     return _flat(tensor)
 
 
+_KEPT_NUMEL = 1 << 15
+"""Fragments with no more elements keep where these are, in 12 bytes for each. Those at the edges of shards have so few; those of a
+tensor that is cut along its last dimension are all of it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragments:
     """Parts of blocks in a unit, as tensors with one number for each."""
@@ -85,6 +90,8 @@ class Fragments:
     """The first element's index in the whole tensor."""
     slots: Tensor
     """Number of the block's scale in the table."""
+    _kept: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)
+    """What `elements` has returned, if they are few: every step asks for it."""
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -95,6 +102,12 @@ class Fragments:
 
     def _tensors(self) -> tuple[Tensor, ...]:
         return self.starts, self.lengths, self.firsts, self.slots
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the numbers, and of what is kept of `elements`."""
+        kept = [each for pair in self._kept for each in pair]
+        return sum(each.nbytes for each in (*self._tensors(), *kept))
 
     @staticmethod
     def joined(parts: Sequence[Fragments]) -> Fragments:
@@ -109,10 +122,15 @@ class Fragments:
         Rows of shorter fragments are filled with their first element: computed several times, it has the same result, and
         does not change the largest magnitude.
         """
+        if self._kept:
+            return self._kept[0]
         columns = torch.arange(width, device=self.starts.device)
         columns = torch.where(columns < self.lengths[:, None], columns, 0)
         indices = (self.firsts[:, None] + columns).to(torch.int32)
-        return self.starts[:, None] + columns, indices
+        found = (self.starts[:, None] + columns, indices)
+        if found[0].numel() <= _KEPT_NUMEL:
+            self._kept.append(found)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +240,10 @@ class Unit:
     @property
     def state_bytes(self) -> int:
         """Memory of the state, and of what says where its blocks are."""
-        fragments = [each for part in self._fragments for each in part._tensors()]
-        held = [self._codes, self._scales, self.blocks, *fragments]
-        return sum(each.nbytes for each in held if each is not None)
+        parts = self._fragments if self._all is None else [*self._fragments, self._all[1]]
+        tables = sum(part.nbytes for part in dict.fromkeys(parts))
+        held = [self._codes, self._scales, self.blocks]
+        return tables + sum(each.nbytes for each in held if each is not None)
 
 
 @dataclass(slots=True, eq=False)

@@ -125,7 +125,9 @@ def update_rows(
 @functools.cache
 def compiled() -> Callable[..., None]:
     """Return `update_rows` as one kernel, for any number of rows."""
-    return torch.compile(update_rows, dynamic=True, fullgraph=True)
+    # Row counts become dynamic by themselves, and the size of blocks stays a constant. Not `fullgraph`, with which too many kinds of
+    # calls would be an error rather than computed without compiling.
+    return torch.compile(update_rows)
 
 
 def can_compile(device: torch.device) -> bool:

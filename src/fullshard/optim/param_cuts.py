@@ -69,7 +69,7 @@ def param_cuts(params: Sequence[nn.Parameter]) -> list[ParamCut]:
                 else f"these of wrappers are also tensor-parallel: {parallel}. Use fully_shard."
             )
         )
-    return [_cut(param, member) for param in params for member in members[id(param)] or [None]]
+    return [cut for param in params for cut in _cuts(param, members[id(param)])]
 
 
 def cuts_of_members(params: Sequence[nn.Parameter]) -> list[list[ParamCut]]:
@@ -87,7 +87,7 @@ def cuts_of_members(params: Sequence[nn.Parameter]) -> list[list[ParamCut]]:
             "An optimizer of blocks must know which elements of the whole parameter a rank has, and these of wrappers are also "
             f"tensor-parallel: {parallel}. Use fully_shard."
         )
-    return [[_cut(param, member) for member in members[id(param)] or [None]] for param in params]
+    return [_cuts(param, members[id(param)]) for param in params]
 
 
 _Member = tuple[FSDPParamGroup, int]
@@ -113,6 +113,10 @@ def _flat_and_parallel(members: Mapping[int, Sequence[_Member]]) -> list[str]:
         if group.params[index].placement.parallel
         and not isinstance(group.params[index].sharded_param.param, DTensor)
     ]
+
+
+def _cuts(param: nn.Parameter, members: Sequence[_Member]) -> list[ParamCut]:
+    return [_cut(param, member) for member in members] or [_cut(param, None)]
 
 
 def _cut(param: nn.Parameter, member: _Member | None) -> ParamCut:

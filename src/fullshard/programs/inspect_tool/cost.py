@@ -160,11 +160,12 @@ def _optimizer_states(
     section: OptimizerSection, itemsize: Fraction
 ) -> tuple[Fraction | int, int, str]:
     """Return how many numbers of ``itemsize`` bytes an optimizer and averages keep for each element, and the names of both."""
-    states = {
+    by_name: dict[str, Fraction | int] = {
         "sgd": int(section.momentum > 0),
         "adagrad": 1,
         "adamw8bit": BYTES_8BIT / (itemsize or 4),
-    }.get(section.name, OTHER_STATES)
+    }
+    states = by_name.get(section.name, OTHER_STATES)
     if section.ema is None:
         return states, 0, section.name
     return states, 1, f"{section.name}, EMA"
