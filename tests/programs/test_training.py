@@ -203,6 +203,11 @@ def test_optimizers_update_the_same_through_both_doors(
         assert other == pytest.approx(first, rel=1e-4)
     assert first != one_rank.losses
     assert first[STEPS] < first[1]
+    if optimizer == "adamw8bit":
+        for config in configs:
+            [start], *_, step = records(config, "start"), *records(config, "step")
+            # AdamW has 2. So small a model has more edges of blocks than blocks.
+            assert 0.5 < step["optimizer_bytes"] / start["rank_bytes"][0] < 1.6
 
 
 def test_clipping_bounds_the_update_and_not_the_norm_that_is_told(

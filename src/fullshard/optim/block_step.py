@@ -133,7 +133,7 @@ class _Batch:
         table[:, self._slots] = scales[:, self._slots]
 
     def _elements(self) -> list[tuple[Tensor, Tensor]]:
-        return [fragments.elements(self._width) for _, fragments in self._parts]
+        return [fragments.elements(self._width, keep=True) for _, fragments in self._parts]
 
     def _zip(self, elements: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Any]:
         return zip(self._parts, elements, strict=True)

@@ -91,7 +91,7 @@ class Fragments:
     slots: Tensor
     """Number of the block's scale in the table."""
     _kept: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)
-    """What `elements` has returned, if they are few: every step asks for it."""
+    """What `elements` has returned: every step asks for it."""
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -116,11 +116,11 @@ class Fragments:
             return parts[0]
         return Fragments(*map(torch.cat, zip(*(part._tensors() for part in parts), strict=True)))
 
-    def elements(self, width: int) -> tuple[Tensor, Tensor]:
+    def elements(self, width: int, *, keep: bool = False) -> tuple[Tensor, Tensor]:
         """Return each element's place in the unit, and its index in the whole tensor modulo 2**32, in rows of one width.
 
         Rows of shorter fragments are filled with their first element: computed several times, it has the same result, and
-        does not change the largest magnitude.
+        does not change the largest magnitude. With ``keep``, the next call returns the same, if they are few.
         """
         if self._kept:
             return self._kept[0]
@@ -128,7 +128,7 @@ class Fragments:
         columns = torch.where(columns < self.lengths[:, None], columns, 0)
         indices = (self.firsts[:, None] + columns).to(torch.int32)
         found = (self.starts[:, None] + columns, indices)
-        if found[0].numel() <= _KEPT_NUMEL:
+        if keep and found[0].numel() <= _KEPT_NUMEL:
             self._kept.append(found)
         return found
 

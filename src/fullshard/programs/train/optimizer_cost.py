@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
 from fullshard.engine.tensor_trees import tensors_in
+from fullshard.optim import AdamW8bit
 
 
 class OptimizerCost:
@@ -60,6 +61,8 @@ class OptimizerCost:
     @property
     def state_bytes(self) -> int:
         """Bytes of all tensors in the state, as far as this rank holds them."""
+        if isinstance(self._holder, AdamW8bit):  # its state as others see it takes more
+            return self._holder.state_bytes
         states = self._holder.state
         if self._known[0] != len(states):  # optimizers make all state of a parameter at once
             tensors = [tensor for state in states.values() for tensor in tensors_in(state)]
