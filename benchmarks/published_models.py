@@ -8,25 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
-Recompute = Literal["none", "selective", "blocks"]
-"""Selective: torchtitan's policy `op`. It keeps attention and every second matrix product."""
-
-KEPT = {
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-}
+from fullshard.programs.train.sharded_model import recompute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,58 +133,31 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer, which may recompute its activations."""
+    """A layer."""
 
-    def __init__(self, shape: Architecture, *, recompute: Recompute) -> None:
+    def __init__(self, shape: Architecture) -> None:
         super().__init__()
         norm: Callable[[int], nn.Module] = nn.LayerNorm if shape.is_gpt else ComposedNorm
         self.first_norm = norm(shape.width)
         self.attention = Attention(shape)
         self.second_norm = norm(shape.width)
         self.feed_forward = FeedForward(shape)
-        self.recompute = recompute
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the outputs of attention and feed-forward to the residual stream."""
-        if self.recompute == "none":
-            return self._compute(x)
-        context = _selective if self.recompute == "selective" else None
-        options: dict[str, Any] = {"context_fn": context} if context else {}
-        out: Tensor = checkpoint(
-            self._compute, x, use_reentrant=False, preserve_rng_state=False, **options
-        )
-        return out
-
-    def _compute(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.first_norm(x))
         out: Tensor = x + self.feed_forward(self.second_norm(x))
         return out
 
 
-def _selective() -> Any:
-    """Return contexts in which attention and every second matrix product are kept."""
-    seen = {False: 0, True: 0}
-
-    def policy(context: Any, operation: Any, *_: object, **__: object) -> CheckpointPolicy:
-        if operation in KEPT:
-            return CheckpointPolicy.MUST_SAVE
-        if operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            seen[context.is_recompute] += 1
-            if seen[context.is_recompute] % 2:
-                return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
 class PublishedDecoder(nn.Module):
     """A decoder with an untied head."""
 
-    def __init__(self, shape: Architecture, *, recompute: list[Recompute]) -> None:
+    def __init__(self, shape: Architecture) -> None:
         super().__init__()
         self.shape = shape
         self.embed = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(Block(shape, recompute=each) for each in recompute)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width) if shape.is_gpt else ComposedNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
 
@@ -213,20 +173,19 @@ class PublishedDecoder(nn.Module):
 class PublishedModel:
     """A published model as a source of models for the planner."""
 
-    def __init__(
-        self, name: str, *, recompute: Recompute, recomputed_blocks: int | None = None
-    ) -> None:
+    def __init__(self, name: str, *, recomputed_blocks: int = 0) -> None:
         self.shape = ARCHITECTURES[name]
         self.vocabulary = self.shape.vocabulary
         self.description = name
-        num = self.shape.layers if recomputed_blocks is None else recomputed_blocks
-        kept: list[Recompute] = ["none"] * (self.shape.layers - num)
-        self._recompute: list[Recompute] = [recompute] * num + kept
+        self._recomputed_blocks = recomputed_blocks
 
     def build(self) -> nn.Module:
         """Return the model on the meta device."""
         with torch.device("meta"):
-            return PublishedDecoder(self.shape, recompute=self._recompute)
+            model = PublishedDecoder(self.shape)
+        for block in model.blocks[: self._recomputed_blocks]:
+            recompute(block, "blocks")
+        return model
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return its layers."""

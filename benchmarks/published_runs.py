@@ -19,15 +19,15 @@ from typing import cast
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.published_models import PublishedModel, Recompute
-from fullshard.programs.inspect_tool.without_values import without_values
-from fullshard.programs.plan_tool.machine import Machine
-from fullshard.programs.plan_tool.playback import Playback, play
+from benchmarks.published_models import PublishedModel
+from fullshard.programs.plan_tool.machine import GIB, Machine
+from fullshard.programs.plan_tool.planned_step import PlannedStep, plan_step
+from fullshard.programs.plan_tool.playback import Playback
 from fullshard.programs.plan_tool.profile_file import load_profile
-from fullshard.programs.plan_tool.step_program import StepProgram, record_step
 from fullshard.programs.train.config import (
     ComputeSection,
     DataSection,
+    Recomputation,
     RunConfig,
     TrainSection,
 )
@@ -49,12 +49,15 @@ class Row:
     """Per GPU."""
     length: int
     tokens_per_second: float
-    recompute: Recompute = "none"
-    recomputed_blocks: int | None = None
-    """If not all."""
+    recompute: Recomputation = "none"
+    """Selective is torchtitan's policy `op`."""
+    recomputed_blocks: int = 0
+    """If only some."""
     is_compiled: bool = False
     network: float | None = None
     """Gb/s per host, if the source says it."""
+    reserved_gib: float | None = None
+    """Memory that the allocator took, if the source says it."""
     is_listed: bool = True
     """One of those that were given to us; the others were found later, as a check."""
 
@@ -77,8 +80,7 @@ def yafsdp(
         batch=1,
         length=length,
         tokens_per_second=length / seconds,
-        recompute="blocks" if blocks else "none",
-        recomputed_blocks=blocks or None,
+        recomputed_blocks=blocks,
         is_listed=listed,
     )
 
@@ -92,6 +94,7 @@ TITAN = Row(
     length=8192,
     recompute="selective",
     tokens_per_second=5762,
+    reserved_gib=82.4,
 )
 TITAN_165 = replace(TITAN, source="torchtitan#165", model="Llama 2 7B", batch=8, length=2048)
 TITAN_A100 = replace(
@@ -101,6 +104,7 @@ TITAN_A100 = replace(
     gpus=64,
     batch=1,
     network=1600,  # not in the source: what a DGX A100 has
+    reserved_gib=None,
     is_listed=False,
 )
 IBM_A100 = Row(
@@ -129,12 +133,25 @@ PAPER = Row(
 
 ROWS = (
     TITAN,
-    replace(TITAN, is_compiled=True, tokens_per_second=6667),
-    replace(TITAN_165, recompute="blocks", tokens_per_second=6200),
-    replace(TITAN_165, tokens_per_second=6700),
-    replace(TITAN_165, is_compiled=True, tokens_per_second=8250),
-    replace(TITAN_165, recompute="none", is_compiled=True, tokens_per_second=9200),
-    replace(TITAN, source="torchtitan#929", batch=1, is_compiled=True, tokens_per_second=6500),
+    replace(TITAN, is_compiled=True, tokens_per_second=6667, reserved_gib=77.0),
+    replace(TITAN_165, recompute="blocks", tokens_per_second=6200, reserved_gib=0.326 * 95),
+    replace(TITAN_165, tokens_per_second=6700, reserved_gib=0.625 * 95),
+    replace(TITAN_165, is_compiled=True, tokens_per_second=8250, reserved_gib=0.538 * 95),
+    replace(
+        TITAN_165,
+        recompute="none",
+        is_compiled=True,
+        tokens_per_second=9200,
+        reserved_gib=0.903 * 95,
+    ),
+    replace(
+        TITAN,
+        source="torchtitan#929",
+        batch=1,
+        is_compiled=True,
+        tokens_per_second=6500,
+        reserved_gib=44,
+    ),
     IBM_A100,
     IBM_H100,
     yafsdp("Llama 2 7B", 64, 2048, 0.90, listed=True),
@@ -146,8 +163,15 @@ ROWS = (
     PAPER,
     replace(PAPER, gpus=512),
     # Those that were found later.
-    replace(TITAN, gpus=128, tokens_per_second=5605, is_listed=False),
-    replace(TITAN, gpus=128, is_compiled=True, tokens_per_second=6514, is_listed=False),
+    replace(TITAN, gpus=128, tokens_per_second=5605, reserved_gib=67.0, is_listed=False),
+    replace(
+        TITAN,
+        gpus=128,
+        is_compiled=True,
+        tokens_per_second=6514,
+        reserved_gib=62.0,
+        is_listed=False,
+    ),
     replace(TITAN_A100, tokens_per_second=2973),
     replace(TITAN_A100, model="Llama 3 70B", recompute="blocks", tokens_per_second=323),
     replace(
@@ -192,19 +216,20 @@ ROWS = (
 2024; pytorch.org/blog/maximizing-training; README of yandex/YaFSDP; arXiv 2304.11277. Ranges stand as their middle."""
 
 
-def program_of(row: Row) -> StepProgram:
-    """Record the step of a row."""
+def plan_of(row: Row) -> PlannedStep:
+    """Plan the step of a row."""
     config = RunConfig(
         data=DataSection(context=row.length),
         train=TrainSection(batch=row.batch * row.gpus),
-        compute=ComputeSection(precision="bf16"),
+        compute=ComputeSection(
+            precision="bf16",
+            checkpoint_activations=row.recompute,
+            compile="blocks" if row.is_compiled else "none",
+        ),
     )
-    model = PublishedModel(
-        row.model, recompute=row.recompute, recomputed_blocks=row.recomputed_blocks
-    )
-    with without_values():
-        # The planner never asks a source for weights, a tokenizer or an export.
-        return record_step(config, row.gpus, cast(ModelSource, model))
+    model = PublishedModel(row.model, recomputed_blocks=row.recomputed_blocks)
+    # The planner never asks a source for weights, a tokenizer or an export.
+    return plan_step(config, row.gpus, row.machine, cast(ModelSource, model))
 
 
 def parts_of(played: Playback) -> str:
@@ -219,10 +244,16 @@ def describe(row: Row) -> str:
     """Return what distinguishes a row."""
     options = [
         row.recompute if row.recompute != "none" else "",
+        f"{row.recomputed_blocks} blocks" if row.recomputed_blocks else "",
         "compiled" if row.is_compiled else "",
     ]
-    text = " ".join(filter(None, options))
-    return f"{row.source}, {row.model}, {row.gpus} {row.gpu}, {row.batch} x {row.length} {text}".strip()
+    run = f"{row.source}, {row.model}, {row.gpus} {row.gpu}, {row.batch} x {row.length}"
+    return " ".join(filter(None, [run, *options]))
+
+
+def compared(predicted: float, published: float) -> str:
+    """Return two numbers and their difference."""
+    return f"{predicted:7.4g} {published:7.4g} {predicted / published - 1:+7.1%}"
 
 
 def main() -> None:
@@ -236,18 +267,14 @@ def main() -> None:
     for row in ROWS:
         if options.match not in describe(row) or (options.listed and not row.is_listed):
             continue
-        program = program_of(row)
-        played = play(program.program, row.machine, is_compiled=row.is_compiled)
-        predicted = program.tokens / played.seconds
-        error = predicted / row.tokens_per_second - 1
-        errors[row.is_listed].append(abs(error))
-        mark = "" if row.is_listed else "  (found later)"
-        print(
-            f"{describe(row):75} {predicted:7.0f} {row.tokens_per_second:7.0f} {error:+7.1%}{mark}",
-            flush=True,
-        )
+        planned = plan_of(row)
+        errors[row.is_listed].append(abs(planned.tokens_per_second / row.tokens_per_second - 1))
+        line = f"{describe(row):80} {compared(planned.tokens_per_second, row.tokens_per_second)}"
+        if row.reserved_gib:
+            line += f"  GiB {compared(planned.memory.reserved / GIB, row.reserved_gib)}"
+        print(line if row.is_listed else f"{line}  (found later)", flush=True)
         if options.parts:
-            print(parts_of(played), flush=True)
+            print(parts_of(planned.playback), flush=True)
     for is_listed, found in errors.items():
         if found:
             good = sum(error <= GOAL for error in found) / len(found)

@@ -77,3 +77,22 @@ def test_recomputation_trades_memory_for_time() -> None:
     assert allocated == sorted(allocated, reverse=True)
     assert arithmetic == sorted(arithmetic)
     assert len({plan.flops for plan in plans}) == 1
+
+
+def test_compiled_blocks_keep_less_for_backward_and_compute_faster() -> None:
+    eager, compiled = (
+        plan_step(
+            config(
+                model={**DEEP, "layers": 2},
+                data={"context": 1024},
+                compute={"precision": "bf16", "compile": what},
+            ),
+            WORLD,
+            H100,
+        )
+        for what in ("none", "blocks")
+    )
+    ratio = compiled.memory.at_peak["activations"] / eager.memory.at_peak["activations"]
+    assert ratio == pytest.approx(H100.compiled.activations, rel=0.01)
+    assert sum(compiled.memory.at_peak.values()) == compiled.memory.allocated
+    assert compiled.playback.compute["memory"] < eager.playback.compute["memory"]

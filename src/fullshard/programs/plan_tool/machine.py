@@ -132,6 +132,11 @@ class CompileFacts:
     """The share of the time of memory-bound kernels that is left after fusion."""
     host: float
     """The share of the host's time for operations that is left."""
+    activations: float
+    """The share of the bytes for backward that is kept, where the step itself recomputes nothing. The compiler recomputes
+    what is cheap."""
+    recomputed_activations: float
+    """The same where the step recomputes blocks, or parts of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,8 +38,14 @@ class MemoryUse:
     peak_phase: Phase
 
 
-def memory_use(program: Program, machine: Machine) -> MemoryUse:
-    """Return the memory of a program's step on a machine, as torch's caching allocator counts it."""
+def memory_use(program: Program, machine: Machine, *, kept: float = 1.0) -> MemoryUse:
+    """Return the memory of a program's step on a machine, as torch's caching allocator counts it.
+
+    Args:
+        program: The step.
+        machine: What it runs on.
+        kept: The share of the recorded activations that is kept for backward; less than 1 if a compiler recomputes some.
+    """
     allocator = CachingAllocator()
     if machine.workspace_bytes:
         allocator.allocate(WORKSPACE, machine.workspace_bytes, COMPUTE)
@@ -51,14 +57,15 @@ def memory_use(program: Program, machine: Machine) -> MemoryUse:
         if index == program.begin:
             at_rest = peak = allocator.allocated
         if isinstance(entry, Allocate):
-            allocator.allocate(entry.memory, entry.nbytes, entry.stream)
+            nbytes = _nbytes(program, entry, kept)
+            allocator.allocate(entry.memory, nbytes, entry.stream)
             if index >= program.begin and allocator.allocated > peak:
                 peak, peak_entry, peak_phase = allocator.allocated, index, phase
         elif isinstance(entry, Free):
             allocator.free(entry.memory)
         elif isinstance(entry, Launch):
             phase = entry.phase
-    by_kind = _live_by_kind(program, peak_entry)
+    by_kind = _live_by_kind(program, peak_entry, kept)
     by_kind["workspace"] = peak - by_kind.total()
     return MemoryUse(
         allocated=peak,
@@ -70,12 +77,17 @@ def memory_use(program: Program, machine: Machine) -> MemoryUse:
     )
 
 
-def _live_by_kind(program: Program, until: int) -> Counter[MemoryKind]:
+def _nbytes(program: Program, entry: Allocate, kept: float) -> int:
+    is_activation = program.kinds.get(entry.memory) == "activations"
+    return int(entry.nbytes * kept) if is_activation else entry.nbytes
+
+
+def _live_by_kind(program: Program, until: int, kept: float) -> Counter[MemoryKind]:
     """Return the bytes that are allocated after an entry, by what they are for."""
     live: dict[int, int] = {}
     for entry in program.entries[: until + 1]:
         if isinstance(entry, Allocate):
-            live[entry.memory] = entry.nbytes
+            live[entry.memory] = _nbytes(program, entry, kept)
         elif isinstance(entry, Free):
             del live[entry.memory]
     found: Counter[MemoryKind] = Counter()

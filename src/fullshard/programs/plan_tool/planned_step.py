@@ -97,7 +97,7 @@ def plan_step(
         machine=machine,
         tokens=step.tokens,
         flops=model_flops(step.program),
-        memory=memory_use(step.program, machine),
+        memory=memory_use(step.program, machine, kept=_kept_activations(config, machine)),
         playback=playback,
         trace=step.trace(playback),
     )
@@ -211,6 +211,15 @@ def _layers(source: ModelSource, model: nn.Module) -> nn.ModuleList:
     raise ConfigurationError(
         "A model can only be planned with fewer layers if all its layers are in one nn.ModuleList."
     )
+
+
+def _kept_activations(config: RunConfig, machine: Machine) -> float:
+    """Return the share of recorded activations that compiled blocks keep."""
+    if config.compute.compile != "blocks":
+        return 1.0
+    if config.compute.checkpoint_activations == "none":
+        return machine.compiled.activations
+    return machine.compiled.recomputed_activations
 
 
 def model_flops(program: Program) -> float:

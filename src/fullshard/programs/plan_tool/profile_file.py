@@ -61,6 +61,8 @@ SHARES = frozenset(
         ("network", "efficiency"),
         ("compiled", "traffic"),
         ("compiled", "host"),
+        ("compiled", "activations"),
+        ("compiled", "recomputed_activations"),
     )
 )
 """Values above 0 and up to 1."""
