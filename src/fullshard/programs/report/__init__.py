@@ -11,7 +11,7 @@ reference   all findings and remedies as tables, for the documentation
 chart       what a chart is; `run_charts`, `timeline_chart`, `group_charts` and `memory_chart` make them
 views       which recorded steps can be chosen in a chart
 tiles       the numbers at the top; `peak_flops` knows what GPUs can do
-page        the page, from page.html, page.css and page.js
+page        the page, from page.html, layout.html, macros.html, page.css and page.js
 units       numbers with three digits and a unit
 """
 

@@ -1,6 +1,7 @@
 """The page: findings, charts and tables in one HTML file that needs nothing else.
 
-`page.html` is a template with autoescape on. `page.css`, `page.js` and plotly.js are inserted as they are. Figures are
+`page.html` is a template with autoescape on; `layout.html` has what it shares with pages of other programs, `macros.html` tables
+and charts. `page.css`, `page.js` and plotly.js are inserted as they are. Figures are
 JSON in a script element that is not run; `<` is escaped in it, so that no name can end the element.
 """
 
@@ -37,11 +38,10 @@ def render(run: Run) -> str:
     of_run = list(run_charts(run.metrics))
     of_steps = [*timeline_chart(analysis), *comparing_charts(analysis)]
     of_memory = list(memory_chart(analysis))
-    template = _environment().get_template("page.html")
+    template = environment().get_template("page.html")
     return template.render(
+        **frame("report", run.name, _subtitle(run), [*of_run, *of_steps, *of_memory]),
         run=run,
-        version=__version__,
-        subtitle=_subtitle(run),
         tiles=list(tiles_of(analysis)),
         findings=diagnose(analysis),
         run_charts=of_run,
@@ -51,15 +51,33 @@ def render(run: Run) -> str:
         groups=group_table(analysis.groups) if analysis.groups else None,
         facts=list(_facts(run)),
         config={section: fields for section, fields in run.config.items() if fields},
-        figures=embedded([*of_run, *of_steps, *of_memory]),
-        plotly=Markup(get_plotlyjs()),
-        style=Markup(_asset("page.css")),
-        script=Markup(_asset("page.js")),
     )
 
 
+def frame(kind: str, name: str, subtitle: str, charts: list[Chart]) -> dict[str, object]:
+    """Return what `layout.html` needs of a page.
+
+    Args:
+        kind: The program that writes it.
+        name: The heading.
+        subtitle: Below the heading.
+        charts: All that the page draws.
+    """
+    return {
+        "kind": kind,
+        "name": name,
+        "subtitle": subtitle,
+        "version": __version__,
+        "figures": embedded(charts),
+        "plotly": Markup(get_plotlyjs()),
+        "style": Markup(_asset("page.css")),
+        "script": Markup(_asset("page.js")),
+    }
+
+
 @cache
-def _environment() -> jinja2.Environment:
+def environment() -> jinja2.Environment:
+    """Return what renders templates, those of other programs, too."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_asset),
         autoescape=True,
