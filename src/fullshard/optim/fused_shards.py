@@ -37,6 +37,14 @@ class UpdatedTensor:
     params: list[nn.Parameter]
     tensor: nn.Parameter
     """The tensor that an optimizer updates."""
+    _gradient_dtype: torch.dtype
+    """The dtype of gradients in the last step; reading it from `tensor` takes longer."""
+
+    def _set_gradient(self, gradient: Tensor | None) -> None:
+        """Let the optimizer find this gradient."""
+        if gradient is not None and gradient.dtype != self._gradient_dtype:
+            self._gradient_dtype = self.tensor.grad_dtype = gradient.dtype
+        self.tensor.grad = gradient
 
     @property
     def has_gradient(self) -> bool:
@@ -85,7 +93,6 @@ class FusedShard(UpdatedTensor):
         self._is_param = fused is locals_[0]
         """Whether `tensor` is the local tensor of a single parameter."""
         self._gradient_dtype = fused.dtype
-        """The dtype of gradients in the last step; reading it from `tensor` takes longer."""
 
     def has_moved(self) -> bool:
         """Return whether parameters lie elsewhere now."""
@@ -114,9 +121,7 @@ class FusedShard(UpdatedTensor):
         dtypes = {gradient.dtype for gradient in present}
         if len(dtypes) > 1 or 0 < len(present) < len(self.params):
             return False
-        for dtype in dtypes - {self._gradient_dtype}:
-            self._gradient_dtype = self.tensor.grad_dtype = dtype
-        self.tensor.grad = self.fuse(present) if present else None
+        self._set_gradient(self.fuse(present) if present else None)
         return True
 
     def fuse(self, parts: Sequence[Tensor]) -> Tensor:

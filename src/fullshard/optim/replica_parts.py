@@ -85,13 +85,11 @@ class ReplicaPart(UpdatedTensor):
         if isinstance(gradient, DTensor):
             gradient = torch_border.local_gradients_of(self.params)[0]
         if gradient is not None:
-            if gradient.dtype != self._gradient_dtype:
-                self._gradient_dtype = self.tensor.grad_dtype = gradient.dtype
             if gradient.stride() != self._strides:
                 local = local_of(self._param)
                 gradient = torch.empty_like(local, dtype=gradient.dtype).copy_(gradient)
             gradient = self.part_of(gradient)
-        self.tensor.grad = gradient
+        self._set_gradient(gradient)
         return True
 
     def fuse_states(self, states: Sequence[State]) -> dict[str, Any]:
