@@ -110,7 +110,7 @@ class AdamW8bit(torch.optim.AdamW):
             self.param_groups.pop()
             raise
 
-    def _check_group(self, number: int) -> None:
+    def _check_options(self, number: int) -> None:
         group = self.param_groups[number]
         refused = [
             option for option in ("amsgrad", "capturable", "differentiable") if group[option]
@@ -119,6 +119,10 @@ class AdamW8bit(torch.optim.AdamW):
             raise ConfigurationError(
                 f"AdamW8bit has no {' and no '.join(refused)}, which group {number} asks for. Use torch.optim.AdamW."
             )
+
+    def _check_group(self, number: int) -> None:
+        self._check_options(number)
+        group = self.param_groups[number]
         cuts = cuts_of_members(group["params"])
         strange = [
             f"{cuts[index][0].name or f'group {number}, parameter {index}'}: {param.dtype}"
@@ -210,6 +214,7 @@ class AdamW8bit(torch.optim.AdamW):
         """Take over what users have left in `state`."""
         faults = []
         for number, group in enumerate(self.param_groups):
+            self._check_options(number)  # loading has replaced them
             for index, param in enumerate(group["params"]):
                 state = self._per_param.get(param)
                 if not state:
