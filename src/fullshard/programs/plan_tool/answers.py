@@ -50,6 +50,8 @@ PHASES: dict[Phase, str] = {
 
 def seconds_text(seconds: float) -> str:
     """Return a time with three digits, in the unit that fits."""
+    if seconds <= 0:
+        return "0 s"
     for unit, in_unit in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= in_unit:
             return f"{_three_digits(seconds / in_unit)} {unit}"

@@ -6,7 +6,6 @@ Exit codes: 0, also if the model does not fit; 2 with one message if the questio
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +29,9 @@ from fullshard.programs.version_option import Version
 
 if TYPE_CHECKING:
     from fullshard.programs.plan_tool.machine import Machine
+    from fullshard.programs.plan_tool.planned_step import PlannedStep
+    from fullshard.programs.plan_tool.search import Search, Told
+    from fullshard.programs.train.model_source import ModelSource
 
 CALIBRATE = "calibrate"
 STEP = "step"
@@ -72,6 +74,7 @@ def plan(
     explain: options.Explain = False,
     searches: options.Searches = True,
     toml: options.Toml = None,
+    html: options.Html = None,
     version: Version = False,
 ) -> None:
     """Say whether a model fits, how fast it will train, and what limits it.
@@ -86,7 +89,7 @@ def plan(
     try:
         machine = read_machine(gpu, profile, network)
         question = read_question(model, gpus, machine, [*(settings or ()), *given])
-        _answer(console, question, searches=searches, toml=toml)
+        _answer(console, question, searches=searches or html is not None, toml=toml, html=html)
         if explain:
             from fullshard.programs.plan_tool.output import print_assumptions
 
@@ -96,7 +99,9 @@ def plan(
         raise typer.Exit(2) from None
 
 
-def _answer(console: Console, question: Question, *, searches: bool, toml: Path | None) -> None:
+def _answer(
+    console: Console, question: Question, *, searches: bool, toml: Path | None, html: Path | None
+) -> None:
     """Plan the step that is asked for, look for better ones, and print all of it."""
     from fullshard.programs.plan_tool.output import print_planned, print_search
     from fullshard.programs.plan_tool.planning import many_plans, parameters_of, planned
@@ -105,22 +110,53 @@ def _answer(console: Console, question: Question, *, searches: bool, toml: Path 
     from fullshard.programs.train.model_source import open_model
 
     source = open_model(question.config)
-    with many_plans():
+    best, parameters = question.config, parameters_of(source)
+    with many_plans(), showing_line(Console(file=broken_pipe_safe(sys.stderr))) as line:
         step = planned(question, source)
-        print_planned(console, step, source.description, parameters_of(source))
-        best = question.config
+        print_planned(console, step, source.description, parameters)
         if searches:
-            with showing_line(Console(file=broken_pipe_safe(sys.stderr))) as line:
-                found = search(question, source, step, told=_progress(line))
+            told = _progress(line)
+            found = search(question, source, step, try_all=html is not None, told=told)
+            line.close()
             print_search(console, step, found)
             best = found.best[0].step.config if found.best else best
+            if html is not None:
+                write_file(html, _page(question, source, step, found, parameters, told))
+                line.close()
+                print_line(console, str(html))
     if toml is not None:
         about = f"A run for {gpus_text(question.world, question.machine)}, by fullshard plan."
         write_file(toml, to_short_toml(best, about))
         print_line(console, str(toml))
 
 
-def _progress(line: ProgressLine) -> Callable[[int, int, str], None]:
+def _page(
+    question: Question,
+    source: ModelSource,
+    step: PlannedStep,
+    found: Search,
+    parameters: int,
+    told: Told,
+) -> str:
+    """Return the page of a plan."""
+    from fullshard.programs.plan_tool.scaling import scaling
+    from fullshard.programs.report import importing_libraries
+
+    with importing_libraries("A page"):
+        from fullshard.programs.plan_tool.page import Planned, render
+
+    return render(
+        Planned(
+            step=step,
+            description=source.description,
+            parameters=parameters,
+            found=found,
+            scaling=scaling(question, source, told),
+        )
+    )
+
+
+def _progress(line: ProgressLine) -> Told:
     """Return what shows the progress of a search."""
 
     def told(done: int, total: int, what: str) -> None:

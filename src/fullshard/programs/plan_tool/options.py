@@ -69,3 +69,12 @@ Toml = Annotated[
         show_default=False,
     ),
 ]
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="PAGE",
+        help="Write a page: timeline, memory, scaling, what-ifs.",
+        show_default=False,
+    ),
+]

@@ -17,6 +17,8 @@ units       numbers with three digits and a unit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fullshard.errors import ConfigurationError
@@ -43,19 +45,30 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     from fullshard.programs.report.run_files import read_run
 
     found = read_run(run)
-    try:
+    with importing_libraries("A report"):
         from fullshard.programs.report.page import render
+    target = output or run / FILE_NAME
+    _write(target, render(found))
+    return target
+
+
+@contextmanager
+def importing_libraries(what: str) -> Iterator[None]:
+    """Explain how to install the packages of the extra, if one is missing that the block imports.
+
+    Args:
+        what: What needs them.
+    """
+    try:
+        yield
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in LIBRARIES:
             raise
         raise ConfigurationError(
-            f"A report needs {' and '.join(LIBRARIES)}; {missing} is not installed. "
+            f"{what} needs {' and '.join(LIBRARIES)}; {missing} is not installed. "
             "Install the extra: pip install 'fullshard[report]'"
         ) from None
-    target = output or run / FILE_NAME
-    _write(target, render(found))
-    return target
 
 
 def _write(target: Path, text: str) -> None:

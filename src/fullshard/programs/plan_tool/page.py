@@ -1,0 +1,198 @@
+"""The page of a plan: timeline, memory, scaling and what-ifs, in the style of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import plotly.graph_objects as go
+
+from fullshard.errors import size_text
+from fullshard.programs.plan_tool.answers import (
+    limit_text,
+    memory_rows,
+    seconds_text,
+    validation_text,
+    verdict,
+    waits,
+)
+from fullshard.programs.plan_tool.planned_step import PlannedStep
+from fullshard.programs.plan_tool.profile_file import assumptions
+from fullshard.programs.plan_tool.question import gpus_text
+from fullshard.programs.plan_tool.scaling import ScalePoint, crossover_text
+from fullshard.programs.plan_tool.search import Search
+from fullshard.programs.plan_tool.validation import band_of
+from fullshard.programs.report.analysis import Analysis
+from fullshard.programs.report.chart import Chart, Table, figure
+from fullshard.programs.report.memory_chart import memory_chart
+from fullshard.programs.report.page import environment, frame
+from fullshard.programs.report.run_files import Run
+from fullshard.programs.report.tiles import Tile
+from fullshard.programs.report.timeline_chart import timeline_chart
+from fullshard.programs.train.config_file import to_short_toml
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """All that is on the page."""
+
+    step: PlannedStep
+    description: str
+    """Of the model."""
+    parameters: int
+    found: Search
+    scaling: Sequence[ScalePoint]
+
+
+def render(plan: Planned) -> str:
+    """Return the page about a plan."""
+    step = plan.step
+    assert step.trace is not None, "the step was planned with all layers"
+    analysis = Analysis(Run(name="plan", config=_config(step), traces=(step.trace,)))
+    of_steps = list(timeline_chart(analysis))
+    of_memory = list(memory_chart(analysis))
+    curve = scaling_chart(plan.scaling)
+    bands = {
+        "memory": band_of(step, "memory", plan.parameters),
+        "time": band_of(step, "time", plan.parameters),
+    }
+    text = (files("fullshard.programs.plan_tool") / "page.html").read_text(encoding="utf-8")
+    return (
+        environment()
+        .from_string(text)
+        .render(
+            **frame(
+                "plan",
+                plan.description,
+                gpus_text(step.world, step.machine),
+                [*of_steps, *of_memory, curve],
+            ),
+            tiles=list(_tiles(plan, str(bands["time"]))),
+            sentences=[verdict(step), limit_text(step), validation_text(step, bands)],
+            fits=step.fits,
+            step_charts=of_steps,
+            memory_charts=of_memory,
+            memory=Table(
+                headings=["Memory of a GPU, at the peak", "Bytes"],
+                rows=[[label, size_text(nbytes)] for label, nbytes in memory_rows(step)],
+            ),
+            curve=curve,
+            what_ifs=_what_ifs(plan),
+            best=[(each, to_short_toml(each.step.config, each.reason)) for each in plan.found.best],
+            assumed=Table(
+                headings=["Value", "Assumed", "Source"],
+                rows=[[each.name, each.value, each.source] for each in assumptions(step.machine)],
+                num_text=3,
+            ),
+        )
+    )
+
+
+def _config(step: PlannedStep) -> dict[str, dict[str, object]]:
+    return {
+        section: {
+            name: str(value) if isinstance(value, Path) else value for name, value in fields.items()
+        }
+        for section, fields in asdict(step.config).items()
+    }
+
+
+def _tiles(plan: Planned, band: str) -> Iterator[Tile]:
+    step = plan.step
+    there = step.machine.usable_bytes
+    yield Tile(
+        label="Memory",
+        value="Fits" if step.fits else "Does not fit",
+        note=f"{size_text(step.memory.reserved)} of {size_text(there)} a GPU",
+    )
+    yield Tile(label="Step", value=seconds_text(step.seconds), note=band)
+    each = step.tokens_per_second
+    yield Tile(
+        label="Speed", value=f"{each:,.0f} tokens/s", note=f"a GPU; {each * step.world:,.0f} in all"
+    )
+    yield Tile(label="MFU", value=f"{100 * step.mfu:.1f} %", note="of the GPU's peak")
+    exposed = sum(seconds for reason, seconds in waits(step) if reason in ("gather", "reduction"))
+    yield Tile(
+        label="Exposed communication",
+        value=f"{100 * exposed / step.seconds:.1f} %",
+        note=f"{seconds_text(exposed)} of a step" if exposed else "of a step",
+    )
+
+
+def _what_ifs(plan: Planned) -> Table:
+    headings = ["Change", "Tokens/s", "Relative", "Memory", "Waits: gathers", "Reductions", "Host"]
+    given = plan.step
+    steps = [
+        ("as given", given),
+        *((each.change.settings, each.step) for each in plan.found.tried),
+    ]
+    rows = []
+    for name, step in steps:
+        speed, memory = _numbers(step)
+        relative = f"{step.tokens_per_second / given.tokens_per_second:.2f} x"
+        idle = [step.playback.idle[reason] for reason in ("gather", "reduction", "host")]
+        rows.append([name, speed, relative, memory, *map(seconds_text, idle)])
+    return Table(headings=headings, rows=rows)
+
+
+def _numbers(step: PlannedStep) -> list[str]:
+    fits = "" if step.fits else ", does not fit"
+    return [f"{step.tokens_per_second:,.0f}", f"{size_text(step.memory.reserved)}{fits}"]
+
+
+def scaling_chart(points: Sequence[ScalePoint]) -> Chart:
+    """Return the throughput of a GPU over the number of GPUs."""
+    worlds = [point.world for point in points]
+    replicated = [(point.world, point.replicated) for point in points if point.replicated]
+    traces = [
+        _curve("full sharding", worlds, [point.full for point in points], "forward"),
+        _curve(
+            "a replica on each host (HSDP)",
+            [world for world, _ in replicated],
+            [step for _, step in replicated],
+            "reduce",
+        ),
+    ]
+    rows = [
+        [
+            f"{point.world:,}",
+            *_numbers(point.full),
+            *(_numbers(point.replicated) if point.replicated else ["", ""]),
+        ]
+        for point in points
+    ]
+    return Chart(
+        name="scaling",
+        title="Throughput of a GPU, on more and more of them",
+        caption=f"Each GPU has as many windows as in the plan. {crossover_text(points)} Estimated from few layers.",
+        views={
+            "": figure(
+                [trace for trace in traces if len(trace.x)],
+                height=320,
+                hovermode="x unified",
+                xaxis={
+                    "title": {"text": "GPUs"},
+                    "type": "log",
+                    "tickvals": worlds,
+                    "ticktext": [f"{world:,}" for world in worlds],
+                },
+                yaxis={"title": {"text": "tokens/s a GPU"}, "rangemode": "tozero"},
+            )
+        },
+        numbers=Table(
+            headings=["GPUs", "Full: tokens/s", "Memory", "HSDP: tokens/s", "Memory"], rows=rows
+        ),
+    )
+
+
+def _curve(name: str, worlds: list[int], steps: Sequence[PlannedStep], color: str) -> go.Scatter:
+    return go.Scatter(
+        name=name,
+        x=worlds,
+        y=[round(step.tokens_per_second, 1) for step in steps],
+        mode="lines+markers",
+        line={"color": f"var(--{color})", "width": 2.2},
+        hovertemplate=f"{name}: <b>%{{y:,.0f}}</b><extra></extra>",
+    )

@@ -1,0 +1,87 @@
+"""How a step scales: the same work for each GPU, on more and more of them, fully sharded and with a replica on each host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fullshard.programs.plan_tool.changes import DIVIDED_STATE, REPLICAS, changed
+from fullshard.programs.plan_tool.planned_step import PlannedStep
+from fullshard.programs.plan_tool.planning import estimated
+from fullshard.programs.plan_tool.question import Question
+from fullshard.programs.plan_tool.search import Told
+from fullshard.programs.train.model_source import ModelSource
+
+POINTS = 4
+"""So many numbers of GPUs are tried beyond one host."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePoint:
+    """A number of GPUs."""
+
+    world: int
+    full: PlannedStep
+    """Sharded over all of them."""
+    replicated: PlannedStep | None
+    """A replica on each host; None on one host, where that is the same."""
+
+
+def worlds_up_to(world: int, per_host: int) -> list[int]:
+    """Return 1, one host, and numbers of hosts up to about `world` in equal ratios, whole hosts each."""
+    found = {1, min(world, per_host)}
+    hosts = world // per_host
+    for index in range(1, POINTS + 1):
+        found.add(per_host * max(1, round(hosts ** (index / POINTS))) if hosts > 1 else 1)
+    return sorted(each for each in found if each <= world)
+
+
+def scaling(
+    question: Question, source: ModelSource, told: Told = lambda done, total, what: None
+) -> list[ScalePoint]:
+    """Return steps of more and more GPUs, each with as many windows as a GPU has now."""
+    per_host = question.machine.links.devices_per_host
+    worlds = worlds_up_to(question.world, per_host)
+    rows = question.config.train.batch // question.world
+    found = []
+    for index, world in enumerate(worlds):
+        told(index, len(worlds), f"{world:,} GPUs")
+        whole = {REPLICAS: 1, DIVIDED_STATE: False, "train.batch": rows * world}
+        config = changed(question.config, whole)
+        full = estimated(replace(question, config=config, world=world), source)
+        replicated = None
+        if world > per_host:
+            config = changed(config, {REPLICAS: world // per_host})
+            replicated = estimated(replace(question, config=config, world=world), source)
+        found.append(ScalePoint(world, full, replicated))
+    return found
+
+
+def crossover_text(points: Sequence[ScalePoint]) -> str:
+    """Say from how many GPUs on a replica on each host is faster, and why."""
+    pairs = [(each, each.replicated) for each in points if each.replicated is not None]
+    if not pairs:
+        return "All GPUs are on one host, where every gather is fast."
+    for point, replicated in pairs:
+        if replicated.tokens_per_second > point.full.tokens_per_second:
+            return _crossing(point, replicated)
+    last, replicated = pairs[-1]
+    reductions = replicated.playback.idle["reduction"] - last.full.playback.idle["reduction"]
+    return (
+        f"Full sharding is faster up to {last.world:,} GPUs: gathers over all hosts are hidden behind compute, and replicas "
+        f"would have to reduce every gradient once more, between hosts ({_ms(reductions)} more of waits for reductions)."
+    )
+
+
+def _crossing(point: ScalePoint, replicated: PlannedStep) -> str:
+    gathers = [step.playback.idle["gather"] for step in (point.full, replicated)]
+    fits = "" if replicated.fits else " It does not fit there, however."
+    return (
+        f"From about {point.world:,} GPUs on, a replica on each host (HSDP) is faster. With full sharding every gather goes through all "
+        f"hosts, and a ring of {point.world:,} GPUs has as many hops: compute waits {_ms(gathers[0])} for gathers, against "
+        f"{_ms(gathers[1])} when they stay within a host. What replicas pay is an all-reduce of each shard between hosts.{fits}"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * max(0.0, seconds):,.3g} ms"
