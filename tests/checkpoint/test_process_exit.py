@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fullshard import DataParallelMeshDims, checkpoint, torch_border
 from fullshard.plan import mesh
 from fullshard.programs.train.sharded_model import make_mesh
+from tests.helpers.preloaded import TEAR_DOWN
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,11 +24,12 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_failed_process_ends_and_one_that_ended_well_waits_for_its_checkpoint(
-    tmp_path: Path,
+    tmp_path: Path, preloaded_python: str
 ) -> None:
+    python = [preloaded_python, "-X", TEAR_DOWN, "-m"]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.exits", str(tmp_path), str(rank)],
+            [*python, "tests.helpers.exits", str(tmp_path), str(rank)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -15,8 +15,9 @@ It imports the tests, too, and the workers themselves and the servers that their
     client                 ->   process              every signal that can be passed on; SIGKILL when the client is gone
     process                ->   client               how it ended; the client ends in the same way
 
-Use `sys.executable` where starting or ending an interpreter is what the test is about. Variables that torch reads when
-it is imported have the values that they have in the tests.
+Use `sys.executable` where starting an interpreter is what the test is about, and `-X tear_down` where ending it is: a
+process otherwise ends without the destructors of its objects, which take seconds. Variables that torch reads when it is
+imported have the values that they have in the tests.
 
 The client runs this file itself and imports nothing else, so nothing heavy is imported at its top.
 """
@@ -41,6 +42,7 @@ PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 NETWORK = "/proc/self/ns/net"
 CLONE_NEWNET = 0x40000000  # of Linux
 MAX_FILES = 64
+TEAR_DOWN = "tear_down"
 IMPORT_TIMEOUT_S = 300
 TRANSFORMERS = "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"
 """For the ranks of a few tests. All other tests do without."""
@@ -230,9 +232,9 @@ def _number(files: list[int], numbers: list[int]) -> None:
 def _become(arguments: list[str], environment: dict[str, str], folder: str) -> None:
     """Be an interpreter that was started like this, from its first line to its end."""
     import atexit
+    import ctypes
     import runpy
     import threading
-    import traceback
     import types
 
     be_main_process()
@@ -244,6 +246,7 @@ def _become(arguments: list[str], environment: dict[str, str], folder: str) -> N
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     buffering = 1 if arguments[0] == "-u" else -1
+    tears_down = arguments[:2] == ["-X", TEAR_DOWN]
     while arguments[0].startswith("-") and arguments[0] not in ("-c", "-m"):
         arguments = arguments[1 + (arguments[0] in ("-W", "-X")) :]
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering), open(2, "w", 1)
@@ -268,9 +271,12 @@ def _become(arguments: list[str], environment: dict[str, str], folder: str) -> N
         if code is not None and not isinstance(code, int):
             print(code, file=sys.stderr)
             code = 1
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        sys.last_value = error  # as the interpreter does
+        sys.excepthook(type(error), error, error.__traceback__)
         code = 1
+    if tears_down:
+        ctypes.pythonapi.Py_Exit(code or 0)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for file in (sys.stdout, sys.stderr):
