@@ -78,9 +78,11 @@ class ReplicaPart(UpdatedTensor):
         offset = int(local.storage_offset()) + window.begin
         return local.as_strided((window.end - window.begin,), (1,), offset)
 
-    @torch.no_grad()
     def take_gradients(self) -> bool:
-        """Set the gradient of `tensor` to its part of the parameter's gradient, or to None if there is none."""
+        """Set the gradient of `tensor` to its part of the parameter's gradient, or to None if there is none.
+
+        Called with autograd switched off.
+        """
         gradient = self._param.grad
         if isinstance(gradient, DTensor):
             gradient = torch_border.local_gradients_of(self.params)[0]
