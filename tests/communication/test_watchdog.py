@@ -37,7 +37,6 @@ SAID = {
 
 def test_survivors_name_the_rank_that_is_gone_and_wait_for_one_that_is_slow(tmp_path: Path) -> None:
     ends = run_all(RUNS, tmp_path)
-    unexplained = set()
     for name, said in SAID.items():
         run = RUNS[name]
         survivors = {*range(run.world)} - ({run.bad} if name != "elsewhere" else set())
@@ -45,14 +44,8 @@ def test_survivors_name_the_rank_that_is_gone_and_wait_for_one_that_is_slow(tmp_
         for rank in survivors:
             end = ends[name][rank]
             assert end.error == "DivergenceError", (name, rank, end)
-            if f"rank {run.bad} has ended, or left its process group" in end.message:
-                # It names the rank, but not why: the watchdog has given up, or that rank's, as its store answered too
-                # late. Where all runs share a crowded machine, that may happen to some.
-                unexplained.add(name)
-                continue
             assert re.search(said, end.message), (name, rank, end.message)
             # Without the wait before step 3, rank 0 may not have seen the end of the step before.
             where = "all-gather" if run.at == 3 else r"(all-gather|reduce-scatter)"
             assert re.search(rf"waiting for {where} of (0|1|root)", end.message), (name, end)
-    assert len(unexplained) <= 2, unexplained
     assert {rank: end.error for rank, end in ends["slow"].items()} == {0: "", 1: ""}

@@ -102,12 +102,12 @@ def test_last_words_say_more_than_that_a_process_is_dead(mailbox: Mailbox) -> No
     with subprocess.Popen(["true"]) as ended:
         Peers(store, replace(register(2), pid=ended.pid, started=0)).register()
     survivor.find()
+    survivor.look()
+    assert survivor.gone == {2}
+    assert survivor.absences({})[2].state == "dead"
     for state in ("raised", "diverged", "diverged"):
         send(mailbox.address, Words(rank=2, state=state, text=f"bad {state}"))
     survivor.look()
-    assert survivor.gone == {2}
-    assert survivor.absences({})[2].state == "dead"  # they have not been read
-    survivor.hear()
     found = survivor.absences({2: "layers.1"})[2]
     assert (found.state, found.text, found.last) == ("raised", "bad raised", "layers.1")
     assert survivor.verdict == "bad diverged"

@@ -208,6 +208,7 @@ def test_a_collective_that_all_have_called_hangs_after_the_limit() -> None:
 
 def test_an_answer_and_a_history_survive_the_store() -> None:
     answer = replace(waits(3, ranks=range(0, 32, 8)), states={0: "dead"}, raised="E: x")
+    answer = replace(answer, words={1: ("left", ""), 2: ("raised", "E: y")})
     group = replace(answer.groups["world"], marks=((1, 2, 3),))
     groups = {"world": replace(group, ranks=range(0, 25, 8)), "pair": replace(group, ranks=(3, 7))}
     answer = replace(answer, groups=groups)

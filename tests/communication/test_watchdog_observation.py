@@ -53,7 +53,7 @@ def test_journals_of_destroyed_groups_are_not_compared_with_those_of_new_ones() 
 def test_a_thread_that_runs_python_of_its_own_does_not_wait() -> None:
     observer = Observer(0, threading.get_ident(), "here", None)
     assert observer.wait() is None
-    assert observer.answer({}).line.startswith("communication/test_watchdog_observation.py:")
+    assert observer.answer({}, {}).line.startswith("communication/test_watchdog_observation.py:")
 
 
 def test_a_wait_in_torch_has_the_name_of_the_function_that_users_call() -> None:

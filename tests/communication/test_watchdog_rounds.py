@@ -121,6 +121,25 @@ def test_a_rank_that_leaves_lets_others_ask() -> None:
         each.client.close()
 
 
+def test_a_rank_whose_store_was_too_slow_for_its_last_words_is_explained_by_its_host() -> None:
+    store = dist.HashStore()
+    heard_from_it = replace(
+        answer_of(2, count=6), words={1: ("raised", "ValueError: bad sample")}, states={1: "alive"}
+    )
+    ranks = [
+        Rank(store, rank, answer, {})
+        for rank, answer in ((0, answer_of(0, count=6)), (2, heard_from_it))
+    ]
+    ranks[0].client.set("registration/1", encode(register(1)))
+    ranks[0].client.add("finals", 1)  # so that nobody waits for its answer
+    ranks[0].rounds.ask()
+    heard = all_hear(ranks)
+    assert len(set(heard)) == 1
+    assert "rank 1 raised ValueError: bad sample, while others wait" in heard[0].message
+    for each in ranks:
+        each.client.close()
+
+
 def test_a_rank_that_leaves_in_the_round_in_which_it_asks_lets_nobody_wait() -> None:
     store = dist.HashStore()
     ranks = [Rank(store, rank, answer_of(rank, count=6), {}) for rank in range(3)]

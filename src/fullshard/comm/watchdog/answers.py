@@ -91,6 +91,8 @@ class Answer:
     groups: Mapping[str, GroupAnswer] = field(default_factory=dict)
     states: Mapping[int, str] = field(default_factory=dict)
     """States of the processes of the ranks on the same host, this one excluded."""
+    words: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    """What ranks on the same host have said last, as state and text: see `last_words`."""
 
     def place(self) -> str:
         """Return step, phase and module, for a message."""
@@ -173,8 +175,9 @@ def answer_from(text: str | bytes) -> Answer:
         for name, (ranks, count, digest, marks) in fields.pop("groups", {}).items()
     }
     states = {int(rank): state for rank, state in fields.pop("states", {}).items()}
-    wait = fields.pop("wait", None)
-    return Answer(**fields, groups=groups, states=states, wait=Wait(**wait) if wait else None)
+    words = {int(rank): (state, text) for rank, (state, text) in fields.pop("words", {}).items()}
+    wait = Wait(**fields.pop("wait")) if "wait" in fields else None
+    return Answer(**fields, groups=groups, states=states, words=words, wait=wait)
 
 
 def history_from(text: str | bytes) -> History:

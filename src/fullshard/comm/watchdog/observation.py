@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from types import CodeType, FrameType, TracebackType
 
 import torch
@@ -92,8 +93,8 @@ class Observer:
             self._place, self._arrived = place, now
         return round(now - self._arrived, 1)
 
-    def answer(self, states: dict[int, str]) -> Answer:
-        """Return where this rank is; ``states`` are those of other processes on this host."""
+    def answer(self, states: Mapping[int, str], words: Mapping[int, tuple[str, str]]) -> Answer:
+        """Return where this rank is, with the states and last words of other processes on this host."""
         wait = self.wait()
         groups = {
             group_key(journal): GroupAnswer(
@@ -117,6 +118,7 @@ class Observer:
             limit_s=self.limit_s,
             groups=groups,
             states=states,
+            words=words,
         )
 
 

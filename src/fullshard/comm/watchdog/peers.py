@@ -45,8 +45,8 @@ class Peers:
         """When a process that is stopped was first seen so, by rank."""
         self._gone: set[int] = set()
         """Ranks that were found dead or stopped before."""
-        self._words: dict[int, Words] = {}
-        """What ranks have said before they left."""
+        self.words: dict[int, tuple[str, str]] = {}
+        """What ranks have said before they left, as state and text."""
         self.verdict: str | None = None
         """Why ranks have diverged: the first verdict that another rank has told."""
 
@@ -76,7 +76,7 @@ class Peers:
         return [f"{self._key}/{place}" for place in sorted(places)]
 
     def look(self, *, patiently: bool = True) -> None:
-        """Look whether their processes run.
+        """Look whether their processes run, and read what they have said last.
 
         ``patiently``: one that has just been stopped may go on at once, and counts as running.
         """
@@ -88,21 +88,21 @@ class Peers:
             if patiently and now - since < STOPPED_S:
                 states[rank] = ALIVE
         self.states = states
+        self._hear()  # now the words of all are there that were found dead
 
     def tell(self, state: str, text: str) -> None:
         """Tell the others what this rank says last."""
         words = Words(rank=self._own.rank, state=state, text=text)
-        for peer in self._peers.values():
+        for peer in list(self._peers.values()):  # another thread may find one
             if peer.mailbox:
                 send(peer.mailbox, words)
 
-    def hear(self) -> None:
-        """Read what others have said last. After `look`: then the words of all are there that were found dead."""
+    def _hear(self) -> None:
         for words in self._mailbox.read() if self._mailbox is not None else ():
             if words.state == DIVERGED:
                 self.verdict = self.verdict or words.text
             else:
-                self._words.setdefault(words.rank, words)
+                self.words.setdefault(words.rank, (words.state, words.text))
 
     @property
     def gone(self) -> set[int]:
@@ -130,11 +130,7 @@ class Peers:
         ``last`` are the last positions that are known.
         """
         states = {rank: (self.states[rank], "") for rank in self.gone}
-        states |= {
-            rank: (words.state, words.text)
-            for rank, words in self._words.items()
-            if rank in self._peers
-        }
+        states |= {rank: words for rank, words in self.words.items() if rank in self._peers}
         return {
             rank: Absence(
                 rank=rank,

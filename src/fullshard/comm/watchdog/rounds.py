@@ -260,8 +260,10 @@ class Rounds:
         position = self._store.find(f"position/{rank}")
         last = json.loads(position)["text"] if position else ""
         final = self._store.find(f"final/{rank}")
-        if final:
-            state, text = json.loads(final)
+        # Its store may have been too slow for its last words. Those on its host have heard them.
+        words = [answer.words[rank] for answer in answers.values() if rank in answer.words]
+        if final or words:
+            state, text = json.loads(final) if final else words[0]
             return Absence(rank=rank, state=state, text=text, host=host, last=last)
         seen = {answer.states[rank] for answer in answers.values() if rank in answer.states}
         state = next((state for state in (DEAD, STOPPED) if state in seen), "")

@@ -161,7 +161,8 @@ def _unwatched_process_ends(error: BaseException | None) -> None:
             )
             rounds = Rounds(store, member)
             rounds.join()
-            _say_farewell(store, rounds, peers, rank, error)
+            peers.tell(*_last_words(error))
+            _say_farewell(store, rounds, rank, error)
 
     thread = threading.Thread(target=say, name="fullshard-farewell", daemon=True)
     try:
@@ -176,12 +177,10 @@ process_end.at_unwatched_end(_unwatched_process_ends)
 
 
 def _say_farewell(
-    store: StoreOperations, rounds: Rounds, peers: Peers, rank: int, error: BaseException | None
+    store: StoreOperations, rounds: Rounds, rank: int, error: BaseException | None
 ) -> None:
     """Tell the others why a rank takes part in no more rounds."""
-    said = ("left", "") if error is None else ("raised", _place_of(error))
-    peers.tell(*said)  # first, as it needs no store
-    store.set(f"final/{rank}", json.dumps(said), FAREWELL_S)
+    store.set(f"final/{rank}", json.dumps(_last_words(error)), FAREWELL_S)
     store.add("finals", 1)
     rounds.hand_over()
     if error is not None:
@@ -196,6 +195,11 @@ def _forget() -> None:
     _Process.lock = threading.Lock()
     _Process.watchdog = None
     VERDICT.message, VERDICT.taken, VERDICT.watched = None, False, False
+
+
+def _last_words(error: BaseException | None) -> tuple[str, str]:
+    """Return how a rank ends, and why."""
+    return ("left", "") if error is None else ("raised", _place_of(error))
 
 
 def _place_of(error: BaseException) -> str:
@@ -219,6 +223,7 @@ class Watchdog:
         self._is_over = False
         self._final: tuple[BaseException | None] | None = None
         """When the process ends: the exception, or None if its program is done."""
+        self._has_told = False
         self._said_farewell = threading.Event()
 
         rank, world = group.rank(), group.size()
@@ -276,11 +281,14 @@ class Watchdog:
         return Member(
             rank=rank,
             world=world,
-            answer=lambda: self._observer.answer(self._peers.states),
+            answer=self._answer,
             history=history,
             clock=time.monotonic,
             is_gone=lambda other: self._peers.is_gone(other),
         )
+
+    def _answer(self) -> Answer:
+        return self._observer.answer(self._peers.states, self._peers.words)
 
     def end(self) -> None:
         """Stop watching: the process group is gone, and so is what was found out about it."""
@@ -306,6 +314,8 @@ class Watchdog:
     def farewell(self, error: BaseException | None) -> None:
         """Say that this process ends, and why. Called by the thread that trains, at the end."""
         if self._final is None:
+            # Here and not in the watchdog's thread, which may be waiting for the store.
+            self._tell(error)
             self._final = (error,)
         self._wake.set()
         done = -1
@@ -317,6 +327,12 @@ class Watchdog:
         if not self._store.is_stuck:
             self.thread.join(FAREWELL_S)
             self._store.thread.join(FAREWELL_S)
+
+    def _tell(self, error: BaseException | None) -> None:
+        """Tell the others on this host that this rank ends, and why, unless they know. It needs no store."""
+        if VERDICT.message is None and not self._has_told:
+            self._has_told = True
+            self._peers.tell(*_last_words(error))
 
     def _run(self) -> None:
         try:
@@ -350,7 +366,8 @@ class Watchdog:
         (error,) = self._final or (None,)
         try:
             self._register()
-            _say_farewell(self._store, self._rounds, self._peers, self._own.rank, error)
+            self._tell(error)
+            _say_farewell(self._store, self._rounds, self._own.rank, error)
         except StoreFailedError:
             pass  # others will find out by themselves
 
@@ -363,7 +380,6 @@ class Watchdog:
             self._use_store(now, wait)
             self._failed_since = None
             self._gone_before = self._peers.gone
-            self._peers.hear()
         except StoreFailedError as error:
             self._judge_alone(error, wait)
 
@@ -504,7 +520,6 @@ class Watchdog:
         self._failed_since = since = self._failed_since or now
         is_given_up = now - since >= (LOST_S if error.is_late else 2.0)
         self._peers.look(patiently=not is_given_up)
-        self._peers.hear()
         if self._peers.verdict is not None:
             # Whoever has told it may have ended since. That is no second divergence.
             self._diverge(self._peers.verdict)
@@ -519,7 +534,7 @@ class Watchdog:
             is_given_up=is_given_up,
             gone_before=self._gone_before,
         )
-        own = self._observer.answer(self._peers.states)
+        own = self._answer()
         message = judge_alone(own, self._peers.absences(self._seen), lost)
         if message is not None:
             self._diverge(message)
