@@ -13,12 +13,8 @@ import torch.distributed as dist
 from fullshard.errors import ConfigurationError
 from fullshard.programs.plan_tool.calibrate import calibrate, calibrate_from_trace
 from fullshard.programs.plan_tool.machine import Machine
-from fullshard.programs.plan_tool.planning import planned
-from fullshard.programs.plan_tool.question import Question
+from fullshard.programs.plan_tool.run_plan import planned_run
 from fullshard.programs.report.run_files import Run, read_run
-from fullshard.programs.train.config_file import read_config
-from fullshard.programs.train.model_source import open_model
-from fullshard.programs.train.run_folder import CONFIG
 
 
 def calibrated(
@@ -43,8 +39,7 @@ def calibrated(
         return None
     if run is None or measured is None:
         return machine
-    question = question_of_run(run, measured, machine)
-    predicted = planned(question, open_model(question.config)).trace
+    predicted = planned_run(run, measured, machine).trace
     return calibrate_from_trace(machine, measured.traces[0], predicted, report=report)
 
 
@@ -60,23 +55,6 @@ def _traced(run: Path) -> Run:
             f"A profile is corrected by traces, and {run} has none. The trainer records them with trace.steps."
         )
     return found
-
-
-def question_of_run(folder: Path, run: Run, machine: Machine) -> Question:
-    """Return what to ask a plan so that it can be compared with a run.
-
-    Raises:
-        ConfigurationError: the folder does not say how the run was configured, or on how many ranks it ran.
-    """
-    file = folder / CONFIG
-    if not file.is_file() or not run.world:
-        raise ConfigurationError(
-            f"A plan needs the configuration of the run and its number of ranks; {folder} must be a run of fullshard train, "
-            f"with {CONFIG} and a trace or metrics."
-        )
-    world = run.world
-    config = read_config(file, checks=[lambda config: config.world_problems(world)])
-    return Question(config, world, machine)
 
 
 @contextmanager

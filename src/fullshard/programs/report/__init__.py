@@ -9,6 +9,7 @@ diagnosis   all findings: `run_findings` and `step_findings`; `findings` says wh
 remedies    what can be done, each with the check that is made before it is said
 reference   all findings and remedies as tables, for the documentation
 chart       what a chart is; `run_charts`, `timeline_chart`, `group_charts` and `memory_chart` make them
+plan_comparison   a run against its plan
 views       which recorded steps can be chosen in a chart
 tiles       the numbers at the top; `peak_flops` knows what GPUs can do
 page        the page, from page.html, layout.html, macros.html, page.css and page.js
@@ -29,26 +30,33 @@ LIBRARIES = ("plotly", "jinja2")
 """Packages of the extra `report`."""
 
 
-def write_report(run: Path, output: Path | None = None) -> Path:
+def write_report(run: Path, output: Path | None = None, *, plan: str | None = None) -> Path:
     """Write the page about the run in folder ``run``. An older page stays until the new one is complete.
 
     Args:
         run: A folder with `metrics.jsonl` or traces.
         output: The file to write; the default is `report.html` in the run's folder. An existing file is replaced.
+        plan: Compare the run with its plan for a GPU of this name, or of the profile in this TOML file.
 
     Returns:
         The file.
 
     Raises:
-        ConfigurationError: There is nothing to report on, the page cannot be written, or plotly is not installed.
+        ConfigurationError: There is nothing to report on, the page cannot be written, plotly is not installed, or there is no
+            plan for this run.
     """
     from fullshard.programs.report.run_files import read_run
 
     found = read_run(run)
     with importing_libraries("A report"):
         from fullshard.programs.report.page import render
+    planned = None
+    if plan is not None:
+        from fullshard.programs.plan_tool.run_plan import plan_of_run  # imports torch
+
+        planned = plan_of_run(run, found, plan)
     target = output or run / FILE_NAME
-    _write(target, render(found))
+    _write(target, render(found, planned))
     return target
 
 

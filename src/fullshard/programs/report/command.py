@@ -32,6 +32,14 @@ def report(
             "--output", "-o", show_default=False, help="File to write, not RUN/report.html."
         ),
     ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU|FILE",
+            show_default=False,
+            help="Compare with the plan for this GPU, or for this profile of fullshard plan calibrate.",
+        ),
+    ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
     version: Version = False,
 ) -> None:
@@ -39,7 +47,7 @@ def report(
     from fullshard.programs.report import write_report
 
     try:
-        written = write_report(run, output)
+        written = write_report(run, output, plan=plan)
     except FullshardError as error:
         print_error(f"Error: {error}")
         raise typer.Exit(2) from None

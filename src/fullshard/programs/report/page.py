@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
 import jinja2
 from markupsafe import Markup, escape
@@ -31,9 +32,13 @@ from fullshard.programs.report.timeline_chart import timeline_chart
 from fullshard.programs.report.units import count, duration, exact, share, size
 from fullshard.programs.run_events import Start
 
+if TYPE_CHECKING:
+    from fullshard.programs.plan_tool.planned_step import PlannedStep
+    from fullshard.programs.report.plan_comparison import PlanComparison
 
-def render(run: Run) -> str:
-    """Return the page about ``run``."""
+
+def render(run: Run, planned: PlannedStep | None = None) -> str:
+    """Return the page about ``run``, compared with its plan if there is one."""
     analysis = Analysis(run)
     of_run = list(run_charts(run.metrics))
     of_steps = [*timeline_chart(analysis), *comparing_charts(analysis)]
@@ -48,10 +53,19 @@ def render(run: Run) -> str:
         step_charts=of_steps,
         memory_charts=of_memory,
         replay=_replay_table(analysis),
+        plan=_compared(analysis, planned),
         groups=group_table(analysis.groups) if analysis.groups else None,
         facts=list(_facts(run)),
         config={section: fields for section, fields in run.config.items() if fields},
     )
+
+
+def _compared(analysis: Analysis, planned: PlannedStep | None) -> PlanComparison | None:
+    if planned is None:
+        return None
+    from fullshard.programs.report.plan_comparison import compare  # imports torch
+
+    return compare(analysis, planned)
 
 
 def frame(kind: str, name: str, subtitle: str, charts: list[Chart]) -> dict[str, object]:
