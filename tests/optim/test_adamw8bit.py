@@ -434,6 +434,14 @@ def test_codes_are_exact_and_their_noise_has_the_right_mean() -> None:
     ):
         assert len(found.unique()) == 2
         assert abs(found.mean().item() - 0.71) < 1e-3
+    lost = (
+        torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0]) * -one
+    )  # NaNs of both signs
+    lost[3] = lost[2].view(torch.int32).bitwise_xor(-(1 << 31)).view(torch.float32)
+    for noise in (none[:4], none[:4] - 1):
+        assert coded_means(lost, one, noise).tolist() == [128] * 4
+        assert coded_squares(lost.abs(), one, noise).tolist() == [255] * 4
+        assert coded_squares(lost[2:], one, noise[2:]).tolist() == [255] * 2
     tiny = torch.tensor([1e-9, 1e-12, 0.0])
     assert coded_means(tiny, one, none[:3]).tolist() == [0, 0, 0]
     assert coded_squares(tiny, one, none[:3]).tolist() == [14, 1, 0]

@@ -28,8 +28,8 @@ _DROPPED = 4
 """Of the 20 bits that are dropped, the last ones that are not rounded at random: the hash has 16 bits for each number."""
 _ONE = 127 << 3
 """The upper bits of the fp32 number 1."""
-_NAN = 0x7FC00000
-"""The bits of NaN."""
+_INFINITY, _NAN = 0x7F800000, 0x7FC00000
+"""The bits of infinity and NaN. All NaNs have more than infinity, as an integer."""
 
 
 def decoded_means(codes: Tensor) -> Tensor:
@@ -44,23 +44,26 @@ def decoded_means(codes: Tensor) -> Tensor:
 def decoded_squares(codes: Tensor) -> Tensor:
     """Return numbers that are not negative from their codes, before they are multiplied by the scale."""
     code = codes.to(torch.int32)
-    bits = torch.where(code == 255, _NAN, code + (_ONE - 254) << _SHIFT)
-    return torch.where(code == 0, 0, bits).view(torch.float32)
+    bits = code + (_ONE - 254) << _SHIFT
+    bits = bits.masked_fill_(code == 255, _NAN).masked_fill_(code == 0, 0)
+    return bits.view(torch.float32)
 
 
 def coded_means(values: Tensor, scale: Tensor, noise: Tensor) -> Tensor:
     """Return the codes of signed numbers; of the noise, the lower half is used."""
     bits = (values.abs() / scale).view(torch.int32) + ((noise & 0xFFFF) << _DROPPED)
-    code = ((bits >> _SHIFT) - (_ONE - 127)).clamp(0, 127)
-    code = code + 128 * ((values < 0) & (code > 0))
-    return torch.where(values.isfinite(), code, 128).to(torch.uint8)
+    code = (bits >> _SHIFT).sub_(_ONE - 127).clamp_(0, 127)
+    code.add_((values < 0) & (code > 0), alpha=128)
+    return code.masked_fill_(bits >= _INFINITY, 128).to(torch.uint8)
 
 
 def coded_squares(values: Tensor, scale: Tensor, noise: Tensor) -> Tensor:
     """Return the codes of numbers that are not negative; of the noise, the upper half is used."""
-    bits = (values / scale).view(torch.int32) + ((noise >> 16 & 0xFFFF) << _DROPPED)
-    code = ((bits >> _SHIFT) - (_ONE - 254)).clamp(1, 254) * (values > 0)
-    return torch.where(values.isfinite(), code, 255).to(torch.uint8)
+    # A NaN may be negative.
+    bits = (values / scale).view(torch.int32) & 0x7FFFFFFF
+    bits += (noise >> 16 & 0xFFFF) << _DROPPED
+    code = (bits >> _SHIFT).sub_(_ONE - 254).clamp_(1, 254).mul_(values > 0)
+    return code.masked_fill_(bits >= _INFINITY, 255).to(torch.uint8)
 
 
 def largest(values: Tensor) -> Tensor:
