@@ -54,6 +54,7 @@ from fullshard.torch_border.dtensors import (
     strided_shard as strided_shard,
 )
 from fullshard.torch_border.graphs import (
+    keep_gpu_busy as keep_gpu_busy,
     mend_after_failed_capture as mend_after_failed_capture,
     pool_bytes as pool_bytes,
 )
@@ -75,11 +76,16 @@ from fullshard.torch_border.modules import (
     without_activation_wrapper as without_activation_wrapper,
 )
 from fullshard.torch_border.operators import (
+    ADDMM_WITH_ACTIVATION as ADDMM_WITH_ACTIVATION,
+    ATTENTION_OPERATORS as ATTENTION_OPERATORS,
+    VALUE_OF as VALUE_OF,
     Argument as Argument,
     Operator as Operator,
+    OperatorMode as OperatorMode,
     Signature as Signature,
     flash_attention as flash_attention,
     fused_rms_norm_on_meta as fused_rms_norm_on_meta,
+    leaves_in as leaves_in,
     memory_efficient_attention as memory_efficient_attention,
     signature_of as signature_of,
     without_function_modes as without_function_modes,
@@ -140,6 +146,7 @@ from fullshard.torch_border.state_dict_functions import (
 from fullshard.torch_border.tensors import (
     base_of as base_of,
     current_stream_id as current_stream_id,
+    id_of_storage as id_of_storage,
     pin as pin,
     same_memory as same_memory,
     sparse_values as sparse_values,

@@ -30,3 +30,8 @@ def pool_bytes(pool: tuple[int, int]) -> int:
         for segment in torch.cuda.memory_snapshot()
         if tuple(segment["segment_pool_id"]) == tuple(pool)
     )
+
+
+def keep_gpu_busy(cycles: int) -> None:
+    """Let the current stream do nothing for so many cycles, in which the host gets ahead of it."""
+    torch.cuda._sleep(cycles)

@@ -11,9 +11,28 @@ from typing import Any, TypeAlias
 import torch
 import torch.library
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 Operator: TypeAlias = torch._ops.OpOverload
 """One overload of an operator, such as ``aten.add.Tensor``: what a dispatch mode is given."""
+
+ATTENTION_OPERATORS: frozenset[Operator] = frozenset(
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
+    for kernel in (
+        "flash_attention",
+        "flash_attention_for_cpu",
+        "efficient_attention",
+        "cudnn_attention",
+    )
+)
+"""What `scaled_dot_product_attention` becomes, with fused kernels."""
+
+ADDMM_WITH_ACTIVATION = "_addmm_activation"
+"""The name of a product to which an activation function is fused."""
+
+VALUE_OF: Operator = torch.ops.aten._local_scalar_dense.default
+"""Asks for the value of a tensor, as ``item`` does."""
 
 without_function_modes = torch._C.DisableTorchFunction
 """A context in which a question to a tensor, such as its size, does not go through ``__torch_function__`` first."""
@@ -59,6 +78,23 @@ def signature_of(operator: Operator) -> Signature:
     )
     fresh = tuple(each.alias_info is None for each in schema.returns)
     return Signature(namespace, name, arguments, fresh)
+
+
+class OperatorMode(TorchDispatchMode):
+    """A dispatch mode: sees every operator that runs within its block. Nothing there is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: to ask the compiler takes seconds."""
+        return False
+
+
+def leaves_in(tree: Any) -> list[Any]:
+    """Return what nested arguments or results are made of."""
+    return [tree] if isinstance(tree, Tensor) else tree_leaves(tree)
 
 
 def flash_attention(

@@ -30,7 +30,12 @@ def tensor_without_memory(
 
 def storage_id(tensor: Tensor) -> int:
     """Return a number that is equal for tensors over the same storage, whatever memory it has now."""
-    return int(tensor.untyped_storage()._cdata)
+    return id_of_storage(tensor.untyped_storage())
+
+
+def id_of_storage(storage: torch.UntypedStorage) -> int:
+    """Return the number of a storage for as long as it lives: `storage_id` of tensors over it."""
+    return int(storage._cdata)
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:

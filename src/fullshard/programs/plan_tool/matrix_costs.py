@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from fullshard import torch_border
 from fullshard.programs.plan_tool.operations import Operation, dtype_name
 from fullshard.programs.plan_tool.program import Kernel, KernelKind
 
@@ -161,7 +162,8 @@ def _kernel(
 MATRIX_COSTS: dict[str, Cost] = {
     **dict.fromkeys(("mm", "bmm", "_scaled_mm", "_int_mm"), _product_of(0)),
     **dict.fromkeys(
-        ("addmm", "addmm_", "_addmm_activation", "baddbmm", "baddbmm_"), _product_of(1)
+        ("addmm", "addmm_", torch_border.ADDMM_WITH_ACTIVATION, "baddbmm", "baddbmm_"),
+        _product_of(1),
     ),
     "linear": _linear,
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _grouped),

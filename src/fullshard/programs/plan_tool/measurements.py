@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from fullshard import torch_border
 from fullshard.comm.collectives import all_gather, all_reduce, reduce_scatter, values_of_all_ranks
 from fullshard.comm.journal import tag
 from fullshard.programs.plan_tool.machine import MIB
@@ -187,7 +188,7 @@ class Bench:
 
         def burst() -> float:
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(20_000_000)  # about 10 ms, in which the host gets ahead
+            torch_border.keep_gpu_busy(20_000_000)  # about 10 ms, in which the host gets ahead
             first.record()
             for _ in range(NUM_CHAINED):
                 small.add_(1)

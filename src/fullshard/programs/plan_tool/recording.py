@@ -25,8 +25,6 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fullshard import torch_border
 from fullshard.comm.spans import ALLOCATOR_EVERY_NS, HostClock, Mark, Named, TraceRecorder
@@ -52,8 +50,6 @@ from fullshard.storage.buffers import Buffer
 META = torch.device("meta")
 MAX_EVENTS = 1_000_000
 """Of the trace of one step."""
-_VALUE = torch.ops.aten._local_scalar_dense.default
-"""Asks for a value: the host waits for the device. There is none, so it is one."""
 
 
 class RecordedStream:
@@ -206,11 +202,11 @@ class HookRecorder(TraceRecorder):
         super().note_reducing(buffer, held)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(torch_border.OperatorMode):
     """A virtual device that notes what the engine and the model ask of it."""
 
     def __init__(self, *, has_streams: bool = True) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.has_streams = has_streams
         self.entries: list[Entry] = []
         self.phase: Phase = "build"
@@ -256,11 +252,6 @@ class Recorder(TorchDispatchMode):
 
     # --- operations -------------------------------------------------------------------------------
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing here is compiled, and to ask the compiler takes seconds."""
-        return False
-
     def __torch_dispatch__(
         self,
         func: Any,
@@ -272,7 +263,7 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it comes again with local tensors
         kwargs = kwargs or {}
-        if func is _VALUE and args[0].is_meta:
+        if func is torch_border.VALUE_OF and args[0].is_meta:
             self.stream.synchronize()
             return 1.0 if args[0].is_floating_point() else 1
         key = (func, _facts(args), _facts(tuple(kwargs.items())))
@@ -287,9 +278,9 @@ class Recorder(TorchDispatchMode):
         if known.is_of_host:
             return result
         if known.makes_tensors:
-            for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-                if isinstance(tensor, Tensor):
-                    self._see(tensor.untyped_storage())
+            for leaf in torch_border.leaves_in(result):
+                if isinstance(leaf, Tensor):
+                    self._see(leaf.untyped_storage())
         kernel = known.kernel
         if kernel is not None:
             self._add_scratch(kernel.scratch)
@@ -323,7 +314,7 @@ class Recorder(TorchDispatchMode):
 
     def _see(self, storage: UntypedStorage) -> None:
         """Note a storage that was not there before. A model is built without memory, as it would be for a real device."""
-        key = storage._cdata
+        key = torch_border.id_of_storage(storage)
         if key in self._memory or self.phase == "build":
             return
         memory = self._memory[key] = _Memory()
@@ -336,10 +327,10 @@ class Recorder(TorchDispatchMode):
     def _resized(self, storage: UntypedStorage) -> None:
         if storage.device.type != "meta":
             return
-        if storage._cdata not in self._memory:
+        if torch_border.id_of_storage(storage) not in self._memory:
             self._see(storage)
         else:
-            self._resize(self._memory[storage._cdata], storage.nbytes())
+            self._resize(self._memory[torch_border.id_of_storage(storage)], storage.nbytes())
 
     def _resize(self, memory: _Memory, nbytes: int) -> None:
         if memory.nbytes == nbytes:
@@ -361,13 +352,13 @@ class Recorder(TorchDispatchMode):
     def keep_for(self, storage: UntypedStorage, kind: MemoryKind) -> None:
         """Say what a storage is for, whenever it has memory."""
         self._see(storage)
-        self._memory[storage._cdata].kind = kind
+        self._memory[torch_border.id_of_storage(storage)].kind = kind
 
     def name_memory(self, tensors: Sequence[Tensor], kind: MemoryKind) -> None:
         """Say what memory is for that is there now."""
         for tensor in tensors:
             self._see(tensor.untyped_storage())
-            memory = self._memory.get(tensor.untyped_storage()._cdata)
+            memory = self._memory.get(torch_border.storage_id(tensor))
             if memory is not None and memory.nbytes:
                 self.kinds[memory.number] = kind
 
@@ -418,30 +409,29 @@ class _Known:
     def __init__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        leaves = (result,) if isinstance(result, Tensor) else tree_leaves(result)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves, given = torch_border.leaves_in(result), torch_border.leaves_in((args, kwargs))
+        tensors, inputs = (
+            [each for each in found if isinstance(each, Tensor)] for found in (leaves, given)
+        )
         self.is_of_host = not any(tensor.is_meta for tensor in (*tensors, *inputs))
         self.kernel = None if self.is_of_host else kernel_of(func, args, kwargs, result)
-        schema = func._schema
-        writes = [
-            each.alias_info is not None and each.alias_info.is_write for each in schema.arguments
-        ]
-        aliases = [each.alias_info is not None for each in schema.returns]
-        self.makes_tensors = not all(aliases) or not any(writes)
+        signature = torch_border.signature_of(func)
+        writes = any(argument.is_written for argument in signature.arguments)
+        is_all_new = all(signature.new_results)
+        self.makes_tensors = any(signature.new_results) or not writes
         self.outputs: list[tuple[Any, ...]] | None = None
         """Size, strides and dtype of each result; empty if the result is what is written to."""
         self._is_single = isinstance(result, Tensor)
-        if self.kernel is None or len(tensors) != len(list(leaves)):
+        if self.kernel is None or len(tensors) != len(leaves):
             return
-        there = {tensor.untyped_storage()._cdata for tensor in inputs}
+        there = {*map(torch_border.storage_id, inputs)}
         # Some results share the memory of arguments, though their schema does not say so.
         is_new = all(
-            each.is_meta and each.untyped_storage()._cdata not in there for each in tensors
+            each.is_meta and torch_border.storage_id(each) not in there for each in tensors
         )
-        if not any(writes) and not any(aliases) and is_new:
+        if not writes and is_all_new and is_new:
             self.outputs = [(each.shape, each.stride(), each.dtype) for each in tensors]
-        elif any(writes) and (not schema.returns or result is args[0]):
+        elif writes and (not signature.new_results or result is args[0]):
             self.outputs = []
 
     def result(self, args: tuple[Any, ...]) -> Any:

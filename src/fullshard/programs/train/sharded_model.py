@@ -43,6 +43,7 @@ from fullshard import (
     clip_grad_norm_,
     fully_shard,
     plan_groups,
+    torch_border,
 )
 from fullshard.errors import ConfigurationError
 from fullshard.plan.mesh import cap_timeout, default_group
@@ -170,12 +171,6 @@ def build_model(config: RunConfig, source: ModelSource, device: torch.device) ->
     return sharded
 
 
-_ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-}
 _MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
@@ -200,7 +195,7 @@ def keep_expensive_results() -> tuple[AbstractContextManager[None], AbstractCont
             counts[context.is_recompute] += 1
             keeps = counts[context.is_recompute] % 2 == 1
         else:
-            keeps = operation in _ATTENTION
+            keeps = operation in torch_border.ATTENTION_OPERATORS
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
