@@ -34,8 +34,6 @@ from tests.helpers.training import FULLSHARD, Run, ShardOptimizer, shard
 from tests.helpers.wrapping import library, wrap_blocks
 
 MICROBATCHES = 2
-PLACES = 10
-"""How many steps fail in a run, each in another part of the step. Every third step does not fail."""
 
 
 # --- places -------------------------------------------------------------------------------------------
@@ -97,13 +95,17 @@ Failing = dict[int, dict[int, int]]
 """By step, the places at which ranks fail, by rank."""
 
 
-def failing_steps(places: int, world: int) -> Failing:
-    """Choose places for two of three steps, the first included. Two ranks fail in some, often in the same place."""
+def failing_steps(places: int, world: int, number_of_failures: int) -> Failing:
+    """Choose places for two of three steps, the first included, each in another part of the step.
+
+    Two ranks fail in some, often in the same place.
+    """
     rng = random.Random(places)
     steps: Failing = {}
-    for number in range(PLACES):
+    for number in range(number_of_failures):
         first, second = rng.sample(range(world), 2)
-        place = places * number // PLACES + rng.randrange(places // PLACES)
+        part = places // number_of_failures
+        place = places * number // number_of_failures + rng.randrange(part)
         failing = {first: place}
         if number % 3 == 2:
             failing[second] = place if number % 2 else rng.randrange(places)
@@ -214,9 +216,11 @@ def places_in_a_step(api: str, options: ModelOptions, replicas: int) -> int:
     return trap.passed
 
 
-def failing_run(api: str, options: ModelOptions, replicas: int) -> list[Any]:
+def failing_run(
+    api: str, options: ModelOptions, replicas: int, number_of_failures: int
+) -> list[Any]:
     places = places_in_a_step(api, options, replicas)
-    failing = failing_steps(places, dist.get_world_size())
+    failing = failing_steps(places, dist.get_world_size(), number_of_failures)
     losses, params, failures = train(api, options, replicas, failing, skip=False)
     expected_losses, expected, _ = train(api, options, replicas, failing, skip=True)
     assert losses == expected_losses
@@ -236,18 +240,21 @@ CASES = {
         "fully_shard",
         ModelOptions(depth=2, checkpointing="non_reentrant"),
         1,
+        20,
     ),
-    "hsdp": (4, "fully_shard", ModelOptions(depth=2, tied=True), 2),
-    "hybrid wrapper": (4, "wrapper", SMALL, 2),
+    "hsdp": (4, "fully_shard", ModelOptions(depth=2, tied=True), 2, 10),
+    "hybrid wrapper": (4, "wrapper", SMALL, 2, 10),
 }
+"""Ranks, API, model, replicas, and in how many places steps fail."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_goes_on_after_failures_anywhere_as_if_no_rank_had_seen_those_batches(
     world, case: str
 ) -> None:
-    ranks, api, options, replicas = CASES[case]
-    told = world(ranks).run(failing_run, api, options, replicas)
+    ranks, *arguments = CASES[case]
+    told = world(ranks).run(failing_run, *arguments)
+    assert len(told[0]) == arguments[-1]
     assert all(each == told[0] for each in told)
     assert any(len(failures) == 2 for failures in told[0])
 
