@@ -130,6 +130,7 @@ def _serve_tests(executable: str, listener: str, distributor: str, *arguments: s
     """Import the tests and what ranks import, then serve."""
     import faulthandler
     import gc
+    import threading
     from importlib.util import find_spec
 
     import pytest
@@ -141,6 +142,9 @@ def _serve_tests(executable: str, listener: str, distributor: str, *arguments: s
     for module in (*PRELOADED, *(TRANSFORMERS if find_spec("transformers") else ())):
         importlib.import_module(module)
     faulthandler.cancel_dump_traceback_later()
+    # Whoever is forked has one thread only, and what others have locked stays locked.
+    if threading.active_count() > 1:
+        raise RuntimeError(f"Importing the tests has started threads: {threading.enumerate()}.")
     gc.unfreeze()
     gc.collect()  # what pytest has collected; the modules stay
     _serve(executable, socket.socket(fileno=int(listener)), socket.socket(fileno=int(distributor)))
