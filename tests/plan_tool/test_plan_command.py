@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from rich.console import Console
@@ -13,11 +13,18 @@ from typer.testing import CliRunner, Result
 
 from fullshard.programs import cli
 from fullshard.programs.plan_tool import planning
-from fullshard.programs.plan_tool.answers import limit_text, seconds_text, verdict
+from fullshard.programs.plan_tool.answers import (
+    MEMORY,
+    limit_text,
+    memory_rows,
+    seconds_text,
+    verdict,
+)
 from fullshard.programs.plan_tool.output import print_planned
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.planning import planned
 from fullshard.programs.plan_tool.profile_file import load_profile
+from fullshard.programs.plan_tool.program import MemoryKind
 from fullshard.programs.plan_tool.question import Question, read_machine, read_question
 from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.model_source import open_model
@@ -107,6 +114,11 @@ def test_a_model_that_does_not_fit_is_told_by_how_much(step: PlannedStep) -> Non
     grown = replace(step, memory=replace(step.memory, reserved=3 << 30))
     assert verdict(with_capacity(grown, 4.0)).endswith("; 1 GiB stay free.")
     assert verdict(with_capacity(grown, 2.5)).startswith("It does not fit: 512 MiB are missing.")
+
+
+def test_the_memory_of_all_kinds_adds_up_to_what_is_reserved(step: PlannedStep) -> None:
+    assert set(MEMORY) == set(get_args(MemoryKind))
+    assert sum(nbytes for _, nbytes in memory_rows(step)) == step.memory.reserved
 
 
 @pytest.mark.parametrize(

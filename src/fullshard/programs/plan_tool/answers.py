@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fullshard.errors import size_text
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.playback import Idle
-from fullshard.programs.plan_tool.program import Phase
+from fullshard.programs.plan_tool.program import MemoryKind, Phase
 from fullshard.programs.plan_tool.validation import Band
 
 LIMITED_FROM = 0.1
@@ -17,7 +17,7 @@ WAITS: dict[Idle, str] = {
     "gather": "gathers",
     "reduction": "reductions",
     "host": "the host",
-    "other": "the end of other work",
+    "other": "other work",
 }
 """What compute waits for, by the reason of the wait."""
 
@@ -28,14 +28,15 @@ LIMITS: dict[Idle, str] = {
     "other": "Work behind compute limits it",
 }
 
-MEMORY = {
+MEMORY: dict[MemoryKind, str] = {
     "parameters": "parameters, sharded",
     "gradients": "gradients, sharded",
     "optimizer": "optimizer state",
     "activations": "activations",
     "gathered": "gathered parameters",
     "reducing": "gradients being reduced",
-    "temporary": "temporary tensors, workspaces",
+    "temporary": "temporary tensors",
+    "workspace": "workspaces of libraries",
 }
 """What memory is for, in the order of tables."""
 
@@ -76,7 +77,7 @@ def verdict(planned: PlannedStep) -> str:
 def memory_rows(planned: PlannedStep) -> Iterator[tuple[str, int]]:
     """Yield what the memory at the peak is for, and its bytes."""
     for kind, label in MEMORY.items():
-        nbytes = dict(planned.memory.at_peak).get(kind, 0)
+        nbytes = planned.memory.at_peak.get(kind, 0)
         if nbytes:
             yield label, nbytes
     yield "allocator: reserved, not used", planned.memory.reserved - planned.memory.allocated

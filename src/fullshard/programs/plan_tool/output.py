@@ -15,6 +15,7 @@ from fullshard.programs.console.tables import (
     print_table,
 )
 from fullshard.programs.plan_tool.answers import (
+    WAITS,
     limit_text,
     memory_rows,
     peak_text,
@@ -107,17 +108,10 @@ def _time_rows(planned: PlannedStep) -> Iterator[tuple[str, str, str]]:
     for phase in ("forward", "backward", "optimizer"):
         if playback.phases.get(phase):
             yield row(f"compute, {phase}", playback.phases[phase])
-    idle = dict(playback.idle)
-    labels = {
-        "gather": "waits for gathers",
-        "reduction": "waits for reductions",
-        "host": "waits for the host",
-        "other": "waits for other work",
-    }
-    for reason, label in labels.items():
-        if idle.get(reason):
-            yield row(label, idle[reason])
-    beside = whole - sum(playback.phases.values()) - sum(idle.values())
+    for reason, what in WAITS.items():
+        if playback.idle.get(reason):
+            yield row(f"waits for {what}", playback.idle[reason])
+    beside = whole - sum(playback.phases.values()) - sum(playback.idle.values())
     if beside > 0.0005 * whole:
         yield row("compute, slowed by collectives", beside)
     yield row("step", whole)

@@ -98,7 +98,7 @@ def read_machine(gpu: str | None, profile: Path | None, network: str | None) -> 
         )
     if profile is not None and profile.suffix != ".toml":
         raise ConfigurationError(f"--profile takes a TOML file; {profile} does not end with .toml.")
-    machine = load_profile(gpu if profile is None else str(profile))
+    machine = load_profile(gpu or str(profile))
     if network is None:
         return machine
     number, _, unit = network.partition("/")
