@@ -66,8 +66,8 @@ VALIDATED: tuple[Validated, ...] = (
         band=0.18,
     ),
 )
-"""Published runs: `benchmarks/published_runs.py`. Bands are the largest errors. Most of these rows were known when the profiles
-were made, and each profile has few numbers that could have been fitted to them."""
+"""Published runs: `benchmarks/published_runs.py`. Bands are the largest errors. The profiles were settled with these rows in
+view, so other runs may be off by more."""
 
 
 @dataclass(frozen=True, slots=True)
