@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fullshard.programs.train.config import RunConfig
@@ -72,8 +73,9 @@ def test_a_run_goes_on_when_a_lost_host_has_come_back(
         second.unplug()
         second.end_processes()
         agents.pop().wait(60)
-        # Each program is a client and a process of the preloaded Python.
-        [of_agent, _, _, of_rank] = sorted(first.processes())
+        # Each program is a client and a process of the preloaded Python. Numbers of processes begin anew at times.
+        began = {number: psutil.Process(number).create_time() for number in first.processes()}
+        [of_agent, _, _, of_rank] = sorted(began, key=began.__getitem__)
         assert of_agent == agents[0].pid
         # Nobody tells the first host: its rank waits for the other until run.timeout has passed.
         wait_until(lambda: of_rank not in first.processes(), "for the rank", log, seconds=60)
