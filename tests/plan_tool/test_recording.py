@@ -156,6 +156,31 @@ def test_all_memory_of_a_step_is_given_back_but_what_stays_between_steps() -> No
     assert held["optimizer"] == pytest.approx(2 * shard, rel=0.02)
 
 
+def test_replicas_divide_the_optimizer_state_and_gather_what_they_updated() -> None:
+    def facts(divides: bool) -> tuple[int, int]:
+        section = {"shard_over_replicas": divides}
+        program = recorded(config(sharding={"replicas": 2}, optimizer=section))
+        gathers = [
+            entry
+            for entry in launched(program)
+            if isinstance(entry.work, Collective) and entry.phase == "optimizer"
+        ]
+        sizes = {e.memory: e.nbytes for e in program.entries if isinstance(e, Allocate)}
+        state = [sizes[memory] for memory, kind in program.kinds.items() if kind == "optimizer"]
+        return sum(state), sum(entry.work.kind == "all_gather" for entry in gathers)
+
+    (whole, none), (part, some) = facts(False), facts(True)
+    assert none == 0 < some
+    assert part == pytest.approx(whole / 2, rel=0.1)
+
+
+def test_an_optimizer_s_gradients_are_not_copied() -> None:
+    program = recorded(config())
+    works = [entry.work for entry in launched(program) if entry.phase == "optimizer"]
+    copied = [w.nbytes for w in works if isinstance(w, Kernel) and "copy" in w.name]
+    assert max(copied) < 1000  # norms
+
+
 def test_recomputation_runs_the_blocks_again_within_backward() -> None:
     kept, again = config(), config(compute={"checkpoint_activations": "blocks"})
 

@@ -129,11 +129,11 @@ class FusedShard(UpdatedTensor):
         if self._is_param:
             return parts[0]
         first = parts[self._filled[0]]
-        base, itemsize = first.data_ptr(), first.itemsize
+        base, itemsize = torch_border.address_of(first), first.itemsize
         room = first.untyped_storage().nbytes() - int(first.storage_offset()) * itemsize
         # Parts in neighbouring storages may have the same distances, but the first storage is too short then.
         if room >= self.tensor.numel() * itemsize and all(
-            parts[index].data_ptr() - base == self.starts[index] * itemsize
+            torch_border.address_of(parts[index]) - base == self.starts[index] * itemsize
             and parts[index].stride() == self._shapes[index][1]
             for index in self._filled
         ):

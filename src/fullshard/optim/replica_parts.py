@@ -383,7 +383,8 @@ class ReplicaParts:
 
 def _can_be_cut(param: nn.Parameter) -> bool:
     local = local_of(param)
-    if type(local.data) is not Tensor or local.is_meta or not local.numel():
+    is_absent = local.is_meta and torch_border.the_virtual_device() is None
+    if type(local.data) is not Tensor or is_absent or not local.numel():
         return False
     return (param.ndim > 0 or isinstance(param, DTensor)) and _is_one_range(local)
 

@@ -144,6 +144,7 @@ from fullshard.torch_border.state_dict_functions import (
     introduce_wrapper as introduce_wrapper,
 )
 from fullshard.torch_border.tensors import (
+    address_of as address_of,
     base_of as base_of,
     current_stream_id as current_stream_id,
     id_of_storage as id_of_storage,

@@ -38,6 +38,13 @@ def id_of_storage(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+def address_of(tensor: Tensor) -> int:
+    """Return where a tensor's memory begins. On the meta device, tensors over one storage have the distances that they would have."""
+    if tensor.is_meta:
+        return storage_id(tensor) + int(tensor.storage_offset()) * tensor.itemsize
+    return tensor.data_ptr()
+
+
 def same_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of equally many elements have the same storage, offset and dtype."""
     return (

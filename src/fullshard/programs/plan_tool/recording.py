@@ -338,7 +338,7 @@ class Recorder(torch_border.OperatorMode):
         if memory.nbytes:
             self.add(Free(memory.number))
         if nbytes:
-            memory.number = self.new_number()
+            memory.number, memory.phase = self.new_number(), self.phase
             self.kinds[memory.number] = memory.kind or self._kind_now()
             self.add(Allocate(memory.number, nbytes, self.stream.stream_id))
         self._allocated += nbytes - memory.nbytes
@@ -353,6 +353,12 @@ class Recorder(torch_border.OperatorMode):
         """Say what a storage is for, whenever it has memory."""
         self._see(storage)
         self._memory[torch_border.id_of_storage(storage)].kind = kind
+
+    def name_what_stayed(self, phase: Phase, kind: MemoryKind) -> None:
+        """Say what memory is for that was taken in a phase and is still there."""
+        for memory in self._memory.values():
+            if memory.nbytes and memory.phase == phase:
+                self.kinds[memory.number] = kind
 
     def name_memory(self, tensors: Sequence[Tensor], kind: MemoryKind) -> None:
         """Say what memory is for that is there now."""
@@ -463,6 +469,8 @@ class _Memory:
     def __init__(self) -> None:
         self.number = 0
         self.nbytes = 0
+        self.phase: Phase = "build"
+        """Where in a step the memory was taken."""
         self.kind: MemoryKind | None = None
         """What it is always for; None if that depends on the moment."""
         self.reference: weakref.ref[UntypedStorage] | None = None

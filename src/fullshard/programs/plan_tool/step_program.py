@@ -7,11 +7,10 @@ recorded.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -74,6 +73,7 @@ def record_step(
         step.take()
         gc.collect()  # what only cycles keep alive is not a step's memory
         gc.unfreeze()
+        recorder.name_what_stayed("optimizer", "optimizer")
         contexts = contexts_of(step.model.module)
         begin = len(recorder.entries)
         spans = HookRecorder(recorder)
@@ -83,7 +83,6 @@ def record_step(
         for context in contexts:
             context.recorder = None
         program = recorder.program(begin)
-        step.name_optimizer_state()
         return StepProgram(program, step.tokens, export_later(step.model.module, spans))
 
 
@@ -110,18 +109,9 @@ class _RecordedStep(TrainingStep):
         """Do as `TrainingStep` says."""
         return self._recorder.during(phase)
 
-    def name_optimizer_state(self) -> None:
-        """Say which memory is the optimizer's. Behind the last step: some optimizers change when they are asked."""
-        self._recorder.name_memory(_local_tensors(_tensors_of(self.optimizer)), "optimizer")
-
 
 def _local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
-
-
-def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for state in optimizer.state.values():
-        yield from (each for each in state.values() if isinstance(each, Tensor) and each.is_meta)
 
 
 def export_later(model: nn.Module, spans: TraceRecorder) -> Callable[[Times], Trace]:

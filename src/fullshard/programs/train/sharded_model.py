@@ -178,14 +178,16 @@ def recompute(block: nn.Module, what: Recomputation) -> None:
     """Let a block's backward recompute activations instead of keeping them."""
     if what == "none":
         return
-    options = {"context_fn": keep_expensive_results} if what == "selective" else {}
+    options: dict[str, Any] = {}
+    if what == "selective":
+        options["context_fn"] = keep_expensive_results
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 
 def keep_expensive_results() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts for a forward and its recomputation that keep results of attention and of every second product.
 
-    These take the longest to compute. The other products of a block are kept from being so by their memory.
+    These take the longest to compute. To keep all products would take most of the memory that recomputing saves.
     """
     counts = {False: 0, True: 0}
     """Of matrix products, in forward and in its recomputation: both must decide alike."""
@@ -198,7 +200,9 @@ def keep_expensive_results() -> tuple[AbstractContextManager[None], AbstractCont
             keeps = operation in torch_border.ATTENTION_OPERATORS
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]
+    contexts = create_selective_checkpoint_contexts(policy)
+    return contexts
 
 
 def freeze_others(model: nn.Module, patterns: str) -> None:
