@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.report import header, headline, markdown, write_json
 from fullshard import trace
 from fullshard.programs.plan_tool.calibrate import calibrate
+from fullshard.programs.plan_tool.machine import Machine
 from fullshard.programs.plan_tool.planned_step import plan_step
 from fullshard.programs.plan_tool.profile_file import load_profile, to_toml
 from fullshard.programs.plan_tool.training_step import TrainingStep
@@ -87,11 +89,25 @@ def run_rank(job: Job) -> None:
     dist.destroy_process_group()
 
 
-def times(found: Trace) -> tuple[float, float]:
-    """Return the milliseconds of a step, and those of its waits."""
+class Times(NamedTuple):
+    """Milliseconds of a step, and of its waits."""
+
+    step_ms: float
+    exposed_ms: float
+
+
+def times(found: Trace) -> Times:
+    """Return the means over the steps of a trace."""
     steps = [span for span in found.spans if span.kind == "step"]
     waits = sum(span.duration_us for span in found.spans if span.kind == "wait")
-    return fmean(span.duration_us for span in steps) / 1e3, waits / len(steps) / 1e3
+    return Times(fmean(span.duration_us for span in steps) / 1e3, waits / len(steps) / 1e3)
+
+
+def planned_times(job: Job, machine: Machine) -> Times:
+    """Return the times of the plan."""
+    planned = plan_step(job.config(), job.ranks, machine)
+    assert planned.trace is not None, "only estimates have none"
+    return times(planned.trace)
 
 
 def compare(ranks: int, width: int, steps: int) -> dict[str, float]:
@@ -108,10 +124,8 @@ def compare(ranks: int, width: int, steps: int) -> dict[str, float]:
             times(parse_trace(json.loads(path.read_text())))
             for path in (folder / "traces").iterdir()
         ]
-    planned = plan_step(jobs[0].config(), ranks, machine)
-    assert planned.trace is not None, "only estimates have none"
     step, exposed = (fmean(values) for values in zip(*found, strict=True))
-    planned_step, planned_exposed = times(planned.trace)
+    planned_step, planned_exposed = planned_times(jobs[0], machine)
     return {
         "ranks": ranks,
         "width": width,

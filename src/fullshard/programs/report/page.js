@@ -7,6 +7,7 @@ const figures = JSON.parse(document.getElementById("figures").textContent);
 const isTouch = matchMedia("(pointer: coarse)").matches;
 
 const PAN = 0.2; // share of the visible range
+const AXIS = /^[xy]axis\d*$/;
 const ZOOM = 0.6;
 
 // --- colours
@@ -55,8 +56,21 @@ function draw(name) {
   for (const trace of data) trace.visible = !hiddenIn(name).has(trace.name);
   drawLegend(name, data);
   layout.font.family = getComputedStyle(document.body).fontFamily;
+  keepZoom(chart, layout, viewKey(name));
   const config = { responsive: true, displayModeBar: false, scrollZoom: true };
   return Plotly.react(chart, data, layout, config);
+}
+
+// The same view drawn again (another theme, another legend) keeps its ranges. Plotly itself keeps those that a pointer chose,
+// and forgets those of buttons and keys.
+function keepZoom(chart, layout, view) {
+  if (chart.layout && chart.dataset.view === view) {
+    for (const axis of Object.keys(layout).filter((each) => AXIS.test(each))) {
+      const { range, autorange } = chart.layout[axis] ?? {};
+      if (range && !autorange) Object.assign(layout[axis], { range: [...range], autorange: false });
+    }
+  }
+  chart.dataset.view = view;
 }
 
 // A button for each trace; pressing it hides the trace, in all views.
@@ -94,7 +108,7 @@ function moveView(name, action) {
   if (action === "reset") {
     const { layout } = figures[name].views[viewKey(name)];
     const change = {};
-    for (const key of Object.keys(layout).filter((each) => /^[xy]axis\d*$/.test(each))) {
+    for (const key of Object.keys(layout).filter((each) => AXIS.test(each))) {
       if (layout[key].range) change[`${key}.range`] = [...layout[key].range];
       else change[`${key}.autorange`] = layout[key].autorange || true;
     }

@@ -1,0 +1,37 @@
+"""The benchmarks of plans, with models that take no time: published_runs, plan_memory and plan_ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import plan_memory, plan_ranks, published_models, published_runs
+
+
+def test_a_published_run_is_planned_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = next(row for row in published_runs.ROWS if row.model == "Llama 2 7B" and row.is_compiled)
+    whole = published_models.ARCHITECTURES[row.model]
+    small = replace(whole, layers=1, width=64, heads=2, hidden=128, vocabulary=256)
+    monkeypatch.setitem(published_models.ARCHITECTURES, row.model, small)
+    planned = published_runs.plan_of(replace(row, length=64))
+    assert planned.world == row.gpus
+    assert planned.config.compute.checkpoint_activations == row.recompute
+    assert planned.tokens == row.batch * 64
+    assert planned.tokens_per_second > row.tokens_per_second
+    assert "compiled" in published_runs.describe(row)
+
+
+def test_memory_is_foretold_for_a_configuration() -> None:
+    tiny = ("model.layers=2", "model.width=64", "model.heads=2", "data.context=32")
+    few, more = (
+        plan_memory.foretold(plan_memory.Configuration("medium", (*tiny, *options)), "h200")
+        for options in ((plan_memory.RECOMPUTED,), ())
+    )
+    assert few["allocated"] < more["allocated"] <= more["reserved"]
+
+
+def test_waits_of_ranks_are_compared_with_those_of_the_plan() -> None:
+    job = plan_ranks.Job(rank=0, ranks=2, folder=None, steps=1, width=16)  # type: ignore[arg-type]
+    planned = plan_ranks.planned_times(job, plan_ranks.load_profile("cpu"))
+    assert 0 < planned.exposed_ms < planned.step_ms
