@@ -129,6 +129,7 @@ def test_operations_that_were_seen_before_are_recorded_as_if_they_ran(
         self.outputs = None
 
     monkeypatch.setattr(recording._Known, "__init__", forgetful)
+    monkeypatch.setattr(recording, "_KNOWN", {})
     assert recorded(run).entries == remembered.entries
 
 

@@ -69,8 +69,9 @@ class PlannedStep:
         return self.memory.reserved <= self.machine.usable_bytes
 
 
-DEPTHS = (4, 6)
-"""Of the models that `estimate_step` records. With fewer layers, what is in flight at the borders is a part of the step."""
+DEPTHS = (3, 5)
+"""Of the models that `estimate_step` records. For 32 layers of Llama 2, four ways to shard them and two networks, this gives
+times and allocated bytes within 0.2 % of the whole, and reserved bytes within 11 %. With 2 layers, memory has its peak elsewhere."""
 
 
 def plan_step(

@@ -212,8 +212,6 @@ class Recorder(torch_border.OperatorMode):
         self.phase: Phase = "build"
         self._streams = ["compute"]
         self._numbers = 0
-        self._known: dict[Hashable, _Known] = {}
-        """Operations that were seen before, by all that their results depend on."""
         self._memory: dict[int, _Memory] = {}
         """By the identity of its storage, what lives."""
         self.kinds: dict[int, MemoryKind] = {}
@@ -267,10 +265,10 @@ class Recorder(torch_border.OperatorMode):
             self.stream.synchronize()
             return 1.0 if args[0].is_floating_point() else 1
         key = (func, _facts(args), _facts(tuple(kwargs.items())))
-        known = self._known.get(key)
+        known = _KNOWN.get(key)
         if known is None:
             result = func(*args, **kwargs)
-            known = self._known[key] = _Known(func, args, kwargs, result)
+            known = _KNOWN[key] = _Known(func, args, kwargs, result)
         elif known.outputs is None:
             result = func(*args, **kwargs)
         else:
@@ -450,6 +448,10 @@ class _Known:
             for size, stride, dtype in self.outputs
         ]
         return made[0] if self._is_single else tuple(made)
+
+
+_KNOWN: dict[Hashable, _Known] = {}
+"""Operations that were seen before, by all that their results depend on."""
 
 
 def _facts(value: Any) -> Hashable:
