@@ -16,7 +16,6 @@ bytes         of state, for each element of rank 0's shards
 peak          memory that a step takes at its peak, beyond what is there between steps
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,8 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.contestants import Contestant, Setting, build, join_fake_group
 from benchmarks.estimate import of_some
 from benchmarks.measure import collector_paused, peak_of, timed
+from benchmarks.optimizer_runs import new_parser, setting_of
 from benchmarks.report import header, headline, markdown, milliseconds, number, write_json
-from benchmarks.transformer import PRESETS, local_tensor
+from benchmarks.transformer import local_tensor
 from fullshard.optim import AdamW8bit, ShardedOptimizer
 
 COLUMNS = ("optimizer", "step ms", "x fused", "host ms", "bytes", "peak GiB")
@@ -115,31 +115,13 @@ def rows(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, then print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--preset", choices=list(PRESETS), help="default: 1.2b, or tiny on a CPU")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--world", type=int, default=8, help="ranks of the fake group (default 8)")
-    add("--rounds", type=int, default=12, help="turns of each (default 12)")
-    add("--no-compile", action="store_true", help="leave the compiled step out")
-    add("--json", type=Path, metavar="FILE", help="write samples")
-    add("--commit", help="name of the measured commit, where the checkout has no git")
+    parser = new_parser(__doc__)
+    parser.add_argument("--no-compile", action="store_true", help="leave the compiled step out")
     options = parser.parse_args(arguments)
-    on_cuda = (options.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda"
-    device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+    preset, setting = setting_of(options)
     torch.manual_seed(0)
-    head = header("adamw8bit.py", device, options.commit, arguments)
+    head = header("adamw8bit.py", setting.device, options.commit, arguments)
     join_fake_group(options.world)
-    preset = options.preset or ("1.2b" if on_cuda else "tiny")
-    setting = Setting(
-        shape=PRESETS[preset],
-        device=device,
-        world=options.world,
-        precision="bf16" if on_cuda else "fp32",
-        master="fp32",
-    )
     samples, facts = measure(
         build("fullshard", setting), setting, options.rounds, compiles=not options.no_compile
     )
@@ -147,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_json(options.json, head, {"preset": preset, "samples": samples, "facts": facts})
     print(f"{headline(head)}\n\n{preset}, world {options.world}, {options.rounds} rounds.\n")
     print(markdown(COLUMNS, rows(samples, facts)))
-    if on_cuda and not options.no_compile:
+    if setting.device.type == "cuda" and not options.no_compile:
         found = of_some(samples["8 bits"]).median / of_some(samples["fused"]).median
         print(f"\n8 bits: {found:.2f} x fused AdamW; the limit is {LIMIT}.")
 

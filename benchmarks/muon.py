@@ -13,7 +13,6 @@ peak          memory that a step takes at its peak, beyond what is there between
 sent, got     MiB that rank 0 sends to and gets from other ranks in a step
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.contestants import Contestant, Setting, adamw_over_shards, build, join_fake_group
 from benchmarks.estimate import of_some
 from benchmarks.measure import collector_paused, peak_of, timed
+from benchmarks.optimizer_runs import new_parser, setting_of
 from benchmarks.report import header, headline, markdown, milliseconds, number, write_json
-from benchmarks.transformer import PRESETS, local_tensor
+from benchmarks.transformer import local_tensor
 from fullshard.optim.muon import Muon, hidden_matrices
 from fullshard.optim.newton_schulz import orthogonalize
 
@@ -131,30 +131,12 @@ def rows(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, then print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--preset", choices=list(PRESETS), help="default: 1.2b, or tiny on a CPU")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--world", type=int, default=8, help="ranks of the fake group (default 8)")
-    add("--rounds", type=int, default=12, help="turns of each (default 12)")
-    add("--json", type=Path, metavar="FILE", help="write samples")
-    add("--commit", help="name of the measured commit, where the checkout has no git")
+    parser = new_parser(__doc__)
     options = parser.parse_args(arguments)
-    on_cuda = (options.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda"
-    device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+    preset, setting = setting_of(options)
     torch.manual_seed(0)
-    head = header("muon.py", device, options.commit, arguments)
+    head = header("muon.py", setting.device, options.commit, arguments)
     join_fake_group(options.world)
-    preset = options.preset or ("1.2b" if on_cuda else "tiny")
-    setting = Setting(
-        shape=PRESETS[preset],
-        device=device,
-        world=options.world,
-        precision="bf16" if on_cuda else "fp32",
-        master="fp32",
-    )
     samples, facts = measure(build("fullshard", setting), setting, options.rounds)
     dist.destroy_process_group()
     write_json(options.json, head, {"preset": preset, "samples": samples, "facts": facts})
