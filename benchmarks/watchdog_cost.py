@@ -2,13 +2,14 @@
 
 One process is rank 0 of a `fake` group, as in step.py. The same model takes turns: steps without a watchdog, and as many
 with one that does what it does in a healthy run: it looks at this process four times a second, and talks to a real store
-once a second.
+once a second. It has registered before its turn is timed, since a run does that once.
 
     python benchmarks/watchdog_cost.py                          # 12x768 on a GPU, tiny on a CPU
 
 host      until backward returns, from an idle device; on the CPU the processor time of the process, the watchdog's included
 step      until the current stream has done it all; on the CPU wall time
-on / off  median over rounds of the ratio of the two turns' mean steps
+on / off  median over rounds of the ratio of the two turns' mean steps; a step counts as twice the median at most, since
+          some meet another job of the host
 thread    processor time of the watchdog's thread, by the time of its turns: what it can take from the main thread, which
           waits for the interpreter lock meanwhile. Rounds differ by far more, so on / off is only a check of it.
 """
@@ -20,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ from fullshard import torch_border
 from fullshard.comm.watchdog.thread import Watchdog
 
 WARMUP = 8
+SETTLING = 4
+"""Steps of a turn that are not timed."""
 COLUMNS = ("model", "host off ms", "host on / off", "step off ms", "step on / off", "thread")
 
 
@@ -48,6 +51,7 @@ def watched(shares: list[float]) -> Iterator[None]:
     assert group is not None, "the fake group was joined"
     watchdog = Watchdog(group, thread=threading.get_ident())
     assert watchdog.thread.ident is not None, "it has been started"
+    watchdog.registered.wait()
     clock = time.pthread_getcpuclockid(watchdog.thread.ident)
     since, spent = time.perf_counter(), time.clock_gettime(clock)
     try:
@@ -64,10 +68,17 @@ def take_turn(contestant: Contestant, device: torch.device, steps: int) -> tuple
     A mean, since what the watchdog does falls on few of them.
     """
     timings = []
-    for _ in range(steps):
+    for _ in range(SETTLING + steps):
         contestant.zero_grad()
         timings.append(timed(contestant.forward_backward, device))
-    return mean(each.host_s for each in timings), mean(each.device_s for each in timings)
+    kept = timings[SETTLING:]
+    return capped_mean([each.host_s for each in kept]), capped_mean([each.device_s for each in kept])  # fmt: skip
+
+
+def capped_mean(seconds: Sequence[float]) -> float:
+    """Return the mean of steps, of which none counts as more than twice the median."""
+    most = 2 * median(seconds)
+    return mean(min(each, most) for each in seconds)
 
 
 def measure(
@@ -112,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--preset", choices=list(PRESETS), help="default: 12x768, or tiny on a CPU")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--rounds", type=int, default=30, help="turns of each kind (default 30)")
-    add("--steps", type=int, default=16, help="steps of a turn (default 16)")
+    add("--steps", type=int, default=40, help="timed steps of a turn (default 40)")
     add("--json", type=Path, metavar="FILE", help="write samples")
     add("--commit", help="name of the measured commit, where the checkout has no git")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""The benchmarks of plans, with models that take no time: published_runs, plan_memory and plan_ranks."""
+"""The benchmarks of plans, with models that take no time: published_runs, plan_steps and plan_ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import plan_memory, plan_ranks, published_models, published_runs
+from benchmarks import plan_ranks, plan_steps, published_models, published_runs
 
 
 def test_a_published_run_is_planned_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,13 +22,15 @@ def test_a_published_run_is_planned_with_its_options(monkeypatch: pytest.MonkeyP
     assert "compiled" in published_runs.describe(row)
 
 
-def test_memory_is_foretold_for_a_configuration() -> None:
+def test_memory_and_time_are_foretold_for_a_configuration() -> None:
     tiny = ("model.layers=2", "model.width=64", "model.heads=2", "data.context=32")
+    machine = plan_steps.load_profile("h200")
     few, more = (
-        plan_memory.foretold(plan_memory.Configuration("medium", (*tiny, *options)), "h200")
-        for options in ((plan_memory.RECOMPUTED,), ())
+        plan_steps.foretold(plan_steps.Configuration("medium", (*tiny, *options)), machine)
+        for options in ((plan_steps.RECOMPUTED,), ())
     )
     assert few["allocated"] < more["allocated"] <= more["reserved"]
+    assert 0 < few["gradients"] < few["step"]
 
 
 def test_waits_of_ranks_are_compared_with_those_of_the_plan() -> None:

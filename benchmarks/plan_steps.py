@@ -1,0 +1,255 @@
+"""Whether the memory and the time that `fullshard plan` foretells are those that a step then takes.
+
+One process is rank 0 of a `fake` group on a GPU, as in step.py, and takes the steps that a plan records (`TrainingStep`).
+Each configuration has a process of its own, since what one leaves in the allocator would be the next one's. Measuring
+and planning are apart: a file of measurements can be compared with plans on any machine.
+
+    python benchmarks/plan_steps.py benchmarks/results/plan-steps-h200.json --measure      # on a GPU, four minutes
+    python benchmarks/plan_steps.py benchmarks/results/plan-steps-h200.json                # compare; a CPU is enough
+    python benchmarks/plan_steps.py FILE --profile calibrated.toml --only large            # another profile, some rows
+
+allocated     most bytes of tensors at a time, within the second step
+reserved      most that the caching allocator has taken from the device by then
+gradients     device time of forward and backward of all microbatches, median of the steps after the second
+step          the same with clipping and the optimizer
+off           foretold over measured, less one. At most 5 % of allocated, 10 % of reserved and `--time-limit` of the
+              gradients' time are promised; it exits 1 if one is further off
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# What is measured, and named in the header, is the checkout that this file is in.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.report import header, headline, markdown, write_json
+from benchmarks.transformer import local_tensor
+from fullshard.programs.plan_tool.machine import GIB, MILLI, Machine
+from fullshard.programs.plan_tool.planned_step import plan_step
+from fullshard.programs.plan_tool.profile_file import load_profile
+from fullshard.programs.plan_tool.training_step import TrainingStep
+from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.config_file import read_config
+from fullshard.programs.train.model_source import open_model
+from fullshard.torch_border import fake_process_group
+
+PROMISED = {"allocated": 0.05, "reserved": 0.10}
+UNITS = {
+    "allocated": ("GiB", GIB),
+    "reserved": ("GiB", GIB),
+    "gradients": ("ms", MILLI),
+    "step": ("ms", MILLI),
+}
+TIMED_STEPS = 8
+
+BF16 = "compute.precision=bf16"
+SIZES = {
+    "medium": ["model.size=medium", "model.vocabulary=32000", "data.context=1024"],
+    "large": ["model.size=large", "model.vocabulary=32000", "data.context=2048"],
+    "wide": [
+        "model.layers=12",
+        "model.width=4096",
+        "model.heads=32",
+        "model.vocabulary=128256",
+        "data.context=4096",
+    ],
+}
+"""0.16, 1.3 and 3.5 billion parameters."""
+ROWS = {"medium": 8, "large": 4, "wide": 1}
+"""Windows of a rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """A run, by what differs from the built-in defaults."""
+
+    size: str
+    settings: tuple[str, ...] = ()
+    world: int = 8
+
+    def config(self) -> RunConfig:
+        """Return the whole."""
+        batch = f"train.batch={ROWS[self.size] * self.world}"
+        return read_config(None, [*SIZES[self.size], BF16, batch, *self.settings])
+
+
+RECOMPUTED = "compute.checkpoint_activations=blocks"
+SELECTIVE = "compute.checkpoint_activations=selective"
+CONFIGURATIONS = {
+    **{size: Configuration(size) for size in SIZES},
+    **{f"{size}-recomputed": Configuration(size, (RECOMPUTED,)) for size in SIZES},
+    **{f"{size}-selective": Configuration(size, (SELECTIVE,)) for size in SIZES},
+    "medium-64": Configuration("medium", world=64),
+    "large-64": Configuration("large", world=64),
+    "wide-recomputed-64": Configuration("wide", (RECOMPUTED,), 64),
+    "large-kept": Configuration("large", ("sharding.reshard_after_forward=false",)),
+    "large-no-prefetch": Configuration("large", ("sharding.prefetch=0",)),
+    "large-prefetch-3": Configuration("large", ("sharding.prefetch=3",)),
+    "large-hsdp": Configuration("large", ("sharding.replicas=2",)),
+    "large-hsdp-64": Configuration("large", ("sharding.replicas=8",), 64),
+    "large-wire": Configuration("large", ("compute.wire=bf16",)),
+    "large-fp32": Configuration("large", ("compute.precision=fp32",)),
+    "large-accumulated": Configuration("large", ("train.accumulate=2",)),
+    "large-sgd": Configuration("large", ("optimizer.name=sgd",)),
+    "large-muon": Configuration("large", ("optimizer.name=muon",)),
+    "large-adamw8bit": Configuration("large", ("optimizer.name=adamw8bit",)),
+    "large-not-flat": Configuration("large", ("optimizer.flat=false",)),
+}
+
+
+Figures = dict[str, float]
+"""Bytes and seconds by the names of `UNITS`."""
+
+
+def foretold(configuration: Configuration, machine: Machine) -> Figures:
+    """Return what the plan says for a rank of the fake group."""
+    planned = plan_step(configuration.config(), configuration.world, machine.with_fake_group())
+    return {
+        "allocated": planned.memory.allocated,
+        "reserved": planned.memory.reserved,
+        "gradients": planned.playback.gradient_seconds,
+        "step": planned.seconds,
+    }
+
+
+def measured_here(configuration: Configuration) -> Figures:
+    """Take steps on the GPU of this process."""
+    config, device = configuration.config(), torch.device("cuda")
+    torch.manual_seed(0)
+    with fake_process_group(configuration.world):
+        source = open_model(config)
+        step = TrainingStep(config, configuration.world, source, device)
+        # Values matter: products of zeros take less power and time, and equal tokens queue up in an embedding's backward.
+        for each in (*step.model.module.parameters(), *step.model.module.buffers()):
+            if each.is_floating_point():
+                local_tensor(each).detach().normal_(std=0.02)
+        step.windows.random_(config.model.vocabulary)
+        for _ in range(2):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            step.take()
+        torch.cuda.synchronize()
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        timed = [_timed_step(step) for _ in range(TIMED_STEPS)]
+    gradients, whole = (statistics.median(each) for each in zip(*timed, strict=True))
+    return {"allocated": peaks[0], "reserved": peaks[1], "gradients": gradients, "step": whole}
+
+
+def _timed_step(step: TrainingStep) -> tuple[float, float]:
+    """Take a step from an idle device; return the seconds until the gradients, and until the parameters are there."""
+    event: Any = torch.cuda.Event  # its constructor has no types
+    begin, middle, end = (event(enable_timing=True) for _ in range(3))
+    torch.cuda.synchronize()
+    begin.record()
+    step.compute_gradients()
+    middle.record()
+    step.update()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(middle) * MILLI, begin.elapsed_time(end) * MILLI
+
+
+def _measure_into(pipe: Connection, configuration: Configuration) -> None:
+    try:
+        pipe.send(measured_here(configuration))
+    except Exception:
+        traceback.print_exc()
+        pipe.send(None)
+
+
+def measured(name: str) -> Figures | None:
+    """Measure in a process of its own; None if it failed, for lack of memory or otherwise.
+
+    It is forked, so that torch is imported once. So this process must not touch the GPU.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_measure_into, args=(theirs, CONFIGURATIONS[name]))
+    process.start()
+    theirs.close()
+    try:
+        found: Figures | None = ours.recv()
+    except EOFError:
+        found = None
+    process.join()
+    return found
+
+
+def measure(file: Path, names: Sequence[str], commit: str | None, arguments: Any) -> int:
+    """Write the figures of all configurations into the file; return 1 if some could not be measured."""
+    results = []
+    for name in names:
+        found = measured(name)
+        print(f"{name}: {found or 'failed'}", file=sys.stderr, flush=True)
+        results.append({"name": name, **asdict(CONFIGURATIONS[name]), "measured": found})
+    write_json(file, header("plan_steps.py", torch.device("cuda"), commit, arguments), results)
+    return int(any(each["measured"] is None for each in results))
+
+
+def cells_of(name: str, plan: Figures, truth: Figures) -> list[str]:
+    """Return the cells of a configuration."""
+    cells = [name, str(CONFIGURATIONS[name].world)]
+    for kind, (_, unit) in UNITS.items():
+        off = plan[kind] / truth[kind] - 1
+        cells += [f"{truth[kind] / unit:.2f}", f"{plan[kind] / unit:.2f}", f"{off:+.1%}"]
+    return cells
+
+
+def compare(file: Path, names: Sequence[str], profile: str, time_limit: float) -> int:
+    """Plan what was measured, print both, and return 1 if something is further off than promised."""
+    written = json.loads(file.read_text())
+    machine, promised = load_profile(profile), {**PROMISED, "gradients": time_limit}
+    rows, broken = [], []
+    for row in written["results"]:
+        name, truth = row["name"], row["measured"]
+        if name not in names or truth is None:
+            continue
+        plan = foretold(CONFIGURATIONS[name], machine)
+        rows.append(cells_of(name, plan, truth))
+        broken += [
+            f"{name}: {kind} is {plan[kind] / truth[kind] - 1:+.1%} off, {most:.0%} are promised"
+            for kind, most in promised.items()
+            if abs(plan[kind] / truth[kind] - 1) > most
+        ]
+    print(f"Measured: {headline(written['header'])}. Planned with the profile {machine.name}.\n")
+    columns = ["configuration", "world"]
+    for kind, (unit, _) in UNITS.items():
+        columns += [f"{kind} {unit}", "foretold", "off"]
+    print(markdown(columns, rows))
+    print("\n".join(["", *broken]))
+    return int(bool(broken))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure or compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("file", type=Path, help="the measurements")
+    add("--measure", action="store_true", help="write the file; needs a GPU")
+    add("--only", action="append", choices=list(CONFIGURATIONS), help="may be repeated")
+    add("--profile", default="h200", help="name or file of the profile to plan with")
+    add("--time-limit", type=float, default=0.2, help="share by which times may be off")
+    add("--commit", help="name of the measured commit, where the checkout has no git")
+    options = parser.parse_args(arguments)
+    names = options.only or list(CONFIGURATIONS)
+    if options.measure:
+        return measure(options.file, names, options.commit, arguments)
+    return compare(options.file, names, options.profile, options.time_limit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
