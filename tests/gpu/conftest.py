@@ -26,6 +26,13 @@ def all_to_all(outputs: Any, inputs: Any, group: Any, tag: Any, *, async_op: boo
     return []
 
 
+def exchange(output: Any, sizes: Any, tensor: Any, group: Any, tag: Any) -> None:
+    """The same for exchanges of parts of several sizes: what is sent, again and again, as often as it fits."""
+    if output.numel():
+        index = torch.arange(output.numel(), device=output.device) % max(tensor.numel(), 1)
+        output.copy_(tensor[index] if tensor.numel() else torch.zeros_like(output))
+
+
 TO_ITSELF = property(lambda axes: axes.shard_process_group)
 """For `DataParallelAxes.shard_peers`: a rank alone communicates with itself, so that one GPU has NCCL to test."""
 
@@ -39,3 +46,4 @@ def communicates_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 def reduce_scatter_that_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "reduce_scatter", reduce_scatter)
     monkeypatch.setattr(collectives, "all_to_all", all_to_all)
+    monkeypatch.setattr(collectives, "exchange", exchange)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import clip_grad_norm_
-from fullshard.optim import ShardedOptimizer
+from fullshard.optim import Muon, ShardedOptimizer
 from tests.gpu.test_streams import SETTERS, WIDTH, Layer, equal, make_model, plain_local
 from tests.gpu.test_wrapper import (
     FULLSHARD,
@@ -326,6 +326,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "hsdp, sharded adamw": lambda: optimizer_step(
         make_model(hsdp=True), sharded_adamw, capturable=True, fused=True
     ),
+    "muon": lambda: muon_case(make_model()),
+    "hsdp, muon": lambda: muon_case(make_model(hsdp=True)),
+    "wrapper, muon": lambda: muon_case(wrapper_model(use_orig_params=True)),
     "wrapper, flat": lambda: no_sync_step(wrapper_model()),
     "wrapper": lambda: no_sync_step(wrapper_model(use_orig_params=True)),
     "wrapper, grad op": lambda: plain_step(
@@ -354,6 +357,15 @@ def sharded_sgd(params: Any, **options: Any) -> optim.Optimizer:
 
 def sharded_adamw(params: Any, **options: Any) -> optim.Optimizer:
     return ShardedOptimizer(optim.AdamW, params, **options)
+
+
+def muon_case(model: Any) -> Case:
+    """Muon with several buckets, so that exchanges overlap."""
+
+    def make(_: Any, **options: Any) -> optim.Optimizer:
+        return Muon(model, bucket_numel=1 << 19, **options)
+
+    return optimizer_step(model, make, capturable=True)
 
 
 def graphed_of(case: Case, **options: Any) -> Any:

@@ -35,7 +35,7 @@ from tests.helpers.fake import fake_world
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("reduce_scatter_that_reduces")]
 
 
-@pytest.mark.parametrize("name", ["fused sharded adamw", "adamw", "wrapper"])
+@pytest.mark.parametrize("name", ["fused sharded adamw", "adamw", "muon", "wrapper"])
 def test_fifty_graphed_steps_equal_eager_ones(name: str) -> None:
     with fake_world(4):
         eager, case = CASES[name](), CASES[name]()

@@ -409,6 +409,8 @@ def obstacles_of_optimizer(optimizer: torch.optim.Optimizer | None) -> list[str]
             return [
                 "with shard_over_replicas the optimizer's step gathers shards, which is not captured"
             ]
+    if getattr(maker, "COUNTS_ON_HOST", False):
+        return [f"{type(maker).__name__} counts its steps on the host"]
     needed = "capturable"
     if isinstance(maker, torch.optim.SGD):
         needed = "fused"  # other ways to compute its step make the host read the learning rate

@@ -54,6 +54,9 @@ class AdamW8bit(torch.optim.AdamW):
     which a rank holds nothing, and call `step` alike.
     """
 
+    COUNTS_ON_HOST = True
+    """A step has other numbers each time, so `fullshard.graphed` does not capture it."""
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -30,7 +30,8 @@ from torch.optim.adamw import adamw
 from fullshard import torch_border
 from fullshard.comm import collectives
 from fullshard.comm.journal import Tag, tag
-from fullshard.errors import ConfigurationError, UnsupportedError, fault_paragraphs
+from fullshard.comm.streams import is_capturing
+from fullshard.errors import ConfigurationError, UnsupportedError, UsageError, fault_paragraphs
 from fullshard.optim.fused_shards import like_param, local_of
 from fullshard.optim.matrix_owners import Bucket, CutParam, Matrix, plan_buckets
 from fullshard.optim.newton_schulz import COEFFICIENTS, orthogonalize
@@ -81,6 +82,7 @@ class Muon(torch.optim.Optimizer):
         *,
         betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
+        capturable: bool = False,
         dtype: torch.dtype | None = None,
         bucket_numel: int = 1 << 25,
     ) -> None:
@@ -99,13 +101,13 @@ class Muon(torch.optim.Optimizer):
                 ``sqrt(max(1, rows / columns))``.
             betas: AdamW's.
             adamw_eps: AdamW's.
+            capturable: Whether steps can be captured in CUDA graphs. AdamW counts its steps on the device then.
             dtype: In which matrices are exchanged and multiplied; by default bf16 on accelerators, fp32 on the CPU.
             bucket_numel: How many elements an owner has in a bucket, unless one matrix has more.
         """
         _check_numbers(lr, weight_decay, momentum, ns_steps, bucket_numel)
         _check_scale(adjust_lr_fn)
-        self._bucket_numel = bucket_numel
-        self._dtype = dtype
+        self._bucket_numel, self._dtype = bucket_numel, dtype
         self._plans: dict[tuple[int, ...], _Plan] = {}
         self._is_built = False
         groups = _chosen_groups(params) if isinstance(params, nn.Module) else params
@@ -120,6 +122,7 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "betas": tuple(betas),
             "adamw_eps": adamw_eps,
+            "capturable": capturable,
             "use_muon": True,
         }
         super().__init__(groups, defaults)
@@ -170,6 +173,8 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # Before the first exchange, and before anything is updated.
+        if is_capturing():
+            self._check_capture()
         _check_gradients(param for group in self.param_groups for param in group["params"])
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
@@ -180,19 +185,40 @@ class Muon(torch.optim.Optimizer):
             torch.autograd.graph.increment_version(params)
         return loss
 
+    def _check_capture(self) -> None:
+        """Refuse to capture a step that would not be the same when it is replayed."""
+        if not all(group["capturable"] for group in self.param_groups):
+            raise UsageError(
+                "A step of Muon counts on the host, so it cannot be captured in a CUDA graph. Make the optimizer with capturable=True."
+            )
+        is_new = any(
+            param.grad is not None and not self.state.get(param)
+            for group in self.param_groups
+            for param in group["params"]
+        )
+        if is_new or not all(
+            tuple(map(id, group["params"])) in self._plans
+            for group in self.param_groups
+            if group["use_muon"]
+        ):
+            raise UsageError(
+                "The first step of Muon cannot be captured in a CUDA graph: every replay would begin with new averages. Run a "
+                "step without capture before."
+            )
+
     # --- AdamW ------------------------------------------------------------------------------------
 
     def _adamw_step(self, group: Mapping[str, Any], params: Sequence[nn.Parameter]) -> None:
-        # A learning rate in a tensor is for CUDA graphs, in which steps are counted on the device.
         is_tensor = isinstance(group["lr"], Tensor)
         for param in params:
-            if not self.state[param]:
-                device = local_of(param).device if is_tensor else "cpu"
-                self.state[param] = {
-                    "step": torch.zeros((), device=device),
-                    "exp_avg": _zeros_like(param),
-                    "exp_avg_sq": _zeros_like(param),
-                }
+            state = self.state[param]
+            device = local_of(param).device if group["capturable"] else torch.device("cpu")
+            if not state:
+                state["step"] = torch.zeros((), device=device)
+                state["exp_avg"] = _zeros_like(param)
+                state["exp_avg_sq"] = _zeros_like(param)
+            elif state["step"].device != device:  # another optimizer has counted it
+                state["step"] = state["step"].to(device)
         held = [param for param in params if local_of(param).numel()]
         states = [self.state[param] for param in held]
         for param in params:  # states are the same on all ranks, also on those that hold nothing
@@ -200,6 +226,7 @@ class Muon(torch.optim.Optimizer):
                 self.state[param]["step"] += 1
         if not held:
             return
+        capturable = group["capturable"] and held[0].device.type != "cpu"
         adamw(
             [local_of(param) for param in held],
             [_gradient(param) for param in held],
@@ -207,8 +234,8 @@ class Muon(torch.optim.Optimizer):
             [local_of(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
-            foreach=not is_tensor or held[0].device.type != "cpu",
-            capturable=is_tensor and held[0].device.type != "cpu",
+            foreach=not is_tensor or capturable,
+            capturable=capturable,
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -262,6 +289,12 @@ class Muon(torch.optim.Optimizer):
         if key not in self._plans:
             self._plans[key] = _Plan(param_cuts(params), self._bucket_numel)
         return self._plans[key]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `load_state_dict`, or a copy, brings."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("capturable", False)  # of states that were saved before it existed
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"_bucket_numel": self._bucket_numel, "_dtype": self._dtype}
