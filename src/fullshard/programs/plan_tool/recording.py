@@ -462,7 +462,8 @@ def _facts(value: Any) -> Hashable:
         return tuple(map(_facts, value))
     if isinstance(value, (torch.Generator, UntypedStorage)):
         return id(value)
-    return cast(Hashable, value)
+    # With its type: 2, 2.0 and True are equal to Python, but decide about the dtype of a result.
+    return type(value), cast(Hashable, value)
 
 
 class _Memory:

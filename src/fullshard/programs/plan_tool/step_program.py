@@ -97,6 +97,8 @@ class _RecordedStep(TrainingStep):
         recorder.phase = "between"
         held = (*self.model.module.parameters(), *self.model.module.buffers(), self.windows)
         recorder.name_memory(_local_tensors(held), "parameters")
+        if self.ema is not None:
+            recorder.name_memory(_local_tensors(self.ema.averages.values()), "optimizer")
 
     def update(self) -> None:
         """Do as `TrainingStep` says."""

@@ -34,7 +34,7 @@ class TrainingStep:
         self.tokens = rows * context
         self.model = build_model(config, source, device)
         self.optimizer = build_optimizer(config.optimizer, self.model)
-        self._ema = build_ema(config.optimizer, self.model.module)
+        self.ema = build_ema(config.optimizer, self.model.module)
         self.windows = torch.zeros(rows, context + 1, dtype=torch.int64, device=device)
 
     def take(self) -> None:
@@ -62,8 +62,8 @@ class TrainingStep:
         """Clip the gradients and update the parameters."""
         self.model.clip_gradients(self._config.train.clip or math.inf)
         self.optimizer.step()
-        if self._ema is not None:
-            self._ema.update()
+        if self.ema is not None:
+            self.ema.update()
         self.optimizer.zero_grad()
 
     def during(self, phase: Phase) -> AbstractContextManager[None]:
