@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.programs.plan_tool import recording
+from fullshard.programs.plan_tool import known_operations
+from fullshard.programs.plan_tool.known_operations import KnownOperation
 from fullshard.programs.plan_tool.program import (
     Allocate,
     Collective,
@@ -20,6 +21,7 @@ from fullshard.programs.plan_tool.program import (
     Program,
     Wait,
 )
+from fullshard.programs.plan_tool.recording import Recorder
 from fullshard.programs.plan_tool.step_program import record_step
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.evaluation import window_losses
@@ -121,20 +123,20 @@ def test_operations_that_were_seen_before_are_recorded_as_if_they_ran(
 ) -> None:
     run = config(compute={"precision": "bf16"})
     remembered = recorded(run)
-    monkeypatch.setattr(recording._Known, "result", property(lambda self: pytest.fail("used")))
-    original = recording._Known.__init__
+    monkeypatch.setattr(KnownOperation, "result", property(lambda self: pytest.fail("used")))
+    original = KnownOperation.__init__
 
     def forgetful(self: Any, *args: Any) -> None:
         original(self, *args)
         self.outputs = None
 
-    monkeypatch.setattr(recording._Known, "__init__", forgetful)
-    monkeypatch.setattr(recording, "_KNOWN", {})
+    monkeypatch.setattr(KnownOperation, "__init__", forgetful)
+    monkeypatch.setattr(known_operations, "_KNOWN", {})
     assert recorded(run).entries == remembered.entries
 
 
 def test_numbers_of_other_types_make_results_of_other_dtypes() -> None:
-    with recording.Recorder().recording():
+    with Recorder().recording():
         counts = torch.empty(3, dtype=torch.int64, device="meta")
         made = [counts * 2, counts * 2.0, counts + 1, counts + 1.0, counts.bool() + True]
     dtypes = torch.int64, torch.float32, torch.int64, torch.float32, torch.bool

@@ -21,6 +21,7 @@ Collectives are not here: who records a step sees them first.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -52,10 +53,7 @@ def kernel_of(
         kwargs: Of the call.
         result: What it returned.
     """
-    found = _CALLS.get(operator)
-    if found is None:
-        found = _CALLS[operator] = (Operation(operator), _cost_of(operator))
-    op, cost = found
+    op, cost = _call_of(operator)
     if cost is None:
         return None
     # A mode may be on that replaces functions, and would see every question to a tensor.
@@ -63,13 +61,20 @@ def kernel_of(
         return cost(op, args, kwargs, result)
 
 
+def may_start_kernel(operator: Operator) -> bool:
+    """Return whether a call can cost anything; views and allocations cannot."""
+    return _call_of(operator)[1] is not None
+
+
 def is_listed(operator: Operator) -> bool:
     """Whether this file was written with the operator in mind; otherwise it counts like a plain one."""
     return _cost_of(operator) is not _unlisted
 
 
-_CALLS: dict[Operator, tuple[Operation, Cost | None]] = {}
-"""What was found out about each operator so far: this runs for every operation of a step."""
+@functools.cache
+def _call_of(operator: Operator) -> tuple[Operation, Cost | None]:
+    """Return what is the same for all calls of an operator: this runs for every operation of a step."""
+    return Operation(operator), _cost_of(operator)
 
 
 def _cost_of(operator: Operator) -> Cost | None:

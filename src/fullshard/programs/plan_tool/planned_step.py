@@ -114,7 +114,7 @@ def estimate_step(
     """
     source = source or open_model(config)
     depth = _template_of(source).depth
-    if depth <= DEPTHS[1]:
+    if depth <= sum(DEPTHS):  # the whole is no more work
         return replace(plan_step(config, world, machine, source), trace=None)
     few, more = (plan_step(config, world, machine, ShallowModel(source, each)) for each in DEPTHS)
     times = (depth - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])

@@ -16,7 +16,7 @@ Tensors are on the meta device: operations know their sizes and compute nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, cast
 
@@ -28,7 +28,9 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
 from fullshard.comm.spans import ALLOCATOR_EVERY_NS, HostClock, Mark, Named, TraceRecorder
-from fullshard.programs.plan_tool.op_costs import kernel_of
+from fullshard.programs.plan_tool.known_operations import makes_tensors, run_known
+from fullshard.programs.plan_tool.op_costs import may_start_kernel
+from fullshard.programs.plan_tool.operations import tensors_in
 from fullshard.programs.plan_tool.program import (
     COMPUTE,
     HOST,
@@ -258,32 +260,33 @@ class Recorder(torch_border.OperatorMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation and note it."""
-        if any(issubclass(each, DTensor) for each in types):
+        if types and any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it comes again with local tensors
         kwargs = kwargs or {}
         if func is torch_border.VALUE_OF and args[0].is_meta:
             self.stream.synchronize()
             return 1.0 if args[0].is_floating_point() else 1
-        key = (func, _facts(args), _facts(tuple(kwargs.items())))
-        known = _KNOWN.get(key)
-        if known is None:
+        if not may_start_kernel(func):
             result = func(*args, **kwargs)
-            known = _KNOWN[key] = _Known(func, args, kwargs, result)
-        elif known.outputs is None:
-            result = func(*args, **kwargs)
-        else:
-            result = known.result(args)
+            if makes_tensors(func):
+                self._see_all(result)
+            return result
+        known, result = run_known(func, args, kwargs)
         if known.is_of_host:
             return result
-        if known.makes_tensors:
-            for leaf in torch_border.leaves_in(result):
-                if isinstance(leaf, Tensor):
-                    self._see(leaf.untyped_storage())
+        if makes_tensors(func):
+            self._see_all(result)
         kernel = known.kernel
         if kernel is not None:
             self._add_scratch(kernel.scratch)
             self.add(Launch(self.stream.stream_id, kernel, self.phase))
         return result
+
+    def _see_all(self, result: Any) -> None:
+        """Note the storages of an operation's results on the device."""
+        for each in (result,) if isinstance(result, Tensor) else tensors_in(result):
+            if each.is_meta:
+                self._see(each.untyped_storage())
 
     def _add_scratch(self, nbytes: int) -> None:
         if nbytes:
@@ -401,69 +404,6 @@ class Recorder(torch_border.OperatorMode):
             kinds=self.kinds,
             has_streams=self.has_streams,
         )
-
-
-class _Known:
-    """What is known about an operation with certain arguments.
-
-    torch computes sizes of results in Python, which takes longer than all else. So an operation that computes something runs
-    once. After that, tensors like its results are made, or what it writes to is returned.
-    """
-
-    def __init__(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
-        leaves, given = torch_border.leaves_in(result), torch_border.leaves_in((args, kwargs))
-        tensors, inputs = (
-            [each for each in found if isinstance(each, Tensor)] for found in (leaves, given)
-        )
-        self.is_of_host = not any(tensor.is_meta for tensor in (*tensors, *inputs))
-        self.kernel = None if self.is_of_host else kernel_of(func, args, kwargs, result)
-        signature = torch_border.signature_of(func)
-        writes = any(argument.is_written for argument in signature.arguments)
-        is_all_new = all(signature.new_results)
-        self.makes_tensors = any(signature.new_results) or not writes
-        self.outputs: list[tuple[Any, ...]] | None = None
-        """Size, strides and dtype of each result; empty if the result is what is written to."""
-        self._is_single = isinstance(result, Tensor)
-        if self.kernel is None or len(tensors) != len(leaves):
-            return
-        there = {*map(torch_border.storage_id, inputs)}
-        # Some results share the memory of arguments, though their schema does not say so.
-        is_new = all(
-            each.is_meta and torch_border.storage_id(each) not in there for each in tensors
-        )
-        if not writes and is_all_new and is_new:
-            self.outputs = [(each.shape, each.stride(), each.dtype) for each in tensors]
-        elif writes and (not signature.new_results or result is args[0]):
-            self.outputs = []
-
-    def result(self, args: tuple[Any, ...]) -> Any:
-        """Return a result like that of the first time."""
-        assert self.outputs is not None, "asked only then"
-        if not self.outputs:
-            return args[0] if self._is_single else None
-        made = [
-            torch.empty_strided(size, stride, dtype=dtype, device=META)
-            for size, stride, dtype in self.outputs
-        ]
-        return made[0] if self._is_single else tuple(made)
-
-
-_KNOWN: dict[Hashable, _Known] = {}
-"""Operations that were seen before, by all that their results depend on."""
-
-
-def _facts(value: Any) -> Hashable:
-    """Return all of an argument that the sizes of results can depend on."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device.type
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_facts, value))
-    if isinstance(value, (torch.Generator, UntypedStorage)):
-        return id(value)
-    # With its type: 2, 2.0 and True are equal to Python, but decide about the dtype of a result.
-    return type(value), cast(Hashable, value)
 
 
 class _Memory:
