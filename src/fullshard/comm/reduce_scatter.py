@@ -504,7 +504,7 @@ class ReduceScatterState:
         self._kept.append(on_host)
         params = [sharded_param.param for sharded_param in sharded_params]
         if any(param.grad is not None or reads_gradients(param) for param in params):
-            torch.accelerator.current_stream(gradients.device).synchronize()
+            torch_border.current_stream(gradients.device).synchronize()
         return on_host
 
 

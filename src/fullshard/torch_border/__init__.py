@@ -88,6 +88,7 @@ from fullshard.torch_border.operators import (
     leaves_in as leaves_in,
     memory_efficient_attention as memory_efficient_attention,
     signature_of as signature_of,
+    with_tensors as with_tensors,
     without_function_modes as without_function_modes,
 )
 from fullshard.torch_border.optimizers import (

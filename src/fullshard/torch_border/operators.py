@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -12,7 +12,7 @@ import torch
 import torch.library
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Operator: TypeAlias = torch._ops.OpOverload
 """One overload of an operator, such as ``aten.add.Tensor``: what a dispatch mode is given."""
@@ -95,6 +95,11 @@ class OperatorMode(TorchDispatchMode):
 def leaves_in(tree: Any) -> list[Any]:
     """Return what nested arguments or results are made of."""
     return [tree] if isinstance(tree, Tensor) else tree_leaves(tree)
+
+
+def with_tensors(replaced: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return nested arguments or results with other tensors in the place of theirs."""
+    return tree_map_only(Tensor, replaced, tree)
 
 
 def flash_attention(

@@ -71,16 +71,31 @@ class Collective:
     dtype: str
 
 
+Direction = Literal["to device", "to host"]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A copy between host memory and the device."""
+
+    direction: Direction
+    nbytes: int
+    is_pinned: bool
+    """Whether the host memory is page-locked. The device then copies by itself."""
+    ranks: int
+    """Of the whole run: those of one host copy at the same time."""
+
+
 Phase = Literal["build", "forward", "backward", "optimizer", "between"]
 """Where in a step something happens. Recomputation is part of backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel or a collective goes to a stream."""
+    """A kernel, a collective or a transfer goes to a stream."""
 
     stream: int
-    work: Kernel | Collective
+    work: Kernel | Collective | Transfer
     phase: Phase
 
 
@@ -102,7 +117,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Memory is taken from a stream's pool."""
+    """Memory is taken from a stream's pool; from host memory if the stream is `HOST`."""
 
     memory: int
     nbytes: int
@@ -123,12 +138,22 @@ class HostWork:
     count: int
 
 
-Entry: TypeAlias = Launch | Record | Wait | Allocate | Free | HostWork
+@dataclass(frozen=True, slots=True)
+class HostCompute:
+    """The host computes on tensors in host memory, with its share of the cores. It issues nothing meanwhile."""
+
+    kernel: Kernel
+    phase: Phase
+    ranks: int
+    """Of the whole run: those of one host share its cores and its memory."""
+
+
+Entry: TypeAlias = Launch | Record | Wait | Allocate | Free | HostWork | HostCompute
 
 COMPUTE = 0
 """The stream on which the model computes."""
 HOST = -1
-"""In the place of a stream that waits: the host does."""
+"""In the place of a stream: the host waits, or the memory is the host's."""
 
 
 @dataclass(frozen=True, slots=True)

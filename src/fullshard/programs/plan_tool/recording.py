@@ -11,6 +11,7 @@ Tensors are on the meta device: operations know their sizes and compute nothing.
                 bytes that are allocated need no clock.
     values      there are none. Who asks for one lets the host wait, and gets a one.
     collectives are those of a virtual process group, which moves nothing and tells the recorder.
+    host memory with offload, see `host_memory`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
 from fullshard.comm.spans import ALLOCATOR_EVERY_NS, HostClock, Mark, Named, TraceRecorder
+from fullshard.errors import ConfigurationError
+from fullshard.programs.plan_tool.host_memory import HostMemory
 from fullshard.programs.plan_tool.known_operations import makes_tensors, run_known
 from fullshard.programs.plan_tool.op_costs import may_start_kernel
 from fullshard.programs.plan_tool.operations import tensors_in
@@ -37,14 +40,18 @@ from fullshard.programs.plan_tool.program import (
     Allocate,
     Collective,
     CollectiveKind,
+    Direction,
     Entry,
     Free,
+    HostCompute,
     HostWork,
+    Kernel,
     Launch,
     MemoryKind,
     Phase,
     Program,
     Record,
+    Transfer,
     Wait,
 )
 from fullshard.storage.buffers import Buffer
@@ -52,6 +59,11 @@ from fullshard.storage.buffers import Buffer
 META = torch.device("meta")
 MAX_EVENTS = 1_000_000
 """Of the trace of one step."""
+
+NO_HOST_COLLECTIVES = (
+    "With sharding.offload, muon, adamw8bit and optimizer.shard_over_replicas send tensors that are in host memory, and profiles "
+    "do not know how long that takes, so such a run cannot be planned. Leave sharding.offload out, or take adamw."
+)
 
 
 class RecordedStream:
@@ -207,9 +219,11 @@ class HookRecorder(TraceRecorder):
 class Recorder(torch_border.OperatorMode):
     """A virtual device that notes what the engine and the model ask of it."""
 
-    def __init__(self, *, has_streams: bool = True) -> None:
+    def __init__(self, *, has_streams: bool = True, offloads: bool = False) -> None:
         super().__init__()
         self.has_streams = has_streams
+        self._host = HostMemory(self) if offloads else None
+        """What is in host memory, if shards are."""
         self.entries: list[Entry] = []
         self.phase: Phase = "build"
         self._streams = ["compute"]
@@ -263,6 +277,10 @@ class Recorder(torch_border.OperatorMode):
         if types and any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it comes again with local tensors
         kwargs = kwargs or {}
+        if self._host is not None:
+            result = self._host.run(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if func is torch_border.VALUE_OF and args[0].is_meta:
             self.stream.synchronize()
             return 1.0 if args[0].is_floating_point() else 1
@@ -286,7 +304,7 @@ class Recorder(torch_border.OperatorMode):
         """Note the storages of an operation's results on the device."""
         for each in (result,) if isinstance(result, Tensor) else tensors_in(result):
             if each.is_meta:
-                self._see(each.untyped_storage())
+                self.see(each.untyped_storage())
 
     def _add_scratch(self, nbytes: int) -> None:
         if nbytes:
@@ -297,6 +315,8 @@ class Recorder(torch_border.OperatorMode):
 
     def carry(self, kind: str, nbytes: int, tensor: Tensor, group: ProcessGroup) -> RecordedWork:
         """Note a collective on the current stream; without streams, on a wire that the host can wait for."""
+        if self._host is not None and tensor.is_cpu:
+            raise ConfigurationError(NO_HOST_COLLECTIVES)
         ranks = dist.get_process_group_ranks(group)
         work = Collective(
             cast(CollectiveKind, kind),
@@ -311,16 +331,32 @@ class Recorder(torch_border.OperatorMode):
         event.record_on(stream)
         return RecordedWork(self, event)
 
+    def note_transfer(
+        self, direction: Direction, nbytes: int, *, is_pinned: bool, waits: bool
+    ) -> None:
+        """Note a copy between host and device on the current stream; if it ``waits``, the host goes on when it is done."""
+        work = Transfer(direction, nbytes, is_pinned, dist.get_world_size())
+        self.add(Launch(self.stream.stream_id, work, self.phase))
+        if waits:
+            self.stream.synchronize()
+
+    def note_host_kernel(self, kernel: Kernel) -> None:
+        """Note that the host computes on tensors in its own memory."""
+        self.add(HostCompute(kernel, self.phase, dist.get_world_size()))
+
     # --- memory -----------------------------------------------------------------------------------
 
-    def _see(self, storage: UntypedStorage) -> None:
+    def see(self, storage: UntypedStorage) -> None:
         """Note a storage that was not there before. A model is built without memory, as it would be for a real device."""
         key = torch_border.id_of_storage(storage)
         if key in self._memory or self.phase == "build":
             return
+        if storage.device.type == "cpu" and not (self._host and self._host.has(storage)):
+            return  # small tensors with values, such as the number of a step
         memory = self._memory[key] = _Memory()
         memory.reference = weakref.ref(storage, lambda _: self._forget(key))
-        self._resize(memory, storage.nbytes())
+        memory.is_on_host = storage.device.type == "cpu"
+        self._resize(memory, self._host.nbytes(storage) if self._host else storage.nbytes())
 
     def _forget(self, key: int) -> None:
         self._resize(self._memory.pop(key), 0)
@@ -329,7 +365,7 @@ class Recorder(torch_border.OperatorMode):
         if storage.device.type != "meta":
             return
         if torch_border.id_of_storage(storage) not in self._memory:
-            self._see(storage)
+            self.see(storage)
         else:
             self._resize(self._memory[torch_border.id_of_storage(storage)], storage.nbytes())
 
@@ -341,8 +377,10 @@ class Recorder(torch_border.OperatorMode):
         if nbytes:
             memory.number, memory.phase = self.new_number(), self.phase
             self.kinds[memory.number] = memory.kind or self._kind_now()
-            self.add(Allocate(memory.number, nbytes, self.stream.stream_id))
-        self._allocated += nbytes - memory.nbytes
+            stream = HOST if memory.is_on_host else self.stream.stream_id
+            self.add(Allocate(memory.number, nbytes, stream))
+        if not memory.is_on_host:
+            self._allocated += nbytes - memory.nbytes
         memory.nbytes = nbytes
 
     def _kind_now(self) -> MemoryKind:
@@ -352,7 +390,7 @@ class Recorder(torch_border.OperatorMode):
 
     def keep_for(self, storage: UntypedStorage, kind: MemoryKind) -> None:
         """Say what a storage is for, whenever it has memory."""
-        self._see(storage)
+        self.see(storage)
         self._memory[torch_border.id_of_storage(storage)].kind = kind
 
     def name_what_stayed(self, phase: Phase, kind: MemoryKind) -> None:
@@ -364,7 +402,7 @@ class Recorder(torch_border.OperatorMode):
     def name_memory(self, tensors: Sequence[Tensor], kind: MemoryKind) -> None:
         """Say what memory is for that is there now."""
         for tensor in tensors:
-            self._see(tensor.untyped_storage())
+            self.see(tensor.untyped_storage())
             memory = self._memory.get(torch_border.storage_id(tensor))
             if memory is not None and memory.nbytes:
                 self.kinds[memory.number] = kind
@@ -412,6 +450,7 @@ class _Memory:
     def __init__(self) -> None:
         self.number = 0
         self.nbytes = 0
+        self.is_on_host = False
         self.phase: Phase = "build"
         """Where in a step the memory was taken."""
         self.kind: MemoryKind | None = None

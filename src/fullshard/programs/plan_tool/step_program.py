@@ -65,7 +65,7 @@ def record_step(
         sharding=replace(config.sharding, door="fully_shard"),
         compute=replace(config.compute, compile="none", graph=False),
     )
-    recorder = Recorder(has_streams=has_streams)
+    recorder = Recorder(has_streams=has_streams, offloads=config.sharding.offload)
     ranks = torch_border.virtual_process_group(world, recorder)
     gc.freeze()  # so that only what the step makes is looked through
     with recorder.recording(), ranks, without_values():
@@ -74,6 +74,7 @@ def record_step(
         gc.collect()  # what only cycles keep alive is not a step's memory
         gc.unfreeze()
         recorder.name_what_stayed("optimizer", "optimizer")
+        step.name_parameters()  # shards in host memory are packed anew in the first step
         contexts = contexts_of(step.model.module)
         begin = len(recorder.entries)
         spans = HookRecorder(recorder)
@@ -95,10 +96,12 @@ class _RecordedStep(TrainingStep):
         self._recorder = recorder
         super().__init__(config, world, source, META)
         recorder.phase = "between"
+        self.name_parameters()
+
+    def name_parameters(self) -> None:
+        """Tell the recorder which memory is there all the time."""
         held = (*self.model.module.parameters(), *self.model.module.buffers(), self.windows)
-        recorder.name_memory(_local_tensors(held), "parameters")
-        if self.ema is not None:
-            recorder.name_memory(_local_tensors(self.ema.averages.values()), "optimizer")
+        self._recorder.name_memory(_local_tensors(held), "parameters")
 
     def update(self) -> None:
         """Do as `TrainingStep` says."""

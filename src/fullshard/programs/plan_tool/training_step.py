@@ -33,8 +33,9 @@ class TrainingStep:
         rows, context = config.train.batch // world, config.data.context
         self.tokens = rows * context
         self.model = build_model(config, source, device)
-        self.optimizer = build_optimizer(config.optimizer, self.model)
-        self.ema = build_ema(config.optimizer, self.model.module)
+        with self.during("optimizer"):  # some have their state at once
+            self.optimizer = build_optimizer(config.optimizer, self.model)
+            self.ema = build_ema(config.optimizer, self.model.module)
         self.windows = torch.zeros(rows, context + 1, dtype=torch.int64, device=device)
 
     def take(self) -> None:
