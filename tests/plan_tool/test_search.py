@@ -20,6 +20,7 @@ from fullshard.programs.plan_tool.changes import (
     replica_sizes,
     single_changes,
 )
+from fullshard.programs.plan_tool.parallel_plans import one_by_one, several_at_a_time
 from fullshard.programs.plan_tool.planned_step import PlannedStep, plan_step
 from fullshard.programs.plan_tool.planning import planned
 from fullshard.programs.plan_tool.profile_file import load_profile
@@ -58,14 +59,15 @@ def searched(
     *settings: str,
     gpus: int = 16,
     held_gib: float = 1.0,
+    whole: Cost | None = None,
 ) -> tuple[Search, list[RunConfig]]:
-    """Search with steps that take what `cost` says; return also what was planned."""
+    """Search with steps that take what `cost` says, and `whole` with all layers; return also what was planned."""
     asked = question(*settings, gpus=gpus)
     plans: list[RunConfig] = []
 
-    def make(one: Question, _: object) -> PlannedStep:
+    def make(one: Question, _: object, takes: Cost = cost) -> PlannedStep:
         plans.append(one.config)
-        seconds, gib = cost(one.config)
+        seconds, gib = takes(one.config)
         memory = replace(
             template.memory, reserved=int(gib * GIB), at_peak={"parameters": int(held_gib * GIB)}
         )
@@ -76,7 +78,7 @@ def searched(
         )
 
     monkeypatch.setattr(searching, "estimated", make)
-    monkeypatch.setattr(searching, "planned", make)
+    monkeypatch.setattr(searching, "planned", lambda one, _: make(one, _, whole or cost))
     source: Any = None
     return search(asked, source, make(asked, None)), plans
 
@@ -97,6 +99,32 @@ def test_gains_of_several_fields_are_combined_and_the_best_comes_first(
     assert [each.step.seconds for each in found.best] == sorted(
         each.step.seconds for each in found.best
     )
+
+
+def test_the_next_best_is_confirmed_if_the_first_turns_out_not_to_fit(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(config: RunConfig) -> tuple[float, float]:
+        kept = not config.sharding.reshard_after_forward
+        return (0.8 if config.sharding.replicas == 2 else 1.0) * (0.9 if kept else 1.0), 10.0
+
+    def whole(config: RunConfig) -> tuple[float, float]:
+        seconds, gib = cost(config)
+        return seconds, 1000.0 if seconds < 0.75 else gib
+
+    found, _ = searched(template, monkeypatch, cost, whole=whole)
+    first = found.best[0]
+    assert dict(first.change.values) == {REPLICAS: 2} and first.is_confirmed
+    assert not any(each.is_confirmed for each in found.best[1:])
+
+
+def test_plans_of_several_processes_are_the_same() -> None:
+    asked = [question(), question("sharding.replicas=2")]
+    source = open_model(asked[0].config)
+    expected = [(step.memory, step.seconds) for step in one_by_one(source)(planned, asked)]
+    with several_at_a_time(source) as planner:
+        found = [(step.memory, step.seconds) for step in planner(planned, asked)]
+    assert found == expected
 
 
 def test_what_only_saves_memory_is_not_tried_where_there_is_enough(

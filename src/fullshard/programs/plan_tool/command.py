@@ -6,6 +6,7 @@ Exit codes: 0, also if the model does not fit; 2 with one message if the questio
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,8 +31,8 @@ from fullshard.programs.version_option import Version
 if TYPE_CHECKING:
     from fullshard.programs.plan_tool.machine import Machine
     from fullshard.programs.plan_tool.planned_step import PlannedStep
+    from fullshard.programs.plan_tool.scaling import ScalePoint
     from fullshard.programs.plan_tool.search import Search, Told
-    from fullshard.programs.train.model_source import ModelSource
 
 CALIBRATE = "calibrate"
 STEP = "step"
@@ -104,7 +105,9 @@ def _answer(
 ) -> None:
     """Plan the step that is asked for, look for better ones, and print all of it."""
     from fullshard.programs.plan_tool.output import print_planned, print_search
+    from fullshard.programs.plan_tool.parallel_plans import several_at_a_time
     from fullshard.programs.plan_tool.planning import many_plans, parameters_of, planned
+    from fullshard.programs.plan_tool.scaling import scaling
     from fullshard.programs.plan_tool.search import search
     from fullshard.programs.train.config_file import to_short_toml
     from fullshard.programs.train.model_source import open_model
@@ -112,17 +115,24 @@ def _answer(
     source = open_model(question.config)
     best, parameters = question.config, parameters_of(source)
     with many_plans(), showing_line(Console(file=broken_pipe_safe(sys.stderr))) as line:
+        line.begin(1, 0, "plan", ["as given"])
         step = planned(question, source)
+        line.close()
         print_planned(console, step, source.description, parameters)
         if searches:
             told = _progress(line)
-            found = search(question, source, step, try_all=html is not None, told=told)
-            line.close()
-            print_search(console, step, found)
+            with several_at_a_time(source) as planner:
+                found = search(
+                    question, source, step, try_all=html is not None, told=told, planner=planner
+                )
+                line.close()
+                print_search(console, step, found)
+                if html is not None:
+                    curve = scaling(question, source, told, planner)
+                    line.close()
             best = found.best[0].step.config if found.best else best
             if html is not None:
-                write_file(html, _page(question, source, step, found, parameters, told))
-                line.close()
+                _write_page(html, step, source.description, parameters, found, curve)
                 print_line(console, str(html))
     if toml is not None:
         about = f"A run for {gpus_text(question.world, question.machine)}, by fullshard plan."
@@ -130,30 +140,24 @@ def _answer(
         print_line(console, str(toml))
 
 
-def _page(
-    question: Question,
-    source: ModelSource,
+def _write_page(
+    html: Path,
     step: PlannedStep,
-    found: Search,
+    description: str,
     parameters: int,
-    told: Told,
-) -> str:
-    """Return the page of a plan."""
-    from fullshard.programs.plan_tool.scaling import scaling
+    found: Search,
+    curve: Sequence[ScalePoint],
+) -> None:
+    """Write the page of a plan."""
     from fullshard.programs.report import importing_libraries
 
     with importing_libraries("A page"):
         from fullshard.programs.plan_tool.page import Planned, render
 
-    return render(
-        Planned(
-            step=step,
-            description=source.description,
-            parameters=parameters,
-            found=found,
-            scaling=scaling(question, source, told),
-        )
+    plan = Planned(
+        step=step, description=description, parameters=parameters, found=found, scaling=curve
     )
+    write_file(html, render(plan))
 
 
 def _progress(line: ProgressLine) -> Told:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fullshard.programs.plan_tool.changes import DIVIDED_STATE, REPLICAS, changed
+from fullshard.programs.plan_tool.parallel_plans import Planner, one_by_one
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.planning import estimated
 from fullshard.programs.plan_tool.question import Question
@@ -37,24 +38,45 @@ def worlds_up_to(world: int, per_host: int) -> list[int]:
 
 
 def scaling(
-    question: Question, source: ModelSource, told: Told = lambda done, total, what: None
+    question: Question,
+    source: ModelSource,
+    told: Told = lambda done, total, what: None,
+    planner: Planner | None = None,
 ) -> list[ScalePoint]:
-    """Return steps of more and more GPUs, each with as many windows as a GPU has now."""
+    """Return steps of more and more GPUs, each with as many windows as a GPU has now.
+
+    Args:
+        question: What is given.
+        source: Its model.
+        told: Is told about the progress.
+        planner: Makes the plans; None for one after the other.
+
+    Raises:
+        ConfigurationError: the model has no plan.
+    """
     per_host = question.machine.links.devices_per_host
     worlds = worlds_up_to(question.world, per_host)
-    rows = question.config.train.batch // question.world
+    beyond_host = [world for world in worlds if world > per_host]
+    asked = [_asked(question, world, replicas=1) for world in worlds]
+    asked += [_asked(question, world, replicas=world // per_host) for world in beyond_host]
+    steps = (planner or one_by_one(source))(estimated, asked)
     found = []
-    for index, world in enumerate(worlds):
-        told(index, len(worlds), f"{world:,} GPUs")
-        whole = {REPLICAS: 1, DIVIDED_STATE: False, "train.batch": rows * world}
-        config = changed(question.config, whole)
-        full = estimated(replace(question, config=config, world=world), source)
-        replicated = None
-        if world > per_host:
-            config = changed(config, {REPLICAS: world // per_host})
-            replicated = estimated(replace(question, config=config, world=world), source)
-        found.append(ScalePoint(world, full, replicated))
-    return found
+    for index, each in enumerate(asked):
+        replicas = each.config.sharding.replicas
+        told(index, len(asked), f"{each.world:,} GPUs" + (" (HSDP)" if replicas > 1 else ""))
+        found.append(next(steps))
+    replicated = dict(zip(beyond_host, found[len(worlds) :], strict=True))
+    return [
+        ScalePoint(world, full, replicated.get(world))
+        for world, full in zip(worlds, found, strict=False)
+    ]
+
+
+def _asked(question: Question, world: int, *, replicas: int) -> Question:
+    """Return the question for another number of GPUs, with as many windows for each."""
+    rows = question.config.train.batch // question.world
+    values = {REPLICAS: replicas, DIVIDED_STATE: False, "train.batch": rows * world}
+    return replace(question, config=changed(question.config, values), world=world)
 
 
 def crossover_text(points: Sequence[ScalePoint]) -> str:

@@ -3,7 +3,7 @@
     single      every change of one field, estimated; those that cannot help are left out
     combined    what several changes together would give, if their gains multiply and their bytes add up; the most
                 promising are estimated
-    confirmed   the best of all, planned with all their layers
+    confirmed   the best of all, planned with all its layers; the next one, if it turns out not to fit
 
 What cannot help: replicas whose parameters and optimizer state alone are too large, and what only saves memory while there is
 enough of it.
@@ -24,6 +24,7 @@ from fullshard.programs.plan_tool.changes import (
     single_changes,
     with_divided_state,
 )
+from fullshard.programs.plan_tool.parallel_plans import Plan, Planner, one_by_one
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.planning import estimated, planned
 from fullshard.programs.plan_tool.question import Question
@@ -32,8 +33,8 @@ from fullshard.programs.train.model_source import ModelSource
 
 COMBINATIONS = 3
 """So many combinations of changes are estimated."""
-CONFIRMED = 2
-"""So many of the best are planned with all layers."""
+CONFIRMED = 3
+"""At most so many of the best are planned with all layers."""
 BEST = 5
 """So many are returned."""
 WORTHWHILE = 1.01
@@ -77,6 +78,7 @@ def search(
     *,
     try_all: bool = False,
     told: Told = lambda done, total, what: None,
+    planner: Planner | None = None,
 ) -> Search:
     """Find better configurations.
 
@@ -86,19 +88,20 @@ def search(
         given: Its plan.
         try_all: Also estimate changes of one field that cannot help, to show what they cost.
         told: Is told about the progress.
+        planner: Makes the plans; None for one after the other.
 
     Raises:
         ConfigurationError: the model has no plan.
     """
-    return _Searching(question, source, given, told).search(try_all=try_all)
+    return _Searching(question, given, told, planner or one_by_one(source)).search(try_all=try_all)
 
 
 class _Searching:
     def __init__(
-        self, question: Question, source: ModelSource, given: PlannedStep, told: Told
+        self, question: Question, given: PlannedStep, told: Told, planner: Planner
     ) -> None:
-        self._question, self._source, self._given, self._told = question, source, given, told
-        self._base = estimated(question, source)
+        self._question, self._given, self._told, self._planner = question, given, told, planner
+        (self._base,) = planner(estimated, [question])
         """Estimates are compared with an estimate."""
         self._needs_memory = False
         """Whether more memory would make a faster configuration possible."""
@@ -109,22 +112,20 @@ class _Searching:
         possible = single_changes(self._question)
         hopeful = [change for change in possible if self._could_fit(change)]
         wanted = [each for each in hopeful if try_all or not self._is_idle(each)]
-        self._total = len(wanted) + COMBINATIONS + CONFIRMED
-        tried = [self._estimate(change) for change in wanted]
+        self._total = len(wanted) + COMBINATIONS + 1
+        tried = self._estimates(wanted)
         self._needs_memory = self._has_too_large(tried)
         if not any(each.step.fits for each in tried) or self._needs_memory:
             missing = [each for each in hopeful if each not in wanted]
             self._total += len(missing)
-            tried += [self._estimate(change) for change in missing]
+            tried += self._estimates(missing)
             wanted = hopeful
         tried += self._with_divided_state(tried, possible)
-        together = [self._estimate(change) for change in self._combinations(tried)]
+        together = self._estimates(self._combinations(tried))
         ranked = sorted([*tried, *together], key=self._rank)
         best = [each for each in ranked if self._is_better(each)][:BEST]
-        confirmed = [self._confirm(each) for each in best[:CONFIRMED]]
-        best = sorted([*confirmed, *best[CONFIRMED:]], key=self._rank)
         return Search(
-            best=[each for each in best if self._is_better(each)],
+            best=self._confirmed(best),
             tried=tried,
             num_plans=self._done,
             num_pruned=len(possible) - len(wanted),
@@ -165,7 +166,7 @@ class _Searching:
             and self._could_fit(other)
         ]
         self._total += len(wanted[:1])
-        return [self._estimate(change) for change in wanted[:1]]
+        return self._estimates(wanted[:1])
 
     # --- combinations
 
@@ -204,25 +205,43 @@ class _Searching:
 
     # --- plans
 
-    def _estimate(self, change: Change) -> Found:
-        self._told(self._done, self._total, change.settings)
-        self._done += 1
-        asked = replace(self._question, config=change.of(self._question.config))
-        step = estimated(asked, self._source)
-        return Found(change, step, reason(self._base, step))
+    def _estimates(self, changes: Sequence[Change]) -> list[Found]:
+        steps = self._plans(estimated, changes)
+        return [
+            Found(change, step, reason(self._base, step))
+            for change, step in zip(changes, steps, strict=True)
+        ]
 
-    def _confirm(self, found: Found) -> Found:
-        self._told(self._done, self._total, found.change.settings)
-        self._done += 1
-        step = planned(replace(self._question, config=found.step.config), self._source)
-        return Found(found.change, step, reason(self._given, step), is_confirmed=True)
+    def _confirmed(self, best: Sequence[Found]) -> list[Found]:
+        """Plan the best with all its layers, and go on with the next as long as it is not what the estimate said."""
+        found = list(best)
+        for index, estimate in enumerate(best[:CONFIRMED]):
+            self._total = max(self._total, self._done + 1)
+            (step,) = self._plans(planned, [estimate.change])
+            why = reason(self._given, step)
+            found[index] = replace(estimate, step=step, reason=why, is_confirmed=True)
+            if step.fits == estimate.step.fits and self._is_better(found[index]):
+                break
+        return sorted(filter(self._is_better, found), key=self._rank)
+
+    def _plans(self, plan: Plan, changes: Sequence[Change]) -> Iterator[PlannedStep]:
+        """Yield the plans of changed configurations, and tell about each before it is there."""
+        config = self._question.config
+        asked = [replace(self._question, config=change.of(config)) for change in changes]
+        steps = self._planner(plan, asked)
+        for change in changes:
+            self._told(self._done, self._total, change.settings)
+            yield next(steps)
+            self._done += 1
 
     def _speed(self, step: PlannedStep) -> float:
         return step.tokens_per_second
 
-    def _rank(self, found: Found) -> tuple[bool, float]:
+    def _rank(self, found: Found) -> tuple[bool, bool, float]:
+        """Return what sorts the best first. Estimates are too rough to push a confirmed one from its place."""
         step = found.step
-        return not step.fits, -step.tokens_per_second if step.fits else step.memory.reserved
+        cost = -step.tokens_per_second if step.fits else step.memory.reserved
+        return not step.fits, not found.is_confirmed, cost
 
     def _is_better(self, found: Found) -> bool:
         before = self._given if found.is_confirmed else self._base
