@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -118,6 +119,15 @@ def replicas_case() -> Case:
     return optimizer_step(make_model(hsdp=True), over_replicas, capturable=True, fused=True)
 
 
+def eight_bit_case(hsdp: bool = False) -> Case:
+    make = partial(AdamW8bit, compile=False, shard_over_replicas=hsdp, bucket_numel=1 << 20)
+    return optimizer_step(make_model(hsdp=hsdp), make)
+
+
+def eight_bit_replicas_case() -> Case:
+    return eight_bit_case(hsdp=True)
+
+
 def trained(make: Callable[[], Case]) -> list[Tensor]:
     case = make()
     found = []
@@ -127,12 +137,13 @@ def trained(make: Callable[[], Case]) -> list[Tensor]:
     return found
 
 
-def test_gathers_over_replicas_overlap_with_the_next_update() -> None:
+@pytest.mark.parametrize("make", [replicas_case, eight_bit_replicas_case])
+def test_gathers_over_replicas_overlap_with_the_next_update(make: Callable[[], Case]) -> None:
     with fake_world(4):
         with side_stream(0):
-            expected = trained(replicas_case)
+            expected = trained(make)
         with side_stream(SLEEP) as side:
-            assert equal(trained(replicas_case), expected)
+            assert equal(trained(make), expected)
         count = len(side.issued) // STEPS
         assert count > 3, "a step has several messages"
         for number in range((STEPS - 1) * count + 1, STEPS * count):
@@ -212,7 +223,3 @@ def test_a_graphed_step_of_adamw8bit_runs_eagerly_and_says_why() -> None:
             assert equal(results(case, step(x)), results(eager, eager.step(x)))
         assert step.eager_reason is not None
         assert "AdamW8bit counts its steps on the host" in step.eager_reason
-
-
-def eight_bit_case() -> Case:
-    return optimizer_step(make_model(), AdamW8bit, compile=False)

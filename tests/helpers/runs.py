@@ -130,6 +130,11 @@ def run(
         return run_in_folder(job, Console(file=shown or io.StringIO()), fresh=fresh)
 
 
+def run_each(configs: Sequence[RunConfig]) -> list[TrainResult]:
+    """Run one after the other."""
+    return [run(config) for config in configs]
+
+
 def records(config: RunConfig, kind: str) -> list[dict[str, Any]]:
     """What the run has written, of a kind."""
     events = read_events(config.run.folder / "metrics.jsonl")

@@ -22,7 +22,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fullshard.checkpoint
-from fullshard import ConfigurationError, FullyShardedDataParallel, UnsupportedError, fully_shard
+from fullshard import (
+    ConfigurationError,
+    FullyShardedDataParallel,
+    LifecycleError,
+    ShardingStrategy,
+    UnsupportedError,
+    fully_shard,
+    replicate,
+)
 from fullshard.optim import AdamW8bit, block_step
 from fullshard.optim.block_codes import (
     SMALLEST_SCALE,
@@ -99,21 +107,27 @@ def sharded(kind: str) -> nn.Module:
     model: Any = Model()
     if kind == "plain":
         return model
+    mesh, placement = None, None
+    if kind.startswith(("replicas", "divided")):
+        shape = (2, 2) if dist.get_world_size() == 4 else (dist.get_world_size(), 1)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     if kind.endswith("wrapper"):
+        strategy = ShardingStrategy.HYBRID_SHARD if mesh else ShardingStrategy.FULL_SHARD
         return FullyShardedDataParallel(
             model,
             auto_wrap_policy=ModuleWrapPolicy({Part}),
             device_id=torch.device("cpu"),
-            use_orig_params=kind == "wrapper",
+            device_mesh=mesh,
+            sharding_strategy=strategy,
+            use_orig_params="flat" not in kind,
         )
-    mesh, placement = None, None
-    if kind == "replicas":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    elif kind == "tensor parallel":
+    if kind == "divided, replicate":
+        return replicate(model)
+    if kind == "tensor parallel":
         axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         mesh = axes["dp"]
         parallelize_module(model, axes["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    elif kind == "last dimension":
+    if kind.endswith("last dimension"):
         placement = along_the_last_dimension
     for part in (model.first, model.second):
         fully_shard(part, mesh=mesh, shard_placement_fn=placement)
@@ -149,9 +163,9 @@ def full(model: Any, optimizer: Any) -> dict[str, Tensor]:
 
 def trained(kind: str, steps: int = STEPS) -> dict[str, Tensor]:
     model = sharded(kind)
-    optimizer = made(model)
+    optimizer = made(model, over=kind.startswith("divided"))
     # With parts of one block in several batches.
-    small = {"cpu": 40} if kind == "last dimension" else {}
+    small = {"cpu": 40} if kind.endswith("last dimension") else {}
     with patch.dict(block_step._CHUNK_NUMEL, small):
         train(model, optimizer, range(steps))
         return full(model, optimizer)
@@ -171,7 +185,7 @@ def several(*kinds: str) -> dict[str, dict[str, Tensor]]:
     [
         (1, ("wrapper", "shards")),
         (2, ("wrapper", "shards")),
-        (3, ("wrapper", "flat wrapper", "shards", "last dimension")),
+        (3, ("wrapper", "flat wrapper", "shards", "last dimension", "divided, replicate")),
         (4, ("wrapper", "shards", "last dimension", "replicas", "tensor parallel")),
     ],
     ids=str,
@@ -183,22 +197,70 @@ def test_every_mesh_has_the_same_bits(world, ranks: int, kinds: tuple[str, ...])
             assert different(found, expected) == [], kind
 
 
+# --- state that replicas divide ---------------------------------------------------------------------
+
+
+def divided() -> dict[str, tuple[int, int]]:
+    """Train with and without; compare, and return the bytes of state."""
+    found = {}
+    for door in ("", " wrapper", " flat wrapper", " last dimension"):
+        usual, other = ((sharded("divided" + door)) for _ in range(2))
+        optimizers = made(usual), made(other, over=True)
+        for model, optimizer in zip((usual, other), optimizers, strict=True):
+            train(model, optimizer, range(20 if not door else 2 * STEPS))
+        found[door] = optimizers[0].state_bytes, optimizers[1].state_bytes
+        states = [full(usual, optimizers[0]), full(other, optimizers[1])]
+        assert different(states[1], states[0]) == [], door
+        # State dicts gather, and leave each replica its part.
+        saved = optimizers[1].state_dict()
+        optimizers[0].load_state_dict(saved)
+        for model, optimizer in zip((usual, other), optimizers, strict=True):
+            train(model, optimizer, range(20, 21))
+        states = [full(usual, optimizers[0]), full(other, optimizers[1])]
+        assert different(states[1], states[0]) == [], door
+    # Not as small, so that the edges of shards do not count.
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    large = fully_shard(nn.Linear(90, 99), mesh=mesh)
+    optimizers = made(large), made(large, over=True)
+    large(torch.ones(1, 90)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    found["large"] = optimizers[0].state_bytes, optimizers[1].state_bytes
+    if dist.get_rank() > 1:  # one replica counts a step more
+        optimizers[1]._steps[large.bias] += 1
+    with pytest.raises(LifecycleError, match=r"steps by replica \[1, 2\]"):
+        optimizers[1].state_dict()
+    return found
+
+
+def test_replicas_divide_the_state_and_have_the_same_bits_over_twenty_steps(world) -> None:
+    by_rank = world(4).run(divided)
+    for door, (usual, _) in by_rank[0].items():
+        parts = [by_rank[rank][door][1] for rank in (0, 2)]
+        assert sum(parts) == pytest.approx(usual, rel=0.02), door
+        assert door != "large" or max(parts) < 0.51 * usual
+
+
 # --- checkpoints ------------------------------------------------------------------------------------
 
 
-def made(model: nn.Module, kind: Any = AdamW8bit) -> Any:
-    options = {"block_size": SIZE} if kind is AdamW8bit else {}
+def made(model: nn.Module, kind: Any = AdamW8bit, over: bool = False) -> Any:
+    options: dict[str, Any] = {}
+    if kind is AdamW8bit:
+        options = {"block_size": SIZE, "shard_over_replicas": over, "bucket_numel": 70}
     return kind(model.parameters(), lr=0.02, weight_decay=0.1, **options)
 
 
 def continued(kind: str, folder: Path, first: int, last: int) -> dict[str, Tensor]:
     """Go on with a run from a checkpoint, if there is one, up to a step; save it there."""
     model = sharded(kind)
-    optimizer = made(model)
+    optimizer = made(model, over=kind.startswith("divided"))
     if first:
         fullshard.checkpoint.load(folder / str(first), model=model, optimizer=optimizer)
     train(model, optimizer, range(first, last))
     fullshard.checkpoint.save(folder / str(last), model=model, optimizer=optimizer)
+    divided = optimizer.shards_over_replicas
+    assert optimizer._is_split is not divided, "the states of all replicas would stay in memory"
     return full(model, optimizer)
 
 
@@ -206,6 +268,13 @@ def test_a_run_goes_on_over_other_ranks_to_the_last_bit(world, tmp_path: Path) -
     world(2).run(continued, "shards", tmp_path, 0, 1)
     world(3).run(continued, "flat wrapper", tmp_path, 1, 2)
     for found in world(4).run(continued, "replicas", tmp_path, 2, STEPS):
+        assert different(found, trained("plain")) == []
+
+
+def test_a_run_goes_on_with_and_without_divided_state(world, tmp_path: Path) -> None:
+    world(4).run(continued, "divided", tmp_path, 0, 1)
+    world(3).run(continued, "shards", tmp_path, 1, 2)
+    for found in world(4).run(continued, "divided flat wrapper", tmp_path, 2, STEPS):
         assert different(found, trained("plain")) == []
 
 

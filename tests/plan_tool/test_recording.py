@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from fullshard.programs.inspect_tool.cost import measure
 from fullshard.programs.plan_tool import known_operations
 from fullshard.programs.plan_tool.known_operations import KnownOperation
 from fullshard.programs.plan_tool.program import (
@@ -29,6 +30,7 @@ from fullshard.programs.train.model_source import open_model
 from fullshard.programs.train.optimizer import build_optimizer
 from fullshard.programs.train.sharded_model import FullyShardModel, build_model
 from tests.helpers.fake import fake_world
+from tests.helpers.groups import leave_group
 from tests.helpers.traffic import Traffic
 
 WORLD = 4
@@ -167,18 +169,31 @@ def test_all_memory_of_a_step_is_given_back_but_what_stays_between_steps() -> No
     assert held["optimizer"] == pytest.approx(3 * shard, rel=0.02), "Adam, EMA"
 
 
-def test_replicas_divide_the_optimizer_state_and_gather_what_they_updated() -> None:
+def state_bytes(program: Program) -> int:
+    sizes = {e.memory: e.nbytes for e in program.entries if isinstance(e, Allocate)}
+    return sum(sizes[memory] for memory, kind in program.kinds.items() if kind == "optimizer")
+
+
+def test_the_state_of_muon_is_what_inspect_says() -> None:
+    run = config(optimizer={"name": "muon"})
+    expected = measure(run, WORLD).rank
+    leave_group()
+    state = state_bytes(recorded(run))
+    assert expected.parameters < state < 1.5 * expected.parameters
+    assert state == pytest.approx(expected.optimizer, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_replicas_divide_the_optimizer_state_and_gather_what_they_updated(name: str) -> None:
     def facts(divides: bool) -> tuple[int, int]:
-        section = {"shard_over_replicas": divides}
+        section = {"shard_over_replicas": divides, "name": name}
         program = recorded(config(sharding={"replicas": 2}, optimizer=section))
         gathers = [
             entry
             for entry in launched(program)
             if isinstance(entry.work, Collective) and entry.phase == "optimizer"
         ]
-        sizes = {e.memory: e.nbytes for e in program.entries if isinstance(e, Allocate)}
-        state = [sizes[memory] for memory, kind in program.kinds.items() if kind == "optimizer"]
-        return sum(state), sum(entry.work.kind == "all_gather" for entry in gathers)
+        return state_bytes(program), sum(entry.work.kind == "all_gather" for entry in gathers)
 
     (whole, none), (part, some) = facts(False), facts(True)
     assert none == 0 < some

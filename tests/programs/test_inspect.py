@@ -23,6 +23,8 @@ from fullshard.programs.inspect_tool.folded_groups import folded_name
 from fullshard.programs.train.config_file import read_config, to_toml
 from fullshard.programs.train.evaluation import window_losses
 from fullshard.programs.train.model_source import open_model
+from fullshard.programs.train.optimizer import build_optimizer
+from fullshard.programs.train.optimizer_cost import OptimizerCost
 from fullshard.programs.train.sharded_model import build_model
 from tests.helpers.fake import fake_world
 from tests.helpers.groups import leave_group
@@ -103,6 +105,22 @@ def test_replicas_share_the_state_and_not_the_averages() -> None:
     assert plan.rank.optimizer == 2 * plan.rank.parameters
     assert plan.unsharded == usual.unsharded
     assert (usual.traffic.updates, plan.traffic.updates) == (0, plan.rank.parameters // 2)
+
+
+def test_muon_has_one_state_of_matrices_and_two_of_the_rest() -> None:
+    settings = ["model.layers=2", "optimizer.name=muon"]
+    config = read_config(None, settings)
+    plan = foretell(*settings)
+    with fake_world(WORLD):
+        model = build_model(config, open_model(config), torch.device("cpu"))
+        optimizer = build_optimizer(config.optimizer, model)
+        for param in model.module.parameters():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        measured = OptimizerCost(optimizer, torch.device("cpu")).state_bytes
+    assert plan.rank.optimizer == pytest.approx(measured, rel=1e-3)
+    assert plan.rank.optimizer < 1.5 * plan.rank.parameters
+    assert plan.unsharded.optimizer == pytest.approx(WORLD * measured, rel=0.01)
 
 
 def test_state_in_8_bits_is_about_2_bytes_an_element() -> None:

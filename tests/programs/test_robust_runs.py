@@ -16,7 +16,7 @@ from fullshard.programs.train.model_source import open_model
 from fullshard.programs.train.run_folder import RunFolder
 from fullshard.programs.train.stop import BadStepError, StoppedBySignalError
 from tests.helpers.ranks import World
-from tests.helpers.runs import Incident, in_folder, last_losses, records, run, tiny
+from tests.helpers.runs import Incident, in_folder, last_losses, records, run, run_each, tiny
 
 MakeWorld = Callable[[int], World]
 
@@ -30,7 +30,10 @@ MakeWorld = Callable[[int], World]
         ("optimizer.flat=false", "train.accumulate=2"),
         ("optimizer.name=sgd", "compute.precision=bf16", "sharding.door=wrapper"),
         ("optimizer.name=muon", "sharding.groups=plan"),
-        ("optimizer.name=adamw8bit", "sharding.groups=plan"),
+        (
+            *("optimizer.name=adamw8bit", "sharding.groups=plan"),
+            *("sharding.replicas=2", "optimizer.shard_over_replicas=true"),
+        ),
         ("optimizer.name=adagrad", "compute.checkpoint_activations=blocks"),
         ("sharding.replicas=2", "optimizer.shard_over_replicas=true"),
     ],
@@ -91,15 +94,31 @@ def test_a_run_does_not_go_on_with_the_state_of_another_optimizer(
 def test_more_steps_go_on_where_fewer_ended_also_on_other_ranks_and_doors(
     world: MakeWorld, tmp_path: Path
 ) -> None:
-    constant = ("schedule.kind=constant", "schedule.warmup=0", "train.steps=4")
-    config = tiny(tmp_path, *constant)
-    undisturbed = in_folder(config, tmp_path / "undisturbed")
-    world(2).run(run, undisturbed)
-    world(2).run(run, tiny(tmp_path, *constant, "train.steps=2"))
-    others = ("sharding.replicas=2", "optimizer.shard_over_replicas=true", "train.accumulate=2")
-    world(4).run(run, tiny(tmp_path, *constant, "sharding.door=wrapper", *others))
-    assert last_losses(config) == pytest.approx(last_losses(undisturbed), rel=1e-4)
-    assert checkpoint.latest(config.run.folder / "checkpoints") is not None
+    wrapper, replicas = ("sharding.door=wrapper", "train.accumulate=2"), "sharding.replicas=2"
+    divided = "optimizer.shard_over_replicas=true"
+    others = {
+        "adamw": (*wrapper, replicas, divided),
+        "muon": (*wrapper, replicas),
+        "adamw8bit": (replicas, divided),
+    }
+
+    def configs(steps: int, folder: str, *, elsewhere: bool = False) -> list[RunConfig]:
+        return [
+            tiny(
+                tmp_path / folder / name,
+                *("schedule.kind=constant", "schedule.warmup=0", f"train.steps={steps}"),
+                *(f"optimizer.name={name}", *(settings if elsewhere else ())),
+            )
+            for name, settings in others.items()
+        ]
+
+    world(2).run(run_each, [*configs(4, "undisturbed"), *configs(2, "moved")])
+    moved = configs(4, "moved", elsewhere=True)
+    world(4).run(run_each, moved)
+    for config, undisturbed in zip(moved, configs(4, "undisturbed"), strict=True):
+        assert last_losses(config) == pytest.approx(last_losses(undisturbed), rel=1e-4)
+        assert checkpoint.latest(config.run.folder / "checkpoints") is not None
+        assert list(last_losses(config)) == [1, 2, 3, 4]
 
 
 def test_a_finished_run_is_left_alone(world: MakeWorld, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import io
 import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from fullshard.programs.train.config import RunConfig, ScheduleSection
 from fullshard.programs.train.optimizer import learning_rate
 from fullshard.programs.train.result import TrainResult
 from tests.helpers.ranks import World
-from tests.helpers.runs import records, run, tiny
+from tests.helpers.runs import records, run, run_each, tiny
 
 MakeWorld = Callable[[int], World]
 
@@ -32,10 +32,6 @@ STEPS = 4
 
 def short(folder: Path, *settings: str) -> RunConfig:
     return tiny(folder, f"train.steps={STEPS}", *settings)
-
-
-def run_each(configs: Sequence[RunConfig]) -> list[TrainResult]:
-    return [run(config) for config in configs]
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from fullshard.checkpoint.optimizer_compatibility import class_names
 from fullshard.checkpoint.source import AVERAGES, CLASS, OPTIMIZER, TensorRef
 from fullshard.engine.tensor_trees import map_tensors, tensors_in
 from fullshard.errors import CheckpointError, LifecycleError, fault_paragraphs
-from fullshard.optim import EMA, ShardedOptimizer
+from fullshard.optim import EMA, AdamW8bit, ShardedOptimizer
 from fullshard.plan.sharding import Sharding, replicated
 
 Tree = dict[str, Any]
@@ -47,7 +47,9 @@ def optimizer_tree(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     # Read once: some optimizers build it at each access.
     known = (
-        optimizer.states_to_save() if isinstance(optimizer, ShardedOptimizer) else optimizer.state
+        optimizer.states_to_save()
+        if isinstance(optimizer, ShardedOptimizer | AdamW8bit)
+        else optimizer.state
     )
     state = {
         member.name: {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from fullshard.checkpoint.optimizer_compatibility import (
 from fullshard.checkpoint.optimizer_local_state import NOT_OPTIONS, is_number_of_state, named_groups
 from fullshard.checkpoint.source import Source, TensorRef, without_averages
 from fullshard.checkpoint.tensor_memory import stores_each_element
-from fullshard.optim import ShardedOptimizer
+from fullshard.optim import AdamW8bit, ShardedOptimizer
 from fullshard.optim.fused_shards import like_param
 from fullshard.plan.blocks import whole
 
@@ -110,7 +110,10 @@ class OptimizerTarget:
 
     def _build(self, *, allocate: bool) -> _NewStates:
         # Parts of replicas are not memory to read into, and the whole states might not fit on the device.
-        on_host = _is_over_replicas(self._optimizer)
+        optimizer = self._optimizer
+        on_host = (
+            isinstance(optimizer, ShardedOptimizer | AdamW8bit) and optimizer.shards_over_replicas
+        )
         old = self._optimizer.state if allocate and not on_host else {}
         new = _NewStates(self._source, old, on_host=on_host)
         for param, states in self._saved:
@@ -164,17 +167,13 @@ class OptimizerTarget:
 
     def _install_states(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         optimizer = self._optimizer
-        if _is_over_replicas(optimizer):
-            cast(ShardedOptimizer, optimizer).replace_states(states)
+        if isinstance(optimizer, ShardedOptimizer | AdamW8bit) and optimizer.shards_over_replicas:
+            optimizer.replace_states(states)
             return
         state: Any = optimizer.state
         for param in [param for group in optimizer.param_groups for param in group["params"]]:
             state.pop(param, None)
         state.update(states)
-
-
-def _is_over_replicas(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, ShardedOptimizer) and optimizer.shards_over_replicas
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ A step:
 
     1. fragments    averages of the parts of blocks at the edges of shards; the largest magnitude of each
     2. exchange     one all-reduce (maximum) of those of blocks that several ranks share; none if no block is shared
-    3. rows         whole blocks: averages, scale, update and codes, in one pass
-    4. fragments    the same with the scales that were found; averages are computed again, rather than kept
+    3. fragments    update and codes, with the scales that were found; averages are computed again, rather than kept
+    4. rows         whole blocks: averages, scale, update and codes, in one pass
+    5. gather       with ``shard_over_replicas``: the parts that other replicas have updated (`block_replicas`)
 
 An all-reduce of two numbers for each shared block is what a common scale costs. Blocks that end where shards do would need none,
 but then the number of ranks would change the result.
@@ -30,9 +31,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
+from fullshard.comm import collectives
 from fullshard.comm.streams import is_capturing
 from fullshard.errors import ConfigurationError, UnsupportedError, UsageError, fault_paragraphs
 from fullshard.optim.block_step import BlockStep, chunks_of_fragments, chunks_of_rows
@@ -40,6 +43,7 @@ from fullshard.optim.block_units import BlockPlan, Unit, in_order_of
 from fullshard.optim.block_update import stored_values
 from fullshard.optim.fused_shards import like_param, local_of
 from fullshard.optim.param_cuts import cuts_of_members
+from fullshard.optim.replica_messages import STATES, check_bucket, raise_differences
 
 __all__ = ["AdamW8bit"]
 
@@ -69,6 +73,8 @@ class AdamW8bit(torch.optim.AdamW):
         foreach: bool | None = None,
         block_size: int = 256,
         compile: bool | None = None,
+        shard_over_replicas: bool = False,
+        bucket_numel: int = 1 << 24,
     ) -> None:
         """Optimize parameters.
 
@@ -83,13 +89,18 @@ class AdamW8bit(torch.optim.AdamW):
             block_size: Elements that have a scale in common, a power of 2 from 16 to 65536. Use the same on all ranks.
             compile: Whether to compile the update with `torch.compile`; by default on CUDA devices, where Triton is
                 installed. Results differ in the last bits from those that are not compiled.
+            shard_over_replicas: Whether replicas (of HSDP, or `replicate`) divide the state among them, as with
+                `ShardedOptimizer`. Reading `state` and `state_dict` are collective then.
+            bucket_numel: With ``shard_over_replicas``, how many elements of a shard are gathered in one message.
         """
         if block_size not in (1 << power for power in range(4, 17)):
             raise ConfigurationError(
                 f"block_size must be a power of 2 from 16 to 65536, got {block_size}."
             )
+        check_bucket(bucket_numel)
         self.block_size = block_size
         self._compile = compile
+        self._bucket_numel = bucket_numel if shard_over_replicas else None
         self._begin()
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, foreach=foreach)
 
@@ -169,35 +180,108 @@ class AdamW8bit(torch.optim.AdamW):
         if self._plan is not None:
             self._plan.release()
 
-    @torch.no_grad()
+    @property
+    def shards_over_replicas(self) -> bool:
+        """Whether replicas divide the state among them, where there are any."""
+        return self._bucket_numel is not None
+
     def _split(self) -> None:
         """Turn codes into fp32."""
-        found = {
-            param: (unit, number)
-            for unit in ([] if self._plan is None else self._plan.units)
-            for number, param in enumerate(unit.params)
-        }
-        states: defaultdict[Any, Any] = defaultdict(dict)
-        for param in (param for group in self.param_groups for param in group["params"]):
-            if param not in self._steps:
-                continue
-            local = local_of(param).detach()
-            averages = [torch.zeros_like(local, dtype=torch.float32) for _ in _AVERAGES]
-            flat = [in_order_of(average, local) for average in averages]
-            if param in self._fp32:
-                torch._foreach_copy_(flat, list(self._fp32[param]))
-            else:
-                self._decode(*found[param], flat)
-            states[param] = {
-                "step": torch.tensor(float(self._steps[param])),
-                **{key: like_param(param, a) for key, a in zip(_AVERAGES, averages, strict=True)},
-            }
+        self.state = self._whole_states(on_host=False)
+
+    def states_to_save(self) -> Mapping[Any, Any]:
+        """Return what `state` is. With ``shard_over_replicas`` it is gathered into host memory. Collective then."""
+        if self._is_split or not self.shards_over_replicas:
+            return self.state
+        return self._whole_states(on_host=True)
+
+    def replace_states(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Let parameters have these states, and no others. Elements may be in host memory."""
         self.state = states
+        self._current_plan()
+        self._join()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict, which is AdamW's. With ``shard_over_replicas`` collective."""
+        found = super().state_dict()
+        if self.shards_over_replicas and self._plan is not None:
+            self._join()  # keeps this replica's part of what was gathered
+        return found
+
+    @torch.no_grad()
+    def _whole_states(self, *, on_host: bool) -> dict[nn.Parameter, dict[str, Any]]:
+        """Return the state of each parameter, bucket by bucket. Collective, if replicas divide it."""
+        if self._plan is None:
+            return {}
+        self._check_replicas(self._plan)
+        found = {}
+        for bucket, units in self._plan.turns:
+            averages = {
+                param: self._own_averages(unit, number)
+                for unit in units
+                for number, param in enumerate(unit.params)
+                if param in self._steps
+            }
+            for kind in range(len(_AVERAGES)) if bucket is not None else ():
+                segments = [
+                    [
+                        (start, in_order_of(averages[param][kind], local_of(param)))
+                        for param, start in zip(unit.params, unit.shard.starts, strict=True)
+                        if param in averages
+                    ]
+                    for unit in units
+                ]
+                for message in bucket.messages(segments):
+                    message.start(STATES)
+                    message.land()
+            for param, values in averages.items():
+                found[param] = {
+                    "step": torch.tensor(float(self._steps[param])),
+                    **{
+                        key: like_param(param, value.cpu() if on_host else value)
+                        for key, value in zip(_AVERAGES, values, strict=True)
+                    },
+                }
+        params = (param for group in self.param_groups for param in group["params"])
+        return {param: found[param] for param in params if param in found}
+
+    def _own_averages(self, unit: Unit, number: int) -> list[Tensor]:
+        """Return the averages of a parameter, like the parameter. Those of other replicas are zero."""
+        param = unit.params[number]
+        local = local_of(param).detach()
+        averages = [torch.zeros_like(local, dtype=torch.float32) for _ in _AVERAGES]
+        flat = [in_order_of(average, local) for average in averages]
+        if param in self._fp32:
+            part = unit.own_part(number)
+            torch._foreach_copy_([each[part] for each in flat], list(self._fp32[param]))
+        else:
+            self._decode(unit, number, flat)
+        return averages
+
+    def _check_replicas(self, plan: BlockPlan) -> None:
+        """Raise an error unless replicas have counted the same steps of each parameter."""
+        by_group: dict[ProcessGroup, list[nn.Parameter]] = {}
+        for bucket, _ in plan.turns:
+            if bucket is not None:
+                by_group.setdefault(bucket.group, []).extend(bucket.params)
+        number_of = {
+            param: f"group {number}, parameter {index} of shape {tuple(param.shape)}"
+            for number, group in enumerate(self.param_groups)
+            for index, param in enumerate(group["params"])
+        }
+        for process_group, params in by_group.items():
+            counts = [self._steps.get(param, 0) for param in params]
+            by_replica = collectives.values_of_all_ranks(counts, process_group, STATES)
+            raise_differences(
+                f"{number_of[param]}: steps by replica {list(steps)}"
+                for param, *steps in zip(params, *by_replica, strict=True)
+                if len(set(steps)) > 1
+            )
 
     def _decode(self, unit: Unit, number: int, into: Sequence[Tensor]) -> None:
         """Write the averages of a parameter, from their codes."""
         assert self._plan is not None, "there are codes"
-        start, size = unit.shard.starts[number], unit.size
+        start, size = unit.starts[number], unit.size
         every_row, fragments = unit.parts([number])
         for rows in chunks_of_rows(every_row, unit):
             span = slice(rows.start, rows.start + rows.count * size)
@@ -236,7 +320,7 @@ class AdamW8bit(torch.optim.AdamW):
                 means, squares = locals_
                 if means is not None and squares is not None:
                     self._steps[param] = int(state["step"])
-                    self._fp32[param] = (means, squares)
+                    self._fp32[param] = self._own_parts(param, means, squares)
         for paragraph in fault_paragraphs(
             faults,
             "The state of a parameter must be that of AdamW, sharded as the parameter is; these are not:",
@@ -247,6 +331,17 @@ class AdamW8bit(torch.optim.AdamW):
             raise ConfigurationError(paragraph)
         self._per_param = defaultdict(dict)
         self._is_split = False
+
+    def _own_parts(
+        self, param: nn.Parameter, means: Tensor, squares: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return what this replica keeps of averages."""
+        assert self._plan is not None, "it was made for these parameters"
+        unit, number = self._plan.places[param]
+        if unit.cut is None:
+            return means, squares
+        part = unit.own_part(number)
+        return means[part].clone(), squares[part].clone()  # not to keep the whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` of this class or of AdamW has returned."""
@@ -275,6 +370,7 @@ class AdamW8bit(torch.optim.AdamW):
             **super().__getstate__(),
             "block_size": self.block_size,
             "_compile": self._compile,
+            "_bucket_numel": self._bucket_numel,
         }
 
     # --- steps ------------------------------------------------------------------------------------
@@ -299,10 +395,9 @@ class AdamW8bit(torch.optim.AdamW):
         for unit in plan.units:
             self._add_unit(step, unit)
         step.run()
-        params = step.params
-        for param in params:
+        for param in step.params:
             self._fp32.pop(param, None)
-        torch.autograd.graph.increment_version(params)
+        torch.autograd.graph.increment_version(step.written)
         return loss
 
     def _check_gradients(self) -> None:
@@ -328,7 +423,9 @@ class AdamW8bit(torch.optim.AdamW):
             if not self._is_split:
                 self._split()
             self._plan = BlockPlan(
-                [group["params"] for group in self.param_groups], self.block_size
+                [group["params"] for group in self.param_groups],
+                self.block_size,
+                self._bucket_numel,
             )
             self._planned_ids = ids
         return self._plan

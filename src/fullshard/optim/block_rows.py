@@ -38,6 +38,26 @@ class CellBlocks:
     firsts: Tensor
     """The same element's index in the whole tensor."""
 
+    def all_starts(self, size: int) -> Tensor:
+        """Return the first elements of rows and of fragments."""
+        return torch.cat([self.starts, self._row_starts(size)])
+
+    def _row_starts(self, size: int) -> Tensor:
+        return self.row_start + torch.arange(len(self.row_blocks)) * size
+
+    def between(self, begin: int, end: int, size: int) -> CellBlocks:
+        """Return the rows and fragments that begin within a range of elements."""
+        starts = self._row_starts(size)
+        rows = (starts >= begin) & (starts < end)
+        held = (self.starts >= begin) & (self.starts < end)
+        return CellBlocks(
+            row_start=int(starts[rows][0]) if bool(rows.any()) else 0,
+            row_blocks=self.row_blocks[rows],
+            starts=self.starts[held],
+            lengths=self.lengths[held],
+            firsts=self.firsts[held],
+        )
+
 
 def blocks_of_cell(sharding: Sharding, cell: int | None, size: int) -> CellBlocks:
     """Return the blocks of ``size`` elements that a cell has elements of; None for no cell."""

@@ -1,4 +1,4 @@
-"""One step of AdamW over units: fragments, the exchange of shared blocks, rows, fragments again. See `adamw8bit`."""
+"""One step of AdamW over units: fragments, the exchange of shared blocks, fragments again, rows. See `adamw8bit`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.optim.block_codes import SMALLEST_SCALE, largest
+from fullshard.optim.block_replicas import ReplicaBucket
 from fullshard.optim.block_units import BlockPlan, Fragments, Rows, Unit
 from fullshard.optim.block_update import (
     can_compile,
@@ -163,6 +164,8 @@ class BlockStep:
         self._compile = compile
         self._items: list[_Item] = []
         self._numbers: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._received: list[nn.Parameter] = []
+        """Parameters of which other replicas may have updated parts."""
 
     def add(
         self,
@@ -188,7 +191,7 @@ class BlockStep:
             self._numbers[key] = step_numbers(group, count, unit.memory.device)
         rows, fragments = unit.parts(numbers)
         params = [unit.params[number] for number in numbers]
-        start = unit.shard.starts[numbers[0]]
+        start = max(unit.starts[numbers[0]], 0)
         self._items.append(
             _Item(unit, params, rows, fragments, gradient, self._numbers[key], old, start)
         )
@@ -197,6 +200,11 @@ class BlockStep:
     def params(self) -> list[nn.Parameter]:
         """The parameters that were added."""
         return [param for item in self._items for param in item.params]
+
+    @property
+    def written(self) -> list[nn.Parameter]:
+        """The parameters that `run` has written to."""
+        return list(dict.fromkeys([*self.params, *self._received]))
 
     def run(self) -> None:
         """Update everything. Collective, if ranks share blocks, also where nothing was added."""
@@ -207,12 +215,27 @@ class BlockStep:
             batch.find_maxima(plan.tables[batch.device], maxima[batch.device])
         plan.exchange(maxima)
         scales = {device: found.clamp_(min=SMALLEST_SCALE) for device, found in maxima.items()}
-        for item in self._items:
-            item.update_rows(self._compile)
         for batch in batches:
             batch.update(plan.tables[batch.device], scales[batch.device])
         for batch in batches:  # not before: several batches may have parts of one block
             batch.keep_scales(plan.tables[batch.device], scales[batch.device])
+        self._update_rows()
+
+    def _update_rows(self) -> None:
+        """Update rows bucket by bucket. Replicas gather each bucket while the next one is updated."""
+        by_unit: dict[int, list[_Item]] = {}
+        for item in self._items:
+            by_unit.setdefault(id(item.unit), []).append(item)
+        on_its_way: ReplicaBucket | None = None
+        for bucket, units in self._plan.turns:
+            for item in (item for unit in units for item in by_unit.get(id(unit), ())):
+                item.update_rows(self._compile)
+            if bucket is not None and bucket.is_trained:
+                bucket.start()
+                self._received += bucket.params
+            if on_its_way is not None:
+                on_its_way.land()
+            on_its_way = bucket
 
     def _batches(self) -> Iterator[_Batch]:
         """Yield all fragments, in batches of one kind and of limited size."""

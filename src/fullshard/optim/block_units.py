@@ -10,13 +10,14 @@ of all units have their scales in one table, in which some are of blocks that ar
     exchange      | 0        |                 | -        | 1        |                only of blocks that are shared
 
 An exchange has all shared blocks of all parameters, whether this rank has elements of them, or gradients, or not. So all ranks
-exchange the same, always.
+exchange the same, always. If replicas divide a unit (`block_replicas`), what is said of a unit here is said of this replica's part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,14 @@ from torch.distributed.tensor import DTensor
 from fullshard import torch_border
 from fullshard.comm import collectives
 from fullshard.comm.journal import Tag, tag
+from fullshard.engine.param_group import groups_of
 from fullshard.errors import UnsupportedError
+from fullshard.optim.block_replicas import ReplicaBucket, ReplicaCut, replica_cut
 from fullshard.optim.block_rows import CellBlocks, blocks_of_cell, shared_blocks
 from fullshard.optim.fused_shards import FusedShard, check_shards, local_of, plan_fused_shards
 from fullshard.optim.param_cuts import ParamCut, cuts_of_members
 from fullshard.plan.layout import has_no_gaps
-from fullshard.plan.mesh import global_rank
+from fullshard.plan.mesh import DataParallelAxes, global_rank
 
 
 class _OneShard:
@@ -146,11 +149,21 @@ class Rows:
 class Unit:
     """Memory that is updated together, with its state."""
 
-    def __init__(self, shard: FusedShard | _OneShard, size: int, group: int) -> None:
+    def __init__(
+        self, shard: FusedShard | _OneShard, size: int, group: int, cut: ReplicaCut | None
+    ) -> None:
         self.shard = shard
         self.group = group
         """Index of the optimizer's parameter group."""
-        self.memory = shard.tensor.detach().reshape(-1)
+        self.whole = shard.tensor.detach().reshape(-1)
+        """The memory, also that of other replicas' parts."""
+        self.cut = cut
+        begin, end = (0, self.whole.numel()) if cut is None else cut.windows[cut.rank]
+        self._window = slice(begin, end)
+        self.memory = self.whole[self._window]
+        """What this replica updates."""
+        self.starts = [start - begin for start in shard.starts]
+        """The first element of each parameter; negative, if the replica before this one has it."""
         self.size = size
         self._rows: list[list[Rows]] = []
         self._fragments: list[Fragments] = []
@@ -167,7 +180,7 @@ class Unit:
 
     def add(self, members: Sequence[tuple[int, CellBlocks, Tensor]]) -> None:
         """Add the next parameter: for each of its members the first element, its blocks, and the slots of its fragments."""
-        device, start = self.memory.device, self.shard.starts[len(self._rows)]
+        device, start = self.memory.device, self.starts[len(self._rows)]
         rows, fragments, blocks = [], [], [self.blocks]
         slot = len(self.blocks)
         for offset, found, slots in members:
@@ -214,7 +227,14 @@ class Unit:
                 torch.zeros_like(local_of(param), dtype=dtype) if each is None else each.to(dtype)
                 for param, each in zip(self.params, gradients, strict=True)
             ]
-        return self.shard.fuse(present).detach().reshape(-1)
+        return self.shard.fuse(present).detach().reshape(-1)[self._window]
+
+    def own_part(self, number: int) -> slice:
+        """Return which of this rank's elements of a parameter are in `memory`."""
+        start = self.starts[number]
+        first = max(-start, 0)
+        last = min(local_of(self.params[number]).numel(), self.memory.numel() - start)
+        return slice(first, max(first, last))
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -281,8 +301,15 @@ class _Joined:
 class BlockPlan:
     """The units of an optimizer's parameters, and the scales of their fragments, on each device."""
 
-    def __init__(self, groups: Sequence[Sequence[nn.Parameter]], size: int) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[nn.Parameter]], size: int, bucket_numel: int | None = None
+    ) -> None:
         """Plan the units of parameter groups. Collective, when a process group of all ranks of a mesh is made.
+
+        Args:
+            groups: Parameters.
+            size: Elements in a block.
+            bucket_numel: How many elements replicas gather at once, if they divide units among them.
 
         Raises:
             UnsupportedError: parameters of wrappers that are also tensor-parallel, or with gaps in memory.
@@ -295,8 +322,7 @@ class BlockPlan:
         number_of = {param: number for number, group in enumerate(groups) for param in group}
         params = list(number_of)
         cuts = dict(zip(params, cuts_of_members(params), strict=True))
-        # In the order of parameters, which is that of all ranks.
-        members = {param: [self._member(cut) for cut in cuts[param]] for param in params}
+        held = {param: [self._blocks(cut) for cut in cuts[param]] for param in params}
         check_shards(number_of)
         fused = plan_fused_shards(number_of)
         in_fused = {param for shard in fused for param in shard.params}
@@ -304,12 +330,28 @@ class BlockPlan:
             *fused,
             *(_OneShard(p, cuts[p][0].name) for p in params if p not in in_fused),
         ]
-        self.units = []
-        for shard in shards:
-            unit = Unit(shard, size, number_of[shard.params[0]])
-            for param in shard.params:
+        axes = {} if bucket_numel is None else _axes_of(params)
+        self.units = [
+            Unit(shard, size, number_of[shard.params[0]], self._cut(shard, cuts, held, axes))
+            for shard in shards
+        ]
+        self.places = {
+            param: (unit, number) for unit in self.units for number, param in enumerate(unit.params)
+        }
+        """The unit of each parameter, and the parameter's number there."""
+        # In the order of parameters, which is that of all ranks.
+        members = {
+            param: [
+                self._member(cut, blocks, *self.places[param])
+                for cut, blocks in zip(cuts[param], held[param], strict=True)
+            ]
+            for param in params
+        }
+        for unit in self.units:
+            for param in unit.params:
                 unit.add(members[param])
-            self.units.append(unit)
+        self.turns = _turns(self.units, bucket_numel or 0)
+        """What is updated one after the other: the units of each bucket, and at last those of none."""
         self.tables = {
             device: torch.zeros(2, count, device=device) for device, count in self._counts.items()
         }
@@ -320,10 +362,35 @@ class BlockPlan:
             if exchange.count
         ]
 
-    def _member(self, cut: ParamCut) -> tuple[int, CellBlocks, Tensor]:
-        """Return the blocks of a tensor that this rank has elements of, and number the scales of its fragments."""
+    def _blocks(self, cut: ParamCut) -> CellBlocks:
+        """Return the blocks of a tensor that this rank has elements of."""
+        return blocks_of_cell(cut.sharding, cut.sharding.cell_of(global_rank()), self._size)
+
+    def _cut(
+        self,
+        shard: FusedShard | _OneShard,
+        cuts: Mapping[nn.Parameter, Sequence[ParamCut]],
+        held: Mapping[nn.Parameter, Sequence[CellBlocks]],
+        axes: Mapping[nn.Parameter, DataParallelAxes],
+    ) -> ReplicaCut | None:
+        """Return how replicas divide what is to be a unit."""
+        if shard.params[0] not in axes:
+            return None
+        starts = [
+            start + cut.offset + blocks.all_starts(self._size)
+            for param, start in zip(shard.params, shard.starts, strict=True)
+            for cut, blocks in zip(cuts[param], held[param], strict=True)
+        ]
+        return replica_cut(shard.tensor, torch.cat(starts), axes[shard.params[0]])
+
+    def _member(
+        self, cut: ParamCut, found: CellBlocks, unit: Unit, number: int
+    ) -> tuple[int, CellBlocks, Tensor]:
+        """Return the blocks of a tensor that this rank updates, and number the scales of its fragments."""
         device = local_of(cut.param).device
-        found = blocks_of_cell(cut.sharding, cut.sharding.cell_of(global_rank()), self._size)
+        if unit.cut is not None:
+            first = unit.starts[number] + cut.offset
+            found = found.between(-first, unit.memory.numel() - first, self._size)
         if len(found.lengths):
             self.width = max(self.width, int(found.lengths.max()))
         blocks, numbers = torch.unique(found.firsts // self._size, return_inverse=True)
@@ -360,6 +427,45 @@ class BlockPlan:
         """Memory of the state on this rank."""
         tables = sum(table.nbytes for table in self.tables.values())
         return tables + sum(unit.state_bytes for unit in self.units)
+
+
+def _axes_of(params: Sequence[nn.Parameter]) -> dict[nn.Parameter, DataParallelAxes]:
+    return {
+        sharded_param.param: group.mesh_info
+        for group in groups_of(params)
+        for sharded_param in group.sharded_params
+    }
+
+
+Turn = tuple[ReplicaBucket | None, list[Unit]]
+
+
+def _turns(units: Sequence[Unit], bucket_numel: int) -> list[Turn]:
+    """Return units in buckets of at most ``bucket_numel`` elements, or of one unit; at last those that are not cut."""
+    by_kind: dict[Any, list[list[tuple[Unit, ReplicaCut]]]] = {}
+    for unit in units:
+        if unit.cut is None:
+            continue
+        kind = (unit.cut.group, unit.memory.dtype, unit.memory.device)
+        buckets = by_kind.setdefault(kind, [])
+        numel = sum(each.whole.numel() for each, _ in buckets[-1]) if buckets else 0
+        if not buckets or numel + unit.whole.numel() > bucket_numel:
+            buckets.append([])
+        buckets[-1].append((unit, unit.cut))
+    turns: list[Turn] = [
+        (
+            ReplicaBucket(
+                [param for unit, _ in pairs for param in unit.params],
+                [unit.whole for unit, _ in pairs],
+                [cut for _, cut in pairs],
+                bucket_numel,
+            ),
+            [unit for unit, _ in pairs],
+        )
+        for buckets in by_kind.values()
+        for pairs in buckets
+    ]
+    return [*turns, (None, [unit for unit in units if unit.cut is None])]
 
 
 def _joined(exchange: _Exchange, device: torch.device) -> _Joined:

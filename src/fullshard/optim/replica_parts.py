@@ -20,28 +20,31 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
 from fullshard.comm import collectives
-from fullshard.comm.journal import tag
 from fullshard.engine.param_group import groups_of
-from fullshard.errors import ConfigurationError, LifecycleError, fault_paragraphs
 from fullshard.optim.fused_shards import FusedShard, UpdatedTensor, like_param, local_of
+from fullshard.optim.replica_messages import (
+    STATES,
+    UPDATED,
+    ReplicaMessage,
+    check_backend,
+    raise_differences,
+)
 from fullshard.storage.sharded_params import ShardedParam
 
 _ALIGNMENT = 64
 """Twice the elements of the widest vector register, for elements of two bytes."""
-_UPDATED = tag("optimizer: updated shards of the replicas")
-_STATES = tag("optimizer: states of the replicas")
 
 State = Mapping[str, Any]
 
@@ -106,60 +109,6 @@ class ReplicaPart(UpdatedTensor):
         return own
 
 
-class _Message:
-    """One all-gather over the replicas. Each sends its views; those of the others are written."""
-
-    def __init__(self, views: Sequence[Sequence[Tensor]], group: ProcessGroup, own: int) -> None:
-        """Send the views of replica ``own``, which is this one."""
-        self._own = list(views[own])
-        self._others = [view for index, each in enumerate(views) if index != own for view in each]
-        self._sizes = [[view.numel() for view in each] for each in views]
-        self._rank = own
-        self._numel = max(map(sum, self._sizes))
-        self._group = group
-        self._flight: tuple[Tensor, Tensor, Work | None] | None = None
-
-    def start(self, what: Any) -> None:
-        """Send this replica's views, as they are now on the current stream."""
-        if not self._numel:
-            return
-        like = (self._own or self._others)[0]
-        sent = like.new_empty(self._numel)
-        if self._own:
-            torch._foreach_copy_(self._split(sent, self._rank), self._own)
-        received = like.new_empty(self._numel * len(self._sizes))
-        work = collectives.all_gather(
-            [received.view(torch.uint8)],
-            [sent.view(torch.uint8)],
-            self._group,
-            what,
-            async_op=True,
-        )
-        # Both are held until the current stream has waited for the gather, so nobody gets their memory before.
-        self._flight = sent, received, work
-
-    def _split(self, buffer: Tensor, index: int) -> list[Tensor]:
-        sizes = self._sizes[index]
-        return list(buffer.narrow(0, 0, sum(sizes)).split(sizes))
-
-    def land(self) -> None:
-        """Write what the other replicas have sent."""
-        if self._flight is None:
-            return
-        _, received, work = self._flight
-        if work is not None:
-            work.wait()
-        if self._others:
-            parts = [
-                part
-                for index, buffer in enumerate(received.split(self._numel))
-                if index != self._rank
-                for part in self._split(buffer, index)
-            ]
-            torch._foreach_copy_(self._others, parts)
-        self._flight = None
-
-
 class Bucket:
     """Parameters that are cut and gathered together."""
 
@@ -209,14 +158,14 @@ class Bucket:
     def start(self) -> None:
         """Send this replica's part of the shards."""
         for message in self._messages:
-            message.start(_UPDATED)
+            message.start(UPDATED)
 
     def land(self) -> None:
         """Write the parts of the other replicas into the shards."""
         for message in self._messages:
             message.land()
 
-    def _messages_over(self, tensors: Sequence[Tensor | None]) -> list[_Message]:
+    def _messages_over(self, tensors: Sequence[Tensor | None]) -> list[ReplicaMessage]:
         """Return messages over tensors like the local ones; parameters without one take no part."""
         flat = [
             None
@@ -225,7 +174,7 @@ class Bucket:
             for tensor in tensors
         ]
         return [
-            _Message(
+            ReplicaMessage(
                 [
                     [
                         whole[window.begin : window.end]
@@ -275,7 +224,7 @@ class Bucket:
                 if whole is not None:
                     part.part_of(whole).copy_(own[part.index][key])
             for message in self._messages_over(wholes):
-                message.start(_STATES)
+                message.start(STATES)
                 message.land()
             for index, whole in enumerate(wholes):
                 if whole is not None:
@@ -305,7 +254,7 @@ class ReplicaParts:
                 if param not in kinds or not _can_be_cut(param):
                     continue
                 local = local_of(param)
-                _check_backend(replicas, local.device)
+                check_backend(replicas, local.device)
                 kind = (
                     replicas,
                     local.dtype,
@@ -356,12 +305,12 @@ class ReplicaParts:
             described = [
                 [_described(own.get(param)) for param in bucket.params] for bucket in buckets
             ]
-            by_replica = collectives.values_of_all_ranks(described, group, _STATES)
+            by_replica = collectives.values_of_all_ranks(described, group, STATES)
             agreed = [
                 _agreed(bucket, [each[number] for each in by_replica])
                 for number, bucket in enumerate(buckets)
             ]
-            _raise_faults(fault for _, faults in agreed for fault in faults)
+            raise_differences(fault for _, faults in agreed for fault in faults)
             for bucket, (kinds, _) in zip(buckets, agreed, strict=True):
                 held = {
                     index: own[param]
@@ -405,15 +354,6 @@ def _in_order(value: Tensor, like: Tensor) -> Tensor:
     if value.stride() == like.stride():
         return value
     return torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
-
-
-def _check_backend(group: ProcessGroup, device: torch.device) -> None:
-    if collectives.backend_of(group, device) == "nothing":
-        raise ConfigurationError(
-            f"shard_over_replicas gathers shards over the replicas, but they are on {device}, for which their process group "
-            "has no backend. Initialise it with one, as in init_process_group('cpu:gloo,cuda:nccl'), or leave "
-            "shard_over_replicas out."
-        )
 
 
 # --- cuts -------------------------------------------------------------------------------------------
@@ -521,12 +461,3 @@ def _text(state: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{key} {kind.value if isinstance(kind, _Value) else kind}" for key, kind in state.items()
     )
-
-
-def _raise_faults(faults: Iterable[str]) -> None:
-    for paragraph in fault_paragraphs(
-        faults,
-        "Replicas keep parts of one optimizer state, so they must have updated the same parameters as often; these differ:",
-        "Let all ranks take the same steps, with gradients of the same parameters.",
-    ):
-        raise LifecycleError(paragraph)

@@ -37,6 +37,7 @@ from fullshard.optim.fused_shards import (
     kind_of_state,
     plan_fused_shards,
 )
+from fullshard.optim.replica_messages import check_bucket
 from fullshard.optim.replica_parts import Bucket, ReplicaPart, ReplicaParts
 
 __all__ = ["ShardedOptimizer"]
@@ -81,7 +82,7 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
             options: Options of ``optimizer_class``.
         """
         _check_class(optimizer_class, elementwise)
-        _check_bucket(bucket_numel)
+        check_bucket(bucket_numel)
         self._fused_shards: list[FusedShard | ReplicaPart] = []
         self._bucket_numel = bucket_numel if shard_over_replicas else None
         self._replicas: ReplicaParts | None = None
@@ -420,11 +421,6 @@ def _check_class(optimizer_class: type[optim.Optimizer], elementwise: bool) -> N
         f"only. This is known of torch's {known}, but not of {optimizer_class!r}. If it is true of this class, pass "
         "elementwise=True. Otherwise use the class itself, on parameters that are not sharded (docs/optimizers.md)."
     )
-
-
-def _check_bucket(bucket_numel: int) -> None:
-    if bucket_numel < 1:
-        raise ConfigurationError(f"bucket_numel must be at least 1, got {bucket_numel}.")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

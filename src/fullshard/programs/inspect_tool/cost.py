@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from fullshard.optim.fused_shards import local_of
+from fullshard.optim.muon import hidden_matrices
 from fullshard.plan.layout import IN_PLACE_FROM
 from fullshard.programs.console.tables import counted
 from fullshard.programs.inspect_tool.activations import kept_bytes
@@ -26,7 +28,7 @@ from fullshard.tracing.group_facts import group_facts
 from fullshard.tracing.schema import GroupFacts
 
 OTHER_STATES = 2
-"""What Adam keeps for each element: mean and mean square. Muon keeps no more."""
+"""What Adam keeps for each element: mean and mean square. Muon keeps one of hidden matrices, and two of others."""
 
 BYTES_8BIT = 2 + Fraction(12, 256)
 """What AdamW8bit keeps for each element: two codes, and for each block two scales and a number. Parts of blocks at the edges of
@@ -123,21 +125,22 @@ def measure(
     )
     source = source or open_model(config)
     model = source.build()
-    whole = sum(param.numel() * param.element_size() for param in model.parameters())
+    hidden = _hidden(model, config)
+    whole, whole_hidden = _bytes_of(model, hidden)
     with fake_process_group(world):
         mesh = make_mesh(config.sharding.replicas, torch.device("cpu"))
         blocks = source.blocks(model) if config.sharding.groups == "blocks" else []
         shard(model, blocks, mesh, torch.device("meta"), config)
         groups = group_facts(model)
-    at_rest = sum(group.shard_bytes for group in groups)
+        at_rest = sum(group.shard_bytes for group in groups), _bytes_of(model, hidden)[1]
     itemsize = Fraction(whole, sum(param.numel() for param in model.parameters()) or 1)
     states, averages, optimizer = _optimizer_states(config.optimizer, itemsize)
 
-    def memory(parameters: int, gathered: int, keepers: int = 1) -> Memory:
+    def memory(parameters: int, hidden: int, gathered: int, keepers: int = 1) -> Memory:
         return Memory(
             parameters=parameters,
             gradients=parameters,
-            optimizer=int(-(-states * parameters // keepers)) + averages * parameters,
+            optimizer=int(-(-states * parameters // keepers)) - hidden + averages * parameters,
             gathered=gathered,
             activations=activations,
         )
@@ -150,10 +153,24 @@ def measure(
         groups=groups,
         optimizer=optimizer,
         about_activations=about,
-        rank=memory(at_rest, _gathered_at_most(groups, config), _keepers(config)),
-        unsharded=memory(whole, 0),
+        rank=memory(*at_rest, _gathered_at_most(groups, config), _keepers(config)),
+        unsharded=memory(whole, whole_hidden, 0),
         traffic=_traffic(groups, config),
     )
+
+
+def _hidden(model: nn.Module, config: RunConfig) -> set[str]:
+    """Return the names of the parameters that Muon orthogonalises, if that is the optimizer."""
+    if config.optimizer.name != "muon":
+        return set()
+    matrices = set(map(id, hidden_matrices(model)))
+    return {name for name, param in model.named_parameters() if id(param) in matrices}
+
+
+def _bytes_of(model: nn.Module, hidden: set[str]) -> tuple[int, int]:
+    """Return the bytes of this rank's parameters, and of the hidden matrices among them."""
+    sizes = {name: local_of(param).nbytes for name, param in model.named_parameters()}
+    return sum(sizes.values()), sum(sizes[name] for name in hidden)
 
 
 def _optimizer_states(

@@ -460,13 +460,13 @@ class RunConfig:
         """Yield what state that is divided over replicas does not go together with."""
         if not self.optimizer.shard_over_replicas:
             return
-        if self.optimizer.name not in ("adamw", "adam", "sgd", "adagrad"):
+        if self.optimizer.name == "muon":
             yield Problem(
                 ("optimizer.shard_over_replicas", "optimizer.name"),
-                "optimizer.shard_over_replicas needs an optimizer that updates each element for itself (adamw, adam, sgd, "
-                f"adagrad), and optimizer.name is {self.optimizer.name}. Leave one of them out.",
+                "optimizer.shard_over_replicas needs an optimizer that updates each element for itself, or adamw8bit, and "
+                "optimizer.name is muon, which divides its work over replicas, but not its state. Leave one of them out.",
             )
-        if not self.optimizer.flat:
+        if not self.optimizer.flat and self.optimizer.name != "adamw8bit":
             yield Problem(
                 ("optimizer.shard_over_replicas", "optimizer.flat"),
                 "optimizer.shard_over_replicas is an option of the optimizer that optimizer.flat chooses, which is false. "

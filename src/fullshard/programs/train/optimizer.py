@@ -28,7 +28,13 @@ def build_optimizer(section: OptimizerSection, model: ShardedModel) -> torch.opt
         return _build_muon(section, model, groups)
     groups = [group for group in groups if group["params"]]
     if section.name == "adamw8bit":  # it updates whole shards whatever `flat` says
-        return AdamW8bit(groups, lr=section.lr, betas=section.betas, eps=section.eps)
+        return AdamW8bit(
+            groups,
+            lr=section.lr,
+            betas=section.betas,
+            eps=section.eps,
+            shard_over_replicas=section.shard_over_replicas,
+        )
     optimizer_class, options = class_and_options(section)
     if section.flat:
         return ShardedOptimizer(
