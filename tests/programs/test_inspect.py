@@ -20,6 +20,7 @@ from fullshard.programs import cli
 from fullshard.programs.inspect_tool.activations import kept_bytes
 from fullshard.programs.inspect_tool.cost import ShardedPlan, measure
 from fullshard.programs.inspect_tool.folded_groups import folded_name
+from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import read_config, to_toml
 from fullshard.programs.train.evaluation import window_losses
 from fullshard.programs.train.model_source import open_model
@@ -127,6 +128,25 @@ def test_state_in_8_bits_is_about_2_bytes_an_element() -> None:
     plan = foretell("optimizer.name=adamw8bit", "optimizer.ema=0.9")
     state = plan.rank.optimizer - plan.rank.parameters
     assert 2.03 < 4 * state / plan.rank.parameters < 2.06
+
+
+def test_frozen_parameters_have_no_gradients_no_state_and_no_averages() -> None:
+    usual = foretell("model.layers=2")
+    plan = foretell("model.layers=2", "model.trainable=head.*", "optimizer.ema=0.9")
+    (head,) = (p for n, p in open_model(RunConfig()).build().named_parameters() if "head" in n)
+    assert plan.rank.parameters == usual.rank.parameters
+    assert plan.unsharded.gradients == head.nbytes
+    assert plan.rank.gradients == head.nbytes // WORLD
+    assert plan.rank.optimizer == 3 * plan.rank.gradients
+    assert plan.traffic.reductions < usual.traffic.reductions / 10
+    assert plan.rank.activations is not None
+    assert usual.rank.activations is not None
+    assert plan.rank.activations < usual.rank.activations / 10
+    assert "nothing is trained" in inspect(f"{__name__}:frozen", "--input", "2x3")
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(3, 5).requires_grad_(False)
 
 
 def test_rules_of_the_launcher_hold_for_callers_that_build_a_model_themselves() -> None:

@@ -6,7 +6,7 @@ group. No parameter has memory, and nothing is communicated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Protocol
@@ -22,7 +22,12 @@ from fullshard.programs.inspect_tool.activations import kept_bytes
 from fullshard.programs.train.config import OptimizerSection, RunConfig
 from fullshard.programs.train.evaluation import window_losses
 from fullshard.programs.train.model_source import ModelSource, open_model
-from fullshard.programs.train.sharded_model import make_mesh, precision_policy, shard
+from fullshard.programs.train.sharded_model import (
+    freeze_others,
+    make_mesh,
+    precision_policy,
+    shard,
+)
 from fullshard.torch_border import fake_process_group
 from fullshard.tracing.group_facts import group_facts
 from fullshard.tracing.schema import GroupFacts
@@ -124,23 +129,23 @@ def measure(
         else _activations_of_inputs(config, source, inputs)
     )
     source = source or open_model(config)
-    model = source.build()
-    hidden = _hidden(model, config)
-    whole, whole_hidden = _bytes_of(model, hidden)
+    model = _built(config, source)
+    unsharded = _sizes(config, model)
     with fake_process_group(world):
         mesh = make_mesh(config.sharding.replicas, torch.device("cpu"))
         blocks = source.blocks(model) if config.sharding.groups == "blocks" else []
         shard(model, blocks, mesh, torch.device("meta"), config)
         groups = group_facts(model)
-        at_rest = sum(group.shard_bytes for group in groups), _bytes_of(model, hidden)[1]
-    itemsize = Fraction(whole, sum(param.numel() for param in model.parameters()) or 1)
+        sharded = _sizes(config, model).with_padding(sum(group.shard_bytes for group in groups))
+    itemsize = Fraction(unsharded.parameters, sum(p.numel() for p in model.parameters()) or 1)
     states, averages, optimizer = _optimizer_states(config.optimizer, itemsize)
 
-    def memory(parameters: int, hidden: int, gathered: int, keepers: int = 1) -> Memory:
+    def memory(sizes: _Sizes, gathered: int, keepers: int = 1) -> Memory:
+        state = states * sizes.trained - sizes.with_momentum_only
         return Memory(
-            parameters=parameters,
-            gradients=parameters,
-            optimizer=int(-(-states * parameters // keepers)) - hidden + averages * parameters,
+            parameters=sizes.parameters,
+            gradients=sizes.trained,
+            optimizer=int(-(-state // keepers)) + averages * sizes.trained,
             gathered=gathered,
             activations=activations,
         )
@@ -153,24 +158,54 @@ def measure(
         groups=groups,
         optimizer=optimizer,
         about_activations=about,
-        rank=memory(*at_rest, _gathered_at_most(groups, config), _keepers(config)),
-        unsharded=memory(whole, whole_hidden, 0),
+        rank=memory(sharded, _gathered_at_most(groups, config), _keepers(config)),
+        unsharded=memory(unsharded, 0),
         traffic=_traffic(groups, config),
     )
 
 
-def _hidden(model: nn.Module, config: RunConfig) -> set[str]:
-    """Return the names of the parameters that Muon orthogonalises, if that is the optimizer."""
-    if config.optimizer.name != "muon":
-        return set()
-    matrices = set(map(id, hidden_matrices(model)))
-    return {name for name, param in model.named_parameters() if id(param) in matrices}
+def _built(config: RunConfig, source: InspectedModel) -> nn.Module:
+    """Return the model on the meta device, with parameters frozen as the run says."""
+    model = source.build()
+    if config.model.trainable is not None:
+        freeze_others(model, config.model.trainable)
+    return model
 
 
-def _bytes_of(model: nn.Module, hidden: set[str]) -> tuple[int, int]:
-    """Return the bytes of this rank's parameters, and of the hidden matrices among them."""
-    sizes = {name: local_of(param).nbytes for name, param in model.named_parameters()}
-    return sum(sizes.values()), sum(sizes[name] for name in hidden)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sizes:
+    """Bytes of parameters: of one rank, or of a model that is not sharded."""
+
+    parameters: int
+    frozen: int
+    with_momentum_only: int
+    """Of those for which the optimizer keeps one number for each element, where it keeps two for others."""
+
+    @property
+    def trained(self) -> int:
+        """All that are not frozen."""
+        return self.parameters - self.frozen
+
+    def with_padding(self, parameters: int) -> _Sizes:
+        """Return the sizes with padding up to so many bytes, of which frozen parameters have their share."""
+        frozen = self.frozen * parameters // max(1, self.parameters)
+        return replace(self, parameters=parameters, frozen=frozen)
+
+
+def _sizes(config: RunConfig, model: nn.Module) -> _Sizes:
+    """Return how large the parameters are that this rank holds."""
+    params = list(model.parameters())
+    return _Sizes(
+        parameters=_held_bytes(params),
+        frozen=_held_bytes(param for param in params if not param.requires_grad),
+        with_momentum_only=(
+            _held_bytes(hidden_matrices(model)) if config.optimizer.name == "muon" else 0
+        ),
+    )
+
+
+def _held_bytes(params: Iterable[nn.Parameter]) -> int:
+    return sum(local_of(param).nbytes for param in params)
 
 
 def _optimizer_states(
@@ -200,7 +235,7 @@ def _activations_of_run(
     rows = max(1, config.train.batch // (world * config.train.accumulate))
     context = config.data.context
     tokens = torch.empty(rows, context + 1, dtype=torch.int64, device="meta")
-    model = source.build().to("meta")
+    model = _built(config, source).to("meta")
     about = f"{counted(rows, 'window')} of {context:,} tokens"
     return _kept(
         config, model, source.blocks(model), lambda: window_losses(source, model, tokens), about
@@ -213,7 +248,7 @@ def _activations_of_inputs(
     """Return what a user's model is called with, and the bytes that its forward keeps."""
     if not inputs:
         return "give the sizes of one rank's input, such as --input 8x1024:int64", None
-    model = source.build()
+    model = _built(config, source)
     recomputes = config.compute.checkpoint_activations == "blocks"
     blocks = source.blocks(model) if recomputes else []
     sizes = ", ".join("x".join(map(str, tensor.shape)) for tensor in inputs)

@@ -62,9 +62,10 @@ def _facts(plan: ShardedPlan) -> Iterator[tuple[str, str]]:
         yield "Ranks", f"{ranks}: {plan.replicas} replicas of {plan.world // plan.replicas}"
     else:
         yield "Ranks", ranks
-    first = plan.groups[0]
-    wire = f", gradients in {first.reduce_dtype}, on the wire in {first.wire_dtype}"
-    yield "Dtypes", f"at rest {first.param_dtype}, compute in {first.compute_dtype}{wire}"
+    first = next((group for group in plan.groups if group.wire_dtype), plan.groups[0])
+    wire = f"gradients in {first.reduce_dtype}, on the wire in {first.wire_dtype}"
+    trained = wire if first.wire_dtype else "nothing is trained"
+    yield "Dtypes", f"at rest {first.param_dtype}, compute in {first.compute_dtype}, {trained}"
 
 
 def _memory_rows(plan: ShardedPlan) -> Iterator[tuple[str, str, str]]:
