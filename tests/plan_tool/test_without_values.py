@@ -119,3 +119,24 @@ def test_dropout_keeps_a_byte_per_element_and_norms_a_number_per_row() -> None:
     with WatchedKernels() as watch:
         norm(x)
     assert "aten.rsqrt" in [each.name for each in watch.kernels], "it is put back"
+
+
+def test_products_of_experts_take_all_dtypes() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.empty(32, 16, dtype=dtype, device="meta", requires_grad=True)
+        weights = torch.empty(4, 16, 24, dtype=dtype, device="meta", requires_grad=True)
+        offsets = torch.empty(4, dtype=torch.int32, device="meta")
+
+        def compute(x: Tensor = x, weights: Tensor = weights, offsets: Tensor = offsets) -> Tensor:
+            return F.grouped_mm(x, weights, offs=offsets)
+
+        output, kernels, _ = ran(compute)
+        assert (output.shape, output.dtype) == ((32, 24), dtype)
+        assert kernels == ["_grouped_mm"] * 3
+        for each in (x, weights):
+            assert each.grad is not None
+            assert (each.grad.shape, each.grad.dtype) == (each.shape, dtype)
+    stacked = torch.empty(4, 8, 16, device="meta", requires_grad=True)
+    assert ran(lambda: F.grouped_mm(stacked, stacked.mT))[0].shape == (4, 8, 8)
+    with pytest.raises(RuntimeError, match="BF16"):
+        F.grouped_mm(stacked, stacked.mT)  # it is put back

@@ -85,6 +85,7 @@ from fullshard.torch_border.operators import (
     Signature as Signature,
     flash_attention as flash_attention,
     fused_rms_norm_on_meta as fused_rms_norm_on_meta,
+    grouped_products_on_meta as grouped_products_on_meta,
     leaves_in as leaves_in,
     memory_efficient_attention as memory_efficient_attention,
     signature_of as signature_of,

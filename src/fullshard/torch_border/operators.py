@@ -158,3 +158,31 @@ def _rms_norm_without_values(
     dtype = torch.promote_types(given.dtype, torch.float32)
     scales = given.new_empty((*rows, *(1 for _ in normalized_shape)), dtype=dtype)
     return torch.empty_like(given), scales
+
+
+@contextmanager
+def grouped_products_on_meta() -> Iterator[None]:
+    """Let products of experts take all dtypes on the meta device, as kernels do; torch's own function takes bfloat16 only."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_grouped_mm", _grouped_product_without_values, "Meta", allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _grouped_product_without_values(
+    one: Tensor,
+    other: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    if one.dtype is torch.bfloat16 or one.dtype is not other.dtype:
+        own: Any = torch._meta_registrations.meta_grouped_mm
+        result: Tensor = own(one, other, offs, bias, out_dtype)
+        return result
+    size = one.shape[-2], other.shape[-1]
+    if one.dim() == other.dim():  # a product for each expert, not rows of all of them
+        size = (one.shape[0] if offs is None else offs.shape[0], *size)
+    return one.new_empty(size, dtype=out_dtype)

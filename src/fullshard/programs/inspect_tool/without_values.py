@@ -6,6 +6,7 @@ copied. On the meta device it would choose otherwise:
     attention    fused kernels; the meta device would compute, and keep, the matrix of scores
     RMSNorm      one kernel, which keeps its input and a number per row; otherwise eight operations in float32
     dropout      one kernel, which keeps a mask of one byte per element; otherwise a factor per element
+    experts      their product takes all dtypes; on the meta device torch's takes bfloat16 only
 
 What asks for a value gets an answer: models of transformers ask whether all windows are whole, and hear yes.
 """
@@ -33,7 +34,11 @@ def without_values() -> Iterator[None]:
     # The mode does not see calls inside of functions that it has seen, such as that of nn.MultiheadAttention.
     setattr(F, ATTENTION.__name__, fused_attention)
     try:
-        with torch_border.fused_rms_norm_on_meta(), _CudaChoices():
+        with (
+            torch_border.fused_rms_norm_on_meta(),
+            torch_border.grouped_products_on_meta(),
+            _CudaChoices(),
+        ):
             yield
     finally:
         setattr(F, ATTENTION.__name__, ATTENTION)
