@@ -26,6 +26,7 @@ from fullshard.programs.plan_tool.planning import planned
 from fullshard.programs.plan_tool.profile_file import load_profile
 from fullshard.programs.plan_tool.program import MemoryKind
 from fullshard.programs.plan_tool.question import Question, read_machine, read_question
+from fullshard.programs.plan_tool.validation import Band
 from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.model_source import open_model
 
@@ -77,7 +78,8 @@ def test_the_verdict_comes_first_and_everything_asked_for_is_printed() -> None:
         "allocator",
         "allocated in backward",
         "64 windows of 16 tokens; 4 per GPU",
-        "error not measured yet",
+        "allocated in backward, \u00b1",
+        " reserved, \u00b1",
         "by the profile",
         "Not validated",
         "peak_tflops = ",
@@ -112,8 +114,16 @@ def test_a_terminal_is_not_overrun(step: PlannedStep, width: int) -> None:
 
 def test_a_model_that_does_not_fit_is_told_by_how_much(step: PlannedStep) -> None:
     grown = replace(step, memory=replace(step.memory, reserved=3 << 30))
-    assert verdict(with_capacity(grown, 4.0)).endswith("; 1 GiB stay free.")
-    assert verdict(with_capacity(grown, 2.5)).startswith("It does not fit: 512 MiB are missing.")
+    band = Band(0.1, "runs")
+    assert verdict(with_capacity(grown, 4.0), band).endswith("; 1 GiB stay free.")
+    assert verdict(with_capacity(grown, 2.5), band).startswith(
+        "It does not fit: 512 MiB are missing. It needs 3 GiB, and torch can use 2.5 GiB of "
+    )
+    just = verdict(with_capacity(grown, 3.125), band)
+    assert just.startswith("It fits, but only just: 3 GiB of the 3.12 GiB ")
+    assert just.endswith("128 MiB stay free, and the plan may be off by 307 MiB.")
+    nearly = verdict(with_capacity(grown, 2.875), band)
+    assert nearly.endswith(" The plan may be off by 307 MiB.")
 
 
 def test_the_memory_of_all_kinds_adds_up_to_what_is_reserved(step: PlannedStep) -> None:
@@ -124,11 +134,12 @@ def test_the_memory_of_all_kinds_adds_up_to_what_is_reserved(step: PlannedStep) 
 @pytest.mark.parametrize(
     ("idle", "said"),
     [
-        ({"gather": 0.02, "host": 0.01}, "Compute limits it: it is busy for 970 ms of 1 s, and it waits 20 ms for gathers, 10 ms for the host."),
-        ({"gather": 0.2, "host": 0.1}, "Exposed gathers limit it: compute waits 200 ms for gathers, 100 ms for the host, of 1 s."),
-        ({"reduction": 0.2}, "Exposed reductions limit it: compute waits 200 ms for reductions, of 1 s."),
-        ({"host": 0.5, "gather": 0.1}, "The host limits it: compute waits 500 ms for the host, 100 ms for gathers, of 1 s."),
-        ({}, "Compute limits it: it is busy for 1 s of 1 s, and it never waits."),
+        ({"gather": 0.02, "host": 0.01}, "Compute limits it: it is busy for 970 ms of 1 s, and waits 20 ms for gathers and 10 ms for the host."),
+        ({"gather": 0.2, "host": 0.1}, "Exposed gathers limit it: in a step of 1 s, compute waits 200 ms for gathers and 100 ms for the host."),
+        ({"reduction": 0.2}, "Exposed reductions limit it: in a step of 1 s, compute waits 200 ms for reductions."),
+        ({"host": 0.5, "gather": 0.1}, "The host limits it: in a step of 1 s, compute waits 500 ms for the host and 100 ms for gathers."),
+        ({"host": 0.001}, "Compute limits it: it is busy for 999 ms of 1 s, and hardly waits."),
+        ({}, "Compute limits it: it is busy for 1 s of 1 s, and never waits."),
     ],
 )  # fmt: skip
 def test_what_limits_a_step_is_one_sentence(

@@ -8,10 +8,12 @@ from fullshard.errors import size_text
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.playback import Idle
 from fullshard.programs.plan_tool.program import MemoryKind, Phase
-from fullshard.programs.plan_tool.validation import Band
+from fullshard.programs.plan_tool.validation import Band, Bands
 
 LIMITED_FROM = 0.1
 """Waits below this share of a step are not what limits it."""
+NOTABLE = 0.01
+"""Times below this share of a step, and bytes below this share of its memory, are not worth a word."""
 
 WAITS: dict[Idle, str] = {
     "gather": "gathers",
@@ -65,13 +67,23 @@ def _three_digits(number: float) -> str:
     return f"{number:.3g}"
 
 
-def verdict(planned: PlannedStep) -> str:
-    """Say whether it fits, and by how much."""
+def verdict(planned: PlannedStep, band: Band) -> str:
+    """Say whether it fits, and by how much; also if the plan is not exact enough to be sure."""
     needed, there = planned.memory.reserved, planned.machine.usable_bytes
-    of = f"{size_text(needed)} of the {size_text(there)} that torch can use of {planned.machine.title}"
+    machine, error = planned.machine.title, int(needed * (band.relative or 0.0))
+    is_close = abs(there - needed) < error
     if planned.fits:
-        return f"It fits: {of}; {size_text(there - needed)} stay free."
-    return f"It does not fit: {size_text(needed - there)} are missing. It needs {of}."
+        close = ", but only just" if is_close else ""
+        unsure = f", and the plan may be off by {size_text(error)}" if is_close else ""
+        return (
+            f"It fits{close}: {size_text(needed)} of the {size_text(there)} that torch can use of {machine}; "
+            f"{size_text(there - needed)} stay free{unsure}."
+        )
+    unsure = f" The plan may be off by {size_text(error)}." if is_close else ""
+    return (
+        f"It does not fit: {size_text(needed - there)} are missing. It needs {size_text(needed)}, and torch can use "
+        f"{size_text(there)} of {machine}.{unsure}"
+    )
 
 
 def memory_rows(planned: PlannedStep) -> Iterator[tuple[str, int]]:
@@ -83,10 +95,13 @@ def memory_rows(planned: PlannedStep) -> Iterator[tuple[str, int]]:
     yield "allocator: reserved, not used", planned.memory.reserved - planned.memory.allocated
 
 
-def peak_text(planned: PlannedStep) -> str:
-    """Say when the most memory is in use."""
+def peak_text(planned: PlannedStep, bands: Bands) -> str:
+    """Say when the most memory is in use, and how much the allocator has then."""
     memory = planned.memory
-    return f"{size_text(memory.allocated)} allocated {PHASES[memory.peak_phase]}, {size_text(memory.at_rest)} between steps"
+    return (
+        f"{size_text(memory.allocated)} allocated {PHASES[memory.peak_phase]}, {bands['allocated'].percent}; "
+        f"{size_text(memory.reserved)} reserved, {bands['reserved'].percent}; {size_text(memory.at_rest)} between steps"
+    )
 
 
 def waits(planned: PlannedStep) -> list[tuple[Idle, float]]:
@@ -99,19 +114,32 @@ def limit_text(planned: PlannedStep) -> str:
     """Say in a sentence what limits the step."""
     found, whole = waits(planned), planned.seconds
     idle = sum(seconds for _, seconds in found)
-    parts = ", ".join(f"{seconds_text(seconds)} for {WAITS[reason]}" for reason, seconds in found)
+    parts = " and ".join(
+        f"{seconds_text(seconds)} for {WAITS[reason]}"
+        for reason, seconds in found
+        if seconds >= NOTABLE * whole
+    )
     if idle < LIMITED_FROM * whole:
-        rest = f", and it waits {parts}" if found else ", and it never waits"
-        return f"Compute limits it: it is busy for {seconds_text(whole - idle)} of {seconds_text(whole)}{rest}."
-    return f"{LIMITS[found[0][0]]}: compute waits {parts}, of {seconds_text(whole)}."
+        rest = f"waits {parts}" if parts else "hardly waits" if found else "never waits"
+        return f"Compute limits it: it is busy for {seconds_text(whole - idle)} of {seconds_text(whole)}, and {rest}."
+    return f"{LIMITS[found[0][0]]}: in a step of {seconds_text(whole)}, compute waits {parts}."
 
 
-def validation_text(planned: PlannedStep, bands: dict[str, Band]) -> str | None:
+def validation_text(planned: PlannedStep, bands: Bands) -> str | None:
     """Say which answers were not compared with measured runs; None if all were."""
-    missing = [name for name, band in bands.items() if not band.is_validated]
+    missing = [
+        name
+        for name, answer in (("memory", bands["reserved"]), ("time", bands["time"]))
+        if not answer.is_validated
+    ]
     if not missing:
         return None
-    return (
-        f"Not validated: no measured run of {planned.machine.title} with this size and number of GPUs has been compared with its "
-        f"plan yet ({' and '.join(missing)}). Take the numbers as estimates."
+    text = (
+        f"Not validated: no plan of {planned.machine.title} with a model of about this size and this many GPUs was compared with a "
+        f"measured run in {' and '.join(missing)}."
     )
+    if bands["reserved"].basis == "others" and bands["reserved"].relative is not None:
+        text += (
+            " The errors of memory are those of measured steps on another GPU, or of another size."
+        )
+    return text

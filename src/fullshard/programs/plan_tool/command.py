@@ -104,10 +104,10 @@ def _answer(
     console: Console, question: Question, *, searches: bool, toml: Path | None, html: Path | None
 ) -> None:
     """Plan the step that is asked for, look for better ones, and print all of it."""
-    from fullshard.programs.plan_tool.output import print_planned, print_search
+    from fullshard.programs.plan_tool.output import print_enough, print_planned, print_search
     from fullshard.programs.plan_tool.parallel_plans import several_at_a_time
     from fullshard.programs.plan_tool.planning import many_plans, parameters_of, planned
-    from fullshard.programs.plan_tool.scaling import scaling
+    from fullshard.programs.plan_tool.scaling import enough_gpus, scaling
     from fullshard.programs.plan_tool.search import search
     from fullshard.programs.train.config_file import to_short_toml
     from fullshard.programs.train.model_source import open_model
@@ -127,6 +127,8 @@ def _answer(
                 )
                 line.close()
                 print_search(console, step, found)
+                if not step.fits and not found.fits:
+                    print_enough(console, step, enough_gpus(question, step, planner))
                 if html is not None:
                     curve = scaling(question, source, told, planner)
                     line.close()

@@ -23,13 +23,13 @@ from fullshard.programs.plan_tool.answers import (
     validation_text,
     verdict,
 )
-from fullshard.programs.plan_tool.changes import WIRE
-from fullshard.programs.plan_tool.machine import Machine
+from fullshard.programs.plan_tool.changes import RECOMPUTE, WIRE
+from fullshard.programs.plan_tool.machine import TERA, Machine
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.profile_file import assumptions
 from fullshard.programs.plan_tool.question import gpus_text
 from fullshard.programs.plan_tool.search import Search
-from fullshard.programs.plan_tool.validation import Band, band_of
+from fullshard.programs.plan_tool.validation import Bands, bands_of
 
 FP32_NOTE = (
     "It computes in fp32, which is the trainer's default. Matrix products of bf16 are many times faster on this GPU: try "
@@ -50,9 +50,8 @@ def print_planned(
         description: Of the model.
         parameters: Of the whole model.
     """
-    bands = {"memory": band_of(planned, "memory", parameters)}
-    bands["time"] = band_of(planned, "time", parameters)
-    print_prose(console, verdict(planned))
+    bands = bands_of(planned, parameters)
+    print_prose(console, verdict(planned, bands["reserved"]))
     print_prose(console, limit_text(planned))
     print_line(console, "")
     print_facts(console, list(_facts(planned, description, parameters, bands)))
@@ -67,24 +66,24 @@ def print_planned(
 
 
 def _facts(
-    planned: PlannedStep, description: str, parameters: int, bands: dict[str, Band]
+    planned: PlannedStep, description: str, parameters: int, bands: Bands
 ) -> Iterator[tuple[str, str]]:
     yield "Model", f"{description}, {parameters:,} parameters"
     yield "GPUs", gpus_text(planned.world, planned.machine)
     yield "Sharding", sharding_text(planned)
     yield "Batch", batch_text(planned)
-    yield "Memory", f"{peak_text(planned)}; {bands['memory']}"
+    yield "Memory", peak_text(planned, bands)
     yield "Step", f"{seconds_text(planned.seconds)}, {bands['time']}"
     each = planned.tokens_per_second
     yield "Tokens/s", f"{each:,.0f} per GPU, {each * planned.world:,.0f} in all"
-    yield "MFU", f"{100 * planned.mfu:.1f} % of the GPU's peak"
+    yield "MFU", f"{100 * planned.mfu:.1f} % of the GPU's {planned.peak_flops / TERA:,.0f} TFLOP/s"
 
 
 def sharding_text(planned: PlannedStep) -> str:
     """Return how the model is spread."""
     sharding = planned.config.sharding
     ranks = planned.world // sharding.replicas
-    text = f"over {counted(ranks, 'GPU')}"
+    text = f"over {counted(ranks, 'GPU')}" if planned.world > 1 else "none, as there is one GPU"
     if sharding.replicas > 1:
         text = f"{counted(sharding.replicas, 'replica')} of {counted(ranks, 'GPU')} (HSDP)"
     again = "" if sharding.reshard_after_forward else ", not resharded after forward"
@@ -96,7 +95,7 @@ def batch_text(planned: PlannedStep) -> str:
     train, context = planned.config.train, planned.config.data.context
     rows = train.batch // planned.world // train.accumulate
     micro = f"{train.accumulate} x " if train.accumulate > 1 else ""
-    return f"{train.batch:,} windows of {context:,} tokens; {micro}{rows} per GPU"
+    return f"{counted(train.batch, 'window')} of {context:,} tokens; {micro}{rows} per GPU"
 
 
 def _time_rows(planned: PlannedStep) -> Iterator[tuple[str, str, str]]:
@@ -117,7 +116,7 @@ def _time_rows(planned: PlannedStep) -> Iterator[tuple[str, str, str]]:
     yield row("step", whole)
 
 
-def _notes(planned: PlannedStep, bands: dict[str, Band]) -> Iterator[str]:
+def _notes(planned: PlannedStep, bands: Bands) -> Iterator[str]:
     text = validation_text(planned, bands)
     if text:
         yield text
@@ -129,17 +128,14 @@ def print_search(console: Console, given: PlannedStep, found: Search) -> None:
     """Print the best configurations, each with its reason."""
     print_line(console, "")
     if not found.best:
-        print_prose(
-            console,
-            f"No better configuration was found in {counted(found.num_plans, 'plan')}."
-            if given.fits
-            else f"Nothing that was tried fits ({counted(found.num_plans, 'plan')}). Take more GPUs, or a shorter window.",
-        )
+        print_prose(console, _nothing_text(given, found))
         return
     title = (
         "Better configurations for the same batch:"
         if given.fits
-        else "Configurations for the same batch that fit, or come closest:"
+        else "Configurations for the same batch that fit:"
+        if found.fits
+        else "Nothing that was tried fits. These configurations for the same batch come closest:"
     )
     print_prose(console, title)
     for number, each in enumerate(found.best, 1):
@@ -153,6 +149,38 @@ def print_search(console: Console, given: PlannedStep, found: Search) -> None:
         console,
         "\n--set takes these settings, as in fullshard train; --toml FILE writes the first configuration."
         + (WIRE_NOTE if any(WIRE in each.change.settings for each in found.best) else ""),
+    )
+
+
+def _nothing_text(given: PlannedStep, found: Search) -> str:
+    """Say why there is no better configuration."""
+    tried = counted(found.num_plans, "other configuration")
+    if given.fits:
+        return f"No better configuration was found: {tried} tried."
+    if found.num_plans:
+        return f"Nothing that was tried fits or needs less memory: {tried}."
+    held = sum(given.memory.at_peak.get(kind, 0) for kind in ("parameters", "optimizer"))
+    return (
+        f"No other configuration can make it fit on {counted(given.world, 'GPU')}: parameters and optimizer state alone take "
+        f"{size_text(held)} of each GPU."
+    )
+
+
+def print_enough(console: Console, given: PlannedStep, enough: PlannedStep | None) -> None:
+    """Print on how many more GPUs a step fits that does not fit anywhere else."""
+    if enough is None:
+        print_prose(
+            console,
+            "More GPUs do not help, as each keeps its windows. Take a smaller batch, a shorter window, or a GPU with more memory.",
+        )
+        return
+    again = enough.config.compute.checkpoint_activations
+    is_changed = again != given.config.compute.checkpoint_activations
+    how = f" with {RECOMPUTE}={again}" if is_changed else ""
+    print_prose(
+        console,
+        f"It fits on {counted(enough.world, 'GPU')}{how}: {size_text(enough.memory.reserved)} of each, "
+        f"{enough.tokens_per_second:,.0f} tokens/s per GPU, with as many windows for each GPU.",
     )
 
 

@@ -23,7 +23,7 @@ from fullshard.programs.plan_tool.profile_file import assumptions
 from fullshard.programs.plan_tool.question import gpus_text
 from fullshard.programs.plan_tool.scaling import ScalePoint, crossover_text
 from fullshard.programs.plan_tool.search import Search
-from fullshard.programs.plan_tool.validation import band_of
+from fullshard.programs.plan_tool.validation import Bands, bands_of
 from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.chart import Chart, Table, figure
 from fullshard.programs.report.memory_chart import memory_chart
@@ -54,10 +54,7 @@ def render(plan: Planned) -> str:
     of_steps = list(timeline_chart(analysis))
     of_memory = list(memory_chart(analysis))
     curve = scaling_chart(plan.scaling)
-    bands = {
-        "memory": band_of(step, "memory", plan.parameters),
-        "time": band_of(step, "time", plan.parameters),
-    }
+    bands = bands_of(step, plan.parameters)
     text = (files("fullshard.programs.plan_tool") / "page.html").read_text(encoding="utf-8")
     return (
         environment()
@@ -69,8 +66,12 @@ def render(plan: Planned) -> str:
                 gpus_text(step.world, step.machine),
                 [*of_steps, *of_memory, curve],
             ),
-            tiles=list(_tiles(plan, str(bands["time"]))),
-            sentences=[verdict(step), limit_text(step), validation_text(step, bands)],
+            tiles=list(_tiles(plan, bands)),
+            sentences=[
+                verdict(step, bands["reserved"]),
+                limit_text(step),
+                validation_text(step, bands),
+            ],
             fits=step.fits,
             step_charts=of_steps,
             memory_charts=of_memory,
@@ -99,15 +100,15 @@ def _config(step: PlannedStep) -> dict[str, dict[str, object]]:
     }
 
 
-def _tiles(plan: Planned, band: str) -> Iterator[Tile]:
+def _tiles(plan: Planned, bands: Bands) -> Iterator[Tile]:
     step = plan.step
     there = step.machine.usable_bytes
     yield Tile(
         label="Memory",
         value="Fits" if step.fits else "Does not fit",
-        note=f"{size_text(step.memory.reserved)} of {size_text(there)} a GPU",
+        note=f"{size_text(step.memory.reserved)} of {size_text(there)} a GPU; {bands['reserved']}",
     )
-    yield Tile(label="Step", value=seconds_text(step.seconds), note=band)
+    yield Tile(label="Step", value=seconds_text(step.seconds), note=str(bands["time"]))
     each = step.tokens_per_second
     yield Tile(
         label="Speed", value=f"{each:,.0f} tokens/s", note=f"a GPU; {each * step.world:,.0f} in all"

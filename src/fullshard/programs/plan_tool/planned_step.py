@@ -60,8 +60,13 @@ class PlannedStep:
     @property
     def mfu(self) -> float:
         """The share of the device's peak that goes into the model's own arithmetic."""
+        return self.flops / self.seconds / self.peak_flops
+
+    @property
+    def peak_flops(self) -> float:
+        """What the device's data sheet promises for a second, in the precision of the run."""
         dtype = "bfloat16" if self.config.compute.precision == "bf16" else "float32"
-        return self.flops / self.seconds / self.machine.peak_flops(dtype)
+        return self.machine.peak_flops(dtype)
 
     @property
     def fits(self) -> bool:

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fullshard.programs.plan_tool.changes import DIVIDED_STATE, REPLICAS, changed
+from fullshard.programs.plan_tool.changes import (
+    DIVIDED_STATE,
+    RECOMPUTE,
+    RECOMPUTED,
+    REPLICAS,
+    changed,
+)
 from fullshard.programs.plan_tool.parallel_plans import Planner, one_by_one
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.planning import estimated
 from fullshard.programs.plan_tool.question import Question
 from fullshard.programs.plan_tool.search import Told
+from fullshard.programs.train.model_argument import MAX_WORLD
 from fullshard.programs.train.model_source import ModelSource
+
+DOUBLINGS = 6
+"""So often the number of GPUs is doubled until a step fits."""
 
 POINTS = 4
 """So many numbers of GPUs are tried beyond one host."""
@@ -77,6 +87,25 @@ def _asked(question: Question, world: int, *, replicas: int) -> Question:
     rows = question.config.train.batch // question.world
     values = {REPLICAS: replicas, DIVIDED_STATE: False, "train.batch": rows * world}
     return replace(question, config=changed(question.config, values), world=world)
+
+
+def enough_gpus(question: Question, given: PlannedStep, planner: Planner) -> PlannedStep | None:
+    """Return the step on twice as many GPUs, or four times and so on, that fits; None if none does.
+
+    Every GPU keeps its windows. Blocks are recomputed only where it does not fit otherwise.
+    """
+    held = sum(given.memory.at_peak.get(kind, 0) for kind in ("parameters", "optimizer"))
+    for doublings in range(1, DOUBLINGS + 1):
+        world = question.world << doublings
+        if world > MAX_WORLD or held >> doublings > question.machine.usable_bytes:
+            continue
+        asked = _asked(question, world, replicas=question.config.sharding.replicas)
+        recomputed = changed(asked.config, {RECOMPUTE: RECOMPUTED[-1]})
+        steps = planner(estimated, [asked, replace(asked, config=recomputed)])
+        for step in steps:
+            if step.fits:
+                return step
+    return None
 
 
 def crossover_text(points: Sequence[ScalePoint]) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from fullshard.errors import size_text
-from fullshard.programs.plan_tool.answers import WAITS, seconds_text
+from fullshard.programs.plan_tool.answers import NOTABLE, WAITS, seconds_text
 from fullshard.programs.plan_tool.changes import (
     Change,
     combined,
@@ -39,8 +39,6 @@ BEST = 5
 """So many are returned."""
 WORTHWHILE = 1.01
 """A change must give this much more throughput."""
-NOTABLE = 0.01
-"""Times below this share of a step are not worth a word."""
 
 Told = Callable[[int, int, str], None]
 """Is told how many plans are made, of how many, and which one comes next."""
@@ -69,6 +67,11 @@ class Search:
     num_plans: int
     num_pruned: int
     """Changes that cannot help, which were not estimated."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the best configuration fits."""
+        return bool(self.best) and self.best[0].step.fits
 
 
 def search(

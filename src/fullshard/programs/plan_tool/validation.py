@@ -1,19 +1,28 @@
 """How far an answer may be off, and where that has been measured.
 
-A band of the step's time comes from the bands of the profile's sections, each weighted by its seconds. It says how
-well the parts are known, not how well the whole was predicted. For that, plans must be compared with measured runs: `VALIDATED`
-has these comparisons. Outside of them every answer says that it has not been validated.
+    time        from published runs of the same GPU, size and number of GPUs. Elsewhere from the bands of the profile's sections,
+                each weighted by its seconds: that says how well the parts are known, not how well the whole was predicted
+    memory      from steps that were planned and measured. It depends on torch's kernels and allocator more than on the GPU, so
+                elsewhere the same band stands, and the answer says that it was not measured there
+
+`VALIDATED` has all comparisons of plans with measured runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 
-Answer = Literal["memory", "time"]
+Answer = Literal["allocated", "reserved", "time"]
+"""Allocated: what tensors take at the peak. Reserved: what the allocator takes from the device for them."""
 
+Basis = Literal["runs", "profile", "others"]
+"""Where a band comes from: runs like this one, the sections of the profile, or runs that are not like this one."""
+
+MILLION = 10**6
 BILLION = 10**9
 
 IDLE_SECTIONS = {"host": "host", "other": "host"}
@@ -35,6 +44,8 @@ class Validated:
     band: float
     """The largest relative error of the plans."""
 
+
+MEMORY_BANDS: dict[Answer, float] = {"allocated": 0.01, "reserved": 0.03}
 
 VALIDATED: tuple[Validated, ...] = (
     Validated(
@@ -65,9 +76,19 @@ VALIDATED: tuple[Validated, ...] = (
         parameters=(75 * BILLION, 180 * BILLION),
         band=0.18,
     ),
+    *(
+        Validated(
+            answer=answer,
+            gpu="h200",
+            worlds=(8, 8),
+            parameters=(150 * MILLION, 7 * BILLION),
+            band=band,
+        )
+        for answer, band in MEMORY_BANDS.items()
+    ),
 )
-"""Published runs: `benchmarks/published_runs.py`. Bands are the largest errors. The profiles were settled with these rows in
-view, so other runs may be off by more."""
+"""Times: published runs (`benchmarks/published_runs.py`). Memory: steps on an H200 (`benchmarks/results/targets-h200.json`). Bands
+are the largest errors. The profiles were settled with these rows in view, so other runs may be off by more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +97,32 @@ class Band:
 
     relative: float | None
     """A share of it; None if it is not known."""
-    is_validated: bool
+    basis: Basis
 
-    def around(self, seconds: float) -> tuple[float, float] | None:
-        """Return the least and the most that an answer stands for."""
-        if self.relative is None:
-            return None
-        return seconds * (1 - self.relative), seconds * (1 + self.relative)
+    @property
+    def is_validated(self) -> bool:
+        """Whether runs like this one were planned and measured."""
+        return self.basis == "runs"
+
+    @property
+    def percent(self) -> str:
+        """The share for people."""
+        return "error not known" if self.relative is None else f"\u00b1 {100 * self.relative:.0f} %"
 
     def __str__(self) -> str:
-        """Return it for people."""
+        """Return it for people, with where it comes from if that is not runs like this one."""
         if self.relative is None:
-            return "error not measured yet"
-        text = f"\u00b1 {100 * self.relative:.0f} %"
-        return text if self.is_validated else f"{text} by the profile"
+            return self.percent
+        notes: dict[Basis, str] = {"profile": " by the profile", "others": " in other runs"}
+        return self.percent + notes.get(self.basis, "")
+
+
+Bands: TypeAlias = Mapping[Answer, Band]
+
+
+def bands_of(planned: PlannedStep, parameters: int) -> Bands:
+    """Return the bands of all answers about a model with so many parameters."""
+    return {answer: band_of(planned, answer, parameters) for answer in get_args(Answer)}
 
 
 def band_of(planned: PlannedStep, answer: Answer, parameters: int) -> Band:
@@ -101,8 +134,15 @@ def band_of(planned: PlannedStep, answer: Answer, parameters: int) -> Band:
             and each.worlds[0] <= planned.world <= each.worlds[1]
             and each.parameters[0] <= parameters <= each.parameters[1]
         ):
-            return Band(each.band, is_validated=True)
-    return Band(_band_of_time(planned) if answer == "time" else None, is_validated=False)
+            return Band(each.band, "runs")
+    if answer == "time":
+        return Band(_band_of_time(planned), "profile")
+    is_cuda = not planned.machine.host.is_synchronous  # the CPU has another allocator
+    return Band(_widest(answer) if is_cuda else None, "others")
+
+
+def _widest(answer: Answer) -> float:
+    return max(each.band for each in VALIDATED if each.answer == answer)
 
 
 def _band_of_time(planned: PlannedStep) -> float | None:
