@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -289,26 +290,74 @@ class OwnStep(optim.Adafactor):
         pass
 
 
+class Whitening(optim.Optimizer):
+    """Computes with matrices, and does not know that it may see pieces."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is None:
+                continue
+            matrix = param.grad.view(param.shape[0], -1) if param.ndim else param.grad.view(1, 1)
+            update = matrix / (matrix @ matrix.T).diagonal().sum().sqrt()
+            param.sub_(update.view(param.shape), alpha=self.param_groups[0]["lr"])
+
+
+class Aware(Whitening):
+    takes_pieces = True
+
+
 def refusals() -> list[str]:
     net = make_net()
-    before = [cls(net.parameters(), lr=0.1) for cls in (optim.Adafactor, SameStep, OwnStep)]
+    classes = (optim.Adafactor, SameStep, OwnStep, Whitening, Aware, Whitening, optim.SGD)
+    before = [cls(net.parameters(), lr=0.1) for cls in classes]
     model = wrapped(net, use_orig_params=True)
     model(torch.ones(2, 5).double()).backward()
     found = []
     for optimizer in before:
-        try:
-            optimizer.step()
-            found.append("")
-        except UnsupportedError as error:
-            found.append(str(error))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                optimizer.step()
+                found.append("\n".join(str(each.message) for each in warned))
+            except UnsupportedError as error:
+                found.append(str(error))
     return found
 
 
-def test_refusals_name_the_parameters_and_spare_classes_with_a_step_of_their_own(world):
+def test_optimizers_that_may_need_whole_tensors_are_named_with_the_parameters(world):
     first, *others = world(2).run(refusals)
+    itself, derived, own_step, custom, *silent = first
     assert others == [first]
-    itself, derived, other = first
     assert itself.startswith("Adafactor computes with whole matrices")
     assert all(name in itself for name in ("scale", "a.weight", "a.bias", "b.weight"))
     assert derived == itself.replace("Adafactor", "SameStep")
-    assert other == ""
+    for name, text in (("OwnStep", own_step), ("Whitening", custom)):
+        assert f"{name} is not one of torch's optimizers, and it sees flat pieces" in text
+        assert "a.weight" in text and f"{name}.takes_pieces = True" in text
+    assert silent == ["", "", ""], "known, or told before"
+
+
+def custom_steps(expected: dict[str, Tensor]) -> list[str]:
+    """Let an optimizer of which nothing is known update DTensors; return its warnings and what differs."""
+    model = built("fully_shard")
+    optimizer = Whitening(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model(torch.ones(2, 5).double()).backward()
+        optimizer.step()
+    found = all_whole(dict(model.named_parameters()))
+    different = [n for n, v in expected.items() if not torch.allclose(found[n], v)]
+    return [str(each.message) for each in warned if "pieces" in str(each.message)] + different
+
+
+def test_custom_optimizers_compute_with_whole_matrices_on_dtensors(world):
+    net = make_net()
+    optimizer = Whitening(net.parameters(), lr=0.1)
+    net(torch.ones(2, 5).double()).backward()
+    optimizer.step()
+    expected = {name: param.detach() for name, param in net.named_parameters()}
+    assert world(2).run(custom_steps, expected) == [[], []]

@@ -21,6 +21,7 @@ from fullshard import UsageError
 from fullshard.comm import collectives
 from fullshard.comm.streams import is_capturing
 from fullshard.optim import AdamW8bit, Muon, ShardedOptimizer, param_cuts
+from fullshard.optim.replica_messages import UPDATED, ReplicaMessage
 from tests.gpu.conftest import exchange
 from tests.gpu.graph_cases import (
     CASES,
@@ -168,6 +169,24 @@ def test_exchanges_of_muon_overlap_with_newton_schulz() -> None:
 def test_collectives_on_their_own_stream_are_captured(make: Callable[[], Case]) -> None:
     with fake_world(4), side_stream(SLEEP // 50):
         assert_replays_equal(make)
+        assert_graphed(make)
+
+
+def test_a_message_to_replicas_is_captured_with_nccl() -> None:
+    with lone_rank():
+        own = torch.zeros(1000, device="cuda")
+        message = ReplicaMessage([[own]], dist.group.WORLD, 0)
+        message.start(UPDATED)  # connects the ranks
+        message.land()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            message.start(UPDATED)
+            assert message._flight is not None
+            received = message._flight[1]
+            message.land()
+        own.fill_(3)
+        graph.replay()
+        assert torch.equal(received, own)
 
 
 def test_muon_is_captured_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -405,10 +405,6 @@ def obstacles_of_optimizer(optimizer: torch.optim.Optimizer | None) -> list[str]
     maker = optimizer
     if isinstance(optimizer, torch_border.DelegatingOptimizer):
         maker = optimizer.inner
-        if optimizer.shards_over_replicas:
-            return [
-                "with shard_over_replicas the optimizer's step gathers shards, which is not captured"
-            ]
     if getattr(maker, "COUNTS_ON_HOST", False):
         return [f"{type(maker).__name__} counts its steps on the host"]
     needed = "capturable"

@@ -11,14 +11,16 @@ enough. Some need more:
 Without a check the first two compute something else on the wrapper's pieces, or let ranks run apart until
 they hang. `RULES` says what each needs. `docs/optimizers.md` has the table; a test compares the two.
 
-Optimizers that are not torch's are never refused: nothing is known about them. `process_hooks` calls `check`
-before every step.
+Optimizers that are not torch's are never refused: nothing is known about them. On DTensors they compute what they would on
+whole tensors, because that is what operators on DTensors do. On the wrapper's pieces they may not, so a warning names them
+(`warn_of_pieces`). `process_hooks` calls `check` before every step.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,8 +30,9 @@ from torch.distributed.tensor import DTensor
 from fullshard.engine.param_group import FSDPParamGroup, groups_of
 from fullshard.errors import UnsupportedError
 from fullshard.storage.flat_parameter import FlatParameter
+from fullshard.torch_border import ELEMENTWISE
 
-__all__ = ["RULES", "Rule", "check", "params_of"]
+__all__ = ["RULES", "Rule", "check", "params_of", "warn_of_pieces"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,10 @@ def _is_sharded_or_flat(param: nn.Parameter, group: FSDPParamGroup) -> bool:
     return _is_sharded(param, group) or isinstance(param, FlatParameter)
 
 
+def _is_flat_piece(param: nn.Parameter, group: FSDPParamGroup) -> bool:
+    return not isinstance(param, DTensor) and _is_sharded_or_flat(param, group)
+
+
 def _any(param: nn.Parameter, group: FSDPParamGroup) -> bool:
     return True
 
@@ -114,26 +121,55 @@ def check(optimizer: optim.Optimizer) -> None:
     Raises:
         UnsupportedError: names the parameters.
     """
-    rule = _rule_of(type(optimizer))  # type: ignore[arg-type]  # classes can be hashed
+    cls = type(optimizer)
+    rule = _rule_of(cls)  # type: ignore[arg-type]  # classes can be hashed
     if rule is None:
         return
+    refused = _names_of(optimizer, rule.refuses)
+    if refused:
+        raise UnsupportedError(
+            f"{cls.__name__} {rule.reason}:\n  "
+            + "\n  ".join(refused)
+            + f"\n{rule.remedy}. docs/optimizers.md has a table of torch's optimizers."
+        )
+
+
+def _names_of(
+    optimizer: optim.Optimizer, is_meant: Callable[[nn.Parameter, FSDPParamGroup], bool]
+) -> list[str]:
+    """Return the names of the sharded parameters of an optimizer for which something is true, by group."""
     params = set(map(id, params_of(optimizer)))
-    refused = [
+    return [
         f"{group.name}: {', '.join(names)}"
         for group in groups_of(params_of(optimizer))
         if (
             names := [
                 sharded_param.name
                 for sharded_param in group.sharded_params
-                if id(sharded_param.param) in params and rule.refuses(sharded_param.param, group)
+                if id(sharded_param.param) in params and is_meant(sharded_param.param, group)
             ]
         )
     ]
-    if refused:
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} {rule.reason}:\n  "
-            + "\n  ".join(refused)
-            + f"\n{rule.remedy}. docs/optimizers.md has a table of torch's optimizers."
+
+
+_WARNED: set[type[optim.Optimizer]] = set()
+
+
+def warn_of_pieces(optimizer: optim.Optimizer) -> None:
+    """Say, once for each class, that an optimizer of which nothing is known updates pieces of parameters."""
+    cls = type(optimizer)
+    if cls in _WARNED or _is_known(cls):
+        return
+    pieces = _names_of(optimizer, _is_flat_piece)
+    if pieces:
+        _WARNED.add(cls)
+        warnings.warn(
+            f"{cls.__name__} is not one of torch's optimizers, and it sees flat pieces of these parameters:\n  "
+            + "\n  ".join(pieces)
+            + "\nThat is enough if it updates each element from its own gradient and state; then say so with "
+            f"{cls.__name__}.{TAKES_PIECES} = True. If it computes with matrices, or with norms of parameters, use fully_shard: "
+            "its parameters are DTensors, on which operators compute what they do on whole tensors.",
+            stacklevel=2,
         )
 
 
@@ -148,6 +184,16 @@ def _rule_of(cls: type[optim.Optimizer]) -> Rule | None:
         if issubclass(cls, base) and _step_of(cls) is _step_of(base):
             return rule
     return None
+
+
+TAKES_PIECES = "takes_pieces"
+"""Attribute of a class of optimizers: whether it knows that what it updates may be a piece of a parameter."""
+
+
+def _is_known(cls: type[optim.Optimizer]) -> bool:
+    """Return whether it is right on pieces, or refused."""
+    is_right = getattr(cls, TAKES_PIECES, False) or issubclass(cls, tuple(ELEMENTWISE))
+    return bool(is_right) or _rule_of(cls) is not None  # type: ignore[arg-type]
 
 
 def _step_of(cls: type[optim.Optimizer]) -> object:

@@ -101,6 +101,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     count = _num_params(optimizer)
     if _CHECKED.get(optimizer) != count:
         _check_params(optimizer)
+        optimizer_checks.warn_of_pieces(optimizer)
         _CHECKED[optimizer] = count
     unreduced = not_to_be_updated(lambda: params_of(optimizer))
     if unreduced:

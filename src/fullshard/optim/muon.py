@@ -68,6 +68,8 @@ class Muon(torch.optim.Optimizer):
     ``use_orig_params=True``. All ranks call `step` alike. A matrix whose gradient has NaN becomes NaN, on all ranks.
     """
 
+    takes_pieces = True
+
     def __init__(
         self,
         params: nn.Module | Iterable[Any],

@@ -48,11 +48,8 @@ class DelegatingOptimizer(torch.optim.Optimizer):
 
     inner: torch.optim.Optimizer
     """The optimizer that makes the updates. Nobody else knows it, and its hooks do not run."""
-
-    @property
-    def shards_over_replicas(self) -> bool:
-        """Whether replicas divide the state among them, and so gather shards in `step`."""
-        return False
+    takes_pieces = True
+    """It knows that parameters may be pieces (`engine.optimizer_checks`)."""
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
