@@ -79,22 +79,16 @@ class _Item:
         update = compiled() if is_compiled else update_rows
         for rows in every:
             begin, end = rows.start, rows.start + rows.count * size
-            slots = slice(rows.slot, rows.slot + rows.count)
+            gradient = self.gradient
+            if rows.count * size < gradient.numel():
+                gradient = gradient[begin:end]
             old = None
             if self.old is not None:
                 span = slice(begin - self.start, end - self.start)
                 old = (self.old[0][span].view(-1, size), self.old[1][span].view(-1, size))
-            update(
-                unit.memory[begin:end].view(-1, size),
-                self.gradient[begin:end].view(-1, size),
-                old,
-                unit.codes[0, begin:end].view(-1, size),
-                unit.codes[1, begin:end].view(-1, size),
-                unit.scales[0, slots],
-                unit.scales[1, slots],
-                unit.blocks[slots],
-                self.numbers,
-            )
+            # Parts that are computed at once are many, so their views are not kept.
+            param, *state = unit.views(rows, keep=is_compiled)
+            update(param, gradient.view(-1, size), old, *state, self.numbers)
 
 
 class _Batch:

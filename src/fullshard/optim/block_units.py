@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -146,6 +146,17 @@ class Rows:
     """Number of the first one's scale in the unit."""
 
 
+class RowViews(NamedTuple):
+    """The memory of rows: elements as (rows, size), and what there is for each row."""
+
+    param: Tensor
+    mean_codes: Tensor
+    square_codes: Tensor
+    mean_scale: Tensor
+    square_scale: Tensor
+    blocks: Tensor
+
+
 class Unit:
     """Memory that is updated together, with its state."""
 
@@ -172,6 +183,7 @@ class Unit:
         self._codes: Tensor | None = None
         self._scales: Tensor | None = None
         self._all: tuple[list[Rows], Fragments] | None = None
+        self._kept_views: dict[Rows, RowViews] = {}
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -256,6 +268,25 @@ class Unit:
     def release(self) -> None:
         """Forget the state. It is zero afterwards."""
         self._codes = self._scales = None
+        self._kept_views.clear()
+
+    def views(self, rows: Rows, *, keep: bool) -> RowViews:
+        """Return the memory of rows. With ``keep``, the next call returns the same: eight views take longer than a kernel's launch."""
+        found = self._kept_views.get(rows)
+        if found is None:
+            begin, end = rows.start, rows.start + rows.count * self.size
+            slots = slice(rows.slot, rows.slot + rows.count)
+            found = RowViews(
+                self.memory[begin:end].view(-1, self.size),
+                self.codes[0, begin:end].view(-1, self.size),
+                self.codes[1, begin:end].view(-1, self.size),
+                self.scales[0, slots],
+                self.scales[1, slots],
+                self.blocks[slots],
+            )
+            if keep:
+                self._kept_views[rows] = found
+        return found
 
     @property
     def state_bytes(self) -> int:

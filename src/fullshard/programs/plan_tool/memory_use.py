@@ -11,14 +11,17 @@ from fullshard.programs.plan_tool.program import (
     COMPUTE,
     Allocate,
     Free,
+    Kernel,
     Launch,
     MemoryKind,
     Phase,
     Program,
 )
 
-WORKSPACE = -1
-"""The number of the memory that the library for matrix products holds."""
+_MULTIPLYING: dict[Phase, int] = {"forward": -1, "backward": -2}
+"""Phases whose threads multiply, and the number of the memory that the matrix library then holds for each, from the first product on.
+
+When it is taken matters: it may lie in the middle of what was a large free block, which large tensors then no longer fit into."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +50,7 @@ def memory_use(program: Program, machine: Machine, *, kept: float = 1.0) -> Memo
         kept: The share of the recorded activations that is kept for backward; less than 1 if a compiler recomputes some.
     """
     allocator = CachingAllocator()
-    if machine.workspace_bytes:
-        allocator.allocate(WORKSPACE, machine.workspace_bytes, COMPUTE)
+    workspaces = dict.fromkeys(_MULTIPLYING, machine.workspace_bytes // len(_MULTIPLYING))
     at_rest = peak = 0
     peak_entry = program.begin
     phase: Phase = "between"
@@ -65,6 +67,12 @@ def memory_use(program: Program, machine: Machine, *, kept: float = 1.0) -> Memo
             allocator.free(entry.memory)
         elif isinstance(entry, Launch):
             phase = entry.phase
+            if (
+                phase in workspaces
+                and isinstance(entry.work, Kernel)
+                and entry.work.kind == "matmul"
+            ):
+                allocator.allocate(_MULTIPLYING[phase], workspaces.pop(phase), COMPUTE)
     by_kind = _live_by_kind(program, peak_entry, kept)
     by_kind["workspace"] = peak - by_kind.total()
     return MemoryUse(
