@@ -196,6 +196,17 @@ def test_a_buffer_begins_with_its_memory_and_gives_it_back_and_takes_it_again() 
     assert states == [(True, True, 256), (False, False, 256), (True, True, 256)]
 
 
+def test_a_buffer_that_has_memory_takes_no_other() -> None:
+    buffer = Buffer(1 << 20, CPU)
+    address, view = buffer.data_ptr, buffer.view(SINGLE, 0, (6,))
+    view.copy_(torch.arange(6.0))
+    before = torch.empty(1 << 20, dtype=torch.uint8)  # so that other memory would lie elsewhere
+    buffer.allocate()
+    assert buffer.data_ptr == address
+    assert view.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    del before
+
+
 def test_views_stay_valid_objects_while_the_memory_comes_and_goes() -> None:
     buffer = Buffer(256, CPU)
     view, twin = buffer.view(SINGLE, 128, (2, 3)), buffer.view(SINGLE, 128, (6,))

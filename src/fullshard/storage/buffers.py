@@ -62,8 +62,12 @@ class Buffer:
         return self.storage.data_ptr()
 
     def allocate(self) -> None:
-        """Take memory from the current stream's pool; contents are undefined."""
-        self.storage.resize_(self.nbytes)
+        """Take memory from the current stream's pool, unless there is some already; contents are undefined.
+
+        A new buffer has some. To resize it would take as much again and copy it, before the first is given back.
+        """
+        if not self.storage.nbytes():
+            self.storage.resize_(self.nbytes)
 
     def release(self) -> None:
         """Give the memory back to the pool of the stream that allocated it."""
