@@ -64,7 +64,8 @@ def with_idle(step: PlannedStep, **idle: float) -> PlannedStep:
 
 def test_the_verdict_comes_first_and_everything_asked_for_is_printed() -> None:
     result = plan(
-        "tiny", "--gpus", "16", "--gpu", "h100", "--batch", "64", "--explain", "--no-search"
+        *("tiny", "--gpus", "16", "--gpu", "h100", "--batch", "64", "--explain", "--no-search"),
+        *("--set", "compute.graph=true"),
     )
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
@@ -82,6 +83,7 @@ def test_the_verdict_comes_first_and_everything_asked_for_is_printed() -> None:
         " reserved, \u00b1",
         "by the profile",
         "Not validated",
+        "is planned as one without",
         "peak_tflops = ",
         "NVIDIA data sheet, dense",
     ):
@@ -169,6 +171,7 @@ def test_times_have_three_digits() -> None:
         (("tiny", "--gpu", "h100", "--network", "fast"), "--network takes the Gbit/s of a GPU"),
         (("tiny", "--gpu", "h100", "--batch", "3"), "train.batch must be divisible"),
         (("tiny", "--gpu", "h100", "--gpus", "6", "--set", "sharding.replicas=4"), "must be divisible by sharding.replicas"),
+        (("tiny", "--gpu", "h100", "--set", "sharding.replicas=8", "--set", "compute.wire=bf16"), "they average whole gradients"),
         (("tiny", "--gpu", "h100", "--set", "model.widht=3"), "model.widht: there is no such field"),
         (("tiny", "--gpu", "h100", "--set", "sharding.offload=true"), "cannot be planned. Leave it out."),
         (("tiny", "--gpu", "h100", "--gpus", "2000000"), "at most 1,000,000 GPUs"),

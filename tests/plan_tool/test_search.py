@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.programs.plan_tool import search as searching
+from fullshard.programs.plan_tool import changes, search as searching
 from fullshard.programs.plan_tool.changes import (
     ACCUMULATE,
     RECOMPUTE,
@@ -167,13 +167,29 @@ def test_what_is_tried_keeps_the_batch_and_goes_together() -> None:
         asked = question(
             "train.batch=192", "train.accumulate=2", "compute.precision=bf16", *settings
         )
-        changes = single_changes(asked)
-        assert len(changes) >= 8
-        for change in changes:
+        possible = single_changes(asked)
+        assert len(possible) >= 8
+        for change in possible:
             config = change.of(asked.config)
             assert config != asked.config
             config.check(asked.world)
             assert config.train.batch == 192
+
+
+def test_gradients_of_replicas_that_shard_nothing_stay_as_they_are_on_the_wire(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(config: RunConfig) -> tuple[float, float]:
+        seconds = 0.8 if config.sharding.replicas == 16 else 1.0
+        return seconds * (0.9 if config.compute.wire == "bf16" else 1.0), 10.0
+
+    monkeypatch.setattr(changes, "replica_sizes", lambda *_: [1])
+    for now in 1, 16:
+        settings = ["compute.precision=bf16", f"sharding.replicas={now}"]
+        found, plans = searched(template, monkeypatch, cost, *settings)
+        for config in plans:
+            config.check(16)
+        assert dict(found.best[0].change.values) == {REPLICAS: 16} if now == 1 else not found.best
 
 
 def test_sizes_of_replicas_are_whole_hosts() -> None:

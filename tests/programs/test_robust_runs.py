@@ -1,8 +1,10 @@
 """Runs that are interrupted, or whose steps go wrong: nothing is lost, and all ranks do the same."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -266,6 +268,12 @@ def test_too_many_bad_steps_in_a_row_stop_the_run_also_across_a_resume(
     assert [r["action"] for r in records(config, "trouble")] == ["skip", "skip", "stop"]
 
 
+def run_without_warnings(*arguments: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        return run(*arguments)
+
+
 @pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
 def test_a_step_that_fails_on_one_rank_is_skipped_by_all(
     world: MakeWorld, tmp_path: Path, door: str
@@ -279,7 +287,7 @@ def test_a_step_that_fails_on_one_rank_is_skipped_by_all(
     config = tiny(tmp_path, "train.on_error=skip", "checkpoint.keep=5", *settings)
     # The second microbatch of step 3, and the first one of step 5 on all ranks.
     errors = Incident("error", call=6), Incident("error", call=9, rank=None)
-    results = world(2).run(run, config, *errors)
+    results = world(2).run(run_without_warnings, config, *errors)
     for result in results:
         assert [step for step, loss in result.losses.items() if math.isnan(loss)] == [3, 5]
     before, after, later = world(1).run(what_is_saved, config, (2, 3, 4))[0]

@@ -275,7 +275,7 @@ def _kept(
             recomputes=config.compute.checkpoint_activations == "blocks",
         )
     except Exception as error:  # whatever a model does that tensors without values do not allow
-        first_line = (str(error).splitlines() or [""])[0]
+        first_line = (str(error).splitlines() or [""])[0].rstrip(".")
         return f"forward raised {type(error).__name__} without values: {first_line}", None
 
 

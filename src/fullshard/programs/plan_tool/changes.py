@@ -92,7 +92,13 @@ def single_changes(question: Question) -> list[Change]:
     ]
     if config.compute.wire == "fp32" and config.compute.precision == "bf16":
         found.append(Change(((WIRE, "bf16"),)))
-    return found
+    return [change for change in found if is_possible(question, change)]
+
+
+def is_possible(question: Question, change: Change) -> bool:
+    """Say whether the changed configuration goes together, and with the number of ranks."""
+    config = change.of(question.config)
+    return not any((*config.problems(), *config.world_problems(question.world)))
 
 
 def replica_sizes(world: int, machine: Machine) -> list[int]:
@@ -122,8 +128,8 @@ def _replicas(question: Question) -> Iterator[Change]:
 def with_divided_state(question: Question, change: Change) -> Change | None:
     """Return a change to replicas that divide the optimizer's state among them; None if that is not possible."""
     other = Change((*change.values, (DIVIDED_STATE, True)))
-    config = other.of(question.config)
-    if change.axis != REPLICAS or config.sharding.replicas == 1 or any(config.problems()):
+    replicas = other.of(question.config).sharding.replicas
+    if change.axis != REPLICAS or replicas == 1 or not is_possible(question, other):
         return None
     return other
 

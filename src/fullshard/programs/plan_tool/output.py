@@ -36,6 +36,11 @@ FP32_NOTE = (
     "--set compute.precision=bf16."
 )
 
+GRAPH_NOTE = (
+    "A step in a CUDA graph (compute.graph) is planned as one without: the host launches every kernel. What compute waits for "
+    "the host is less in a graph."
+)
+
 WIRE_NOTE = f" {WIRE}=bf16 rounds gradients, so a run cannot change it later."
 
 
@@ -122,6 +127,8 @@ def _notes(planned: PlannedStep, bands: Bands) -> Iterator[str]:
         yield text
     if planned.config.compute.precision == "fp32" and not planned.machine.host.is_synchronous:
         yield FP32_NOTE
+    if planned.config.compute.graph and not planned.machine.host.is_synchronous:
+        yield GRAPH_NOTE
 
 
 def print_search(console: Console, given: PlannedStep, found: Search) -> None:

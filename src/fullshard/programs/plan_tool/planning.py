@@ -57,7 +57,7 @@ def _safely(
     except FullshardError:
         raise
     except Exception as error:  # whatever a model does that tensors without values do not allow
-        first_line = (str(error).splitlines() or [""])[0]
+        first_line = (str(error).splitlines() or [""])[0].rstrip(".")
         raise ConfigurationError(
             f"A plan runs the model on the meta device, where tensors have sizes and no values, and {source.description} "
             f"raised {type(error).__name__} there: {first_line}. Models whose computation depends on values cannot be planned."

@@ -21,6 +21,7 @@ from fullshard.programs.plan_tool.answers import NOTABLE, WAITS, seconds_text
 from fullshard.programs.plan_tool.changes import (
     Change,
     combined,
+    is_possible,
     single_changes,
     with_divided_state,
 )
@@ -186,7 +187,8 @@ class _Searching:
                 seconds, nbytes = self._predicted(chosen)
                 missing = max(0.0, nbytes - self._question.machine.usable_bytes)
                 change = combined(tuple(each.change for each in chosen))
-                predicted.append((missing, seconds, change))
+                if is_possible(self._question, change):
+                    predicted.append((missing, seconds, change))
         predicted.sort(key=lambda each: (each[0], each[1], len(each[2].values)))
         return [change for _, _, change in predicted[:COMBINATIONS]]
 

@@ -520,6 +520,12 @@ class RunConfig:
                 f"{self.sharding.replicas} leaves {world % self.sharding.replicas}. "
                 f"{_either(*_divisors(world, world))} would do as sharding.replicas.",
             )
+        if self.compute.wire != "fp32" and 1 < self.sharding.replicas == world:
+            yield Problem(
+                ("run.ranks", "sharding.replicas", "compute.wire"),
+                f"compute.wire is for gradients that are reduce-scattered, and {world} replicas on {world} ranks have nothing "
+                "to shard: they average whole gradients. Leave compute.wire out, or set sharding.replicas to less.",
+            )
 
     def _ranks_that_would_do(self, world: int) -> str:
         shares, rest = divmod(self.train.batch, self.train.accumulate)

@@ -244,8 +244,13 @@ class Training:
         with guarded_step(self.model.module, on_error="skip") as step:
             loss = self._compute_gradients(self._windows())
         if step.failed:
-            loss = torch.full((), math.nan, device=self.job.device)
-        return loss, self._clip(), step.failure
+            device = self.job.device
+            return (
+                torch.full((), math.nan, device=device),
+                torch.zeros((), device=device),
+                step.failure,
+            )
+        return loss, self._clip(), None
 
     def _compute_clipped_gradients(self, windows: Tensor) -> tuple[Tensor, Tensor]:
         """Compute and clip gradients; return the loss of this rank and their norm. With `compute.graph` it is captured."""
