@@ -118,6 +118,18 @@ def test_the_next_best_is_confirmed_if_the_first_turns_out_not_to_fit(
     assert not any(each.is_confirmed for each in found.best[1:])
 
 
+def test_microbatches_are_as_large_as_memory_allows(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(config: RunConfig) -> tuple[float, float]:
+        micro = 16 / config.train.accumulate
+        return 1 + 1 / micro, 20.0 * micro + 1
+
+    monkeypatch.setattr(searching, "_activations_of", lambda memory: 320 * GIB)
+    found, _ = searched(template, monkeypatch, cost, "train.batch=256")
+    assert dict(found.best[0].change.values) == {ACCUMULATE: 8}
+
+
 def test_plans_of_several_processes_are_the_same() -> None:
     asked = [question(), question("sharding.replicas=2")]
     source = open_model(asked[0].config)

@@ -134,12 +134,23 @@ def with_divided_state(question: Question, change: Change) -> Change | None:
     return other
 
 
-def _accumulations(question: Question) -> Iterator[Change]:
+def accumulations(question: Question) -> list[Change]:
+    """Return all numbers of microbatches into which the windows of a GPU can be divided, the fewest first."""
     now = question.config.train.accumulate
     rows = question.config.train.batch // question.world
-    for accumulate in sorted({1, now // 2, now * 2, rows}):
-        if accumulate >= 1 and accumulate != now and rows % accumulate == 0:
-            yield Change(((ACCUMULATE, accumulate),), saves_memory=accumulate > now)
+    return [
+        Change(((ACCUMULATE, count),), saves_memory=count > now)
+        for count in range(1, rows + 1)
+        if rows % count == 0 and count != now
+    ]
+
+
+def _accumulations(question: Question) -> list[Change]:
+    """Return those that are always worth a try: none, half, twice as many, and one window each."""
+    now = question.config.train.accumulate
+    rows = question.config.train.batch // question.world
+    tried = {1, now // 2, now * 2, rows}
+    return [each for each in accumulations(question) if each.values[0][1] in tried]
 
 
 def _recomputations(config: RunConfig) -> Iterator[Change]:

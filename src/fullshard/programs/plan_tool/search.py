@@ -19,12 +19,15 @@ from itertools import product
 from fullshard.errors import size_text
 from fullshard.programs.plan_tool.answers import NOTABLE, WAITS, seconds_text
 from fullshard.programs.plan_tool.changes import (
+    ACCUMULATE,
     Change,
+    accumulations,
     combined,
     is_possible,
     single_changes,
     with_divided_state,
 )
+from fullshard.programs.plan_tool.memory_use import MemoryUse
 from fullshard.programs.plan_tool.parallel_plans import Plan, Planner, one_by_one
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.planning import estimated, planned
@@ -38,6 +41,8 @@ CONFIRMED = 3
 """At most so many of the best are planned with all layers."""
 BEST = 5
 """So many are returned."""
+MARGIN = 0.05
+"""The share of memory that stays free where microbatches are chosen to fit."""
 WORTHWHILE = 1.01
 """A change must give this much more throughput."""
 
@@ -113,7 +118,7 @@ class _Searching:
         self._total = 0
 
     def search(self, *, try_all: bool) -> Search:
-        possible = single_changes(self._question)
+        possible = [*single_changes(self._question), *self._microbatches_that_fit()]
         hopeful = [change for change in possible if self._could_fit(change)]
         wanted = [each for each in hopeful if try_all or not self._is_idle(each)]
         self._total = len(wanted) + COMBINATIONS + 1
@@ -134,6 +139,21 @@ class _Searching:
             num_plans=self._done,
             num_pruned=len(possible) - len(wanted),
         )
+
+    def _microbatches_that_fit(self) -> list[Change]:
+        """Return microbatches so small that their activations fit, if activations shrink with them."""
+        question, memory = self._question, self._base.memory
+        shrinking = _activations_of(memory)
+        left = question.machine.usable_bytes * (1 - MARGIN) - (memory.reserved - shrinking)
+        if self._base.fits or left <= 0:
+            return []
+        needed = question.config.train.accumulate * shrinking / left
+        possible = (
+            change
+            for change in accumulations(question)
+            if dict(change.values)[ACCUMULATE] >= needed
+        )
+        return [change for change in possible if change not in single_changes(question)][:1]
 
     # --- what is not worth an estimate
 
@@ -253,6 +273,11 @@ class _Searching:
         if not self._base.fits:
             return found.step.fits or found.step.memory.reserved < before.memory.reserved
         return found.step.fits and self._speed(found.step) >= WORTHWHILE * self._speed(before)
+
+
+def _activations_of(memory: MemoryUse) -> int:
+    """Return the bytes that grow with the microbatch."""
+    return memory.at_peak.get("activations", 0) + memory.at_peak.get("temporary", 0)
 
 
 def _keepers(config: RunConfig) -> int:
