@@ -32,7 +32,9 @@ from fullshard import (
     fully_shard,
     replicate,
 )
+from fullshard.engine.tensor_trees import map_tensors
 from fullshard.optim import EMA, Muon, ShardedOptimizer
+from fullshard.optim.fused_shards import local_of
 from fullshard.sharded_grad_scaler import ShardedGradScaler
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.compare import assert_equal
@@ -307,6 +309,60 @@ def assert_is_divided(optimizer: Any) -> None:
     assert state_bytes(optimizer) <= (0.7 if divided else 1) * usual
 
 
+class Strange(nn.Module):
+    """Complex parameters, fewer rows than ranks, and an embedding with sparse gradients, which is not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(9, 5, sparse=True)
+        self.complex = nn.Linear(5, 33, dtype=torch.complex64)
+        self.small = nn.Linear(33, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.small(self.complex(self.embedding(tokens).to(torch.complex64)).abs()).sum()
+
+
+def strange() -> Any:
+    model: Any = Strange()
+    return fully_shard(model, mesh=mesh(), ignored_params={model.embedding.weight})
+
+
+def with_bad_input(make: Any) -> Any:
+    """Complex parameters, empty shards, gradients with NaN and infinity."""
+    model = strange()
+    params = [param for name, param in model.named_parameters() if "embedding" not in name]
+    optimizer = make(params, lr=0.03)
+    for step in range(FEW):
+        model(torch.arange(9)).backward()
+        if step == FEW - 1:
+            for param, value in zip(params[:3], (torch.nan, torch.inf, torch.nan), strict=True):
+                local_of(param.grad).flatten()[-1:] = value
+        optimizer.step()
+        optimizer.zero_grad()
+    found = held(model, optimizer)
+    nans = [int(local(param).isnan().sum()) for param in params]
+    assert nans[:2] == [1, 1], "only the elements whose gradients are not finite"
+    return {"NaN": torch.tensor(nans), **map_tensors(comparable, found)}
+
+
+def comparable(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.nan_to_num(nan=-7.0)
+
+
+def sparse_gradients() -> str:
+    """Return the error. Nothing is updated, and no rank waits for another one."""
+    model = strange()
+    optimizer = over_replicas(optim.AdamW, model.parameters(), lr=0.03)
+    before = [local(param) for param in model.parameters()]
+    model(torch.arange(9)).backward()
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    assert_equal([local(param) for param in model.parameters()], before)
+    return str(caught.value)
+
+
 class Counting(optim.SGD):
     """An optimizer that is not torch's: it must be stepped once in a step."""
 
@@ -342,6 +398,7 @@ def everything_else() -> None:
     compare(with_holes, optim.AdamW)
     compare(with_tools, optim.AdamW, fused=True)
     compare(with_changes, optim.AdamW)
+    compare(with_bad_input, optim.AdamW)
     assert counted() == 2
 
 
@@ -451,13 +508,14 @@ def refusals() -> list[str]:
         for state in optimizer.inner.state.values():
             state["step"] += 1
     refuse(optimizer.state_dict, LifecycleError)
-    return found
+    return [sparse_gradients(), *found]
 
 
 def test_other_optimizers_and_replicas_that_differ_are_refused_alike_on_every_rank(world) -> None:
     found = world(4).run(refusals)
     assert found[0][:-1] == found[1][:-1] == found[2][:-1] == found[3][:-1]
-    *classes, bucket, differing = found[0]
+    sparse, *classes, bucket, differing = found[0]
+    assert "sparse gradients" in sparse
     assert all("each element's update must depend on this element only" in text for text in classes)
     assert "bucket_numel" in bucket
     assert "by replica" in differing and "step 1.0" in differing and "step 2.0" in differing

@@ -337,6 +337,8 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
                 if on_its_way is not None:
                     on_its_way.land()
                 on_its_way = bucket
+            if on_its_way is not None:
+                on_its_way.land()
         finally:
             self.inner.param_groups = groups
         torch.autograd.graph.increment_version(written)
@@ -389,16 +391,19 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _turns(
     groups: Sequence[Mapping[str, Any]], buckets: Sequence[Bucket]
 ) -> list[tuple[Bucket | None, list[list[Tensor]]]]:
-    """Return what is updated one after the other: the tensors of each bucket by group; at last those of none."""
+    """Return what is updated one after the other: the tensors of no bucket by group, then those of each bucket.
+
+    What torch refuses, such as a sparse gradient of a parameter that is not sharded, it refuses before the first gather then.
+    """
     number_of = {
-        id(part.tensor): number for number, each in enumerate(buckets) for part in each.parts
+        id(part.tensor): number for number, each in enumerate(buckets, 1) for part in each.parts
     }
     turns: list[tuple[Bucket | None, list[list[Tensor]]]] = [
-        (bucket, [[] for _ in groups]) for bucket in (*buckets, None)
+        (bucket, [[] for _ in groups]) for bucket in (None, *buckets)
     ]
     for index, group in enumerate(groups):
         for tensor in group["params"]:
-            turns[number_of.get(id(tensor), -1)][1][index].append(tensor)
+            turns[number_of.get(id(tensor), 0)][1][index].append(tensor)
     return turns
 
 
