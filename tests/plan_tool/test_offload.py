@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 
 from fullshard import torch_border
 from fullshard.errors import ConfigurationError
+from fullshard.programs.plan_tool.machine import GIB, GIGA
+from fullshard.programs.plan_tool.planned_step import estimate_step, plan_step
+from fullshard.programs.plan_tool.profile_file import load_profile
 from fullshard.programs.plan_tool.program import (
     HOST,
     Allocate,
@@ -166,3 +170,60 @@ def test_host_memory_that_is_only_planned_is_not_taken(monkeypatch: pytest.Monke
 def test_optimizers_that_send_host_memory_are_refused(section: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="cannot be planned"):
         offloaded(optimizer=section, sharding={"replicas": 2})
+
+
+H100 = load_profile("h100")
+
+
+def test_device_memory_falls_by_what_is_in_host_memory_and_time_grows_by_the_copies() -> None:
+    model = {"layers": 4, "width": 1024, "heads": 8}
+    plain, moved = (
+        plan_step(config(model=model, sharding={"offload": each}), WORLD, H100)
+        for each in (False, True)
+    )
+    between = plain.memory.at_rest - moved.memory.at_rest
+    state = plain.memory.at_peak["optimizer"]
+    assert between == pytest.approx(1.5 * state, rel=0.02)  # Adam has two numbers for each
+    assert plain.memory.reserved - moved.memory.reserved > 0.9 * between
+    assert moved.host_bytes == WORLD * moved.memory.host_allocated
+    assert moved.memory.host_allocated >= between
+    assert (
+        not plain.host_bytes and not plain.playback.transfers and not plain.playback.update_seconds
+    )
+    # Gradients come down the link once. The update reads and writes seven numbers for each.
+    shard = state / 2
+    facts = H100.offload
+    link = min(facts.to_host_gb_s / facts.devices_per_link, facts.memory_gb_s / WORLD) * GIGA
+    assert moved.playback.transfers["to host"] >= shard / link
+    assert moved.playback.transfers["to device"] >= 1.5 * shard / link  # forward and backward
+    least = 7 * shard / (facts.memory_gb_s / WORLD * GIGA)
+    assert moved.playback.idle["update"] >= least
+    assert moved.seconds >= plain.seconds + least
+    assert sum(moved.playback.idle.values()) <= moved.seconds
+
+
+def test_all_ranks_of_a_host_share_its_link_its_memory_and_its_cores() -> None:
+    up = Transfer("to device", GIB, True, 1)
+    alone, pair, host, hosts = (
+        H100.transfer_seconds(replace(up, ranks=each)) for each in (1, 2, 8, 64)
+    )
+    assert alone < pair <= host == hosts
+    assert H100.transfer_seconds(replace(up, is_pinned=False)) > 2 * alone
+    update = Kernel("aten._fused_adamw_", "memory", "float32", 0, GIB)
+    few, many = (H100.host_kernel_seconds(update, each) for each in (1, 8))
+    assert many == pytest.approx(GIB / (H100.offload.memory_gb_s / 8 * GIGA))
+    assert few < many
+    norm = replace(update, name="aten._foreach_norm")
+    assert H100.host_kernel_seconds(norm, 8) > 4 * many
+    assert H100.with_fake_group().transfer_seconds(replace(up, ranks=8)) == alone
+    one_core = replace(H100, offload=replace(H100.offload, cores=8))
+    assert one_core.host_kernel_seconds(update, 8) > many
+
+
+def test_an_estimate_from_few_layers_has_the_host_memory_of_all() -> None:
+    run = config(model={"layers": 12, "width": 64}, sharding=OFFLOAD)
+    whole, few = plan_step(run, WORLD, H100), estimate_step(run, WORLD, H100)
+    assert few.memory.host_allocated == pytest.approx(whole.memory.host_allocated, rel=0.01)
+    assert few.playback.update_seconds == pytest.approx(whole.playback.update_seconds, rel=0.05)
+    small = replace(H100, offload=replace(H100.offload, memory_gib=whole.host_bytes / 2 / GIB))
+    assert whole.fits and not replace(whole, machine=small).fits

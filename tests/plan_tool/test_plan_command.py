@@ -173,7 +173,8 @@ def test_times_have_three_digits() -> None:
         (("tiny", "--gpu", "h100", "--gpus", "6", "--set", "sharding.replicas=4"), "must be divisible by sharding.replicas"),
         (("tiny", "--gpu", "h100", "--set", "sharding.replicas=8", "--set", "compute.wire=bf16"), "they average whole gradients"),
         (("tiny", "--gpu", "h100", "--set", "model.widht=3"), "model.widht: there is no such field"),
-        (("tiny", "--gpu", "h100", "--set", "sharding.offload=true"), "cannot be planned. Leave it out."),
+        (("tiny", "--gpu", "h100", "--no-search", "--set", "sharding.offload=true", "--set", "optimizer.name=muon"), "such a run cannot be planned"),
+        (("tiny", "--gpu", "cpu", "--set", "sharding.offload=true"), "sharding.offload needs CUDA"),
         (("tiny", "--gpu", "h100", "--gpus", "2000000"), "at most 1,000,000 GPUs"),
     ],
 )  # fmt: skip

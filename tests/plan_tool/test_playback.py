@@ -14,12 +14,15 @@ from fullshard.programs.plan_tool.program import (
     COMPUTE,
     HOST,
     Collective,
+    Direction,
     Entry,
+    HostCompute,
     HostWork,
     Kernel,
     Launch,
     Program,
     Record,
+    Transfer,
     Wait,
 )
 
@@ -40,7 +43,12 @@ class _Machine:
     def collective_seconds(self, collective: Collective) -> float:
         return float(collective.nbytes)
 
+    def transfer_seconds(self, transfer: Transfer) -> float:
+        return float(transfer.nbytes)
+
     def host_seconds(self, entry: Entry, *, is_compiled: bool) -> float:
+        if isinstance(entry, HostCompute):
+            return float(entry.kernel.nbytes)
         return entry.count * HOOK_S if isinstance(entry, HostWork) else 0.0
 
 
@@ -56,6 +64,14 @@ def kernel(seconds: int, stream: int = COMPUTE) -> Launch:
 def collective(seconds: int, stream: int = GATHER) -> Launch:
     kind = "all_gather" if stream == GATHER else "reduce_scatter"
     return Launch(stream, Collective(kind, seconds, 8, 1, "bfloat16"), "forward")
+
+
+def transfer(seconds: int, stream: int, direction: Direction) -> Launch:
+    return Launch(stream, Transfer(direction, seconds, True, 8), "forward")
+
+
+def updated(seconds: int) -> HostCompute:
+    return HostCompute(Kernel("k", "memory", "float32", 0, seconds), "optimizer", 8)
 
 
 def played(*entries: Entry, slowdown: float = 1.0, has_streams: bool = True) -> Playback:
@@ -106,6 +122,32 @@ def test_two_collectives_share_the_wire() -> None:
     result = played(collective(2), collective(4, REDUCE), Record(GATHER, 1), Record(REDUCE, 2))
     assert result.of_event(1) == 4
     assert result.of_event(2) == 6
+
+
+def test_copies_share_a_direction_and_hold_up_neither_compute_nor_collectives() -> None:
+    up, down = transfer(4, GATHER, "to device"), transfer(4, REDUCE, "to host")
+    assert played(up, down, slowdown=2.0).seconds == 4
+    assert played(up, replace(down, work=up.work)).seconds == 8
+    assert played(up, collective(4, REDUCE), slowdown=2.0).seconds == 4
+    result = played(up, kernel(4), slowdown=2.0)
+    assert result.seconds == 4
+    assert result.transfers == {"to device": 4}
+
+
+def test_compute_waits_for_a_copy_then_for_the_gather_behind_it() -> None:
+    up = transfer(3, GATHER, "to device")
+    result = played(up, collective(2), Record(GATHER, 7), Wait(COMPUTE, 7), kernel(1))
+    assert result.idle == {"copy": 3, "gather": 2}
+
+
+def test_the_host_waits_for_a_copy_and_updates_while_compute_stands_still() -> None:
+    down = [collective(1, REDUCE), transfer(2, REDUCE, "to host"), Record(REDUCE, 1)]
+    result = played(kernel(1), *down, Wait(HOST, 1), updated(4), HostWork(1), kernel(1), updated(3))
+    assert result.gradient_seconds == 3
+    assert result.update_seconds == 7
+    # The last update begins with the last kernel, and takes two seconds longer.
+    assert result.seconds == 11
+    assert result.idle == {"copy": 2, "update": 6, "host": 1}
 
 
 def test_a_kernel_is_slower_while_a_collective_runs() -> None:

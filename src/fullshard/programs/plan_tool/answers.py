@@ -18,6 +18,8 @@ NOTABLE = 0.01
 WAITS: dict[Idle, str] = {
     "gather": "gathers",
     "reduction": "reductions",
+    "copy": "copies from and to host memory",
+    "update": "the update in host memory",
     "host": "the host",
     "other": "other work",
 }
@@ -26,6 +28,8 @@ WAITS: dict[Idle, str] = {
 LIMITS: dict[Idle, str] = {
     "gather": "Exposed gathers limit it",
     "reduction": "Exposed reductions limit it",
+    "copy": "Copies from and to host memory limit it",
+    "update": "The update in host memory limits it",
     "host": "The host limits it",
     "other": "Work behind compute limits it",
 }
@@ -69,10 +73,19 @@ def _three_digits(number: float) -> str:
 
 def verdict(planned: PlannedStep, band: Band) -> str:
     """Say whether it fits, and by how much; also if the plan is not exact enough to be sure."""
+    if not planned.host_bytes:
+        return _verdict_of_gpu(planned, band)
+    missing = planned.host_bytes - planned.machine.host_memory_bytes
+    if missing > 0:
+        return f"It does not fit: {size_text(missing)} of host memory are missing. {host_text(planned)}"
+    return f"{_verdict_of_gpu(planned, band)} {host_text(planned)}"
+
+
+def _verdict_of_gpu(planned: PlannedStep, band: Band) -> str:
     needed, there = planned.memory.reserved, planned.machine.usable_bytes
     machine, error = planned.machine.title, int(needed * (band.relative or 0.0))
     is_close = abs(there - needed) < error
-    if planned.fits:
+    if needed <= there:
         close = ", but only just" if is_close else ""
         unsure = f", and the plan may be off by {size_text(error)}" if is_close else ""
         return (
@@ -84,6 +97,21 @@ def verdict(planned: PlannedStep, band: Band) -> str:
         f"It does not fit: {size_text(needed - there)} are missing. It needs {size_text(needed)}, and torch can use "
         f"{size_text(there)} of {machine}.{unsure}"
     )
+
+
+def host_text(planned: PlannedStep) -> str:
+    """Say how much host memory a step with offload takes."""
+    machine, ranks = planned.machine, planned.machine.ranks_on_host(planned.world)
+    return (
+        f"Shards, gradients and optimizer state take {size_text(planned.host_bytes)} of the {size_text(machine.host_memory_bytes)} "
+        f"of a host: {ranks} x {size_text(planned.memory.host_allocated)}."
+    )
+
+
+def host_rows(planned: PlannedStep) -> list[tuple[str, int]]:
+    """Return what the host memory of one GPU is for, and its bytes; nothing without offload."""
+    found = planned.memory.host_at_peak
+    return [(label, found[kind]) for kind, label in MEMORY.items() if found.get(kind)]
 
 
 def memory_rows(planned: PlannedStep) -> Iterator[tuple[str, int]]:

@@ -5,7 +5,9 @@
                 memory           bytes / achieved bandwidth; every kernel has a floor
     Collective  within a host    a measured table of sizes and times
                 between hosts    a ring: the slower of network and links, and a latency for every hop
+    Transfer    to and from host memory: bytes / what the link gives each GPU
     Entry       of the host      time to issue it; small models wait for this
+                HostCompute      bytes / what host memory and this rank's cores give
 
 Every number comes from a profile (`profile_file`), with its source. Nothing here is about a model or about the engine.
 """
@@ -23,9 +25,11 @@ from fullshard.programs.plan_tool.program import (
     Collective,
     Entry,
     Free,
+    HostCompute,
     HostWork,
     Kernel,
     Launch,
+    Transfer,
 )
 
 MICRO = 1e-6
@@ -173,6 +177,34 @@ class NetworkFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadFacts:
+    """Host memory and the links to it, for shards that are there."""
+
+    TITLE: ClassVar[str] = "host memory"
+
+    memory_gib: float
+    """Of a host, for all its ranks."""
+    memory_gb_s: float
+    """What all cores of a host together read and write."""
+    cores: int
+    """Of a host."""
+    core_gb_s: float
+    """What one core reads and writes at most while it updates parameters."""
+    norm_gb_s: float
+    """What norms of gradients read: torch computes them on one core."""
+    to_device_gb_s: float
+    """From pinned memory, when one device copies."""
+    to_host_gb_s: float
+    """To pinned memory. Both ways at the same time are as fast."""
+    unpinned_gb_s: float
+    """From and to memory that is not pinned."""
+    latency_us: float
+    """Of every copy."""
+    devices_per_link: int
+    """So many devices share one link when all copy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OverlapFacts:
     """Compute and collectives at the same time."""
 
@@ -198,6 +230,7 @@ class Machine:
     links: LinkFacts
     network: NetworkFacts
     overlap: OverlapFacts
+    offload: OffloadFacts
     sources: Mapping[str, str]
     """Where a value comes from, by its full name, such as "matmul.efficiency"."""
     bands: Mapping[str, float]
@@ -378,6 +411,36 @@ class Machine:
         """Return the same machine with torch's fake group, on which one process plays one rank of many."""
         return replace(self, is_fake_group=True)
 
+    # --- host memory
+
+    def ranks_on_host(self, ranks: int) -> int:
+        """Return how many of a run's ranks share a host."""
+        return 1 if self.is_fake_group else min(ranks, self.links.devices_per_host)
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """The memory of a host."""
+        return int(self.offload.memory_gib * GIB)
+
+    def transfer_seconds(self, transfer: Transfer) -> float:
+        """Return how long a copy takes while every rank of the host makes one like it."""
+        facts, ranks = self.offload, self.ranks_on_host(transfer.ranks)
+        rate = facts.unpinned_gb_s
+        if transfer.is_pinned:
+            is_up = transfer.direction == "to device"
+            rate = facts.to_device_gb_s if is_up else facts.to_host_gb_s
+        rate = min(rate / min(ranks, facts.devices_per_link), facts.memory_gb_s / ranks)
+        return facts.latency_us * MICRO + transfer.nbytes / (rate * GIGA)
+
+    def host_kernel_seconds(self, kernel: Kernel, ranks: int) -> float:
+        """Return how long the host computes on its memory while every rank of the host does."""
+        facts, here = self.offload, self.ranks_on_host(ranks)
+        cores = max(1, facts.cores // here)  # as the trainer sets the number of threads
+        rate = min(cores * facts.core_gb_s, facts.memory_gb_s / here)
+        if kernel.name.endswith("norm"):
+            rate = min(rate, facts.norm_gb_s)
+        return kernel.nbytes / (rate * GIGA)
+
     # --- the host
 
     def host_seconds(self, entry: Entry, *, is_compiled: bool = False) -> float:
@@ -390,8 +453,12 @@ class Machine:
             case Launch(work=Collective(ranks=ranks, kind=kind)):
                 copies = ranks if self.is_fake_group and kind == "all_gather" else 0
                 return MICRO * (host.collective_us + copies * host.kernel_us)
+            case Launch(work=Transfer()):
+                return MICRO * host.launch_us
             case HostWork(count=count):
                 return MICRO * host.hook_us * count
+            case HostCompute(kernel=kernel, ranks=ranks):
+                return MICRO * host.launch_us + self.host_kernel_seconds(kernel, ranks)
             case Allocate() | Free():
                 return MICRO * host.allocation_us
         return MICRO * host.event_us

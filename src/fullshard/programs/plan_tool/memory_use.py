@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fullshard.programs.plan_tool.allocator import CachingAllocator
 from fullshard.programs.plan_tool.machine import Machine
 from fullshard.programs.plan_tool.program import (
     COMPUTE,
+    HOST,
     Allocate,
     Free,
     Kernel,
@@ -39,6 +40,10 @@ class MemoryUse:
     peak_entry: int
     """The entry of the program at which the most is allocated."""
     peak_phase: Phase
+    host_allocated: int = 0
+    """Most bytes of host memory that tensors of one rank have at the same time; 0 without offload."""
+    host_at_peak: dict[MemoryKind, int] = field(default_factory=dict)
+    """What they are for."""
 
 
 def memory_use(program: Program, machine: Machine, *, kept: float = 1.0) -> MemoryUse:
@@ -51,6 +56,7 @@ def memory_use(program: Program, machine: Machine, *, kept: float = 1.0) -> Memo
     """
     allocator = CachingAllocator()
     workspaces = dict.fromkeys(_MULTIPLYING, machine.workspace_bytes // len(_MULTIPLYING))
+    host = _HostUse(program)
     at_rest = peak = 0
     peak_entry = program.begin
     phase: Phase = "between"
@@ -59,12 +65,16 @@ def memory_use(program: Program, machine: Machine, *, kept: float = 1.0) -> Memo
         if index == program.begin:
             at_rest = peak = allocator.allocated
         if isinstance(entry, Allocate):
+            if entry.stream == HOST:
+                host.take(index, entry)
+                continue
             nbytes = _nbytes(program, entry, kept)
             allocator.allocate(entry.memory, nbytes, entry.stream)
             if index >= program.begin and allocator.allocated > peak:
                 peak, peak_entry, peak_phase = allocator.allocated, index, phase
         elif isinstance(entry, Free):
-            allocator.free(entry.memory)
+            if not host.give_back(entry.memory):
+                allocator.free(entry.memory)
         elif isinstance(entry, Launch):
             phase = entry.phase
             if (
@@ -82,7 +92,35 @@ def memory_use(program: Program, machine: Machine, *, kept: float = 1.0) -> Memo
         at_rest=at_rest,
         peak_entry=peak_entry,
         peak_phase=peak_phase,
+        host_allocated=host.peak,
+        host_at_peak=dict(host.at_peak),
     )
+
+
+class _HostUse:
+    """Memory of the host that is taken now, and the most that was taken within the step."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._live: dict[int, int] = {}
+        self._now = 0
+        self.peak = 0
+        self.at_peak: Counter[MemoryKind] = Counter()
+
+    def take(self, index: int, entry: Allocate) -> None:
+        self._live[entry.memory] = entry.nbytes
+        self._now += entry.nbytes
+        if index >= self._program.begin and self._now > self.peak:
+            self.peak = self._now
+            self.at_peak = Counter()
+            for memory, nbytes in self._live.items():
+                self.at_peak[self._program.kinds[memory]] += nbytes
+
+    def give_back(self, memory: int) -> bool:
+        """Return whether the memory is the host's."""
+        nbytes = self._live.pop(memory, None)
+        self._now -= nbytes or 0
+        return nbytes is not None
 
 
 def _nbytes(program: Program, entry: Allocate, kept: float) -> int:
@@ -94,10 +132,10 @@ def _live_by_kind(program: Program, until: int, kept: float) -> Counter[MemoryKi
     """Return the bytes that are allocated after an entry, by what they are for."""
     live: dict[int, int] = {}
     for entry in program.entries[: until + 1]:
-        if isinstance(entry, Allocate):
+        if isinstance(entry, Allocate) and entry.stream != HOST:
             live[entry.memory] = _nbytes(program, entry, kept)
         elif isinstance(entry, Free):
-            del live[entry.memory]
+            live.pop(entry.memory, None)
     found: Counter[MemoryKind] = Counter()
     for memory, nbytes in live.items():
         found[program.kinds[memory]] += nbytes

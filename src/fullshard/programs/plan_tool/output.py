@@ -16,6 +16,7 @@ from fullshard.programs.console.tables import (
 )
 from fullshard.programs.plan_tool.answers import (
     WAITS,
+    host_rows,
     limit_text,
     memory_rows,
     peak_text,
@@ -63,6 +64,10 @@ def print_planned(
     rows = [(label, size_text(nbytes)) for label, nbytes in memory_rows(planned)]
     rows.append(("reserved in all", size_text(planned.memory.reserved)))
     print_table(console, ["memory of a GPU, at the peak", "bytes"], rows, num_texts=1)
+    in_host = [(label, size_text(nbytes)) for label, nbytes in host_rows(planned)]
+    if in_host:
+        in_host.append(("in all", size_text(planned.memory.host_allocated)))
+        print_table(console, ["host memory for a GPU", "bytes"], in_host, num_texts=1)
     print_table(
         console, ["time of a step", "seconds", "share"], list(_time_rows(planned)), num_texts=1
     )
@@ -92,7 +97,8 @@ def sharding_text(planned: PlannedStep) -> str:
     if sharding.replicas > 1:
         text = f"{counted(sharding.replicas, 'replica')} of {counted(ranks, 'GPU')} (HSDP)"
     again = "" if sharding.reshard_after_forward else ", not resharded after forward"
-    return f"{text}, groups of {sharding.groups}{again}"
+    where = ", shards in host memory" if sharding.offload else ""
+    return f"{text}, groups of {sharding.groups}{again}{where}"
 
 
 def batch_text(planned: PlannedStep) -> str:

@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from fullshard.errors import size_text
 from fullshard.programs.plan_tool.answers import (
+    host_rows,
     limit_text,
     memory_rows,
     seconds_text,
@@ -78,6 +79,10 @@ def render(plan: Planned) -> str:
             memory=Table(
                 headings=["Memory of a GPU, at the peak", "Bytes"],
                 rows=[[label, size_text(nbytes)] for label, nbytes in memory_rows(step)],
+            ),
+            host_memory=Table(
+                headings=["Host memory for a GPU", "Bytes"],
+                rows=[[label, size_text(nbytes)] for label, nbytes in host_rows(step)],
             ),
             curve=curve,
             what_ifs=_what_ifs(plan),

@@ -70,8 +70,16 @@ class PlannedStep:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has enough memory."""
-        return self.memory.reserved <= self.machine.usable_bytes
+        """Whether the device and the host have enough memory."""
+        return (
+            self.memory.reserved <= self.machine.usable_bytes
+            and self.host_bytes <= self.machine.host_memory_bytes
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that all ranks of a host take together; 0 without offload."""
+        return self.memory.host_allocated * self.machine.ranks_on_host(self.world)
 
 
 DEPTHS = (3, 5)
@@ -122,48 +130,61 @@ def estimate_step(
     if depth <= sum(DEPTHS):  # the whole is no more work
         return replace(plan_step(config, world, machine, source), trace=None)
     few, more = (plan_step(config, world, machine, ShallowModel(source, each)) for each in DEPTHS)
-    times = (depth - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
-
-    def further(less: float, greater: float) -> float:
-        return less + (greater - less) * times
-
-    def further_of(
-        less: Mapping[Any, float], greater: Mapping[Any, float]
-    ) -> defaultdict[Any, float]:
-        found = {
-            key: max(0.0, further(less.get(key, 0.0), greater.get(key, 0.0)))
-            for key in {**less, **greater}
-        }
-        return defaultdict(float, found)
-
-    allocated = round(further(few.memory.allocated, more.memory.allocated))
-    # Fragments do not grow evenly, so this is the weakest of the estimates.
-    reserved = round(further(few.memory.reserved, more.memory.reserved))
+    line = _Line((depth - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0]))
     return replace(
         more,
         trace=None,
-        flops=further(few.flops, more.flops),
-        memory=MemoryUse(
+        flops=line.at(few.flops, more.flops),
+        memory=line.memory(few.memory, more.memory),
+        playback=line.playback(few.playback, more.playback),
+    )
+
+
+class _Line:
+    """What many layers take, if it grows with them as evenly as from few to some more."""
+
+    def __init__(self, times: float) -> None:
+        self._times = times
+        """How far it goes on, in units of the step from few to more."""
+
+    def at(self, few: float, more: float) -> float:
+        return few + (more - few) * self._times
+
+    def each(self, few: Mapping[Any, float], more: Mapping[Any, float]) -> defaultdict[Any, float]:
+        found = {
+            key: max(0.0, self.at(few.get(key, 0.0), more.get(key, 0.0))) for key in {**few, **more}
+        }
+        return defaultdict(float, found)
+
+    def memory(self, few: MemoryUse, more: MemoryUse) -> MemoryUse:
+        allocated = round(self.at(few.allocated, more.allocated))
+        # Fragments do not grow evenly, so this is the weakest of the estimates.
+        reserved = round(self.at(few.reserved, more.reserved))
+        return replace(
+            more,
             allocated=allocated,
             reserved=max(reserved, allocated),
-            at_rest=round(further(few.memory.at_rest, more.memory.at_rest)),
-            at_peak={
-                kind: round(nbytes)
-                for kind, nbytes in further_of(few.memory.at_peak, more.memory.at_peak).items()
-            },
-            peak_entry=more.memory.peak_entry,
-            peak_phase=more.memory.peak_phase,
-        ),
-        playback=Playback(
-            seconds=further(few.seconds, more.seconds),
-            gradient_seconds=further(few.playback.gradient_seconds, more.playback.gradient_seconds),
-            host_seconds=further(few.playback.host_seconds, more.playback.host_seconds),
-            compute=further_of(few.playback.compute, more.playback.compute),
-            phases=further_of(few.playback.phases, more.playback.phases),
-            collectives=further_of(few.playback.collectives, more.playback.collectives),
-            idle=further_of(few.playback.idle, more.playback.idle),
-        ),
-    )
+            at_rest=round(self.at(few.at_rest, more.at_rest)),
+            at_peak=self._bytes(few.at_peak, more.at_peak),
+            host_allocated=round(self.at(few.host_allocated, more.host_allocated)),
+            host_at_peak=self._bytes(few.host_at_peak, more.host_at_peak),
+        )
+
+    def _bytes(self, few: Mapping[Any, int], more: Mapping[Any, int]) -> dict[Any, int]:
+        return {kind: round(nbytes) for kind, nbytes in self.each(few, more).items()}
+
+    def playback(self, few: Playback, more: Playback) -> Playback:
+        return Playback(
+            seconds=self.at(few.seconds, more.seconds),
+            gradient_seconds=self.at(few.gradient_seconds, more.gradient_seconds),
+            host_seconds=self.at(few.host_seconds, more.host_seconds),
+            update_seconds=self.at(few.update_seconds, more.update_seconds),
+            compute=self.each(few.compute, more.compute),
+            phases=self.each(few.phases, more.phases),
+            collectives=self.each(few.collectives, more.collectives),
+            transfers=self.each(few.transfers, more.transfers),
+            idle=self.each(few.idle, more.idle),
+        )
 
 
 class ShallowModel:

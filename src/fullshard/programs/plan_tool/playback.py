@@ -6,13 +6,14 @@ shares the machine:
 
     a kernel        takes longer while a collective runs on the same device: `Machine.overlap`
     a collective    shares its link with other collectives, which halves the speed of two
+    a transfer      shares the link to host memory with other transfers in the same direction
 
 Speeds change whenever something begins or ends, so the clock goes from one such moment to the next.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -21,17 +22,19 @@ from fullshard.programs.plan_tool.program import (
     COMPUTE,
     HOST,
     Collective,
+    HostCompute,
     Kernel,
     Launch,
     Phase,
     Program,
     Record,
+    Transfer,
     Wait,
 )
 
-Idle = Literal["gather", "reduction", "host", "other"]
-"""Why compute stands still: for a gather, for a reduction, for the host that has not issued anything yet, for other work or
-since it has none any more."""
+Idle = Literal["gather", "reduction", "copy", "update", "host", "other"]
+"""Why compute stands still: for a gather, for a reduction, for a copy from or to host memory, for the host that updates
+parameters in its own memory, for the host that has not issued anything yet, for other work or since it has none any more."""
 
 _AWAITED: dict[str, Idle] = {
     "all-gather": "gather",
@@ -39,6 +42,9 @@ _AWAITED: dict[str, Idle] = {
     "all-reduce": "reduction",
 }
 """By the name of the stream that compute waits for."""
+
+_WIRE = "wire"
+"""The link of collectives. Those of transfers are their directions."""
 
 _TINY = 1e-12
 """Seconds that are no time: what rounding leaves of finished work."""
@@ -51,7 +57,8 @@ def _seconds() -> defaultdict[Any, float]:
 class _Work(NamedTuple):
     seconds: float
     issued: float
-    is_collective: bool
+    link: str
+    """What it shares with others that run at the same time; empty for a kernel."""
     phase: Phase
 
 
@@ -89,6 +96,10 @@ class Playback:
     """Seconds of work on the compute stream by phase, without waits."""
     collectives: defaultdict[str, float] = field(default_factory=_seconds)
     """Seconds on the wire, by kind."""
+    transfers: defaultdict[str, float] = field(default_factory=_seconds)
+    """Seconds of copies between host memory and the device, by direction."""
+    update_seconds: float = 0.0
+    """For which the host computes in its own memory."""
     idle: defaultdict[Idle, float] = field(default_factory=_seconds)
     """Seconds for which compute stood still, by reason."""
     host_seconds: float = 0.0
@@ -129,7 +140,11 @@ class _Player:
         self._reached: dict[int, float] = {}
         self._result = Playback(_first=program.begin)
         self._kernel_seconds: dict[int, float] = {}
-        self._collective_seconds: dict[Collective, float] = {}
+        self._link_seconds: dict[Collective | Transfer, float] = {}
+        self._awaited: int | None = None
+        """The stream that the host waits for, if it waits."""
+        self._updates: deque[tuple[float, float]] = deque()
+        """Begin and end of what the host has computed in its own memory, as far as the device has not got there."""
 
     def play(self) -> Playback:
         program, machine, result = self._program, self._machine, self._result
@@ -140,8 +155,11 @@ class _Player:
         for index in range(program.begin, program.end):
             entry = program.entries[index]
             result._hosts.append(host)
+            before = host
             host += machine.host_seconds(entry, is_compiled=self._is_compiled)
-            if isinstance(entry, Launch):
+            if isinstance(entry, HostCompute):
+                self._note_update(entry, before, host)
+            elif isinstance(entry, Launch):
                 work = self._work(entry, host)
                 self._queues[entry.stream].items.append(work)
                 if not program.has_streams and isinstance(entry.work, Kernel):
@@ -154,13 +172,16 @@ class _Player:
             elif isinstance(entry, Wait) and entry.event in latest:
                 instance, stream = latest[entry.event]
                 if entry.stream == HOST:
+                    self._awaited = stream if program.has_streams else None
                     host = max(host, self._run(instance))
+                    self._awaited = None
                 elif entry.stream != stream:
                     self._queues[entry.stream].items.append(_Until(instance, stream))
         result._hosts.append(host)
         result.host_seconds = host
         self._is_issuing = False
         result.seconds = max(self._run(None), host)
+        self._note_host(result.seconds - self._now)
         result.gradient_seconds = result.gradient_seconds or result.seconds
         result._marks = {event: self._reached[mark] for event, mark in firsts.items()}
         return result
@@ -177,16 +198,31 @@ class _Player:
             if entry.stream == COMPUTE:
                 result.compute[work.kind] += seconds
                 result.phases[entry.phase] += seconds
-            return _Work(seconds, issued, False, entry.phase)
-        seconds = self._collective_seconds.get(work)
+            return _Work(seconds, issued, "", entry.phase)
+        seconds = self._link_seconds.get(work)
         if seconds is None:
-            seconds = self._machine.collective_seconds(work)
-            self._collective_seconds[work] = seconds
-        result.collectives[work.kind] += seconds
+            seconds = self._link_seconds[work] = self._seconds_on_link(work)
+        if isinstance(work, Transfer):
+            result.transfers[work.direction] += seconds
+            kind, link = "transfer", str(work.direction)
+        else:
+            result.collectives[work.kind] += seconds
+            kind, link = "collective", _WIRE if work.ranks > 1 else ""
         if entry.stream == COMPUTE:
-            result.compute["collective"] += seconds
+            result.compute[kind] += seconds
             result.phases[entry.phase] += seconds
-        return _Work(seconds, issued, work.ranks > 1, entry.phase)
+        return _Work(seconds, issued, link, entry.phase)
+
+    def _seconds_on_link(self, work: Collective | Transfer) -> float:
+        if isinstance(work, Transfer):
+            return self._machine.transfer_seconds(work)
+        return self._machine.collective_seconds(work)
+
+    def _note_update(self, entry: HostCompute, begin: float, end: float) -> None:
+        self._updates.append((begin, end))
+        self._result.update_seconds += end - begin
+        if entry.phase == "optimizer" and not self._result.gradient_seconds:
+            self._result.gradient_seconds = begin
 
     # --- the device -------------------------------------------------------------------------------
 
@@ -211,16 +247,12 @@ class _Player:
             pass  # a mark that was reached lets others go on
         queues = self._queues
         running = [queue for queue in queues if queue.running is not None]
-        sharing = sum(queue.running.is_collective for queue in running if queue.running)
-        slowdown = self._machine.overlap.compute_slowdown if sharing else 1.0
-        step = (
-            min(
-                (queue.left * (sharing if queue.running.is_collective else slowdown))
-                for queue in running
-                if queue.running
-            )
-            if running
-            else None
+        # How much longer each takes than by itself.
+        factors: dict[str, float] = Counter(each.running.link for each in running if each.running)
+        factors[""] = self._machine.overlap.compute_slowdown if factors.get(_WIRE) else 1.0
+        step = min(
+            (each.left * factors[each.running.link] for each in running if each.running),
+            default=None,
         )
         for queue in queues:
             head = queue.items[0] if queue.running is None and queue.items else None
@@ -233,7 +265,7 @@ class _Player:
         self._now += step
         for queue in running:
             assert queue.running is not None
-            queue.left -= step / (sharing if queue.running.is_collective else slowdown)
+            queue.left -= step / factors[queue.running.link]
             if queue.left <= _TINY:
                 queue.running = None
         return True
@@ -264,7 +296,31 @@ class _Player:
         queue = self._queues[COMPUTE]
         if queue.running is not None:
             return
-        reason: Idle = "host" if self._is_issuing or queue.items else "other"
+        awaited = self._awaited
         if queue.items and isinstance(head := queue.items[0], _Until):
-            reason = _AWAITED.get(self._program.streams[head.stream], "other")
+            awaited = head.stream
+        if awaited is None or awaited == COMPUTE:
+            if self._is_issuing or queue.items:
+                self._note_host(seconds)
+            else:
+                self._result.idle["other"] += seconds
+            return
+        reason = _AWAITED.get(self._program.streams[awaited], "other")
+        work = self._queues[awaited].running
+        if work is not None and work.link not in ("", _WIRE):
+            reason = "copy"
         self._result.idle[reason] += seconds
+
+    def _note_host(self, seconds: float) -> None:
+        """Note that compute waits for the host from now on: for its updates as long as they take, otherwise for its launches."""
+        now, until, updating = self._now, self._now + seconds, 0.0
+        while self._updates and self._updates[0][0] < until:
+            begin, end = self._updates[0]
+            updating += max(0.0, min(end, until) - max(begin, now))
+            if end > until:
+                break
+            self._updates.popleft()
+        if updating:
+            self._result.idle["update"] += updating
+        if seconds - updating > _TINY:
+            self._result.idle["host"] += seconds - updating

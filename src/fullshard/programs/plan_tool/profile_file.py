@@ -31,6 +31,7 @@ from fullshard.programs.plan_tool.machine import (
     MatmulFacts,
     MemoryFacts,
     NetworkFacts,
+    OffloadFacts,
     OverlapFacts,
     TrafficFacts,
 )
@@ -46,10 +47,17 @@ SECTIONS: dict[str, Any] = {
     "links": LinkFacts,
     "network": NetworkFacts,
     "overlap": OverlapFacts,
+    "offload": OffloadFacts,
 }
 """Sections of a profile and their fields."""
 AT_LEAST_ONE = frozenset(
-    {"overlap.compute_slowdown", "matmul.processors", "links.devices_per_host"}
+    {
+        "overlap.compute_slowdown",
+        "matmul.processors",
+        "links.devices_per_host",
+        "offload.cores",
+        "offload.devices_per_link",
+    }
 )
 SHARES = frozenset(
     f"{section}.{name}"
@@ -76,6 +84,7 @@ MAY_BE_ZERO = frozenset(
         *(f"host.{each.name}" for each in fields(HostFacts)),
         *(f"network.{name}" for name in ("base_us", "hop_us", "link_hop_us")),
         "traffic.floor_us",
+        "offload.latency_us",
     }
 )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from fullshard.errors import ConfigurationError
 from fullshard.programs.plan_tool.machine import Machine
 from fullshard.programs.plan_tool.profile_file import known_profiles, load_profile
-from fullshard.programs.train.config import Problem, RunConfig
+from fullshard.programs.train.config import OFFLOAD_ON_CPU, Problem, RunConfig
 from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.model_argument import (
     DEFAULT_WORLD,
@@ -19,11 +19,6 @@ from fullshard.programs.train.model_argument import (
     is_factory,
 )
 from fullshard.programs.train.preflight import model_problems
-
-NO_OFFLOAD = (
-    "Copies to and from the host's memory are not modelled yet, so a run with sharding.offload cannot be planned. "
-    "Leave it out."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +57,8 @@ def read_question(
     def problems(config: RunConfig) -> Iterator[Problem]:
         world = world_of(config)
         yield from (*config.world_problems(world), *model_problems(config))
-        if config.sharding.offload:
-            yield Problem(("sharding.offload",), NO_OFFLOAD)
+        if config.sharding.offload and machine.host.is_synchronous:
+            yield Problem(("sharding.offload",), OFFLOAD_ON_CPU)
         if world > MAX_WORLD:
             yield Problem(
                 ("run.ranks",),

@@ -9,7 +9,7 @@ from fullshard.programs.plan_tool.machine import Machine
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.planning import planned
 from fullshard.programs.plan_tool.profile_file import load_profile
-from fullshard.programs.plan_tool.question import NO_OFFLOAD, Question
+from fullshard.programs.plan_tool.question import Question
 from fullshard.programs.report.run_files import Run
 from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.model_source import open_model
@@ -40,6 +40,4 @@ def planned_run(folder: Path, run: Run, machine: Machine) -> PlannedStep:
         )
     world = run.world
     config = read_config(file, checks=[lambda config: config.world_problems(world)])
-    if config.sharding.offload:
-        raise ConfigurationError(NO_OFFLOAD)
     return planned(Question(config, world, machine), open_model(config))

@@ -25,9 +25,14 @@ Basis = Literal["runs", "profile", "others"]
 MILLION = 10**6
 BILLION = 10**9
 
-IDLE_SECTIONS = {"host": "host", "other": "host"}
+IDLE_SECTIONS = {"host": "host", "other": "host", "copy": "offload", "update": "offload"}
 """Sections of a profile that decide how long compute waits, by the reason of the wait. Others wait for links or network."""
-COMPUTE_SECTIONS = {"matmul": "matmul", "attention": "attention", "memory": "traffic"}
+COMPUTE_SECTIONS = {
+    "matmul": "matmul",
+    "attention": "attention",
+    "memory": "traffic",
+    "transfer": "offload",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
