@@ -29,6 +29,7 @@ from fullshard import (
 from fullshard.engine import optimizer_checks
 from fullshard.engine.optimizer_checks import RULES
 from fullshard.optim import ShardedOptimizer
+from fullshard.torch_border import ELEMENTWISE
 from tests.helpers.training import all_whole, needs_torch_2_13
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
@@ -277,6 +278,38 @@ def test_updates_work_on_local_tensors_and_states_are_placed_like_parameters(wor
     for used, moved, differentiable in world(2).run(types_in_updates):
         assert used == {"computed on": {"Tensor"}, "keys": True, "placed alike": [True] * 4}
         assert moved["computed on"] == differentiable["computed on"] == {"DTensor"}
+
+
+def noting_types(
+    seen: set[str], update: Any, params: list[Tensor], *args: Any, **options: Any
+) -> None:
+    seen.update(type(each).__name__ for each in params)
+    update(params, *args, **options)
+
+
+def types_by_class() -> dict[str, set[str]]:
+    """What each elementwise optimizer of torch computes on, with and without lists of tensors."""
+    model: Any = fully_shard(make_net())
+    model(torch.ones(2, 5).double()).backward()
+    found = {}
+    for cls in ELEMENTWISE:
+        name = "adam" if cls is optim.AdamW else cls.__name__.lower()
+        module = importlib.import_module(f"torch.optim.{name}")
+        for foreach, kind in ((False, "single"), (True, "multi")):
+            function = f"_{kind}_tensor_{name}"
+            original = getattr(module, function)
+            seen: set[str] = set()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, function, partial(noting_types, seen, original))
+                cls(model.parameters(), lr=0.1, foreach=foreach).step()  # type: ignore[call-arg]
+            found[f"{cls.__name__}, {kind}"] = seen
+    return found
+
+
+def test_every_elementwise_optimizer_computes_on_local_tensors(world):
+    for found in world(2).run(types_by_class):
+        assert len(found) == 2 * len(ELEMENTWISE)
+        assert {name: types for name, types in found.items() if types != {"Tensor"}} == {}
 
 
 class SameStep(optim.Adafactor):

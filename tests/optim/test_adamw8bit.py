@@ -279,25 +279,17 @@ def test_a_run_goes_on_with_and_without_divided_state(world, tmp_path: Path) -> 
 
 
 def saved_by_torch(folder: Path) -> None:
-    model = sharded("shards")
-    optimizer = made(model)
+    model = sharded("divided")
+    optimizer = made(model, over=True)
     train(model, optimizer, range(2))
     state = get_optimizer_state_dict(model, optimizer)
     dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=folder)
 
 
 def loaded_by_torch(folder: Path) -> list[dict[str, Tensor]]:
-    """Go on from torch's checkpoint, and by way of the wrapper's state dicts."""
-    model = sharded("last dimension")
-    optimizer = made(model)
-    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    train(model, optimizer, range(2, STEPS))
-
-    old = sharded("wrapper")
-    saving = made(old)
+    """Go on by way of the wrapper's state dicts, and from torch's checkpoint."""
+    old = sharded("divided wrapper")
+    saving = made(old, over=True)
     train(old, saving, range(2))
     new = sharded("wrapper")
     loading = made(new)
@@ -305,6 +297,14 @@ def loaded_by_torch(folder: Path) -> list[dict[str, Tensor]]:
     loading.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(new, loading, named))
     new.load_state_dict(old.state_dict())
     train(new, loading, range(2, STEPS))
+
+    model = sharded("divided last dimension")
+    optimizer = made(model, over=True)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    train(model, optimizer, range(2, STEPS))
     return [full(model, optimizer), full(new, loading)]
 
 
