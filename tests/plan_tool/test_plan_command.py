@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from fullshard.programs import cli
-from fullshard.programs.plan_tool import planning
+from fullshard.programs.plan_tool import command, parallel_plans, planning
 from fullshard.programs.plan_tool.answers import (
     MEMORY,
     limit_text,
@@ -138,6 +138,7 @@ def test_the_memory_of_all_kinds_adds_up_to_what_is_reserved(step: PlannedStep) 
     [
         ({"gather": 0.02, "host": 0.01}, "Compute limits it: it is busy for 970 ms of 1 s, and waits 20 ms for gathers and 10 ms for the host."),
         ({"gather": 0.2, "host": 0.1}, "Exposed gathers limit it: in a step of 1 s, compute waits 200 ms for gathers and 100 ms for the host."),
+        ({"gather": 0.3, "host": 0.2, "reduction": 0.1}, "Exposed gathers limit it: in a step of 1 s, compute waits 300 ms for gathers, 200 ms for the host and 100 ms for reductions."),
         ({"reduction": 0.2}, "Exposed reductions limit it: in a step of 1 s, compute waits 200 ms for reductions."),
         ({"host": 0.5, "gather": 0.1}, "The host limits it: in a step of 1 s, compute waits 500 ms for the host and 100 ms for gathers."),
         ({"host": 0.001}, "Compute limits it: it is busy for 999 ms of 1 s, and hardly waits."),
@@ -165,6 +166,9 @@ def test_times_have_three_digits() -> None:
         (("nothing", "--gpu", "h100"), "nothing is none of them"),
         (("math:floor", "--gpu", "h100"), "fullshard inspect takes any module:function"),
         (("tiny", "--gpu", "h1000"), "There is no profile of a GPU named 'h1000'. Did you mean h100?"),
+        (("tiny", "--gpu", ""), "There is no profile of a GPU named ''"),
+        (("tiny", "--gpu", "h100", "--html", "no/page.html"), "no/page.html cannot be written: there is no folder no."),
+        (("tiny", "--gpu", "h100", "--toml", "no/run.toml"), "no/run.toml cannot be written: there is no folder no."),
         (("tiny",), "A plan needs to know the GPU"),
         (("tiny", "--gpu", "h100", "--profile", "x.toml"), "A plan needs to know the GPU"),
         (("tiny", "--profile", "none.toml"), "There is no file none.toml"),
@@ -211,6 +215,31 @@ def test_calibration_writes_a_profile_that_plans_take(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "It fits" in result.output
     missing = plan("calibrate", "--output", str(tmp_path / "no" / "x.toml"), "--quick", small=False)
     assert missing.exit_code == 2 and "cannot be written" in missing.output
+
+
+def test_what_fits_nowhere_is_told_on_how_many_gpus_it_fits(
+    step: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = with_capacity(step, 0.5)
+    held: Any = {"parameters": 1 << 30, "optimizer": 1 << 30}
+    large = replace(small, memory=replace(step.memory, reserved=3 << 30, at_peak=held))
+    monkeypatch.setattr(planning, "plan_step", lambda *_: large)
+    monkeypatch.setattr(
+        planning,
+        "estimate_step",
+        lambda config, world, *_: replace(
+            large,
+            config=config,
+            world=world,
+            memory=replace(large.memory, reserved=(48 << 30) // world),
+        ),
+    )
+    monkeypatch.setattr(parallel_plans, "_is_safe_to_fork", lambda: False)
+    monkeypatch.setattr(command, "read_machine", lambda *_: large.machine)
+    output = " ".join(plan("tiny", "--gpus", "16", "--gpu", "h100").output.split())
+    assert "It does not fit: 2.5 GiB are missing." in output
+    assert "parameters and optimizer state alone take 2 GiB of each GPU." in output
+    assert "It fits on 128 GPUs: 384 MiB of each, " in output
 
 
 def test_help_names_the_model_and_calibrate() -> None:

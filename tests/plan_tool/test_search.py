@@ -21,10 +21,11 @@ from fullshard.programs.plan_tool.changes import (
     single_changes,
 )
 from fullshard.programs.plan_tool.parallel_plans import one_by_one, several_at_a_time
-from fullshard.programs.plan_tool.planned_step import PlannedStep, plan_step
+from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.planning import planned
 from fullshard.programs.plan_tool.profile_file import load_profile
 from fullshard.programs.plan_tool.question import Question, read_machine, read_question
+from fullshard.programs.plan_tool.scaling import crossover_text, scaling
 from fullshard.programs.plan_tool.search import Search, search
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import read_config, to_short_toml
@@ -231,18 +232,26 @@ def test_more_gpus_never_need_more_memory_and_a_faster_network_is_never_slower()
     assert times == sorted(times, reverse=True)
 
 
-def test_replicas_win_on_many_gpus_and_lose_on_few() -> None:
+def test_a_gpu_is_never_faster_among_more_of_them_until_replicas_win() -> None:
     """Gathers over thousands of ranks take thousands of hops. Within a host they do not."""
-
-    def gain(gpus: int) -> float:
-        full = question("data.context=64", gpus=gpus)
-        machine = full.machine.with_network(gbit_per_device=2.0)
-        replicas = changed(full.config, {REPLICAS: gpus // 8})
-        source = open_model(full.config)
-        return (
-            plan_step(full.config, gpus, machine, source).seconds
-            / plan_step(replicas, gpus, machine, source).seconds
-        )
-
-    assert gain(4096) > 2
-    assert gain(16) < gain(4096)
+    slow = question().machine.with_network(gbit_per_device=2.0)
+    points = scaling(
+        replace(question("data.context=64", gpus=4096), machine=slow), open_model(question().config)
+    )
+    of_gradients = [point.full.playback.gradient_seconds for point in points[1:]]
+    assert len(of_gradients) == 5 and of_gradients == sorted(of_gradients)
+    for steps in (
+        [point.full for point in points[1:]],
+        [point.replicated for point in points if point.replicated],
+    ):
+        speeds = [step.tokens_per_second for step in steps]
+        assert speeds == sorted(speeds, reverse=True)
+        held = [step.memory.at_rest for step in steps]
+        assert held == sorted(held, reverse=True)
+    gains = [
+        point.replicated.tokens_per_second / point.full.tokens_per_second
+        for point in points
+        if point.replicated
+    ]
+    assert gains == sorted(gains) and gains[-1] > 2
+    assert "a replica on each host (HSDP) is faster" in crossover_text(points)

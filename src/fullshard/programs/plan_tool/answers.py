@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fullshard.errors import size_text
 from fullshard.programs.plan_tool.planned_step import PlannedStep
@@ -142,15 +142,22 @@ def limit_text(planned: PlannedStep) -> str:
     """Say in a sentence what limits the step."""
     found, whole = waits(planned), planned.seconds
     idle = sum(seconds for _, seconds in found)
-    parts = " and ".join(
-        f"{seconds_text(seconds)} for {WAITS[reason]}"
-        for reason, seconds in found
-        if seconds >= NOTABLE * whole
+    parts = _listed(
+        [
+            f"{seconds_text(seconds)} for {WAITS[reason]}"
+            for reason, seconds in found
+            if seconds >= NOTABLE * whole
+        ]
     )
     if idle < LIMITED_FROM * whole:
         rest = f"waits {parts}" if parts else "hardly waits" if found else "never waits"
         return f"Compute limits it: it is busy for {seconds_text(whole - idle)} of {seconds_text(whole)}, and {rest}."
     return f"{LIMITS[found[0][0]]}: in a step of {seconds_text(whole)}, compute waits {parts}."
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """Return them as people list things: a, b and c."""
+    return " and ".join(each for each in (", ".join(parts[:-1]), *parts[-1:]) if each)
 
 
 def validation_text(planned: PlannedStep, bands: Bands) -> str | None:

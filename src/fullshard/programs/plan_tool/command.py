@@ -90,6 +90,8 @@ def plan(
     try:
         machine = read_machine(gpu, profile, network)
         question = read_question(model, gpus, machine, [*(settings or ()), *given])
+        for output in filter(None, (toml, html)):
+            check_folder(output)
         _answer(console, question, searches=searches or html is not None, toml=toml, html=html)
         if explain:
             from fullshard.programs.plan_tool.output import print_assumptions
@@ -221,6 +223,14 @@ def _write_profile(machine: Machine, output: Path) -> None:
     from fullshard.programs.plan_tool.profile_file import to_toml
 
     write_file(output, to_toml(machine))
+
+
+def check_folder(output: Path) -> None:
+    """Refuse a file in a folder that does not exist, before anything takes time; ConfigurationError."""
+    if not output.parent.is_dir():
+        raise ConfigurationError(
+            f"{output} cannot be written: there is no folder {output.parent}. Make it first, or name a file in another one."
+        )
 
 
 def write_file(output: Path, text: str) -> None:

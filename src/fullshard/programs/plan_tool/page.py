@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -78,7 +79,10 @@ def render(plan: Planned) -> str:
             memory_charts=of_memory,
             memory=Table(
                 headings=["Memory of a GPU, at the peak", "Bytes"],
-                rows=[[label, size_text(nbytes)] for label, nbytes in memory_rows(step)],
+                rows=[
+                    *([label, size_text(nbytes)] for label, nbytes in memory_rows(step)),
+                    ["reserved in all", size_text(step.memory.reserved)],
+                ],
             ),
             host_memory=Table(
                 headings=["Host memory for a GPU", "Bytes"],
@@ -111,14 +115,13 @@ def _tiles(plan: Planned, bands: Bands) -> Iterator[Tile]:
     yield Tile(
         label="Memory",
         value="Fits" if step.fits else "Does not fit",
-        note=f"{size_text(step.memory.reserved)} of {size_text(there)} a GPU; {bands['reserved']}",
+        note=f"{size_text(step.memory.reserved)} of {size_text(there)}, {bands['reserved'].percent}",
     )
     yield Tile(label="Step", value=seconds_text(step.seconds), note=str(bands["time"]))
     each = step.tokens_per_second
     yield Tile(
-        label="Speed", value=f"{each:,.0f} tokens/s", note=f"a GPU; {each * step.world:,.0f} in all"
+        label="Speed of a GPU", value=f"{each:,.0f} tokens/s", note=f"MFU {100 * step.mfu:.1f} %"
     )
-    yield Tile(label="MFU", value=f"{100 * step.mfu:.1f} %", note="of the GPU's peak")
     exposed = sum(seconds for reason, seconds in waits(step) if reason in ("gather", "reduction"))
     yield Tile(
         label="Exposed communication",
@@ -172,7 +175,7 @@ def scaling_chart(points: Sequence[ScalePoint]) -> Chart:
     return Chart(
         name="scaling",
         title="Throughput of a GPU, on more and more of them",
-        caption=f"Each GPU has as many windows as in the plan. {crossover_text(points)} Estimated from few layers.",
+        caption=f"Each GPU has as many windows as in the plan. {crossover_text(points)} {_first_gpus_text(points)}Estimated from few layers.",
         views={
             "": figure(
                 [trace for trace in traces if len(trace.x)],
@@ -191,6 +194,14 @@ def scaling_chart(points: Sequence[ScalePoint]) -> Chart:
             headings=["GPUs", "Full: tokens/s", "Memory", "HSDP: tokens/s", "Memory"], rows=rows
         ),
     )
+
+
+def _first_gpus_text(points: Sequence[ScalePoint]) -> str:
+    """Say why few GPUs may be slower than more of them; nothing if they are not."""
+    speeds = [point.full.tokens_per_second for point in points]
+    if all(before >= after for before, after in pairwise(speeds)):
+        return ""
+    return "A GPU is faster among more of them at first, since they share the update of the parameters. "
 
 
 def _curve(name: str, worlds: list[int], steps: Sequence[PlannedStep], color: str) -> go.Scatter:

@@ -84,7 +84,8 @@ class PlannedStep:
 
 DEPTHS = (3, 5)
 """Of the models that `estimate_step` records. For 32 layers of Llama 2, four ways to shard them and two networks, this gives
-times and allocated bytes within 0.2 % of the whole, and reserved bytes within 11 %. With 2 layers, memory has its peak elsewhere."""
+times and allocated bytes within 0.2 % of the whole. Reserved bytes of these and of a model of 24 layers are within 10 %. With 2
+layers, memory has its peak elsewhere."""
 
 
 def plan_step(
@@ -158,12 +159,12 @@ class _Line:
 
     def memory(self, few: MemoryUse, more: MemoryUse) -> MemoryUse:
         allocated = round(self.at(few.allocated, more.allocated))
-        # Fragments do not grow evenly, so this is the weakest of the estimates.
-        reserved = round(self.at(few.reserved, more.reserved))
+        # Deeper models have hardly more fragments. This is the weakest of the estimates.
+        fragments = max(each.reserved - each.allocated for each in (few, more))
         return replace(
             more,
             allocated=allocated,
-            reserved=max(reserved, allocated),
+            reserved=allocated + fragments,
             at_rest=round(self.at(few.at_rest, more.at_rest)),
             at_peak=self._bytes(few.at_peak, more.at_peak),
             host_allocated=round(self.at(few.host_allocated, more.host_allocated)),

@@ -93,7 +93,7 @@ def read_machine(gpu: str | None, profile: Path | None, network: str | None) -> 
         )
     if profile is not None and profile.suffix != ".toml":
         raise ConfigurationError(f"--profile takes a TOML file; {profile} does not end with .toml.")
-    machine = load_profile(gpu or str(profile))
+    machine = load_profile(str(profile) if gpu is None else gpu)
     if network is None:
         return machine
     number, _, unit = network.partition("/")

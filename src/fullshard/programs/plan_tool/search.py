@@ -293,13 +293,8 @@ def reason(before: PlannedStep, after: PlannedStep) -> str:
 def _reasons(before: PlannedStep, after: PlannedStep) -> Iterator[str]:
     if after.fits != before.fits:
         yield "fits" if after.fits else "does not fit"
-    yield f"{after.tokens_per_second / before.tokens_per_second:.2f} x tokens/s"
-    times = [
-        (after.playback.idle[key] - before.playback.idle[key], f"waits for {text}")
-        for key, text in WAITS.items()
-    ]
-    work = (sum(step.playback.phases.values()) for step in (after, before))
-    times.append((next(work) - next(work), "compute"))
+    yield _times_text(after.tokens_per_second / before.tokens_per_second)
+    times = list(_differences(before, after))
     times.sort(key=lambda each: -abs(each[0]))
     for difference, what in times[:2]:
         if abs(difference) >= NOTABLE * before.seconds:
@@ -308,3 +303,24 @@ def _reasons(before: PlannedStep, after: PlannedStep) -> Iterator[str]:
     nbytes = after.memory.reserved - before.memory.reserved
     if abs(nbytes) >= NOTABLE * before.memory.reserved:
         yield f"{size_text(abs(nbytes))} {'more' if nbytes > 0 else 'less'} memory"
+
+
+def _differences(before: PlannedStep, after: PlannedStep) -> Iterator[tuple[float, str]]:
+    """Yield by how much the parts of a step are longer."""
+    idle = {key: after.playback.idle[key] - before.playback.idle[key] for key in WAITS}
+    gathers, reductions = idle.pop("gather"), idle.pop("reduction")
+    if gathers * reductions > 0:
+        # The two share the wire, and few layers do not tell how they divide the waits between them.
+        yield gathers + reductions, "waits for gathers and reductions"
+    else:
+        yield gathers, f"waits for {WAITS['gather']}"
+        yield reductions, f"waits for {WAITS['reduction']}"
+    for key, difference in idle.items():
+        yield difference, f"waits for {WAITS[key]}"
+    work = [sum(step.playback.phases.values()) for step in (before, after)]
+    yield work[1] - work[0], "compute"
+
+
+def _times_text(ratio: float) -> str:
+    """Return how many times as fast something is."""
+    return f"{ratio:.2f} x tokens/s" if ratio < 10 else f"{ratio:,.0f} x tokens/s"
