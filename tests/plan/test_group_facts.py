@@ -204,7 +204,10 @@ def test_dtypes_say_how_gradients_travel_and_are_summed() -> None:
     )
     with fake_world(4):
         frozen = group_facts(functional(make_decoder(replace(ODD, frozen=("",)))))[1]
+        some = group_facts(functional(make_decoder(replace(ODD, frozen=("norm.bias",)))))[1]
     assert (frozen.reduce_bytes, frozen.reduce_dtype, frozen.wire_dtype) == (0, "", "")
+    assert frozen.trained_share == 0
+    assert some.trained_share == 1 - ODD.width / some.numel
 
 
 def test_groups_are_in_the_order_of_forward_once_it_is_known() -> None:

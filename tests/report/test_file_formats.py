@@ -66,6 +66,7 @@ GROUP = GroupFacts(
     compute_dtype="bfloat16",
     reduce_dtype="float16",
     wire_dtype="float8_e5m2",
+    trained_share=0.25,
 )
 WHERE = {"step": 20, "group": "layers.0", "phase": "backward"}
 WIRE = {"nbytes": 4096, "issued_us": 10.5}

@@ -20,7 +20,7 @@ from fullshard.programs.report.run_files import Metrics, Run
 from fullshard.programs.report.units import count, duration, share, size
 from fullshard.programs.run_events import Step
 from fullshard.report import write_report
-from fullshard.tracing.schema import parse_trace
+from fullshard.tracing.schema import Trace, parse_trace
 from tests.helpers.run_folders import (
     Machine,
     hostile_run,
@@ -140,6 +140,22 @@ def test_optimizer_state_in_the_memory_chart_is_what_was_measured(measured: int)
         for name in ("parameters", "optimizer state")
     )
     assert state == pytest.approx(7 if measured else 2 * shards, rel=0.01)
+
+
+def test_frozen_parameters_have_no_gradients_and_no_state_in_the_memory_chart():
+    trace = parse_trace(simulated_trace(Machine()))
+    half = replace(trace, groups=tuple(replace(g, trained_share=0.5) for g in trace.groups))
+    config = {"optimizer": {"name": "adamw"}}
+
+    def numbers(trace: Trace) -> list[float]:
+        (chart,) = memory_chart(Analysis(Run(name="", traces=(trace,), config=config)))
+        rows = dict(chart.numbers.rows)
+        kinds = "parameters, shards", "gradients, shards", "optimizer state, shards", "unsharded"
+        return [float(rows[kind].removesuffix(" MiB")) for kind in kinds]
+
+    all_trained, some = numbers(trace), numbers(half)
+    shares = [a / b for a, b in zip(some, all_trained, strict=True)]
+    assert shares == pytest.approx([1, 0.5, 0.5, (1 + 0.5 * 3) / 4], rel=0.01)
 
 
 def test_code_in_findings_is_marked_and_the_rest_escaped():

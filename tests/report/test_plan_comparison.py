@@ -62,6 +62,14 @@ def test_the_part_that_differs_most_is_named(planned: PlannedStep) -> None:
     assert " longer than planned" in found.sentence
 
 
+def test_a_plan_for_another_kind_of_device_says_so(planned: PlannedStep) -> None:
+    run = measured(planned).run
+    of_cpu = Run(name="run", traces=tuple(replace(each, device="cpu") for each in run.traces))
+    on_gpu, on_cpu = (compare(Analysis(each), planned) for each in (run, of_cpu))
+    assert on_gpu is not None and "was not on" not in on_gpu.sentence
+    assert on_cpu is not None and on_cpu.sentence.count("The run was not on a GPU") == 1
+
+
 def test_without_recorded_steps_there_is_nothing_to_compare(planned: PlannedStep) -> None:
     assert compare(Analysis(Run(name="run")), planned) is None
 

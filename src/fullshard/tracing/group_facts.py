@@ -99,11 +99,15 @@ def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupF
         for param, dtype in zip(group.params, reducer.reduce_dtypes, strict=True)
         if param.trainable
     }
+    numels = [slot.numel for slot in layout.slots]
+    trained = sum(
+        numel for param, numel in zip(group.params, numels, strict=True) if param.trainable
+    )
     return GroupFacts(
         name=name,
         modules=modules,
         parameters=len(group.params),
-        numel=sum(slot.numel for slot in layout.slots),
+        numel=sum(numels),
         padded_numel=padded_numel(layout),
         shard_bytes=group.shards.nbytes,
         gathered_bytes=gathers.memory,
@@ -116,6 +120,7 @@ def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupF
         wire_dtype=_names({reducer.wire_dtype or dtype for dtype in reduce_dtypes}),
         world=axes.shard_mesh_size,
         replicas=axes.replicate_mesh_size,
+        trained_share=trained / (sum(numels) or 1),
         division="flat" if any(s.division is Division.FLAT for s in layout.slots) else "rows",
         **_padded_otherwise(group.params, layout.world),
     )

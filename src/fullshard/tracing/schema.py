@@ -81,6 +81,8 @@ class GroupFacts:
     """... if each parameter were cut along its longest dimension."""
     halved_padded_numel: int = 0
     """... over half of the ranks; 0 also if their number is odd."""
+    trained_share: float = 1.0
+    """Elements of parameters that are not frozen, as a share of all; 1 in older files."""
 
     @property
     def padding_share(self) -> float:

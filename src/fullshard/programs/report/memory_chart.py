@@ -60,15 +60,17 @@ class Levels:
         groups = list(analysis.groups.values())
         shards = float(sum(group.shard_bytes for group in groups))
         whole = float(sum(_whole_bytes(group) for group in groups))
+        trained = sum(group.shard_bytes * group.trained_share for group in groups)
+        whole_trained = sum(_whole_bytes(group) * group.trained_share for group in groups)
         states: float | None = OPTIMIZER_STATES.get(str(analysis.run.setting("optimizer", "name")))
         _, steps = analysis.run.metrics.newest
         measured = float(max((step.optimizer_bytes for step in steps), default=0))
-        if not states and shards:
-            states = measured / shards
-        at_rest = {"parameters": shards, "gradients": shards}
+        if not states and trained:
+            states = measured / trained
+        at_rest = {"parameters": shards, "gradients": trained}
         if measured or states:
-            at_rest["optimizer state"] = measured or (states or 0) * shards
-        return cls(at_rest=at_rest, unsharded=whole * (2 + (states or 0)))
+            at_rest["optimizer state"] = measured or (states or 0) * trained
+        return cls(at_rest=at_rest, unsharded=whole + whole_trained * (1 + (states or 0)))
 
     def caption(self) -> str:
         """Return the chart's caption."""

@@ -50,11 +50,20 @@ def compare(analysis: Analysis, planned: PlannedStep) -> PlanComparison | None:
         rows.append(["peak memory, allocated", size(least), size(peak), _relative(least, peak)])
     return PlanComparison(
         title=planned.machine.title,
-        sentence=_where_they_part(parts[0], parts[1], *steps),
+        sentence=_where_they_part(parts[0], parts[1], *steps) + _other_device(analysis, planned),
         rows=Table(
             headings=["A step, means", "Planned", "Measured", "Measured / planned"], rows=rows
         ),
     )
+
+
+def _other_device(analysis: Analysis, planned: PlannedStep) -> str:
+    """Say that the run was on a CPU and the plan is for a GPU, or the other way round; "" if both are alike."""
+    of_run = {"cpu" if trace.device == "cpu" else "GPU" for trace in analysis.run.traces}
+    of_plan = "cpu" if planned.machine.host.is_synchronous else "GPU"
+    if of_plan in of_run:
+        return ""
+    return f" The run was not on a {of_plan.upper()}, which the plan is for, so the two tell little about each other."
 
 
 def _parts(steps: list[StepTimes]) -> dict[str, float]:
