@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fullshard.programs.plan_tool.calibrate import calibrate, calibrate_from_trace
+from fullshard.programs.plan_tool.calibrate import _Fit, calibrate, calibrate_from_trace
+from fullshard.programs.plan_tool.host_measurements import HostRates, update_rates
 from fullshard.programs.plan_tool.machine import Machine
+from fullshard.programs.plan_tool.measurements import Bench
 from fullshard.programs.plan_tool.profile_file import load_profile, parse_profile, to_toml
-from fullshard.programs.plan_tool.program import Collective
+from fullshard.programs.plan_tool.program import Collective, Kernel, Transfer
 from fullshard.tracing.schema import Trace, parse_trace
 from tests.helpers.run_folders import Machine as MadeUp, simulated_trace
 
@@ -92,3 +94,37 @@ def test_slow_compute_and_a_slow_host_are_told_apart() -> None:
     assert "compute: not corrected; the device waited for the host" in lines
     assert machine.matmul == PROFILE.matmul
     assert machine.host.launch_us == pytest.approx(1.5 * PROFILE.host.launch_us, rel=0.05)
+
+
+def test_what_several_ranks_measured_of_host_memory_is_what_each_of_them_gets() -> None:
+    rates = HostRates(
+        to_device=20e9,
+        to_host=10e9,
+        unpinned=5e9,
+        latency=1e-5,
+        core=8e9,
+        update=25e9,
+        norm=4e9,
+        cores=64,
+        memory_gib=512.0,
+        ranks=8,
+    )
+    lines: list[str] = []
+    for ranks, shared in ((8, 1), (1, PROFILE.offload.devices_per_link)):
+        fit = _Fit(PROFILE, torch.device("cpu"), lines.append)
+        fit.offload(replace(rates, ranks=ranks))
+        facts = fit.machine.offload
+        assert (facts.memory_gb_s, facts.devices_per_link) == (25 * ranks, shared)
+        up = Transfer("to device", 10**9, True, ranks)
+        assert fit.machine.transfer_seconds(up) == pytest.approx(0.05 + 1e-5)
+        update = Kernel("aten._fused_adamw_", "memory", "float32", 0, 10**9)
+        assert fit.machine.host_kernel_seconds(update, ranks) == pytest.approx(0.04)
+        assert fit.machine.sources["offload.core_gb_s"].startswith("measured on ")
+    assert lines[0] == "host memory: 20 GB/s to the GPU, 10 GB/s back"
+
+
+def test_updates_and_norms_of_host_memory_are_measured() -> None:
+    bench = Bench(torch.device("cpu"), seconds_each=0.001)
+    updates, norms = update_rates(bench.seconds_of, 1)
+    assert 1e7 < updates < 1e13
+    assert 1e7 < norms < 1e13

@@ -1,6 +1,7 @@
 """A profile of the machine on which this runs: `fullshard plan calibrate`.
 
-    measure     products, attention, copies, launches; collectives, if torchrun has started several ranks
+    measure     products, attention, copies, launches; on a GPU also host memory and the link to it; collectives, if torchrun
+                has started several ranks
     fit         the few numbers of a profile that explain the measurements; all others stay those of the nearest
                 shipped profile, and say so
 
@@ -16,6 +17,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,8 @@ import torch.distributed as dist
 
 from fullshard.comm.collectives import value_of_first_rank
 from fullshard.errors import ConfigurationError
-from fullshard.programs.plan_tool.machine import GIB, MIB, MICRO, MILLI, TERA, Machine
+from fullshard.programs.plan_tool.host_measurements import HostRates, measure_host
+from fullshard.programs.plan_tool.machine import GIB, GIGA, MIB, MICRO, MILLI, TERA, Machine
 from fullshard.programs.plan_tool.measurements import (
     CALIBRATION,
     Bench,
@@ -56,6 +59,9 @@ GATHERS: Mapping[str, Sequence[float]] = {
     "quick": [0.01, 0.5, 2],
 }
 """MiB in all."""
+HOST_COPY = 256
+QUICK_HOST_COPY = 64
+"""MiB of a copy from and to host memory, and of the parameters that are updated there."""
 
 
 def calibrate(
@@ -87,11 +93,22 @@ def calibrate(
     fit.attention(*bench.attention(HEADS[sizes], dtypes[0]))
     fit.copies(bench.copies(COPIES[sizes]))
     fit.host(bench.launch_seconds(), bench.shortest_kernel_seconds())
+    if device.type == "cuda":
+        _measure_host_memory(fit, bench, mebibytes=QUICK_HOST_COPY if quick else HOST_COPY)
     if dist.is_initialized() and dist.get_world_size() > 1:
         _measure_collectives(fit, bench, GATHERS[sizes])
     else:
         report("collectives: not measured; start this with torchrun to measure them")
     return _of_first_rank(fit.machine)
+
+
+def _measure_host_memory(fit: _Fit, bench: Bench, *, mebibytes: int) -> None:
+    """Measure what steps with offload need; all ranks do at the same time."""
+    seconds_of, ranks = bench.seconds_of, 1
+    whole = dist.group.WORLD
+    if dist.is_initialized() and whole is not None and whole.size() > 1:
+        seconds_of, ranks = partial(bench.seconds_together, group=whole), local_ranks()
+    fit.offload(measure_host(bench.device, seconds_of, ranks=ranks, mebibytes=mebibytes))
 
 
 def nearest_profile(device: torch.device) -> str:
@@ -228,6 +245,25 @@ class _Fit:
         self._put("host", launch_us=launch, **others)
         self._put("traffic", floor_us=kernel_seconds / MICRO)
         self._report(f"host: {launch:.3g} us for an operation")
+
+    def offload(self, rates: HostRates) -> None:
+        """Set what copies and updates of host memory reach. What several ranks measured has their sharing in it."""
+        shared = {"devices_per_link": 1} if rates.ranks > 1 else {}
+        self._put(
+            "offload",
+            memory_gib=rates.memory_gib,
+            memory_gb_s=rates.update * rates.ranks / GIGA,
+            cores=rates.cores,
+            core_gb_s=rates.core / GIGA,
+            norm_gb_s=rates.norm / GIGA,
+            to_device_gb_s=rates.to_device / GIGA,
+            to_host_gb_s=rates.to_host / GIGA,
+            unpinned_gb_s=rates.unpinned / GIGA,
+            latency_us=rates.latency / MICRO,
+            **shared,
+        )
+        up, down = rates.to_device / GIGA, rates.to_host / GIGA
+        self._report(f"host memory: {up:.3g} GB/s to the GPU, {down:.3g} GB/s back")
 
     def links(
         self, gathers: Sequence[TimedCollective], scatter: TimedCollective, reduce: TimedCollective

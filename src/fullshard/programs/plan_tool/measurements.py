@@ -217,12 +217,12 @@ class Bench:
             own = torch.ones(piece, device=self.device)
             whole = torch.ones(piece * ranks, device=self.device)
             run = partial(_run, kind, whole, own, group)
-            seconds = self._together(run, group)
+            seconds = self.seconds_together(run, group)
             work = Collective(kind, piece * ranks * 4, ranks, stride, "float32")
             found.append(TimedCollective(work, seconds))
         return found
 
-    def _together(self, run: Callable[[], object], group: dist.ProcessGroup) -> float:
+    def seconds_together(self, run: Callable[[], object], group: dist.ProcessGroup) -> float:
         """Return the median of repetitions, as many on all ranks; of the slowest rank."""
         run()
         self.wait()

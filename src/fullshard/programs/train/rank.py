@@ -187,9 +187,12 @@ def num_cores() -> int:
 
 
 def claim_device(rank_info: RankInfo) -> torch.device:
-    """Return this rank's device, after making it current: a GPU of its own, or the CPU with its share of the cores."""
+    """Return this rank's device, after making it current: a GPU of its own, or the CPU.
+
+    The rank gets its share of the cores: for all that it computes on the CPU, and for updates in host memory.
+    """
+    torch.set_num_threads(max(1, num_cores() // rank_info.local_world))
     if rank_info.device == "cuda":
         torch.cuda.set_device(rank_info.local_rank)
         return torch.device("cuda", rank_info.local_rank)
-    torch.set_num_threads(max(1, num_cores() // rank_info.local_world))
     return torch.device("cpu")
