@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -111,20 +111,27 @@ def polar(matrix: Tensor) -> Tensor:
     return x.T if transposed else x
 
 
-def reference() -> dict[int, dict[str, Tensor]]:
-    """Train one process with Muon in a few lines, one matrix after the other, and torch's AdamW.
+class Reference(NamedTuple):
+    """What one process has computed."""
 
-    Returned are the parameters after FEW steps and after all.
-    """
+    losses: list[float]
+    after: dict[int, dict[str, Tensor]]
+    """The parameters after FEW steps and after all."""
+
+
+def reference() -> Reference:
+    """Train one process with Muon in a few lines, one matrix after the other, and torch's AdamW."""
     model = Model()
     named = dict(model.named_parameters())
     matrices = {name: param for name, param in named.items() if name.endswith(MATRICES)}
     others = [param for name, param in named.items() if name not in matrices]
     adamw = torch.optim.AdamW(others, lr=0.02, weight_decay=0.1, betas=(0.9, 0.95))
     averages = {name: torch.zeros_like(param) for name, param in matrices.items()}
-    after = {}
+    after, losses = {}, []
     for step in range(STEPS):
-        loss_of(model, step).backward()
+        loss = loss_of(model, step)
+        loss.backward()
+        losses.append(loss.item())
         with torch.no_grad():
             for name, param in matrices.items():
                 averages[name] = 0.95 * averages[name] + 0.05 * param.grad
@@ -137,11 +144,11 @@ def reference() -> dict[int, dict[str, Tensor]]:
         model.zero_grad()
         if step + 1 in (FEW, STEPS):
             after[step + 1] = {name: param.detach().clone() for name, param in named.items()}
-    return after
+    return Reference(losses, after)
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[int, dict[str, Tensor]]:
+def expected() -> Reference:
     return reference()
 
 
@@ -201,7 +208,7 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], limit: fl
 def test_it_trains_as_one_process(world, expected, kind: str, ranks: int) -> None:
     steps = FEW if kind == "wrapper" else STEPS
     for found in world(ranks).run(trained, kind, steps, bucket_numel=60):
-        assert_near(found, expected[steps], 1e-5)
+        assert_near(found, expected.after[steps], 1e-5)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------
@@ -219,10 +226,11 @@ def begun(kind: str, folder: Path, first: int, last: int) -> tuple[list[float], 
 
 
 def test_a_run_goes_on_over_other_ranks_and_by_the_other_api(world, expected, tmp_path) -> None:
-    world(2).run(begun, "shards", tmp_path, 0, 2)
-    world(3).run(begun, "wrapper", tmp_path, 2, 4)
-    for _, found in world(4).run(begun, "replicas", tmp_path, 4, FEW):
-        assert_near(found, expected[FEW], 1e-5)
+    for kind, ranks, first in (("shards", 2, 0), ("wrapper", 3, 2), ("replicas", 4, 4)):
+        for losses, found in world(ranks).run(begun, kind, tmp_path, first, first + 2):
+            assert losses == pytest.approx(expected.losses[first : first + 2], rel=1e-5)
+            if first + 2 == FEW:
+                assert_near(found, expected.after[FEW], 1e-5)
 
 
 def saved_by_torch(folder: Path) -> dict[str, Tensor]:
@@ -251,7 +259,7 @@ def loaded_by_torch(folder: Path) -> dict[str, Tensor]:
 def test_torch_s_checkpoints_hold_it_too(world, expected, tmp_path: Path) -> None:
     world(2).run(saved_by_torch, tmp_path)
     for found in world(3).run(loaded_by_torch, tmp_path):
-        assert_near(found, expected[FEW], 1e-5)
+        assert_near(found, expected.after[FEW], 1e-5)
 
 
 # --- what is not as usual -------------------------------------------------------------------------

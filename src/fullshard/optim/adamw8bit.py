@@ -42,7 +42,7 @@ from fullshard.optim.block_step import BlockStep, chunks_of_fragments, chunks_of
 from fullshard.optim.block_units import BlockPlan, Unit, in_order_of
 from fullshard.optim.block_update import stored_values
 from fullshard.optim.fused_shards import like_param, local_of
-from fullshard.optim.param_cuts import cuts_of_members
+from fullshard.optim.param_cuts import cuts_of_members, refuse_sparse_gradients
 from fullshard.optim.replica_messages import STATES, check_bucket, raise_differences
 
 __all__ = ["AdamW8bit"]
@@ -387,7 +387,7 @@ class AdamW8bit(torch.optim.AdamW):
             raise UsageError(
                 "A step of AdamW8bit counts on the host, so it cannot be captured in a CUDA graph. Call it outside."
             )
-        self._check_gradients()
+        refuse_sparse_gradients(self)
         plan = self._current_plan()
         if self._is_split:
             self._join()
@@ -399,20 +399,6 @@ class AdamW8bit(torch.optim.AdamW):
             self._fp32.pop(param, None)
         torch.autograd.graph.increment_version(step.written)
         return loss
-
-    def _check_gradients(self) -> None:
-        sparse = [
-            f"group {number}, parameter {index} of shape {tuple(param.shape)}"
-            for number, group in enumerate(self.param_groups)
-            for index, param in enumerate(group["params"])
-            if param.grad is not None and param.grad.layout is not torch.strided
-        ]
-        for paragraph in fault_paragraphs(
-            sparse,
-            "AdamW8bit takes dense gradients; these parameters have sparse ones:",
-            "Make the embeddings with sparse=False.",
-        ):
-            raise UnsupportedError(paragraph)
 
     def _current_plan(self) -> BlockPlan:
         """Return the plan of the parameters as they are now."""

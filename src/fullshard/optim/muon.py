@@ -35,7 +35,7 @@ from fullshard.errors import ConfigurationError, UnsupportedError, UsageError, f
 from fullshard.optim.fused_shards import like_param, local_of
 from fullshard.optim.matrix_owners import Bucket, CutParam, Matrix, plan_buckets
 from fullshard.optim.newton_schulz import COEFFICIENTS, orthogonalize
-from fullshard.optim.param_cuts import ParamCut, param_cuts
+from fullshard.optim.param_cuts import ParamCut, param_cuts, refuse_sparse_gradients
 from fullshard.plan.mesh import global_rank
 
 __all__ = ["Muon", "hidden_matrices"]
@@ -177,7 +177,7 @@ class Muon(torch.optim.Optimizer):
         # Before the first exchange, and before anything is updated.
         if is_capturing():
             self._check_capture()
-        _check_gradients(param for group in self.param_groups for param in group["params"])
+        refuse_sparse_gradients(self)
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if group["use_muon"]:
@@ -518,15 +518,6 @@ def _check_scale(adjust_lr_fn: str) -> None:
     if adjust_lr_fn not in ("match_rms_adamw", "original"):
         raise ConfigurationError(
             f"adjust_lr_fn must be 'match_rms_adamw' or 'original', got {adjust_lr_fn!r}."
-        )
-
-
-def _check_gradients(params: Iterable[nn.Parameter]) -> None:
-    sparse = [tuple(p.shape) for p in params if p.grad is not None and p.grad.is_sparse]
-    if sparse:
-        raise UnsupportedError(
-            f"Muon takes dense gradients; parameters of these shapes have sparse ones: {sparse}. Make the embeddings with "
-            "sparse=False."
         )
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from fullshard.engine.param_group import FSDPParamGroup, groups_of
-from fullshard.errors import UnsupportedError
+from fullshard.errors import UnsupportedError, fault_paragraphs
 from fullshard.plan.mesh import global_rank, group_over, ranks_by_replica
 from fullshard.plan.param_shardings import dtensor_sharding, flat_sharding
 from fullshard.plan.sharding import Sharding, replicated
@@ -88,6 +90,22 @@ def cuts_of_members(params: Sequence[nn.Parameter]) -> list[list[ParamCut]]:
             f"tensor-parallel: {parallel}. Use fully_shard."
         )
     return [_cuts(param, members[id(param)]) for param in params]
+
+
+def refuse_sparse_gradients(optimizer: Optimizer) -> None:
+    """Raise an error that names the parameters with sparse gradients, if there are any. All ranks find the same."""
+    sparse = [
+        f"group {number}, parameter {index} of shape {tuple(param.shape)}"
+        for number, group in enumerate(optimizer.param_groups)
+        for index, param in enumerate(group["params"])
+        if param.grad is not None and param.grad.layout is not torch.strided
+    ]
+    for paragraph in fault_paragraphs(
+        sparse,
+        f"{type(optimizer).__name__} takes dense gradients; these parameters have sparse ones:",
+        "Make the embeddings with sparse=False.",
+    ):
+        raise UnsupportedError(paragraph)
 
 
 _Member = tuple[FSDPParamGroup, int]
