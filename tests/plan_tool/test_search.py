@@ -13,6 +13,7 @@ import pytest
 from fullshard.programs.plan_tool import changes, search as searching
 from fullshard.programs.plan_tool.changes import (
     ACCUMULATE,
+    OFFLOAD,
     RECOMPUTE,
     REPLICAS,
     RESHARD,
@@ -26,7 +27,7 @@ from fullshard.programs.plan_tool.planning import planned
 from fullshard.programs.plan_tool.profile_file import load_profile
 from fullshard.programs.plan_tool.question import Question, read_machine, read_question
 from fullshard.programs.plan_tool.scaling import crossover_text, scaling
-from fullshard.programs.plan_tool.search import Search, search
+from fullshard.programs.plan_tool.search import Search, reason, search
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import read_config, to_short_toml
 from fullshard.programs.train.model_source import open_model
@@ -166,6 +167,43 @@ def test_a_model_that_does_not_fit_is_made_to_fit_at_the_least_cost(
     assert first[RECOMPUTE] == "selective" and first[ACCUMULATE] > 1
     assert found.best[0].reason.startswith("fits; ")
     assert all(each.step.fits for each in found.best[:2])
+
+
+def test_shards_go_to_host_memory_only_where_nothing_else_fits(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(config: RunConfig) -> tuple[float, float]:
+        recomputed = config.compute.checkpoint_activations == "blocks"
+        if config.sharding.offload:
+            return 4.0, 60.0 if recomputed else 90.0
+        return 1.0, held_gib
+
+    held_gib = 200.0
+    found, plans = searched(template, monkeypatch, cost, held_gib=held_gib)
+    assert dict(found.best[0].change.values) == {OFFLOAD: True, RECOMPUTE: "blocks"}
+    assert found.fits and found.best[0].reason.startswith("fits; 0.25 x tokens/s")
+    for name in ("muon", "adamw8bit"):
+        _, plans = searched(template, monkeypatch, cost, f"optimizer.name={name}", held_gib=200.0)
+        assert not any(config.sharding.offload for config in plans)
+    held_gib = 70.0
+    _, plans = searched(template, monkeypatch, cost, held_gib=held_gib)
+    assert not any(config.sharding.offload for config in plans)
+
+
+def test_shards_come_back_from_host_memory_where_there_is_room(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(config: RunConfig) -> tuple[float, float]:
+        return (4.0, 20.0) if config.sharding.offload else (1.0, 60.0)
+
+    found, _ = searched(template, monkeypatch, cost, "sharding.offload=true")
+    assert dict(found.best[0].change.values)[OFFLOAD] is False
+
+
+def test_the_reason_for_host_memory_says_how_much_of_it(template: PlannedStep) -> None:
+    moved = replace(template, memory=replace(template.memory, host_allocated=GIB))
+    assert reason(template, moved).endswith("take 8 GiB of host memory a host")
+    assert "host memory a host" not in reason(moved, moved)
 
 
 def test_replicas_that_are_too_large_by_parameters_alone_are_not_tried(

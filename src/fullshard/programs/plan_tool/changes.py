@@ -24,6 +24,10 @@ RECOMPUTE = "compute.checkpoint_activations"
 ACCUMULATE = "train.accumulate"
 GROUPS = "sharding.groups"
 WIRE = "compute.wire"
+OFFLOAD = "sharding.offload"
+
+SENDING = ("muon", "adamw8bit")
+"""Optimizers that send tensors, which with offload are in host memory: such a step has no plan."""
 
 RECOMPUTED: tuple[str, ...] = get_args(Recomputation)
 """From the most activations kept to the fewest."""
@@ -92,6 +96,8 @@ def single_changes(question: Question) -> list[Change]:
     ]
     if config.compute.wire == "fp32" and config.compute.precision == "bf16":
         found.append(Change(((WIRE, "bf16"),)))
+    if config.sharding.offload:
+        found.append(Change(((OFFLOAD, False),)))
     return [change for change in found if is_possible(question, change)]
 
 
@@ -132,6 +138,24 @@ def with_divided_state(question: Question, change: Change) -> Change | None:
     if change.axis != REPLICAS or replicas == 1 or not is_possible(question, other):
         return None
     return other
+
+
+def offloads(question: Question) -> list[Change]:
+    """Return changes that move shards to host memory, alone and with what else saves the most; none if that has no plan."""
+    config = question.config
+    has_plan = config.optimizer.name not in SENDING and not config.optimizer.shard_over_replicas
+    if config.sharding.offload or question.machine.host.is_synchronous or not has_plan:
+        return []
+    values: list[tuple[str, Any]] = [(OFFLOAD, True)]
+    found = [Change(tuple(values), saves_memory=True)]
+    if config.compute.checkpoint_activations != RECOMPUTED[-1]:
+        values.append((RECOMPUTE, RECOMPUTED[-1]))
+        found.append(Change(tuple(values), saves_memory=True))
+    rows = config.train.batch // question.world
+    if config.train.accumulate != rows:
+        values.append((ACCUMULATE, rows))
+        found.append(Change(tuple(values), saves_memory=True))
+    return [change for change in found if is_possible(question, change)]
 
 
 def accumulations(question: Question) -> list[Change]:

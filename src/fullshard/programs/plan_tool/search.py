@@ -6,12 +6,12 @@
     confirmed   the best of all, planned with all its layers; the next one, if it turns out not to fit
 
 What cannot help: replicas whose parameters and optimizer state alone are too large, and what only saves memory while there is
-enough of it.
+enough of it. Shards go to host memory (`sharding.offload`) only where nothing else fits.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -24,6 +24,7 @@ from fullshard.programs.plan_tool.changes import (
     accumulations,
     combined,
     is_possible,
+    offloads,
     single_changes,
     with_divided_state,
 )
@@ -131,7 +132,8 @@ class _Searching:
             wanted = hopeful
         tried += self._with_divided_state(tried, possible)
         together = self._estimates(self._combinations(tried))
-        ranked = sorted([*tried, *together], key=self._rank)
+        moved = self._offloaded([*tried, *together])
+        ranked = sorted([*tried, *together, *moved], key=self._rank)
         best = [each for each in ranked if self._is_better(each)][:BEST]
         return Search(
             best=self._confirmed(best),
@@ -160,7 +162,9 @@ class _Searching:
     def _could_fit(self, change: Change) -> bool:
         """Say whether what every rank holds between steps leaves any memory."""
         before, after = self._question.config, change.of(self._question.config)
-        held = self._base.memory.at_peak
+        held = Counter(self._base.memory.at_peak)
+        if not after.sharding.offload:
+            held.update(self._base.memory.host_at_peak)
         larger = after.sharding.replicas / before.sharding.replicas
         parameters = held.get("parameters", 0) * larger
         state = held.get("optimizer", 0) * larger * _keepers(before) / _keepers(after)
@@ -191,6 +195,14 @@ class _Searching:
         ]
         self._total += len(wanted[:1])
         return self._estimates(wanted[:1])
+
+    def _offloaded(self, others: Sequence[Found]) -> list[Found]:
+        """Return what fits with shards in host memory, which is slow: only where nothing else fits."""
+        if self._base.fits or any(each.step.fits for each in others):
+            return []
+        wanted = offloads(self._question)
+        self._total += len(wanted)
+        return self._estimates(wanted)
 
     # --- combinations
 
@@ -303,6 +315,8 @@ def _reasons(before: PlannedStep, after: PlannedStep) -> Iterator[str]:
     nbytes = after.memory.reserved - before.memory.reserved
     if abs(nbytes) >= NOTABLE * before.memory.reserved:
         yield f"{size_text(abs(nbytes))} {'more' if nbytes > 0 else 'less'} memory"
+    if after.host_bytes and not before.host_bytes:
+        yield f"shards, gradients and optimizer state take {size_text(after.host_bytes)} of host memory a host"
 
 
 def _differences(before: PlannedStep, after: PlannedStep) -> Iterator[tuple[float, str]]:
