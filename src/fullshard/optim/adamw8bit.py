@@ -38,6 +38,7 @@ from fullshard import torch_border
 from fullshard.comm import collectives
 from fullshard.comm.streams import is_capturing
 from fullshard.errors import ConfigurationError, UnsupportedError, UsageError, fault_paragraphs
+from fullshard.optim.block_replicas import ReplicaBucket
 from fullshard.optim.block_step import BlockStep, chunks_of_fragments, chunks_of_rows
 from fullshard.optim.block_units import BlockPlan, Unit, in_order_of
 from fullshard.optim.block_update import stored_values
@@ -222,18 +223,8 @@ class AdamW8bit(torch.optim.AdamW):
                 for number, param in enumerate(unit.params)
                 if param in self._steps
             }
-            for kind in range(len(_AVERAGES)) if bucket is not None else ():
-                segments = [
-                    [
-                        (start, in_order_of(averages[param][kind], local_of(param)))
-                        for param, start in zip(unit.params, unit.shard.starts, strict=True)
-                        if param in averages
-                    ]
-                    for unit in units
-                ]
-                for message in bucket.messages(segments):
-                    message.start(STATES)
-                    message.land()
+            if bucket is not None:
+                _gather(bucket, units, averages)
             for param, values in averages.items():
                 found[param] = {
                     "step": torch.tensor(float(self._steps[param])),
@@ -435,6 +426,24 @@ class AdamW8bit(torch.optim.AdamW):
         for (count, alone), numbers in together.items():
             old = None if alone is None else self._fp32[unit.params[alone]]
             step.add(unit, numbers, gradient, group, count, old)
+
+
+def _gather(
+    bucket: ReplicaBucket, units: Sequence[Unit], averages: Mapping[nn.Parameter, Sequence[Tensor]]
+) -> None:
+    """Write the parts of averages that other replicas have."""
+    for kind in range(len(_AVERAGES)):
+        segments = [
+            [
+                (start, in_order_of(averages[param][kind], local_of(param)))
+                for param, start in zip(unit.params, unit.shard.starts, strict=True)
+                if param in averages
+            ]
+            for unit in units
+        ]
+        for message in bucket.messages(segments):
+            message.start(STATES)
+            message.land()
 
 
 def _local_part(param: nn.Parameter, value: Any) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ class _Item:
         device = unit.memory.device
         is_compiled = can_compile(device) if compile is None else compile
         every = self.rows if is_compiled else chunks_of_rows(self.rows, unit)
-        update = compiled() if is_compiled else update_rows
+        update: Callable[..., None] = compiled() if is_compiled else update_rows
         for rows in every:
             begin, end = rows.start, rows.start + rows.count * size
             gradient = self.gradient
