@@ -192,10 +192,10 @@ def test_an_impossible_question_is_one_message(words: tuple[str, ...], said: str
 def test_a_model_that_needs_values_is_refused_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*_: object) -> PlannedStep:
+    def fail(*_: object, **__: object) -> PlannedStep:
         raise NotImplementedError("nonzero needs values\nand more")
 
-    monkeypatch.setattr(planning, "plan_step", fail)
+    monkeypatch.setattr(planning, "plan_microbatches", fail)
     result = plan("tiny", "--gpu", "h100")
     assert result.exit_code == 2
     assert "raised NotImplementedError there: nonzero needs values." in result.output
@@ -223,7 +223,7 @@ def test_what_fits_nowhere_is_told_on_how_many_gpus_it_fits(
     small = with_capacity(step, 0.5)
     held: Any = {"parameters": 1 << 30, "optimizer": 1 << 30}
     large = replace(small, memory=replace(step.memory, reserved=3 << 30, at_peak=held))
-    monkeypatch.setattr(planning, "plan_step", lambda *_: large)
+    monkeypatch.setattr(planning, "plan_microbatches", lambda *_, **__: large)
     monkeypatch.setattr(
         planning,
         "estimate_step",

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from fullshard.programs.plan_tool.planned_step import DEPTHS, estimate_step, plan_step
+from fullshard.programs.plan_tool.planned_step import (
+    DEPTHS,
+    estimate_step,
+    plan_microbatches,
+    plan_step,
+)
 from fullshard.programs.plan_tool.profile_file import load_profile
 from fullshard.programs.train.model_source import open_model
 from tests.plan_tool.test_recording import WORLD, config
@@ -25,11 +30,30 @@ def test_few_layers_tell_what_many_take() -> None:
     assert estimated.seconds == pytest.approx(planned.seconds, rel=0.01)
     assert estimated.flops == pytest.approx(planned.flops)
     assert estimated.memory.allocated == pytest.approx(planned.memory.allocated, rel=0.05)
+    assert estimated.memory.reserved == pytest.approx(planned.memory.reserved, rel=0.1)
     assert estimated.memory.at_rest == pytest.approx(planned.memory.at_rest, rel=0.01)
     assert estimated.playback.idle["gather"] == pytest.approx(
         planned.playback.idle["gather"], rel=0.05
     )
     assert estimated.trace is None
+
+
+def test_few_microbatches_tell_what_many_take() -> None:
+    run = config(train={"batch": 6 * WORLD, "accumulate": 6})
+    source = open_model(run)
+    planned = plan_step(run, WORLD, H100, source)
+    for few in (
+        plan_microbatches(run, WORLD, H100, source, most=4),
+        estimate_step(run, WORLD, H100, source),
+    ):
+        assert few.config == run and few.tokens == planned.tokens
+        assert few.seconds == pytest.approx(planned.seconds, rel=1e-3)
+        assert few.flops == pytest.approx(planned.flops)
+        assert few.memory.allocated == pytest.approx(planned.memory.allocated, rel=1e-3)
+        assert few.memory.reserved == pytest.approx(planned.memory.reserved, rel=0.02)
+        assert few.playback.gradient_seconds == pytest.approx(
+            planned.playback.gradient_seconds, rel=1e-3
+        )
 
 
 def test_a_plan_is_a_trace_that_the_report_can_read() -> None:

@@ -20,7 +20,8 @@ from fullshard.programs.plan_tool.answers import (
     verdict,
     waits,
 )
-from fullshard.programs.plan_tool.planned_step import PlannedStep
+from fullshard.programs.plan_tool.planned_step import MICROBATCHES, PlannedStep
+from fullshard.programs.plan_tool.planning import MOST_MICROBATCHES
 from fullshard.programs.plan_tool.profile_file import assumptions
 from fullshard.programs.plan_tool.question import gpus_text
 from fullshard.programs.plan_tool.scaling import ScalePoint, crossover_text
@@ -76,6 +77,7 @@ def render(plan: Planned) -> str:
             ],
             fits=step.fits,
             step_charts=of_steps,
+            shown=_shown_text(step),
             memory_charts=of_memory,
             memory=Table(
                 headings=["Memory of a GPU, at the peak", "Bytes"],
@@ -98,6 +100,14 @@ def render(plan: Planned) -> str:
             ),
         )
     )
+
+
+def _shown_text(step: PlannedStep) -> str | None:
+    """Say it if the timeline does not have all microbatches."""
+    count = step.config.train.accumulate
+    if count <= MOST_MICROBATCHES:
+        return None
+    return f"The timeline has {MICROBATCHES[1]} of the {count} microbatches. All between the first and the last are alike."
 
 
 def _config(step: PlannedStep) -> dict[str, dict[str, object]]:

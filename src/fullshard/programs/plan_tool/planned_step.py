@@ -88,6 +88,11 @@ times and allocated bytes within 0.2 % of the whole. Reserved bytes of these and
 layers, memory has its peak elsewhere."""
 
 
+MICROBATCHES = (2, 3)
+"""Of the steps that `plan_microbatches` records. For 12 microbatches of small models this gives the same times and allocated
+bytes as the whole, and reserved bytes within 1 %."""
+
+
 def plan_step(
     config: RunConfig, world: int, machine: Machine, source: ModelSource | None = None
 ) -> PlannedStep:
@@ -118,6 +123,33 @@ def plan_step(
     )
 
 
+def plan_microbatches(
+    config: RunConfig, world: int, machine: Machine, source: ModelSource | None = None, *, most: int
+) -> PlannedStep:
+    """Plan a step as `plan_step` does; if it has more than so many microbatches, from few of them.
+
+    All microbatches but the first and the last do the same. So a step of two and one of three tell what many take, and the
+    trace is that of three.
+
+    Raises:
+        ConfigurationError: the configuration does not go together, or not with this number of ranks.
+    """
+    source, count = source or open_model(config), config.train.accumulate
+    if count <= max(most, MICROBATCHES[1]):
+        return plan_step(config, world, machine, source)
+    few, more = (
+        plan_step(_with_microbatches(config, each), world, machine, source) for each in MICROBATCHES
+    )
+    step = _Line(count - MICROBATCHES[0]).step(few, more)
+    return replace(step, config=config, tokens=more.tokens // MICROBATCHES[1] * count)
+
+
+def _with_microbatches(config: RunConfig, count: int) -> RunConfig:
+    """Return a run that has so many microbatches of the same size."""
+    batch = config.train.batch // config.train.accumulate * count
+    return replace(config, train=replace(config.train, accumulate=count, batch=batch))
+
+
 def estimate_step(
     config: RunConfig, world: int, machine: Machine, source: ModelSource | None = None
 ) -> PlannedStep:
@@ -129,24 +161,30 @@ def estimate_step(
     source = source or open_model(config)
     depth = _template_of(source).depth
     if depth <= sum(DEPTHS):  # the whole is no more work
-        return replace(plan_step(config, world, machine, source), trace=None)
-    few, more = (plan_step(config, world, machine, ShallowModel(source, each)) for each in DEPTHS)
-    line = _Line((depth - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0]))
-    return replace(
-        more,
-        trace=None,
-        flops=line.at(few.flops, more.flops),
-        memory=line.memory(few.memory, more.memory),
-        playback=line.playback(few.playback, more.playback),
-    )
+        step = plan_microbatches(config, world, machine, source, most=0)
+    else:
+        few, more = (
+            plan_microbatches(config, world, machine, ShallowModel(source, each), most=0)
+            for each in DEPTHS
+        )
+        step = _Line((depth - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])).step(few, more)
+    return replace(step, trace=None)
 
 
 class _Line:
-    """What many layers take, if it grows with them as evenly as from few to some more."""
+    """What many layers or microbatches take, if it grows with them as evenly as from few to some more."""
 
     def __init__(self, times: float) -> None:
         self._times = times
         """How far it goes on, in units of the step from few to more."""
+
+    def step(self, few: PlannedStep, more: PlannedStep) -> PlannedStep:
+        return replace(
+            more,
+            flops=self.at(few.flops, more.flops),
+            memory=self.memory(few.memory, more.memory),
+            playback=self.playback(few.playback, more.playback),
+        )
 
     def at(self, few: float, more: float) -> float:
         return few + (more - few) * self._times

@@ -5,9 +5,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from fullshard.errors import ConfigurationError, FullshardError
-from fullshard.programs.plan_tool.planned_step import PlannedStep, estimate_step, plan_step
+from fullshard.programs.plan_tool.planned_step import (
+    PlannedStep,
+    estimate_step,
+    plan_microbatches,
+    plan_step,
+)
 from fullshard.programs.plan_tool.question import Question
 from fullshard.programs.train.model_source import ModelSource
 
@@ -31,8 +37,21 @@ def parameters_of(source: ModelSource) -> int:
     return sum(param.numel() for param in source.build().parameters())
 
 
+MOST_MICROBATCHES = 8
+"""A step that has more is planned from few of them, unless somebody compares it with a real one."""
+
+
 def planned(question: Question, source: ModelSource) -> PlannedStep:
     """Plan a step with all its layers.
+
+    Raises:
+        ConfigurationError: the model cannot be run without values, or the configuration is not possible.
+    """
+    return _safely(partial(plan_microbatches, most=MOST_MICROBATCHES), question, source)
+
+
+def planned_whole(question: Question, source: ModelSource) -> PlannedStep:
+    """Plan a step with all its layers and microbatches: its trace is to be compared with that of a run.
 
     Raises:
         ConfigurationError: the model cannot be run without values, or the configuration is not possible.

@@ -7,7 +7,7 @@ from pathlib import Path
 from fullshard.errors import ConfigurationError
 from fullshard.programs.plan_tool.machine import Machine
 from fullshard.programs.plan_tool.planned_step import PlannedStep
-from fullshard.programs.plan_tool.planning import planned
+from fullshard.programs.plan_tool.planning import planned_whole
 from fullshard.programs.plan_tool.profile_file import load_profile
 from fullshard.programs.plan_tool.question import Question
 from fullshard.programs.report.run_files import Run
@@ -40,4 +40,4 @@ def planned_run(folder: Path, run: Run, machine: Machine) -> PlannedStep:
         )
     world = run.world
     config = read_config(file, checks=[lambda config: config.world_problems(world)])
-    return planned(Question(config, world, machine), open_model(config))
+    return planned_whole(Question(config, world, machine), open_model(config))
