@@ -90,6 +90,34 @@ def test_the_verdict_comes_first_and_everything_asked_for_is_printed() -> None:
         assert word in result.output, word
 
 
+def test_shards_in_host_memory_are_told_with_their_memory_their_time_and_what_is_assumed() -> None:
+    result = plan(
+        *("tiny", "--gpus", "16", "--gpu", "h100", "--no-search", "--explain"),
+        *("--set", "sharding.offload=true"),
+    )
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    for words in (
+        "Shards, gradients and optimizer state take ",
+        " of a host: 8 x ",
+        "shards in host memory",
+        "host memory for a GPU bytes parameters, sharded",
+        "waits for the update in host memory",
+        "[offload], band",
+        "to_device_gb_s = 55",
+        "devices_per_link = 2",
+    ):
+        assert words in text, words
+
+
+def test_a_host_without_enough_memory_is_told_by_how_much(step: PlannedStep) -> None:
+    memory = replace(step.memory, host_allocated=step.machine.host_memory_bytes)
+    short = replace(step, memory=memory)
+    assert not short.fits
+    said = verdict(short, Band(None, "others"))
+    assert said.startswith("It does not fit: 13 TiB of host memory are missing.")
+
+
 def test_a_run_s_file_says_ranks_and_batch(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(

@@ -79,6 +79,7 @@ def test_the_crossover_is_where_replicas_become_faster(step: PlannedStep) -> Non
 
 
 def test_the_page_has_everything_and_needs_nothing_else(step: PlannedStep) -> None:
+    step = replace(step, memory=replace(step.memory, host_at_peak={"optimizer": 3 << 20}))
     change = Change(((RESHARD, False),))
     faster = replace(lasting(step, step.seconds / 2), config=change.of(step.config))
     found = Found(change, faster, "2.00 x tokens/s")
@@ -102,6 +103,8 @@ def test_the_page_has_everything_and_needs_nothing_else(step: PlannedStep) -> No
         "2.00 x",
         "Full sharding is faster up to 16 GPUs",
         "matmul.efficiency",
+        "Host memory for a GPU",
+        "3 MiB",
     ):
         assert words in text, words
     without_plotly = text.partition('id="figures"')[0]

@@ -134,14 +134,16 @@ class HostMemory:
         if name == "_to_copy":
             source = args[0]
             target = func(source.to(META) if source.is_cpu else source, **kwargs | {"device": META})
-            if not source.is_cpu:
+            if source.is_cpu:
+                self._noting.see(target.untyped_storage())
+            else:
                 target = self._add(torch.empty_like(target, device="cpu"))
             sources, targets = [source], [target]
             is_told_to_go_on = bool(kwargs.get("non_blocking"))
         else:
             target = args[0]
             targets, sources = (
-                each if isinstance(each, list | tuple) else [each] for each in args[:2]
+                list(each) if isinstance(each, list | tuple) else [each] for each in args[:2]
             )
             is_told_to_go_on = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         direction: Direction = "to device" if sources[0].is_cpu else "to host"

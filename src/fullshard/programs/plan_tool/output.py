@@ -170,12 +170,13 @@ def _nothing_text(given: PlannedStep, found: Search) -> str:
     tried = counted(found.num_plans, "other configuration")
     if given.fits:
         return f"No better configuration was found: {tried} tried."
-    if found.num_plans:
-        return f"Nothing that was tried fits or needs less memory: {tried}."
     held = sum(given.memory.at_peak.get(kind, 0) for kind in ("parameters", "optimizer"))
+    if held < given.machine.usable_bytes:
+        return f"Nothing that was tried fits or needs less memory: {tried}."
+    moved = " It does not fit with them in host memory, either." if found.num_plans else ""
     return (
         f"No other configuration can make it fit on {counted(given.world, 'GPU')}: parameters and optimizer state alone take "
-        f"{size_text(held)} of each GPU."
+        f"{size_text(held)} of each GPU.{moved}"
     )
 
 

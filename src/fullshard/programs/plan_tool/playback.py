@@ -248,7 +248,8 @@ class _Player:
         queues = self._queues
         running = [queue for queue in queues if queue.running is not None]
         # How much longer each takes than by itself.
-        factors: dict[str, float] = Counter(each.running.link for each in running if each.running)
+        links = Counter(each.running.link for each in running if each.running)
+        factors: dict[str, float] = dict(links)
         factors[""] = self._machine.overlap.compute_slowdown if factors.get(_WIRE) else 1.0
         step = min(
             (each.left * factors[each.running.link] for each in running if each.running),

@@ -138,6 +138,9 @@ def band_of(planned: PlannedStep, answer: Answer, parameters: int) -> Band:
             and each.gpu == planned.machine.name
             and each.worlds[0] <= planned.world <= each.worlds[1]
             and each.parameters[0] <= parameters <= each.parameters[1]
+            and not (
+                answer == "time" and planned.config.sharding.offload
+            )  # no such run was measured
         ):
             return Band(each.band, "runs")
     if answer == "time":
