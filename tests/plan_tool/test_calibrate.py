@@ -7,6 +7,14 @@ import torch
 
 from fullshard.programs.plan_tool.calibrate import _Fit, calibrate, calibrate_from_trace
 from fullshard.programs.plan_tool.host_measurements import HostRates, update_rates
+from fullshard.programs.plan_tool.host_steps import (
+    RECOMPUTATIONS,
+    SCALED,
+    HostSeconds,
+    fitted_host,
+    gradient_entries,
+    small_config,
+)
 from fullshard.programs.plan_tool.machine import Machine
 from fullshard.programs.plan_tool.measurements import Bench
 from fullshard.programs.plan_tool.profile_file import load_profile, parse_profile, to_toml
@@ -30,6 +38,20 @@ def test_a_quick_calibration_gives_a_profile_that_can_be_read(tmp_path) -> None:
     assert read.sources["traffic.peak_tb_s"].startswith("measured on ")
     assert read.sources["compiled.traffic"].startswith("profile cpu: ")
     assert any("not measured; start this with torchrun" in line for line in lines)
+
+
+def test_the_host_is_known_by_what_small_steps_take() -> None:
+    known = {
+        **{name: 2 * getattr(PROFILE.host, name) for name in SCALED},
+        "checkpoint_us": 1234.0,
+        "decision_us": 5.0,
+    }
+    machine = replace(PROFILE, host=replace(PROFILE.host, **known)).with_fake_group()
+    seconds = [
+        sum(map(machine.host_seconds, gradient_entries(small_config(each))))
+        for each in RECOMPUTATIONS
+    ]
+    assert fitted_host(PROFILE, HostSeconds(*seconds)) == pytest.approx(known)
 
 
 def two_ranks() -> Machine:

@@ -17,9 +17,11 @@ from fullshard.programs.plan_tool.program import (
     Allocate,
     Collective,
     Free,
+    HostWork,
     Kernel,
     Launch,
     Program,
+    Record,
     Wait,
 )
 from fullshard.programs.plan_tool.recording import Recorder
@@ -232,3 +234,28 @@ def test_a_hundred_thousand_ranks_are_no_more_work() -> None:
     program = record_step(run, 100_000, open_model(run)).program
     ranks = {e.work.ranks for e in launched(program) if isinstance(e.work, Collective)}
     assert ranks == {100, 1000}
+
+
+def test_what_recomputation_costs_the_host_is_counted() -> None:
+    found = {}
+    for what in ("none", "blocks", "selective"):
+        program = recorded(config(compute={"checkpoint_activations": what}))
+        step = program.entries[program.begin : program.end]
+        found[what] = Counter(entry.kind for entry in step if isinstance(entry, HostWork))
+    hooks = found["none"]["hook"]
+    assert found["none"] == {"hook": hooks}
+    assert found["blocks"] == {"hook": hooks, "checkpoint": 3}
+    assert found["selective"].pop("decision") > 100
+    assert found["selective"] == found["blocks"]
+
+
+def test_memory_that_was_needed_to_build_a_model_stays_reserved() -> None:
+    """Shards are allocated one by one, and then packed into one buffer for each group."""
+    program = recorded(config())
+    steps = (i for i, e in enumerate(program.entries) if isinstance(e, Record))
+    first = next(steps)  # of the first gather
+    before = program.entries[:first]
+    taken = {entry.memory: entry.nbytes for entry in before if isinstance(entry, Allocate)}
+    given = {entry.memory for entry in before if isinstance(entry, Free)}
+    held = sum(n for memory, n in taken.items() if program.kinds[memory] == "parameters")
+    assert 0.9 * held < sum(taken[memory] for memory in given) < 1.1 * held

@@ -78,6 +78,7 @@ from fullshard.torch_border.modules import (
 from fullshard.torch_border.operators import (
     ADDMM_WITH_ACTIVATION as ADDMM_WITH_ACTIVATION,
     ATTENTION_OPERATORS as ATTENTION_OPERATORS,
+    SET_STORAGE as SET_STORAGE,
     VALUE_OF as VALUE_OF,
     Argument as Argument,
     Operator as Operator,
@@ -177,6 +178,8 @@ from fullshard.torch_border.virtual_devices import (
     new_stream as new_stream,
     the_virtual_device as the_virtual_device,
     virtual_device as virtual_device,
+    watched_propagation as watched_propagation,
+    watched_recomputation as watched_recomputation,
     watched_resizes as watched_resizes,
 )
 from fullshard.torch_border.virtual_groups import (

@@ -34,6 +34,9 @@ ADDMM_WITH_ACTIVATION = "_addmm_activation"
 VALUE_OF: Operator = torch.ops.aten._local_scalar_dense.default
 """Asks for the value of a tensor, as ``item`` does."""
 
+SET_STORAGE: Operator = torch.ops.aten.set_.source_Storage_storage_offset
+"""Gives a tensor the memory of a storage, which no operation has made."""
+
 without_function_modes = torch._C.DisableTorchFunction
 """A context in which a question to a tensor, such as its size, does not go through ``__torch_function__`` first."""
 

@@ -7,14 +7,16 @@ whoever plans brings the streams and notes what happens. At most one is there at
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
 from torch import UntypedStorage
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim import optimizer
+from torch.utils import checkpoint
 
 _SUPPORTED_DEVICES = (
     "_get_fused_kernels_supported_devices",
@@ -118,6 +120,47 @@ def watched_resizes(resized: Callable[[UntypedStorage], None]) -> Iterator[None]
         return storage
 
     with patch.object(UntypedStorage, "resize_", watched):
+        yield
+
+
+@contextmanager
+def watched_recomputation(
+    checkpointed: Callable[[], None], decided: Callable[[], None]
+) -> Iterator[None]:
+    """Call ``checkpointed`` when a call's activations are not kept, and ``decided`` for each operation that a policy decides about.
+
+    Both take the host's time, and neither is an operation.
+    """
+    with ExitStack() as stack:
+        watch = partial(_called_before, stack)
+        watch(checkpoint._CheckpointFrame, "__init__", checkpointed)
+        for mode in (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode):
+            watch(mode, "__torch_dispatch__", decided)
+        yield
+
+
+def _called_before(stack: ExitStack, owner: type, name: str, call: Callable[[], None]) -> None:
+    """Let a method call something first, as long as the stack is open."""
+    method = getattr(owner, name)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        call()
+        return method(*args, **kwargs)
+
+    stack.enter_context(patch.object(owner, name, watched))
+
+
+@contextmanager
+def watched_propagation(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter ``around`` wherever DTensor finds out the shape of a result, with tensors that no device has."""
+    name = "_propagate_tensor_meta_non_cached"
+    propagate = getattr(ShardingPropagator, name)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return propagate(*args, **kwargs)
+
+    with patch.object(ShardingPropagator, name, watched):
         yield
 
 

@@ -28,6 +28,7 @@ from fullshard.programs.train.sharded_model import (
     precision_policy,
     shard,
 )
+from fullshard.programs.train.weights import materialise
 from fullshard.torch_border import fake_process_group
 from fullshard.tracing.group_facts import group_facts
 from fullshard.tracing.schema import GroupFacts
@@ -134,7 +135,7 @@ def measure(
     with fake_process_group(world):
         mesh = make_mesh(config.sharding.replicas, torch.device("cpu"))
         blocks = source.blocks(model) if config.sharding.groups == "blocks" else []
-        shard(model, blocks, mesh, torch.device("meta"), config)
+        shard(model, blocks, mesh, torch.device("meta"), config, materialise)
         groups = group_facts(model)
         sharded = _sizes(config, model).with_padding(sum(group.shard_bytes for group in groups))
     itemsize = Fraction(unsharded.parameters, sum(p.numel() for p in model.parameters()) or 1)

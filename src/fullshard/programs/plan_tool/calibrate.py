@@ -26,6 +26,7 @@ import torch.distributed as dist
 from fullshard.comm.collectives import value_of_first_rank
 from fullshard.errors import ConfigurationError
 from fullshard.programs.plan_tool.host_measurements import HostRates, measure_host
+from fullshard.programs.plan_tool.host_steps import SCALED, HostSeconds, fitted_host
 from fullshard.programs.plan_tool.machine import GIB, GIGA, MIB, MICRO, MILLI, TERA, Machine
 from fullshard.programs.plan_tool.measurements import (
     CALIBRATION,
@@ -69,6 +70,7 @@ def calibrate(
     device: torch.device | None = None,
     base: str | None = None,
     quick: bool = False,
+    host: HostSeconds | None = None,
     report: Report = lambda text: None,
 ) -> Machine:
     """Measure this machine, and return its profile. Takes less than a minute; a second or two if `quick`.
@@ -79,6 +81,8 @@ def calibrate(
         device: What to measure; the GPU, if there is one.
         base: The profile for everything that is not measured. By default the one of the same GPU.
         quick: Measure fewer and smaller things.
+        host: What `measure_steps` has found, before there was a process group. Without it, the host is known by operations
+            in a loop, which are faster than those of a model.
         report: Is given a line for each thing that is measured.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -92,7 +96,11 @@ def calibrate(
         fit.products(bench.products(PRODUCTS[sizes], dtype))
     fit.attention(*bench.attention(HEADS[sizes], dtypes[0]))
     fit.copies(bench.copies(COPIES[sizes]))
-    fit.host(bench.launch_seconds(), bench.shortest_kernel_seconds())
+    fit.floor(bench.shortest_kernel_seconds())
+    if host is None:
+        fit.launches(bench.launch_seconds())
+    else:
+        fit.steps(host)
     if device.type == "cuda":
         _measure_host_memory(fit, bench, mebibytes=QUICK_HOST_COPY if quick else HOST_COPY)
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -233,18 +241,23 @@ class _Fit:
         self._put("traffic", peak_tb_s=peak, efficiency=rate / peak, band=_spread(rates))
         self._report(f"memory: {rate * 1e3:.4g} GB/s")
 
-    def host(self, launch_seconds: float, kernel_seconds: float) -> None:
+    def floor(self, seconds: float) -> None:
+        """Set how fast small kernels follow each other."""
+        self._put("traffic", floor_us=seconds / MICRO)
+
+    def launches(self, seconds: float) -> None:
         """Set the host's time for an operation. What else it does is slower or faster by the same factor."""
         facts = self.machine.host
-        launch = launch_seconds / MICRO
-        factor = launch / facts.launch_us if facts.launch_us else 1.0
-        others = {
-            name: getattr(facts, name) * factor
-            for name in ("kernel_us", "collective_us", "event_us", "hook_us")
-        }
-        self._put("host", launch_us=launch, **others)
-        self._put("traffic", floor_us=kernel_seconds / MICRO)
-        self._report(f"host: {launch:.3g} us for an operation")
+        factor = seconds / MICRO / facts.launch_us if facts.launch_us else 1.0
+        others = {name: getattr(facts, name) * factor for name in SCALED}
+        self._put("host", **{**others, "launch_us": seconds / MICRO})
+        self._report(f"host: {seconds / MICRO:.3g} us for an operation")
+
+    def steps(self, measured: HostSeconds) -> None:
+        """Set the host's times, by steps that waited for nothing else."""
+        found = fitted_host(self.machine, measured)
+        self._put("host", **found)
+        self._report(f"host: {found['launch_us']:.3g} us for an operation of a model")
 
     def offload(self, rates: HostRates) -> None:
         """Set what copies and updates of host memory reach. What several ranks measured has their sharing in it."""
@@ -327,10 +340,7 @@ def calibrate_from_trace(
         return machine
     host = _ratio(_host_us(measured), _host_us(predicted))
     if host is not None:
-        factors = {
-            name: getattr(machine.host, name) * host
-            for name in ("launch_us", "kernel_us", "collective_us", "event_us", "hook_us")
-        }
+        factors = {name: getattr(machine.host, name) * host for name in SCALED}
         machine = _corrected(machine, "host", factors, f"times {host:.3g} by a trace")
         report(f"host: {host:.3g} of the planned time")
     if not machine.host.is_synchronous and _is_host_bound(measured):

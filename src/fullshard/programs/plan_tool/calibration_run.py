@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fullshard.errors import ConfigurationError
 from fullshard.programs.plan_tool.calibrate import calibrate, calibrate_from_trace
+from fullshard.programs.plan_tool.host_steps import measure_steps
 from fullshard.programs.plan_tool.machine import Machine
 from fullshard.programs.plan_tool.run_plan import planned_run
 from fullshard.programs.report.run_files import Run, read_run
@@ -32,9 +33,11 @@ def calibrated(
         The profile on the first rank; None on others.
     """
     measured = None if run is None else _traced(run)
+    # All ranks of a host at once, as they train, and before they are a process group.
+    host = measure_steps(_device()) if _device().type == "cuda" else None
     with _ranks() as (rank, device):
         said = report if rank == 0 else _say_nothing
-        machine = calibrate(device=device, base=base, quick=quick, report=said)
+        machine = calibrate(device=device, base=base, quick=quick, host=host, report=said)
     if rank != 0:
         return None
     if run is None or measured is None:
@@ -57,18 +60,23 @@ def _traced(run: Path) -> Run:
     return found
 
 
+def _device() -> torch.device:
+    """Return what this process measures, and let it be the current device."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
 @contextmanager
 def _ranks() -> Iterator[tuple[int, torch.device]]:
     """Join the ranks that torchrun has started, if it has."""
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device()
     if "RANK" not in os.environ:
-        yield 0, torch.device(kind)
+        yield 0, device
         return
-    device = torch.device(kind)
-    if kind == "cuda":
-        device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield dist.get_rank(), device
     finally:

@@ -102,7 +102,9 @@ def _facts(values: Any) -> Hashable:
 
 @functools.cache
 def makes_tensors(operator: Operator) -> bool:
-    """Return whether a result may have memory that no argument has. Some views do not say that they are views."""
+    """Return whether a result may have memory that no tensor among the arguments had. Some views do not say that they are views."""
+    if operator is torch_border.SET_STORAGE:
+        return True
     signature = torch_border.signature_of(operator)
     writes = any(argument.is_written for argument in signature.arguments)
     return any(signature.new_results) or not writes

@@ -40,6 +40,9 @@ GIB = 1 << 30
 MIB = 1 << 20
 BITS_PER_BYTE = 8
 
+FAKE_COPY = 0.22
+"""What the host needs for each copy that the fake group makes, in operations of a model: it has no module and no gradient."""
+
 SPLITS = (1, 2, 4, 8)
 """In how many parts a library may cut the inner dimension of a product, so that all processors have work."""
 
@@ -122,6 +125,10 @@ class HostFacts:
     """To take memory from the allocator, or to give it back."""
     hook_us: float
     """A hook of the engine: one group in one pass."""
+    checkpoint_us: float
+    """A call whose activations are recomputed, beside its operations."""
+    decision_us: float
+    """An operation about which a policy of selective recomputation decides, each time it runs; none in compiled blocks."""
     is_synchronous: bool
     """The host itself computes, as on a CPU; it goes on when a kernel has ended."""
 
@@ -451,10 +458,14 @@ class Machine:
                 seconds = host.launch_us + max(0, launches - 1) * host.kernel_us
                 return MICRO * seconds * (self.compiled.host if is_compiled else 1.0)
             case Launch(work=Collective(ranks=ranks, kind=kind)):
-                copies = ranks if self.is_fake_group and kind == "all_gather" else 0
-                return MICRO * (host.collective_us + copies * host.kernel_us)
+                copies = ranks - 1 if self.is_fake_group and kind == "all_gather" else 0
+                return MICRO * (host.collective_us + copies * FAKE_COPY * host.launch_us)
             case Launch(work=Transfer()):
                 return MICRO * host.launch_us
+            case HostWork(count=count, kind="checkpoint"):
+                return MICRO * host.checkpoint_us * count
+            case HostWork(count=count, kind="decision"):
+                return 0.0 if is_compiled else MICRO * host.decision_us * count
             case HostWork(count=count):
                 return MICRO * host.hook_us * count
             case HostCompute(kernel=kernel, ranks=ranks):

@@ -131,11 +131,17 @@ class Free:
     memory: int
 
 
+HostWorkKind = Literal["hook", "checkpoint", "decision"]
+"""A hook of the engine: one group in one pass. A call whose activations are recomputed: what keeping none and computing them
+again costs beside the operations. An operation about which a policy of selective recomputation decides, each time it runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """The host runs hooks of the engine: one group in one pass each. Views and Python of the model count with launches."""
+    """The host does something that is no operation. Views and Python of the model count with launches."""
 
     count: int
+    kind: HostWorkKind = "hook"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -415,6 +416,13 @@ class Recorder(torch_border.OperatorMode):
         with ExitStack() as stack:
             stack.enter_context(torch_border.virtual_device(self))
             stack.enter_context(torch_border.watched_resizes(self._resized))
+            stack.enter_context(torch_border.watched_propagation(partial(self.during, "build")))
+            stack.enter_context(
+                torch_border.watched_recomputation(
+                    partial(self.add, HostWork(1, "checkpoint")),
+                    partial(self.add, HostWork(1, "decision")),
+                )
+            )
             stack.enter_context(torch_border.fast_optimizers_on_meta())
             stack.enter_context(self)
             yield

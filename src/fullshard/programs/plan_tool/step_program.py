@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -97,6 +98,11 @@ class _RecordedStep(TrainingStep):
         super().__init__(config, world, source, META)
         recorder.phase = "between"
         self.name_parameters()
+
+    def allocate(self, model: nn.Module, device: torch.device) -> None:
+        """Do as `TrainingStep` says. What is taken here and given back remains reserved."""
+        with self._recorder.during("between"):
+            super().allocate(model, device)
 
     def name_parameters(self) -> None:
         """Tell the recorder which memory is there all the time."""

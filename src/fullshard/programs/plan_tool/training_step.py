@@ -9,6 +9,7 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
 from fullshard.programs.plan_tool.program import Phase
 from fullshard.programs.train.config import RunConfig
@@ -16,6 +17,7 @@ from fullshard.programs.train.evaluation import window_losses
 from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.optimizer import build_ema, build_optimizer
 from fullshard.programs.train.sharded_model import build_model
+from fullshard.programs.train.weights import materialise
 
 
 class TrainingStep:
@@ -32,11 +34,15 @@ class TrainingStep:
         self._config, self._source = config, source
         rows, context = config.train.batch // world, config.data.context
         self.tokens = rows * context
-        self.model = build_model(config, source, device)
+        self.model = build_model(config, source, device, allocate=self.allocate)
         with self.during("optimizer"):  # some have their state at once
             self.optimizer = build_optimizer(config.optimizer, self.model)
             self.ema = build_ema(config.optimizer, self.model.module)
         self.windows = torch.zeros(rows, context + 1, dtype=torch.int64, device=device)
+
+    def allocate(self, model: nn.Module, device: torch.device) -> None:
+        """Give the shards of a model their memory."""
+        materialise(model, device)
 
     def take(self) -> None:
         """Take a step."""

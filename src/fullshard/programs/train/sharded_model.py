@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import fnmatch
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -140,8 +140,20 @@ class WrappedModel(ShardedModel):
         return self.module.clip_grad_norm_(max_norm)
 
 
-def build_model(config: RunConfig, source: ModelSource, device: torch.device) -> ShardedModel:
+def build_model(
+    config: RunConfig,
+    source: ModelSource,
+    device: torch.device,
+    *,
+    allocate: Callable[[nn.Module, torch.device], None] = materialise,
+) -> ShardedModel:
     """Return the sharded model with memory for this rank's shards, which is not filled yet. All ranks call it.
+
+    Args:
+        config: The run.
+        source: Its model.
+        device: Where to compute.
+        allocate: Gives the shards of `fully_shard` their memory.
 
     Raises:
         ConfigurationError: the configuration does not go together, or not with this number of ranks.
@@ -167,7 +179,7 @@ def build_model(config: RunConfig, source: ModelSource, device: torch.device) ->
     if config.sharding.door == "wrapper":
         sharded = WrappedModel(wrap(model, blocks, mesh, device, config), unsharded)
     else:
-        sharded = FullyShardModel(shard(model, blocks, mesh, device, config), unsharded)
+        sharded = FullyShardModel(shard(model, blocks, mesh, device, config, allocate), unsharded)
     return sharded
 
 
@@ -243,6 +255,7 @@ def shard(
     mesh: DeviceMesh,
     device: torch.device,
     config: RunConfig,
+    allocate: Callable[[nn.Module, torch.device], None],
 ) -> nn.Module:
     """Shard a model with `fully_shard`, and allocate this rank's shards."""
     section, policy = config.sharding, precision_policy(config.compute)
@@ -264,7 +277,7 @@ def shard(
         )
     if section.prefetch != 1:  # the engine's own depth
         set_prefetch([model, *(modules[0] for modules in groups)], section.prefetch)
-    materialise(model, torch.device("cpu") if section.offload else device)
+    allocate(model, torch.device("cpu") if section.offload else device)
     return model
 
 
