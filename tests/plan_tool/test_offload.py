@@ -221,7 +221,7 @@ def test_all_ranks_of_a_host_share_its_link_its_memory_and_its_cores() -> None:
 
 
 def test_an_estimate_from_few_layers_has_the_host_memory_of_all() -> None:
-    run = config(model={"layers": 12, "width": 64}, sharding=OFFLOAD)
+    run = config(model={"layers": 10, "width": 64}, sharding=OFFLOAD)
     whole, few = plan_step(run, WORLD, H100), estimate_step(run, WORLD, H100)
     assert few.memory.host_allocated == pytest.approx(whole.memory.host_allocated, rel=0.01)
     assert few.playback.update_seconds == pytest.approx(whole.playback.update_seconds, rel=0.05)
