@@ -247,7 +247,7 @@ def test_replicas_divide_the_state_and_have_the_same_bits_over_twenty_steps(worl
 def made(model: nn.Module, kind: Any = AdamW8bit, over: bool = False) -> Any:
     options: dict[str, Any] = {}
     if kind is AdamW8bit:
-        options = {"block_size": SIZE, "shard_over_replicas": over, "bucket_numel": 70}
+        options = {"block_size": SIZE, "shard_over_replicas": over, "bucket_numel": 200}
     return kind(model.parameters(), lr=0.02, weight_decay=0.1, **options)
 
 

@@ -10,6 +10,7 @@ import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,8 +33,9 @@ from fullshard import (
     fully_shard,
     replicate,
 )
+from fullshard.comm import collectives
 from fullshard.engine.tensor_trees import map_tensors
-from fullshard.optim import EMA, Muon, ShardedOptimizer
+from fullshard.optim import EMA, AdamW8bit, Muon, ShardedOptimizer
 from fullshard.optim.fused_shards import local_of
 from fullshard.sharded_grad_scaler import ShardedGradScaler
 from fullshard.wrap import ModuleWrapPolicy
@@ -485,6 +487,10 @@ def test_states_are_those_of_the_usual_optimizer_for_torch_and_the_wrapper(world
 # --- what is refused ------------------------------------------------------------------------------
 
 
+def matrices_of(model: Any) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.ndim == 2]
+
+
 def refusals() -> list[str]:
     found = []
 
@@ -494,7 +500,7 @@ def refusals() -> list[str]:
         found.append(str(caught.value))
 
     model = sharded("fully_shard", SMALL)
-    for each in (optim.LBFGS, optim.Adafactor, optim.Muon, Muon):
+    for each in (optim.LBFGS, optim.Adafactor, optim.Muon, Muon, AdamW8bit):
         refuse(lambda each=each: over_replicas(each, model.parameters()), ConfigurationError)
     refuse(
         lambda: ShardedOptimizer(
@@ -502,6 +508,9 @@ def refusals() -> list[str]:
         ),
         ConfigurationError,
     )
+    with patch.object(collectives, "backend_of", return_value="nothing"):
+        for make in (partial(over_replicas, optim.AdamW), Muon):
+            refuse(lambda make=make: make(matrices_of(model)), ConfigurationError)
     optimizer = over_replicas(optim.AdamW, model.parameters())
     train(model, optimizer, range(1))
     if dist.get_rank() > 1:  # one replica takes a step more
@@ -514,9 +523,13 @@ def refusals() -> list[str]:
 def test_other_optimizers_and_replicas_that_differ_are_refused_alike_on_every_rank(world) -> None:
     found = world(4).run(refusals)
     assert found[0][:-1] == found[1][:-1] == found[2][:-1] == found[3][:-1]
-    sparse, *classes, bucket, differing = found[0]
+    sparse, *classes, muon, eight, bucket, gathers, sends, differing = found[0]
     assert "sparse gradients" in sparse
     assert all("each element's update must depend on this element only" in text for text in classes)
+    assert muon.startswith("Muon updates shards by itself")
+    assert eight.startswith("AdamW8bit updates shards by itself")
+    for text in (gathers, sends):
+        assert "they are on cpu, for which the process group has no backend" in text
     assert "bucket_numel" in bucket
     assert "by replica" in differing and "step 1.0" in differing and "step 2.0" in differing
     assert found[0][-1] == found[2][-1]

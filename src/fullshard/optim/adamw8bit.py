@@ -59,6 +59,7 @@ class AdamW8bit(torch.optim.AdamW):
     which a rank holds nothing, and call `step` alike.
     """
 
+    takes_pieces = True
     COUNTS_ON_HOST = True
     """A step has other numbers each time, so `fullshard.graphed` does not capture it."""
 

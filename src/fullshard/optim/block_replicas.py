@@ -20,7 +20,8 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fullshard.optim.replica_messages import UPDATED, ReplicaMessage, check_backend
+from fullshard.optim.param_cuts import check_backend
+from fullshard.optim.replica_messages import OVER_REPLICAS, UPDATED, ReplicaMessage
 from fullshard.plan.mesh import DataParallelAxes
 
 Segment = tuple[int, Tensor]
@@ -53,7 +54,7 @@ def replica_cut(unit: Tensor, starts: Tensor, axes: DataParallelAxes | None) -> 
     replicas = None if axes is None else axes.replicate_process_group
     if axes is None or replicas is None or axes.replicate_mesh_size == 1 or not unit.numel():
         return None
-    check_backend(replicas, unit.device)
+    check_backend(replicas, unit.device, OVER_REPLICAS)
     size, numel = axes.replicate_mesh_size, unit.numel()
     ends = []
     for part in range(1, size):

@@ -35,7 +35,12 @@ from fullshard.errors import ConfigurationError, UnsupportedError, UsageError, f
 from fullshard.optim.fused_shards import like_param, local_of
 from fullshard.optim.matrix_owners import Bucket, CutParam, Matrix, plan_buckets
 from fullshard.optim.newton_schulz import COEFFICIENTS, orthogonalize
-from fullshard.optim.param_cuts import ParamCut, param_cuts, refuse_sparse_gradients
+from fullshard.optim.param_cuts import (
+    ParamCut,
+    check_backend,
+    param_cuts,
+    refuse_sparse_gradients,
+)
 from fullshard.plan.mesh import global_rank
 
 __all__ = ["Muon", "hidden_matrices"]
@@ -153,6 +158,9 @@ class Muon(torch.optim.Optimizer):
                     complex_.append(text)
                 elif group["use_muon"] and len(cut.shape) not in (2, 3):
                     shapeless.append(text)
+                elif group["use_muon"] and cut.group is not None:
+                    device = local_of(cut.param).device
+                    check_backend(cut.group, device, "Muon sends shards to the owners of matrices")
         paragraphs = [
             *fault_paragraphs(
                 complex_, "Muon takes real parameters; these are complex:", "Use AdamW for them."

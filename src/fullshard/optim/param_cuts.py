@@ -12,8 +12,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fullshard.comm import collectives
 from fullshard.engine.param_group import FSDPParamGroup, groups_of
-from fullshard.errors import UnsupportedError, fault_paragraphs
+from fullshard.errors import ConfigurationError, UnsupportedError, fault_paragraphs
 from fullshard.plan.mesh import global_rank, group_over, ranks_by_replica
 from fullshard.plan.param_shardings import dtensor_sharding, flat_sharding
 from fullshard.plan.sharding import Sharding, replicated
@@ -90,6 +91,21 @@ def cuts_of_members(params: Sequence[nn.Parameter]) -> list[list[ParamCut]]:
             f"tensor-parallel: {parallel}. Use fully_shard."
         )
     return [_cuts(param, members[id(param)]) for param in params]
+
+
+def check_backend(group: ProcessGroup, device: torch.device, what: str) -> None:
+    """Refuse to communicate shards that their process group cannot. All ranks find the same.
+
+    Args:
+        group: The ranks.
+        device: Where shards are.
+        what: Who communicates them, and how: the beginning of a sentence.
+    """
+    if collectives.backend_of(group, device) == "nothing":
+        raise ConfigurationError(
+            f"{what}, but they are on {device}, for which the process group has no backend. Initialise it with one, as in "
+            "init_process_group('cpu:gloo,cuda:nccl'), or keep shards on the accelerator."
+        )
 
 
 def refuse_sparse_gradients(optimizer: Optimizer) -> None:

@@ -15,6 +15,9 @@ from fullshard.errors import ConfigurationError, LifecycleError, fault_paragraph
 UPDATED = tag("optimizer: updated shards of the replicas")
 STATES = tag("optimizer: states of the replicas")
 
+OVER_REPLICAS = "shard_over_replicas gathers shards over the replicas"
+"""What is said where that is not possible."""
+
 
 class ReplicaMessage:
     """One all-gather over the replicas. Each sends its views; those of the others are written."""
@@ -68,16 +71,6 @@ class ReplicaMessage:
             ]
             torch._foreach_copy_(self._others, parts)
         self._flight = None
-
-
-def check_backend(group: ProcessGroup, device: torch.device) -> None:
-    """Refuse to gather shards where the process group of the replicas cannot."""
-    if collectives.backend_of(group, device) == "nothing":
-        raise ConfigurationError(
-            f"shard_over_replicas gathers shards over the replicas, but they are on {device}, for which their process group "
-            "has no backend. Initialise it with one, as in init_process_group('cpu:gloo,cuda:nccl'), or leave "
-            "shard_over_replicas out."
-        )
 
 
 def check_bucket(bucket_numel: int) -> None:

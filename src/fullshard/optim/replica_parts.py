@@ -34,11 +34,12 @@ from fullshard import torch_border
 from fullshard.comm import collectives
 from fullshard.engine.param_group import groups_of
 from fullshard.optim.fused_shards import FusedShard, UpdatedTensor, like_param, local_of
+from fullshard.optim.param_cuts import check_backend
 from fullshard.optim.replica_messages import (
+    OVER_REPLICAS,
     STATES,
     UPDATED,
     ReplicaMessage,
-    check_backend,
     raise_differences,
 )
 from fullshard.storage.sharded_params import ShardedParam
@@ -254,7 +255,7 @@ class ReplicaParts:
                 if param not in kinds or not _can_be_cut(param):
                     continue
                 local = local_of(param)
-                check_backend(replicas, local.device)
+                check_backend(replicas, local.device, OVER_REPLICAS)
                 kind = (
                     replicas,
                     local.dtype,

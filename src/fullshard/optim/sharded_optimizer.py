@@ -420,6 +420,11 @@ def _in_place(state: dict[str, Any], before: Mapping[str, Any] | None) -> dict[s
 def _check_class(optimizer_class: type[optim.Optimizer], elementwise: bool) -> None:
     if elementwise or optimizer_class in torch_border.ELEMENTWISE:
         return
+    if getattr(optimizer_class, "takes_pieces", False):
+        raise ConfigurationError(
+            f"{optimizer_class.__name__} updates shards by itself, and not each element for itself. Use it without "
+            "ShardedOptimizer; AdamW8bit has its own shard_over_replicas=True."
+        )
     known = ", ".join(sorted(each.__name__ for each in torch_border.ELEMENTWISE))
     raise ConfigurationError(
         "ShardedOptimizer updates many parameters as one tensor, so each element's update must depend on this element "
