@@ -1,5 +1,7 @@
 """A profile of the machine that runs the tests, and profiles that traces correct."""
 
+import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -68,6 +70,16 @@ def test_ranks_measure_collectives_and_agree_on_the_profile(world) -> None:
     own = 1 - 1 / machine.links.devices_per_host
     expected = milliseconds * 1e-3 * 0.5 / own
     assert machine.collective_seconds(work) == pytest.approx(expected, rel=0.01)
+    # Ranks share cores, and threads of gloo take theirs.
+    for name in ("offload.cores", "host.collective_us", "overlap.compute_slowdown"):
+        assert machine.sources[name].startswith("measured on "), name
+    assert machine.overlap.compute_slowdown > 1
+    assert machine.offload.cores <= (os.cpu_count() or 1)
+
+
+def test_a_cpu_is_measured_in_processor_time_so_other_processes_do_not_count() -> None:
+    bench = Bench(torch.device("cpu"), seconds_each=0.001)
+    assert bench.seconds_of(lambda: time.sleep(0.005)) < 0.004
 
 
 def trace_of(made_up: MadeUp) -> Trace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -35,7 +35,7 @@ class _Machine:
     """Kernels and collectives take as many seconds as they have bytes; the host needs time for hooks only."""
 
     def __init__(self, machine: Machine) -> None:
-        self.overlap = machine.overlap
+        self.overlap, self.host, self.slowdown = machine.overlap, machine.host, machine.slowdown
 
     def kernel_seconds(self, kernel: Kernel, *, is_compiled: bool) -> float:
         return kernel.nbytes / (2 if is_compiled else 1)
@@ -161,6 +161,39 @@ def test_without_streams_the_host_computes_and_the_wire_goes_on() -> None:
     result = played(collective(5), *wait, has_streams=False)
     assert result.seconds == 6
     assert result.host_seconds == 6
+
+
+def on_cores(*entries: Entry, cores: int, ranks: int, taken: float = 0.0, turn: float) -> Playback:
+    """Ranks of one host, whose collectives take a part of a core while they run."""
+    cpu = load_profile("cpu")
+    cpu = replace(
+        cpu,
+        offload=replace(cpu.offload, cores=cores),
+        overlap=replace(cpu.overlap, compute_slowdown=1 / (1 - taken)),
+        host=replace(cpu.host, turn_us=turn * 1e6),
+    )
+    program = Program(entries, 0, len(entries), STREAMS, {}, False)
+    return play(program, cast("Machine", _Machine(cpu)), ranks=ranks)
+
+
+def test_ranks_on_the_same_cores_take_turns_and_wait_for_the_last_one() -> None:
+    entries = (kernel(4), collective(1), Record(GATHER, 1), Wait(HOST, 1))
+    for turn, waits in ((9.0, 2.0), (1.0, 0.5)):
+        result = on_cores(*entries, cores=2, ranks=4, turn=turn)
+        # Two ranks on each core: 8 s for 4 s of work, and the collective.
+        assert result.seconds == pytest.approx(9)
+        assert result.of_host(1) == pytest.approx(8 - waits)
+        assert result.idle == pytest.approx({"gather": waits + 1})
+    assert on_cores(*entries, cores=4, ranks=4, turn=9.0).idle == pytest.approx({"gather": 1})
+
+
+def test_threads_of_a_collective_take_cores_from_compute_if_there_are_no_others() -> None:
+    entries = (collective(4), kernel(4), collective(1), Record(GATHER, 1), Wait(HOST, 1))
+    result = on_cores(*entries, cores=2, ranks=2, taken=0.5, turn=0.1)
+    # Half speed for 4 s, then 2 s alone. Half of the 2 s that were lost is a wait.
+    assert result.of_host(2) == pytest.approx(6 - 1)
+    assert result.idle == pytest.approx({"gather": 1 + 1})
+    assert on_cores(*entries, cores=3, ranks=2, taken=0.5, turn=0.1).of_host(2) == 4
 
 
 def test_times_of_compute_and_its_waits_are_the_whole_step() -> None:

@@ -12,6 +12,7 @@ power limits, a slow host and contention are in it.
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import statistics
 from collections import defaultdict
@@ -54,6 +55,9 @@ PRODUCTS = {
 }
 HEADS = {"cuda": [(32, 2048, 128), (32, 8192, 128)], "cpu": [(4, 512, 64)], "quick": [(2, 128, 64)]}
 COPIES = {"cuda": [64, 256, 1024], "cpu": [16, 64], "quick": [4, 8]}
+MOST_TAKEN = 0.95
+"""The largest share of a core that a collective is said to take."""
+
 GATHERS: Mapping[str, Sequence[float]] = {
     "cuda": [1, 8, 32, 128, 512, 1024],
     "cpu": [0.01, 0.25, 1, 8, 32],
@@ -146,12 +150,12 @@ def _measure_collectives(fit: _Fit, bench: Bench, mebibytes: Sequence[float]) ->
     host_group = groups[first // local]
     if local > 1:
         gathers = bench.collectives("all_gather", mebibytes, host_group)
-        largest = [mebibytes[-1]]
-        fit.links(
-            gathers,
-            bench.collectives("reduce_scatter", largest, host_group)[0],
-            bench.collectives("all_reduce", largest, host_group)[0],
-        )
+        large = mebibytes[-2:]
+        scatters = bench.collectives("reduce_scatter", large, host_group)
+        fit.links(gathers, scatters, bench.collectives("all_reduce", large, host_group))
+        if bench.device.type == "cpu":
+            fit.hooks(bench.hook_seconds())
+            fit.cores([*gathers, *scatters], bench.turn_seconds())
     if world > local:
         whole = dist.group.WORLD
         assert whole is not None
@@ -279,9 +283,12 @@ class _Fit:
         self._report(f"host memory: {up:.3g} GB/s to the GPU, {down:.3g} GB/s back")
 
     def links(
-        self, gathers: Sequence[TimedCollective], scatter: TimedCollective, reduce: TimedCollective
+        self,
+        gathers: Sequence[TimedCollective],
+        scatters: Sequence[TimedCollective],
+        reduces: Sequence[TimedCollective],
     ) -> None:
-        """Set the table of a host, and what other collectives take in comparison."""
+        """Set the table of a host, and what other collectives of the largest sizes take in comparison."""
         facts = self.machine.links
         ranks = gathers[0].work.ranks
         if not self._is_gpu:
@@ -297,12 +304,36 @@ class _Fit:
             "links",
             devices_per_host=facts.devices_per_host,
             all_gather=tuple(rows),
-            reduce_scatter=scatter.seconds / last,
-            all_reduce=reduce.seconds / last,
+            reduce_scatter=_relative(scatters, gathers),
+            all_reduce=_relative(reduces, gathers),
         )
         self._report(
             f"all-gather of {rows[-1][0]:g} MiB among {ranks} ranks: {last / MILLI:.3g} ms"
         )
+
+    def hooks(self, seconds: float) -> None:
+        """Set what the engine adds to a group's forward or backward."""
+        self._put("host", hook_us=seconds / MICRO)
+        self._report(f"engine: {seconds / MICRO:.3g} us for a pass of a group")
+
+    def cores(self, collectives: Sequence[TimedCollective], turn_seconds: float | None) -> None:
+        """Set what ranks on the same cores take from each other, and what a collective takes from compute."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self._put("offload", cores=cores or 1)
+        # It does not depend on the size.
+        call = min(each.call_seconds for each in collectives)
+        self._put("host", collective_us=call / MICRO)
+        taken = sum(each.backend_seconds for each in collectives)
+        share = min(MOST_TAKEN, taken / max(MICRO, sum(each.seconds for each in collectives)))
+        self._put("overlap", compute_slowdown=1 / (1 - share))
+        self._report(
+            f"a collective: {call / MICRO:.3g} us to call it; while it runs, threads of the backend take {share:.0%} of a core"
+        )
+        if turn_seconds is not None:
+            self._put("host", turn_us=turn_seconds / MICRO)
+            self._report(
+                f"a thread keeps a core for {turn_seconds / MILLI:.3g} ms when others want it"
+            )
 
     def network(self, gathers: Sequence[TimedCollective]) -> None:
         """Set what a collective between hosts costs at least, and the share of the bandwidth that a large one gets."""
@@ -313,6 +344,12 @@ class _Fit:
         efficiency = min(1.0, self.machine.network.efficiency * predicted / large.seconds)
         self._put("network", efficiency=efficiency)
         self._report(f"all-gather between hosts: {large.seconds / MILLI:.3g} ms")
+
+
+def _relative(others: Sequence[TimedCollective], gathers: Sequence[TimedCollective]) -> float:
+    """Return the mean time of collectives, relative to the gathers of as many bytes, which are the last ones."""
+    pairs = zip(others, gathers[-len(others) :], strict=True)
+    return statistics.geometric_mean(other.seconds / gather.seconds for other, gather in pairs)
 
 
 def _spread(ratios: Sequence[float]) -> float:

@@ -2,6 +2,10 @@
 
 Each is the median of repetitions, which end when their share of the time is used up. Nothing is fitted here; `calibrate`
 makes a profile of it.
+
+A CPU is measured in processor time, for which other processes and other ranks on the same cores count nothing. What
+ranks take from each other is what a plan adds: `playback`. Only collectives are measured by the clock, as ranks wait for
+each other in them. Other processes make them slower at times, and never faster, so the fastest quarter counts.
 """
 
 from __future__ import annotations
@@ -16,10 +20,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import torch_border
+from fullshard import fully_shard, torch_border
 from fullshard.comm.collectives import all_gather, all_reduce, reduce_scatter, values_of_all_ranks
 from fullshard.comm.journal import tag
 from fullshard.programs.plan_tool.machine import MIB
@@ -29,6 +34,12 @@ CALIBRATION = tag("plan calibrate", of_step=False)
 NUM_CHAINED = 50
 """Operations of which the host's time is measured together."""
 LEAST_REPETITIONS = 3
+HOOKED_WIDTH = 8
+COLLECTIVES_PER_SECOND = 80
+"""How often a collective is repeated, for each second that another number takes: ranks must agree on it."""
+SPIN_SECONDS = 0.2
+GAP_SECONDS = 0.0005
+"""A loop that does nothing but look at the clock, and misses so much of it, had no core meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,11 @@ class TimedCollective:
 
     work: Collective
     seconds: float
+    """On a CPU from when it has been called."""
+    call_seconds: float = 0.0
+    """On a CPU, to call it: ranks meet, and the backend's threads are woken up."""
+    backend_seconds: float = 0.0
+    """On a CPU, processor time of the backend's threads of a rank."""
 
 
 class Bench:
@@ -54,6 +70,8 @@ class Bench:
         self.device = device
         self._seconds_each = seconds_each
         self._is_cuda = device.type == "cuda"
+        self._collective_repetitions = max(4, round(COLLECTIVES_PER_SECOND * seconds_each))
+        self._host_clock = time.perf_counter if self._is_cuda else time.thread_time
 
     def seconds_of(self, run: Callable[[], object]) -> float:
         """Return the median of the device's seconds for a call; the first one is not counted."""
@@ -67,9 +85,9 @@ class Bench:
 
     def _once(self, run: Callable[[], object]) -> float:
         if not self._is_cuda:
-            begin = time.perf_counter()
+            begin = time.thread_time()
             run()
-            return time.perf_counter() - begin
+            return time.thread_time() - begin
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
         run()
@@ -174,11 +192,26 @@ class Bench:
         end = time.perf_counter() + self._seconds_each
         while len(samples) < LEAST_REPETITIONS or time.perf_counter() < end:
             self.wait()
-            begin = time.perf_counter()
+            begin = self._host_clock()
             chain()
-            samples.append(time.perf_counter() - begin)
+            samples.append(self._host_clock() - begin)
         # Backward multiplies twice for each product of forward, and adds the results.
         return statistics.median(samples) / (4 * NUM_CHAINED)
+
+    def hook_seconds(self) -> float:
+        """Measure what the engine adds to one pass of a group of some small parameters, on this rank by itself."""
+        own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        mesh = DeviceMesh.from_group(own, self.device.type)
+        plain, sharded = (_blocks().to(self.device) for _ in range(2))
+        for module in (*sharded, sharded):
+            fully_shard(module, mesh=mesh)
+        value = torch.ones(1, HOOKED_WIDTH, device=self.device)
+        whole, without = (
+            self.seconds_of(lambda model=model: model(value).sum().backward())  # type: ignore[misc]
+            for model in (sharded, plain)
+        )
+        # Forward and backward.
+        return max(0.0, whole - without) / len(plain) / 2
 
     def shortest_kernel_seconds(self) -> float:
         """Measure how fast small kernels follow each other when they are all in the queue."""
@@ -216,10 +249,13 @@ class Bench:
             piece = max(1, int(mib * MIB) // 4 // ranks)
             own = torch.ones(piece, device=self.device)
             whole = torch.ones(piece * ranks, device=self.device)
-            run = partial(_run, kind, whole, own, group)
-            seconds = self.seconds_together(run, group)
+            call = partial(_call, kind, whole, own, group, is_async=not self._is_cuda)
             work = Collective(kind, piece * ranks * 4, ranks, stride, "float32")
-            found.append(TimedCollective(work, seconds))
+            if self._is_cuda:
+                times: tuple[float, ...] = (self.seconds_together(call, group),)
+            else:
+                times = self._seconds_on_cpu(call, group)
+            found.append(TimedCollective(work, *times))
         return found
 
     def seconds_together(self, run: Callable[[], object], group: dist.ProcessGroup) -> float:
@@ -233,20 +269,83 @@ class Bench:
             samples.append(self._once(run))
         return max(values_of_all_ranks(statistics.median(samples), group, CALIBRATION))
 
+    def _seconds_on_cpu(
+        self, call: Callable[[], dist.Work | None], group: dist.ProcessGroup
+    ) -> tuple[float, ...]:
+        """Return the times of `TimedCollective`: of the slowest rank, and of the call those of the mean one."""
+        _finish(call())
+        samples = []
+        for _ in range(self._collective_repetitions):
+            all_reduce(torch.zeros(1), group, ReduceOp.SUM, CALIBRATION)
+            samples.append(_once_on_cpu(call))
+        # What is done before the call returns need not be waited for later, so they are chosen together.
+        fast = sorted(samples, key=lambda sample: sum(sample[:2]))[: len(samples) // 4]
+        seconds, *others = (
+            values_of_all_ranks(statistics.fmean(each), group, CALIBRATION)
+            for each in zip(*fast, strict=True)
+        )
+        return max(seconds), *map(statistics.fmean, others)
 
-def _run(kind: CollectiveKind, whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
-    """Run a collective as the engine does."""
+    def turn_seconds(self) -> float | None:
+        """Measure how long a thread keeps a core that others want, too; None if it never lost its core."""
+        turns: list[float] = []
+        begin = last = time.perf_counter()
+        end = begin + SPIN_SECONDS
+        while last < end:
+            now = time.perf_counter()
+            if now - last > GAP_SECONDS:
+                turns.append(last - begin)
+                begin = now
+            last = now
+        # The first turn had begun before.
+        return statistics.median(turns[1:]) if len(turns) > LEAST_REPETITIONS else None
+
+
+def _once_on_cpu(call: Callable[[], dist.Work | None]) -> tuple[float, float, float]:
+    """Return the seconds of a collective behind its call, of the call, and the processor time of other threads."""
+    # Between collectives a rank computes, and its caches forget them.
+    torch.ones(256, 256).mm(torch.ones(256, 256))
+    begin, busy = time.perf_counter(), time.process_time() - time.thread_time()
+    work = call()
+    called = time.perf_counter() if work is not None else begin
+    _finish(work)
+    end = time.perf_counter()
+    busy = time.process_time() - time.thread_time() - busy
+    return end - called, called - begin, max(0.0, busy)
+
+
+def _blocks() -> nn.Sequential:
+    """Return a model of which nothing takes time but the operations themselves."""
+    return nn.Sequential(
+        *(
+            nn.Sequential(*(nn.Linear(HOOKED_WIDTH, HOOKED_WIDTH) for _ in range(4)))
+            for _ in range(6)
+        )
+    )
+
+
+def _finish(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+def _call(
+    kind: CollectiveKind, whole: Tensor, own: Tensor, group: dist.ProcessGroup, *, is_async: bool
+) -> dist.Work | None:
+    """Call a collective as the engine does: where the device has no streams, it goes on while the host computes."""
     match kind:
         case "all_gather":
             # Gathers move bytes.
             whole, own = whole.view(torch.uint8), own.view(torch.uint8)
-            all_gather([whole], [own], group, CALIBRATION, async_op=False)
+            return all_gather([whole], [own], group, CALIBRATION, async_op=is_async)
         case "reduce_scatter":
-            reduce_scatter([own], [whole], group, ReduceOp.SUM, CALIBRATION, async_op=False)
+            return reduce_scatter(
+                [own], [whole], group, ReduceOp.SUM, CALIBRATION, async_op=is_async
+            )
         case "all_reduce":
             all_reduce(whole, group, ReduceOp.SUM, CALIBRATION)
-        case _:
-            raise AssertionError(f"{kind} is not measured")
+            return None
+    raise AssertionError(f"{kind} is not measured")
 
 
 def local_ranks() -> int:

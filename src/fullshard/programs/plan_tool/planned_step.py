@@ -110,7 +110,8 @@ def plan_step(
     step = record_step(
         config, world, source or open_model(config), has_streams=not machine.host.is_synchronous
     )
-    playback = play(step.program, machine, is_compiled=config.compute.compile == "blocks")
+    is_compiled = config.compute.compile == "blocks"
+    playback = play(step.program, machine, is_compiled=is_compiled, ranks=world)
     return PlannedStep(
         config=config,
         world=world,
