@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fullshard.optim.param_cuts import check_backend
-from fullshard.optim.replica_messages import OVER_REPLICAS, UPDATED, ReplicaMessage
+from fullshard.optim.replica_messages import OVER_REPLICAS, GatheredParams, ReplicaMessage
 from fullshard.plan.mesh import DataParallelAxes
 
 Segment = tuple[int, Tensor]
@@ -63,7 +63,7 @@ def replica_cut(unit: Tensor, starts: Tensor, axes: DataParallelAxes | None) -> 
     return ReplicaCut(replicas, axes.replicate_mesh_rank, (*ends, numel))
 
 
-class ReplicaBucket:
+class ReplicaBucket(GatheredParams):
     """Units that are gathered together."""
 
     def __init__(
@@ -83,21 +83,6 @@ class ReplicaBucket:
     def group(self) -> ProcessGroup:
         """The replicas."""
         return self._cuts[0].group
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether a step may change a parameter: the same on all replicas, whichever has no gradient."""
-        return any(param.requires_grad or param.grad is not None for param in self.params)
-
-    def start(self) -> None:
-        """Send this replica's parts of the units."""
-        for message in self._messages:
-            message.start(UPDATED)
-
-    def land(self) -> None:
-        """Write the parts of the other replicas."""
-        for message in self._messages:
-            message.land()
 
     def messages(self, units: Sequence[Sequence[Segment]]) -> Iterator[ReplicaMessage]:
         """Yield messages over segments of each unit: every replica sends its part of them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from fullshard.comm import collectives
@@ -71,6 +71,28 @@ class ReplicaMessage:
             ]
             torch._foreach_copy_(self._others, parts)
         self._flight = None
+
+
+class GatheredParams:
+    """Parameters whose shards replicas update in parts and gather together."""
+
+    params: list[nn.Parameter]
+    _messages: list[ReplicaMessage]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a step may change a parameter: the same on all replicas, whichever has no gradient."""
+        return any(param.requires_grad or param.grad is not None for param in self.params)
+
+    def start(self) -> None:
+        """Send this replica's parts of the shards."""
+        for message in self._messages:
+            message.start(UPDATED)
+
+    def land(self) -> None:
+        """Write the parts of the other replicas into the shards."""
+        for message in self._messages:
+            message.land()
 
 
 def check_bucket(bucket_numel: int) -> None:

@@ -38,7 +38,7 @@ from fullshard.optim.param_cuts import check_backend
 from fullshard.optim.replica_messages import (
     OVER_REPLICAS,
     STATES,
-    UPDATED,
+    GatheredParams,
     ReplicaMessage,
     raise_differences,
 )
@@ -110,7 +110,7 @@ class ReplicaPart(UpdatedTensor):
         return own
 
 
-class Bucket:
+class Bucket(GatheredParams):
     """Parameters that are cut and gathered together."""
 
     def __init__(
@@ -150,21 +150,6 @@ class Bucket:
             for window in _windows(numels, cuts[self.rank], cuts[self.rank + 1])
         ]
         self._messages = self._messages_over(self._locals)
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether a step may change a parameter: the same on all replicas, whichever has no gradient."""
-        return any(param.requires_grad or param.grad is not None for param in self.params)
-
-    def start(self) -> None:
-        """Send this replica's part of the shards."""
-        for message in self._messages:
-            message.start(UPDATED)
-
-    def land(self) -> None:
-        """Write the parts of the other replicas into the shards."""
-        for message in self._messages:
-            message.land()
 
     def _messages_over(self, tensors: Sequence[Tensor | None]) -> list[ReplicaMessage]:
         """Return messages over tensors like the local ones; parameters without one take no part."""
