@@ -34,6 +34,5 @@ def test_memory_and_time_are_foretold_for_a_configuration() -> None:
 
 
 def test_waits_of_ranks_are_compared_with_those_of_the_plan() -> None:
-    job = plan_ranks.Job(rank=0, ranks=2, folder=None, steps=1, width=16)  # type: ignore[arg-type]
-    planned = plan_ranks.planned_times(job, plan_ranks.load_profile("cpu"))
-    assert 0 < planned.exposed_ms < planned.step_ms
+    planned = plan_ranks.planned_times(2, 16, plan_ranks.load_profile("cpu"))
+    assert 0 < planned.called_ms < planned.exposed_ms < planned.step_ms
