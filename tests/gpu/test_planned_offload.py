@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +82,10 @@ def test_a_step_copies_what_its_plan_says(config: RunConfig) -> None:
 def test_a_step_takes_the_memory_that_its_plan_says() -> None:
     config = run()
     program = planned(config)
+    # The library for matrix products takes its workspaces once.
+    weight = torch.ones(64, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    (weight @ weight).sum().backward()
+    del weight
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -93,8 +98,9 @@ def test_a_step_takes_the_memory_that_its_plan_says() -> None:
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - held
         taken = pinned_bytes() - pinned
-    use = memory_use(program, load_profile("h200"))
-    assert use.allocated == pytest.approx(peak, rel=0.05)
+    h200 = load_profile("h200")
+    use = memory_use(program, replace(h200, memory=replace(h200.memory, workspace_mib=0)))
+    assert use.allocated == pytest.approx(peak, rel=0.01)
     # Blocks of other tests may be used again.
     of_plan = use.host_at_peak["parameters"] + use.host_at_peak["gradients"]
     assert 0 < taken <= 1.01 * of_plan

@@ -65,8 +65,7 @@ GATHERS: Mapping[str, Sequence[float]] = {
 }
 """MiB in all."""
 HOST_COPY = 256
-QUICK_HOST_COPY = 64
-"""MiB of a copy from and to host memory, and of the parameters that are updated there."""
+"""MiB of a copy from and to host memory, and of the parameters that are updated there: more than the caches of a CPU hold."""
 
 
 def calibrate(
@@ -106,7 +105,7 @@ def calibrate(
     else:
         fit.steps(host)
     if device.type == "cuda":
-        _measure_host_memory(fit, bench, mebibytes=QUICK_HOST_COPY if quick else HOST_COPY)
+        _measure_host_memory(fit, bench)
     if dist.is_initialized() and dist.get_world_size() > 1:
         _measure_collectives(fit, bench, GATHERS[sizes])
     else:
@@ -114,13 +113,13 @@ def calibrate(
     return _of_first_rank(fit.machine)
 
 
-def _measure_host_memory(fit: _Fit, bench: Bench, *, mebibytes: int) -> None:
+def _measure_host_memory(fit: _Fit, bench: Bench) -> None:
     """Measure what steps with offload need; all ranks do at the same time."""
     seconds_of, ranks = bench.seconds_of, 1
     whole = dist.group.WORLD
     if dist.is_initialized() and whole is not None and whole.size() > 1:
         seconds_of, ranks = partial(bench.seconds_together, group=whole), local_ranks()
-    fit.offload(measure_host(bench.device, seconds_of, ranks=ranks, mebibytes=mebibytes))
+    fit.offload(measure_host(bench.device, seconds_of, ranks=ranks, mebibytes=HOST_COPY))
 
 
 def nearest_profile(device: torch.device) -> str:
