@@ -393,7 +393,8 @@ def refusals() -> list[str]:
 
     complex_ = fully_shard(nn.Linear(3, 4, dtype=torch.complex64))
     refuse(lambda: AdamW8bit(complex_.parameters()), UnsupportedError)
-    refuse(lambda: AdamW8bit(nn.Linear(3, 4).parameters(), block_size=100), ConfigurationError)
+    for size in (100, 256.0):
+        refuse(lambda: AdamW8bit(nn.Linear(3, 4).parameters(), block_size=size), ConfigurationError)  # type: ignore[arg-type]  # noqa: B023
     groups = [{"params": nn.Linear(3, 4).parameters(), "amsgrad": True}]
     refuse(lambda: AdamW8bit(groups), ConfigurationError)
     later = AdamW8bit(nn.Linear(3, 4).parameters())

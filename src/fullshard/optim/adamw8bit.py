@@ -95,9 +95,9 @@ class AdamW8bit(torch.optim.AdamW):
                 `ShardedOptimizer`. Reading `state` and `state_dict` are collective then.
             bucket_numel: With ``shard_over_replicas``, how many elements of a shard are gathered in one message.
         """
-        if block_size not in (1 << power for power in range(4, 17)):
+        if type(block_size) is not int or block_size not in (1 << power for power in range(4, 17)):
             raise ConfigurationError(
-                f"block_size must be a power of 2 from 16 to 65536, got {block_size}."
+                f"block_size must be a power of 2 from 16 to 65536, got {block_size!r}."
             )
         check_bucket(bucket_numel)
         self.block_size = block_size
