@@ -417,10 +417,10 @@ def refusals() -> list[str]:
 def test_what_it_cannot_update_is_refused_with_all_names_on_every_rank(world) -> None:
     first, second = world(2).run(refusals)
     assert first == second
-    complex_, size, amsgrad, later, sparse, wrong = first
+    complex_, size, no_integer, amsgrad, later, sparse, wrong = first
     assert "weight: torch.complex64" in complex_ and "bias: torch.complex64" in complex_
     assert later == complex_
-    assert "a power of 2" in size and "100" in size
+    assert "a power of 2" in size and "100" in size and "got 256.0" in no_integer
     assert "no amsgrad" in amsgrad
     assert "shape (4, 3)" in sparse and "sparse=False" in sparse
     assert "parameter 0" in wrong and "without exp_avg_sq" in wrong and "parameter 1" in wrong

@@ -11,9 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fullshard import ConfigurationError, FullyShardedDataParallel, LifecycleError, fully_shard
+from fullshard import (
+    ConfigurationError,
+    DivergenceError,
+    FullyShardedDataParallel,
+    LifecycleError,
+    fully_shard,
+)
+from fullshard.optim import AdamW8bit, Muon, ShardedOptimizer
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.training import whole
 
@@ -254,6 +262,37 @@ def wrong_optimizers() -> None:
         loss_of(model).backward()
         optimizer.step()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def optimizers_over_lists_that_differ() -> None:
+    """As from a set, whose order is another one in each process."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    first, divided = dist.get_rank() == 0, {"shard_over_replicas": True}
+    sharded_adamw = partial(ShardedOptimizer, torch.optim.AdamW)
+    dtype = torch.float32 if first else torch.bfloat16
+    cases: Sequence[tuple[Any, Any, str]] = (
+        (None, Muon, "0.weight to 1.weight"),
+        (None, partial(AdamW8bit, block_size=16), "0.weight to 1.weight"),
+        (mesh, partial(sharded_adamw, **divided), "0.weight to 1.weight"),
+        (mesh, partial(AdamW8bit, **divided), "1.weight to 0.weight"),
+        (None, partial(Muon, dtype=dtype), "in bfloat16"),
+        (None, partial(AdamW8bit, block_size=16 if first else 32), "blocks of 32 elements"),
+    )
+    for on_mesh, make, said in cases:
+        model: Any = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9))
+        for layer in model:
+            fully_shard(layer, mesh=on_mesh)
+        fully_shard(model, mesh=on_mesh)
+        weights = [layer.weight for layer in model]
+        alike = "in" in said.split() or "blocks" in said
+        optimizer = make(weights if first or alike else weights[::-1])
+        model(torch.ones(2, 9)).sum().backward()
+        with pytest.raises(DivergenceError, match=said):
+            optimizer.step()
+
+
+def test_optimizers_whose_parameters_or_options_differ_between_ranks_do_not_mix_them(world):
+    world(2).run(optimizers_over_lists_that_differ)
 
 
 def test_an_optimizer_over_tensors_that_never_get_gradients_is_refused(world):

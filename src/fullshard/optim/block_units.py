@@ -32,7 +32,7 @@ from fullshard.errors import UnsupportedError
 from fullshard.optim.block_replicas import ReplicaBucket, ReplicaCut, replica_cut
 from fullshard.optim.block_rows import CellBlocks, blocks_of_cell, shared_blocks
 from fullshard.optim.fused_shards import FusedShard, check_shards, local_of, plan_fused_shards
-from fullshard.optim.param_cuts import ParamCut, cuts_of_members
+from fullshard.optim.param_cuts import ParamCut, cuts_of_members, listed
 from fullshard.plan.layout import has_no_gaps
 from fullshard.plan.mesh import DataParallelAxes, global_rank
 
@@ -302,6 +302,8 @@ class _Exchange:
     """The shared blocks of parameters of one process group."""
 
     group: ProcessGroup
+    labels: list[str] = field(default_factory=list)
+    """Of the parameters."""
     count: int = 0
     slots: list[Tensor] = field(default_factory=list)
     """Those that this rank has elements of: the numbers of their scales in the table,"""
@@ -388,7 +390,7 @@ class BlockPlan:
         }
         """For each device the scales of means and of squares of all fragments."""
         self._joined = [
-            (device, _joined(exchange, device))
+            (device, _joined(exchange, device, size))
             for (_, device), exchange in self._exchanges.items()
             if exchange.count
         ]
@@ -429,6 +431,7 @@ class BlockPlan:
         self._counts[device] = base + len(blocks)
         if cut.group is not None:
             exchange = self._exchanges.setdefault((cut.group, device), _Exchange(cut.group))
+            exchange.labels.append(cut.label)
             shared = shared_blocks(cut.sharding, self._size)
             held = torch.isin(blocks, shared)
             exchange.slots.append(base + held.nonzero().flatten())
@@ -499,7 +502,7 @@ def _turns(units: Sequence[Unit], bucket_numel: int) -> list[Turn]:
     return [*turns, (None, [unit for unit in units if unit.cut is None])]
 
 
-def _joined(exchange: _Exchange, device: torch.device) -> _Joined:
+def _joined(exchange: _Exchange, device: torch.device, size: int) -> _Joined:
     wire = device
     if collectives.backend_of(exchange.group, device) == "nothing":
         # Shards are kept in host memory, and the process group has a backend for the accelerator only.
@@ -511,5 +514,7 @@ def _joined(exchange: _Exchange, device: torch.device) -> _Joined:
         torch.cat(exchange.slots).to(device),
         torch.cat(exchange.positions).to(device),
         wire,
-        tag(f"AdamW8bit: scales of {exchange.count} shared blocks"),
+        tag(
+            f"AdamW8bit: scales of {exchange.count} shared blocks of {size} elements, {listed(exchange.labels)}"
+        ),
     )

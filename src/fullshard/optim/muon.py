@@ -38,6 +38,7 @@ from fullshard.optim.newton_schulz import COEFFICIENTS, orthogonalize
 from fullshard.optim.param_cuts import (
     ParamCut,
     check_backend,
+    listed,
     param_cuts,
     refuse_sparse_gradients,
 )
@@ -323,6 +324,10 @@ class _Plan:
             (group, indices, self._buckets(group, indices, bucket_numel))
             for group, indices in by_group.items()
         ]
+        self._lists = [
+            listed([cuts[index].label for index in indices]) for indices in by_group.values()
+        ]
+        """The parameters of each part, for tags."""
 
     def _buckets(
         self, group: ProcessGroup | None, indices: Sequence[int], bucket_numel: int
@@ -347,7 +352,7 @@ class _Plan:
         dtype: torch.dtype | None,
     ) -> None:
         """Write the orthogonalised ``updates`` to ``results``; both are this rank's shards."""
-        for process_group, indices, buckets in self._parts:
+        for (process_group, indices, buckets), what in zip(self._parts, self._lists, strict=True):
             exchange = _Exchange(
                 [updates[index] for index in indices],
                 [results[index] for index in indices],
@@ -355,6 +360,7 @@ class _Plan:
                 process_group,
                 group,
                 dtype,
+                what,
             )
             exchange.run(buckets)
 
@@ -370,12 +376,15 @@ class _Exchange:
         process_group: ProcessGroup | None,
         options: Mapping[str, Any],
         dtype: torch.dtype | None,
+        what: str,
     ) -> None:
+        """Prepare; ``what`` says which parameters, for tags."""
         self._updates, self._results, self._cuts = updates, results, cuts
         self._group = process_group
         self._options = options
         self._device = updates[0].device
         self._dtype = dtype or (torch.float32 if self._device.type == "cpu" else torch.bfloat16)
+        self._what = f"{what}, in {str(self._dtype).removeprefix('torch.')}"
 
     def run(self, buckets: Sequence[Bucket]) -> None:
         """Exchange and compute bucket after bucket. All ranks call the same collectives in the same order."""
@@ -426,7 +435,7 @@ class _Exchange:
             return message, None
         output = message.new_empty(sum(received))
         return output, collectives.exchange(
-            output, (received, sent), message, self._group, _tag(what)
+            output, (received, sent), message, self._group, _tag(f"{what}, {self._what}")
         )
 
     def _computed(self, bucket: Bucket, received: Tensor) -> list[Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,8 @@ class ParamCut:
     """The ranks that hold parts or copies; None if this rank has it whole."""
     offset: int = 0
     """For a member of a `FlatParameter`: how many elements are before it in this rank's memory."""
+    label: str = ""
+    """For tags: what no other parameter of the model has, from the first forward on."""
 
     @property
     def stack(self) -> int | None:
@@ -124,6 +127,33 @@ def refuse_sparse_gradients(optimizer: Optimizer) -> None:
         raise UnsupportedError(paragraph)
 
 
+def labels_of(params: Sequence[nn.Parameter]) -> list[str]:
+    """Return the labels of parameters, of a `FlatParameter` those of its members."""
+    members = _members(params)
+    return [_label(param, member) for param in params for member in members[id(param)] or (None,)]
+
+
+def _label(param: nn.Parameter, member: _Member | None) -> str:
+    if member is None:
+        return str(tuple(param.shape))
+    group, index = member
+    name = group.params[index].name
+    if group.name == "root":
+        return name
+    # Modules of a group may have parameters of the same name.
+    return f"{name} ({index}) of {group.name}" if "," in group.name else f"{group.name}.{name}"
+
+
+def listed(labels: Sequence[str]) -> str:
+    """Return a text about a list of parameters, for tags of collectives.
+
+    Optimizers exchange parameters by their place in the list. So a tag must differ if lists do, or ranks would take each
+    other's parameters for their own.
+    """
+    digest = hashlib.sha256("\n".join(labels).encode()).hexdigest()[:6]
+    return labels[0] if len(labels) == 1 else f"{labels[0]} to {labels[-1]} (list {digest})"
+
+
 _Member = tuple[FSDPParamGroup, int]
 """A parameter of the model: its group, and its index there."""
 
@@ -150,7 +180,9 @@ def _flat_and_parallel(members: Mapping[int, Sequence[_Member]]) -> list[str]:
 
 
 def _cuts(param: nn.Parameter, members: Sequence[_Member]) -> list[ParamCut]:
-    return [_cut(param, member) for member in members] or [_cut(param, None)]
+    return [
+        replace(_cut(param, member), label=_label(param, member)) for member in members or (None,)
+    ]
 
 
 def _cut(param: nn.Parameter, member: _Member | None) -> ParamCut:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -11,8 +12,8 @@ from torch.distributed import ProcessGroup, Work
 from fullshard.comm import collectives
 from fullshard.comm.journal import Tag, tag
 from fullshard.errors import ConfigurationError, LifecycleError, fault_paragraphs
+from fullshard.optim.param_cuts import labels_of, listed
 
-UPDATED = tag("optimizer: updated shards of the replicas")
 STATES = tag("optimizer: states of the replicas")
 
 OVER_REPLICAS = "shard_over_replicas gathers shards over the replicas"
@@ -84,10 +85,15 @@ class GatheredParams:
         """Whether a step may change a parameter: the same on all replicas, whichever has no gradient."""
         return any(param.requires_grad or param.grad is not None for param in self.params)
 
+    @functools.cached_property
+    def _tag(self) -> Tag:
+        """Asked for in a step, when parameters have their labels."""
+        return tag(f"optimizer: updated shards of the replicas, {listed(labels_of(self.params))}")
+
     def start(self) -> None:
         """Send this replica's parts of the shards."""
         for message in self._messages:
-            message.start(UPDATED)
+            message.start(self._tag)
 
     def land(self) -> None:
         """Write the parts of the other replicas into the shards."""

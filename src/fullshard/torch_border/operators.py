@@ -185,7 +185,7 @@ def _grouped_product_without_values(
         own: Any = torch._meta_registrations.meta_grouped_mm
         result: Tensor = own(one, other, offs, bias, out_dtype)
         return result
-    size = one.shape[-2], other.shape[-1]
+    size: tuple[int, ...] = (one.shape[-2], other.shape[-1])
     if one.dim() == other.dim():  # a product for each expert, not rows of all of them
         size = (one.shape[0] if offs is None else offs.shape[0], *size)
     return one.new_empty(size, dtype=out_dtype)
