@@ -228,6 +228,9 @@ class OptimizerSection:
     lr: Positive = field(default=3e-3, metadata=FIXED)
     """Highest learning rate."""
 
+    muon_lr: Positive = field(default=1.0, metadata=FIXED)
+    """Learning rate of muon's hidden matrices, as a multiple of lr, which the other parameters have."""
+
     weight_decay: NotNegative = field(default=0.1, metadata=FIXED)
     """Of matrices; vectors (norms, biases) are not decayed."""
 

@@ -14,6 +14,10 @@ from fullshard.programs.train.config import OptimizerSection, ScheduleSection
 from fullshard.programs.train.sharded_model import ShardedModel
 
 
+LR_FACTOR = "lr_factor"
+"""In a group of parameters: their learning rate, as a multiple of the run's."""
+
+
 def build_optimizer(section: OptimizerSection, model: ShardedModel) -> torch.optim.Optimizer:
     """Return an optimizer of the sharded parameters; matrices are decayed, others not.
 
@@ -49,7 +53,12 @@ def _build_muon(
     """Return Muon of the hidden matrices, with AdamW for the others: each with its group's decay."""
     hidden = set(map(id, hidden_matrices(model.module)))
     both = [
-        {**group, "params": params, "use_muon": use_muon}
+        {
+            **group,
+            "params": params,
+            "use_muon": use_muon,
+            LR_FACTOR: section.muon_lr if use_muon else 1.0,
+        }
         for group in groups
         for use_muon in (True, False)
         if (params := [p for p in group["params"] if (id(p) in hidden) is use_muon])
@@ -78,7 +87,7 @@ def class_and_options(section: OptimizerSection) -> tuple[type[torch.optim.Optim
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get(LR_FACTOR, 1.0)
 
 
 def learning_rate(step: int, *, highest: float, steps: int, section: ScheduleSection) -> float:
