@@ -13,8 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ConfigurationError
 from fullshard.programs.train.config import RunConfig, ScheduleSection
-from fullshard.programs.train.optimizer import learning_rate
+from fullshard.programs.train.config_file import read_config
+from fullshard.programs.train.model_source import open_model
+from fullshard.programs.train.optimizer import (
+    build_optimizer,
+    learning_rate,
+    set_learning_rate,
+)
 from fullshard.programs.train.result import TrainResult
+from fullshard.programs.train.sharded_model import build_model
+from tests.helpers.fake import fake_world
 from tests.helpers.ranks import World
 from tests.helpers.runs import records, run, run_each, tiny
 
@@ -204,6 +212,22 @@ def test_optimizers_update_the_same_through_both_doors(
             [start], *_, step = records(config, "start"), *records(config, "step")
             # AdamW has 2. So small a model has more edges of blocks than blocks.
             assert 0.5 < step["optimizer_bytes"] / start["rank_bytes"][0] < 1.6
+
+
+def test_hidden_matrices_of_muon_may_have_a_learning_rate_of_their_own() -> None:
+    config = read_config(None, ["model.layers=2", "optimizer.name=muon", "optimizer.muon_lr=8"])
+    with fake_world(2):
+        model = build_model(config, open_model(config), torch.device("cpu"))
+        optimizer = build_optimizer(config.optimizer, model)
+    set_learning_rate(optimizer, 1e-3)
+    rates = {
+        parameter: group["lr"] for group in optimizer.param_groups for parameter in group["params"]
+    }
+    found = {name: rates[parameter] for name, parameter in model.module.named_parameters()}
+    hidden = {name for name, rate in found.items() if rate == pytest.approx(8e-3)}
+    assert len(hidden) == 2 * 7
+    assert all(name.startswith("blocks.") for name in hidden)
+    assert all(found[name] == pytest.approx(1e-3) for name in found.keys() - hidden)
 
 
 def test_clipping_bounds_the_update_and_not_the_norm_that_is_told(

@@ -13,7 +13,6 @@ from fullshard.optim.muon import hidden_matrices
 from fullshard.programs.train.config import OptimizerSection, ScheduleSection
 from fullshard.programs.train.sharded_model import ShardedModel
 
-
 LR_FACTOR = "lr_factor"
 """In a group of parameters: their learning rate, as a multiple of the run's."""
 
