@@ -47,6 +47,8 @@ class _Machine:
         return float(transfer.nbytes)
 
     def host_seconds(self, entry: Entry, *, is_compiled: bool) -> float:
+        if isinstance(entry, Launch) and isinstance(entry.work, Collective):
+            return self.host.collective_us * 1e-6
         if isinstance(entry, HostCompute):
             return float(entry.kernel.nbytes)
         return entry.count * HOOK_S if isinstance(entry, HostWork) else 0.0
@@ -54,6 +56,7 @@ class _Machine:
 
 def machine(*, slowdown: float = 1.0) -> Any:
     h100 = load_profile("h100")
+    h100 = replace(h100, host=replace(h100.host, collective_us=0.0))
     return _Machine(replace(h100, overlap=replace(h100.overlap, compute_slowdown=slowdown)))
 
 
@@ -163,14 +166,16 @@ def test_without_streams_the_host_computes_and_the_wire_goes_on() -> None:
     assert result.host_seconds == 6
 
 
-def on_cores(*entries: Entry, cores: int, ranks: int, taken: float = 0.0, turn: float) -> Playback:
+def on_cores(
+    *entries: Entry, cores: int, ranks: int, turn: float, taken: float = 0.0, call: float = 0.0
+) -> Playback:
     """Ranks of one host, whose collectives take a part of a core while they run."""
     cpu = load_profile("cpu")
     cpu = replace(
         cpu,
         offload=replace(cpu.offload, cores=cores),
         overlap=replace(cpu.overlap, compute_slowdown=1 / (1 - taken)),
-        host=replace(cpu.host, turn_us=turn * 1e6),
+        host=replace(cpu.host, turn_us=turn * 1e6, collective_us=call * 1e6),
     )
     program = Program(entries, 0, len(entries), STREAMS, {}, False)
     return play(program, cast("Machine", _Machine(cpu)), ranks=ranks)
@@ -185,6 +190,10 @@ def test_ranks_on_the_same_cores_take_turns_and_wait_for_the_last_one() -> None:
         assert result.of_host(1) == pytest.approx(8 - waits)
         assert result.idle == pytest.approx({"gather": waits + 1})
     assert on_cores(*entries, cores=4, ranks=4, turn=9.0).idle == pytest.approx({"gather": 1})
+    # The call was measured on the same cores, so it takes no longer on shared ones.
+    result = on_cores(*entries, cores=2, ranks=4, turn=9.0, call=3.0)
+    assert result.idle == pytest.approx({"gather": 2 + 3 + 1})
+    assert result.seconds == pytest.approx(9 + 3)
 
 
 def test_threads_of_a_collective_take_cores_from_compute_if_there_are_no_others() -> None:

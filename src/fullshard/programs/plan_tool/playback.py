@@ -31,6 +31,7 @@ from fullshard.programs.plan_tool.program import (
     COMPUTE,
     HOST,
     Collective,
+    Entry,
     HostCompute,
     Kernel,
     Launch,
@@ -54,6 +55,9 @@ _AWAITED: dict[str, Idle] = {
 
 _WIRE = "wire"
 """The link of collectives. Those of transfers are their directions."""
+
+_CALL = "call"
+"""In the place of a link: the host calls a collective."""
 
 _TINY = 1e-12
 """Seconds that are no time: what rounding leaves of finished work."""
@@ -140,6 +144,10 @@ class Playback:
         return self._hosts[place]
 
 
+def _is_call(entry: Entry) -> bool:
+    return isinstance(entry, Launch) and isinstance(entry.work, Collective) and entry.work.ranks > 1
+
+
 def _reason(work: Collective) -> Idle:
     return "gather" if work.kind == "all_gather" else "reduction"
 
@@ -196,7 +204,8 @@ class _Player:
             before = host
             if isinstance(entry, Launch) and isinstance(entry.work, Collective):
                 before -= self._meet_before(entry.work, host)
-            host = self._issue(host, machine.host_seconds(entry, is_compiled=self._is_compiled))
+            seconds = machine.host_seconds(entry, is_compiled=self._is_compiled)
+            host = self._issue(host, seconds, is_call=_is_call(entry))
             if isinstance(entry, HostCompute):
                 self._note_update(entry, before, host)
             elif isinstance(entry, Launch):
@@ -273,14 +282,21 @@ class _Player:
 
     # --- the host of a CPU ----------------------------------------------------------------------
 
-    def _issue(self, begin: float, seconds: float) -> float:
-        """Return when the host has issued something that takes it so long by itself."""
+    def _issue(self, begin: float, seconds: float, *, is_call: bool) -> float:
+        """Return when the host has issued something that takes it so long by itself.
+
+        Ranks call a collective together, and its time was measured when all of them did. So their share of the cores is in it.
+        """
         if self._program.has_streams:
             return begin + seconds
         if seconds:
-            self._queues[COMPUTE].items.append(_Work(seconds, begin, "", "between"))
+            link = _CALL if is_call else ""
+            self._queues[COMPUTE].items.append(_Work(seconds, begin, link, "between"))
             begin = self._run_until_idle(COMPUTE)
-            self._meeting.busy += seconds
+            if is_call:
+                self._meeting.waited += seconds
+            else:
+                self._meeting.busy += seconds
         return begin
 
     def _meet_before(self, work: Collective, host: float) -> float:
