@@ -1,7 +1,8 @@
-"""Makes the pictures in docs/images: the trainer in a terminal, its report, and the trace of one step.
+"""Makes the pictures in docs/images: the trainer in a terminal, its report, the trace of one step, and the page of a plan.
 
     python docs/build_images.py             # trains for a minute or two on two CPU ranks; needs Chromium and Pillow
     python docs/build_images.py RUN         # the report's pictures only, of a run that is there
+    python docs/build_images.py plan.html   # the plan's pictures only, of a page that is there
 
 Every picture is made twice, for light and for dark pages. Run it when nothing else runs: a busy machine shows as waits.
 """
@@ -19,6 +20,7 @@ import struct
 import sys
 import tempfile
 import termios
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -64,6 +66,8 @@ prompt = "A checkpoint "
 tokens = 50
 """
 
+PLAN = ("plan", "large", "--gpus", "1024", "--gpu", "h100", "--seq", "2048", "--set", "compute.precision=bf16")  # fmt: skip
+
 TERMINAL = """\
 <svg viewBox="0 0 {terminal_width} HEIGHT" xmlns="http://www.w3.org/2000/svg">
 <style>
@@ -84,10 +88,17 @@ TERMINAL = """\
 
 def main() -> None:
     """Make all pictures, or those of a run."""
+    given = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     with tempfile.TemporaryDirectory() as folder:
-        if len(sys.argv) > 1:
-            run = Path(sys.argv[1])
+        if given is not None and given.suffix == ".html":
+            draw_plan(given)
+            return
+        if given is not None:
+            run = given
         else:
+            page = Path(folder) / "plan.html"
+            shown_by([sys.executable, "-m", "fullshard", *PLAN, "--html", str(page)], folder)
+            draw_plan(page)
             run = Path(folder) / "runs" / "readme"
             (Path(folder) / "run.toml").write_text(RUN)
             (Path(folder) / "pages").mkdir()
@@ -158,17 +169,33 @@ def draw_terminal(command: str, written: str) -> None:
 
 def draw_report(page: Path) -> None:
     """Take pictures of the top of the page, and of the timeline."""
+    for scheme, tab in opened(page):
+        tab.wait_until("!!document.querySelector('#timeline .main-svg')")
+        steps, _ = place(tab, "steps")
+        take(tab, IMAGES / f"report-{scheme}.png", 0, min(steps, 900))
+        top, height = place(tab, "timeline")
+        take(tab, IMAGES / f"trace-{scheme}.png", top - 8, height + 16)
+
+
+def draw_plan(page: Path) -> None:
+    """Take pictures of the top of the page with the timeline, and of the curve of scaling."""
+    for scheme, tab in opened(page):
+        tab.wait_until("!!document.querySelector('#scaling .main-svg')")
+        top, height = place(tab, "timeline")
+        take(tab, IMAGES / f"plan-{scheme}.png", 0, top + height + 16)
+        top, height = place(tab, "scaling")
+        take(tab, IMAGES / f"scaling-{scheme}.png", top - 8, height + 16)
+
+
+def opened(page: Path) -> Iterator[tuple[str, Tab]]:
+    """Yield a page in each colour scheme."""
     chromium = find_chromium()
     if chromium is None:
-        sys.exit("The report's pictures need Chromium.")
+        sys.exit("The pictures of pages need Chromium.")
     with Browser(chromium) as browser:
         for scheme in THEMES:
             with browser.open(page.resolve().as_uri(), width=1000, scheme=scheme) as tab:
-                tab.wait_until("!!document.querySelector('#timeline .main-svg')")
-                steps, _ = place(tab, "steps")
-                take(tab, IMAGES / f"report-{scheme}.png", 0, min(steps, 900))
-                top, height = place(tab, "timeline")
-                take(tab, IMAGES / f"trace-{scheme}.png", top - 8, height + 16)
+                yield scheme, tab
 
 
 def place(tab: Tab, name: str) -> tuple[float, float]:

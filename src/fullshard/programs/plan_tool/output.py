@@ -86,7 +86,7 @@ def _facts(
     yield "Step", f"{seconds_text(planned.seconds)}, {bands['time']}"
     each = planned.tokens_per_second
     yield "Tokens/s", f"{each:,.0f} per GPU, {each * planned.world:,.0f} in all"
-    yield "MFU", f"{100 * planned.mfu:.1f} % of the GPU's {planned.peak_flops / TERA:,.0f} TFLOP/s"
+    yield "MFU", f"{100 * planned.mfu:.1f} % of the GPU's {planned.peak_flops / TERA:.3g} TFLOP/s"
 
 
 def sharding_text(planned: PlannedStep) -> str:

@@ -125,12 +125,14 @@ def _tiles(plan: Planned, bands: Bands) -> Iterator[Tile]:
     yield Tile(
         label="Memory",
         value="Fits" if step.fits else "Does not fit",
-        note=f"{size_text(step.memory.reserved)} of {size_text(there)}, {bands['reserved'].percent}",
+        note=f"{size_text(step.memory.reserved)} of {size_text(there)}, {_unbroken(bands['reserved'].percent)}",
     )
     yield Tile(label="Step", value=seconds_text(step.seconds), note=str(bands["time"]))
     each = step.tokens_per_second
     yield Tile(
-        label="Speed of a GPU", value=f"{each:,.0f} tokens/s", note=f"MFU {100 * step.mfu:.1f} %"
+        label="Tokens/s of a GPU",
+        value=f"{each:,.0f}",
+        note=_unbroken(f"MFU {100 * step.mfu:.1f} %"),
     )
     exposed = sum(seconds for reason, seconds in waits(step) if reason in ("gather", "reduction"))
     yield Tile(
@@ -138,6 +140,11 @@ def _tiles(plan: Planned, bands: Bands) -> Iterator[Tile]:
         value=f"{100 * exposed / step.seconds:.1f} %",
         note=f"{seconds_text(exposed)} of a step" if exposed else "of a step",
     )
+
+
+def _unbroken(text: str) -> str:
+    """Return a text that stays on one line."""
+    return text.replace(" ", "\u00a0")
 
 
 def _what_ifs(plan: Planned) -> Table:
