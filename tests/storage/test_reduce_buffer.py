@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -173,6 +174,28 @@ def test_padding_is_cleared_whatever_the_memory_held(group: Group, rank_major: b
         if bucket.output_ranges != bucket.ranges:
             sent = torch.cat([sent.narrow(1, *each) for each in bucket.ranges], dim=1)
         assert int((sent != 0).sum()) == copies
+
+
+@every_group
+def test_inputs_in_the_shapes_of_parameters_are_reduced_into_their_gradients(group: Group) -> None:
+    buffer, *_ = reduce_buffers(group, floating(group))
+    for bucket in buffer.buckets(frozenset(buffer.targets)):
+        if bucket.shaped_inputs:
+            found = zip(
+                bucket.inputs, bucket.shaped_inputs, bucket.ranges, bucket.gradients, strict=True
+            )
+            for flat_input, shaped, (start, numel), view in found:
+                assert_equal(shaped.flatten(), flat_input)
+                assert shaped.data_ptr() == flat_input.data_ptr()
+                assert (view.start, math.prod(view.shape)) == (start, numel)
+
+
+def test_inputs_have_the_shapes_of_parameters_unless_one_is_padded() -> None:
+    even, padded = ((4, 3), 0, SINGLE), ((3, 3), 0, SINGLE)
+    for params, shapes in (((even, even), [(4, 3), (4, 3)]), ((even, padded), [])):
+        buffer, _ = reduce_buffers(per_row(*params, world=2), [0, 1])
+        (bucket,) = buffer.buckets(frozenset({0, 1}))
+        assert [tuple(shaped.shape) for shaped in bucket.shaped_inputs] == shapes
 
 
 def test_rank_after_rank_all_that_is_reduced_alike_is_one_message() -> None:

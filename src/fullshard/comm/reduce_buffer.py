@@ -79,6 +79,7 @@ class ReduceBucket:
         gradients: Sequence[OutputView],
         unfilled: Sequence[Tensor],
         contributions: Mapping[int, tuple[int, int]],
+        shaped: Sequence[Tensor] = (),
     ) -> None:
         """Plan a bucket.
 
@@ -93,6 +94,8 @@ class ReduceBucket:
             gradients: Parallel to ``params``, where each gradient lies in the reduce output.
             unfilled: Parts of the messages that belong to parameters without a gradient.
             contributions: Of 0-d parameters, start and number of all ranks' contributions in the reduce output.
+            shaped: The messages again, in the shapes of the parameters; empty unless each message is the gradient of
+                one parameter without padding.
         """
         self.reduce_dtype, self.gradient_dtype = kind
         self.exchanged = exchanged
@@ -100,6 +103,8 @@ class ReduceBucket:
         lie_flat = messages[0].ndim == 1
         self.inputs: tuple[Tensor, ...] = tuple(messages) if lie_flat else ()
         """What the collective reads, rank after rank; empty if it must be copied first (`join_messages`)."""
+        self.shaped_inputs = tuple(shaped)
+        """The same inputs in the shapes of the parameters: each is reduced into one of `gradients`. Maybe empty."""
         self._messages = tuple(messages)
         self.ranges = tuple(ranges)
         self.output_ranges = ((0, numel),) if joined else self.ranges
@@ -261,6 +266,8 @@ class ReduceBuffer(Buffer):
         """Per parameter, the views that its gradient is copied to."""
         self._splits = {param: self._split(param) for param in params}
         """Per parameter, a function that splits its gradient to match its targets; None if there is nothing to split."""
+        self._one_for_each: dict[tuple[int, ...], list[Tensor]] = {}
+        """By the parameters that have gradients, their targets. Empty if a gradient must be split."""
         self._pads = [pad for segment in self._kinds for pad in self._padding(segment)]
 
     def _arrange(self) -> int:
@@ -398,23 +405,20 @@ class ReduceBuffer(Buffer):
             self.allocate()
         used = frozenset((*gradients, *zeros, *written))
         buckets = self._buckets.get(used) or self.buckets(used)
-        again = written & gradients.keys()
-        for param in again:
-            self.slot(param).add_(gradients[param])
-        if again:
+        if again := written and written & gradients.keys():
+            for param in again:
+                self.slot(param).add_(gradients[param])
             gradients = {i: gradient for i, gradient in gradients.items() if i not in again}
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for param, gradient in gradients.items():
-            targets += self.targets[param]
-            split = self._splits[param]
-            if split is None:
-                sources.append(gradient)
-            else:
-                sources += split(gradient)
-        if targets:
+        if gradients:
+            key = tuple(gradients)
+            targets = self._one_for_each.get(key)
+            if targets is None:
+                targets = self._one_for_each[key] = self._targets_of(key)
             with torch_border.below_autograd():
-                torch._foreach_copy_(targets, sources)
+                if targets:
+                    torch._foreach_copy_(targets, [*gradients.values()])
+                else:
+                    self._copy_split(gradients)
         unfilled: list[Tensor] = []
         for param in zeros:
             unfilled += self.targets[param]
@@ -423,6 +427,21 @@ class ReduceBuffer(Buffer):
         if unfilled:
             torch._foreach_zero_(unfilled)
         return buckets
+
+    def _targets_of(self, params: Sequence[int]) -> list[Tensor]:
+        """Return where gradients of parameters go, one target for each; empty if one has to be split."""
+        if any(self._splits[param] is not None for param in params):
+            return []
+        return [self.slot(param) for param in params]
+
+    def _copy_split(self, gradients: Mapping[int, Tensor]) -> None:
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for param, gradient in gradients.items():
+            targets += self.targets[param]
+            split = self._splits[param]
+            sources += [gradient] if split is None else split(gradient)
+        torch._foreach_copy_(targets, sources)
 
     def allocate(self) -> None:
         """Take memory on the current stream (the compute stream) and zero the padding.
@@ -492,7 +511,23 @@ class ReduceBuffer(Buffer):
                 layout.segments[index].params[0]: ranges[index]
                 for index in filter(self._is_copied, chosen)
             },
+            shaped=self._shaped(chosen),
         )
+
+    def _shaped(self, segments: Sequence[int]) -> list[Tensor]:
+        """Return the messages of segments in the shapes of their parameters, if all consist of one gradient each."""
+        layout, shaped = self.layout, list[Tensor]()
+        if self._by_segment or self._wire_dtype is not None:
+            return []
+        for index in segments:
+            params = layout.segments[index].params
+            slot = layout.slots[params[0]]
+            whole = slot.numel == self._message_numel(index) * layout.world
+            one_piece = lies_in_one_piece(slot, rank_major=self.rank_major)
+            if len(params) > 1 or not whole or not one_piece:
+                return []
+            shaped.append(self.slot(params[0]))
+        return shaped
 
     def _message(self, segment: int) -> Tensor:
         """Return a segment with its padding: flat, or if it does not lie so, (world, elements for a rank)."""

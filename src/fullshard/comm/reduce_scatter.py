@@ -126,6 +126,8 @@ class _BucketState:
     """This rank's reduced gradients, in the reduce dtype."""
     sharded_grads: Tensor
     """The same in the dtype of the sharded gradients; the same tensor if the dtypes are equal."""
+    gradients: Sequence[Tensor] = ()
+    """Views of `sharded_grads` for each parameter, if there are any yet."""
     sums: Sequence[Tensor] = ()
     """Of an exchange, views of the reduce output: where the sums of `outputs` over ranks go."""
     copied: bool = False
@@ -229,10 +231,19 @@ class ReduceScatterState:
             return self._prepare_packed(bucket, rule, inputs, self._custom)
         device = self._context.device
         reduce_output = torch.empty(bucket.numel, dtype=bucket.reduce_dtype, device=device)
+        same_dtype = bucket.gradient_dtype is bucket.reduce_dtype
+        if same_dtype and bucket.shaped_inputs and settings.replacement is None:
+            # The collective writes the gradients themselves, so one set of views is enough.
+            with torch_border.below_autograd():
+                outputs = _views(reduce_output, bucket.gradients)
+            shaped = bucket.shaped_inputs
+            return _BucketState(
+                bucket, rule, shaped, outputs, reduce_output, reduce_output, gradients=outputs
+            )
         with torch_border.below_autograd():
             outputs = bucket.outputs_in(reduce_output)
         sharded_grads = reduce_output
-        if bucket.gradient_dtype is not bucket.reduce_dtype:
+        if not same_dtype:
             sharded_grads = torch.empty(bucket.numel, dtype=bucket.gradient_dtype, device=device)
         state = _BucketState(bucket, rule, inputs, outputs, reduce_output, sharded_grads)
         if bucket.exchanged:
@@ -440,10 +451,12 @@ class ReduceScatterState:
             if gradients is not reduced:
                 gradients.copy_(reduced)
             sharded_params = [self._params[index].sharded_param for index in bucket.params]
+            views = each.gradients
             if sharded_params[0].param.device != gradients.device:
-                gradients = self._download(gradients, sharded_params)
-            with torch_border.below_autograd():
-                views = _views(gradients, bucket.gradients)
+                gradients, views = self._download(gradients, sharded_params), ()
+            if not views:
+                with torch_border.below_autograd():
+                    views = _views(gradients, bucket.gradients)
             accumulate_gradients(sharded_params, views)
 
     def _keep_partial(self, bucket: ReduceBucket, reduced: Tensor) -> None:
