@@ -479,6 +479,25 @@ def test_in_place_the_parameters_take_memory_with_the_gather() -> None:
         buffer.allocate()
 
 
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+def test_an_index_brings_gathered_rows_to_the_parameters(dtype: torch.dtype) -> None:
+    # The second parameter ends within an aligned block, so something lies behind it.
+    group = per_row(((24, 4), 0, dtype), ((24,), 0, dtype), ((6, 16), 0, dtype), world=3)
+    buffers, wholes = gather_buffers(group, packed=True), full_params(group)
+    rows = torch.zeros(3, buffers[0].packed_nbytes, dtype=torch.uint8)
+    for buffer, shard in zip(buffers, sharded(group, wholes), strict=True):
+        shard.flat_shard.copy_into(buffer.shard_in(rows))
+    rearrangements = []
+    for buffer in buffers:
+        buffer.allocate_params()
+        rearrangement = buffer._rearrangement(rows, CPU)
+        assert rearrangement is not None
+        rearrangement()
+        rearrangements.append(rearrangement)
+        assert_equal(buffer.params, wholes)
+    assert len({id(each._index) for each in rearrangements}) == 1, "those that are alike share one"
+
+
 @every_group
 def test_a_message_can_be_gathered_in_memory_of_somebody_else(group: Group) -> None:
     buffers, wholes = gather_buffers(group, packed=True), full_params(group)

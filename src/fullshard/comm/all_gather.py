@@ -22,6 +22,7 @@ from fullshard import torch_border
 from fullshard.comm import collectives
 from fullshard.comm.journal import Tag
 from fullshard.comm.spans import CollectiveSpan
+from fullshard.comm.streams import is_capturing
 from fullshard.plan.layout import Layout, gathers_in_place
 from fullshard.storage.buffers import FlatShard, GatherBuffer, ShardBuffer, UploadBuffer
 
@@ -105,6 +106,7 @@ class GroupAllGather:
             packed=custom is not None
             or (process_group is not None and not gathers_in_place(layout, dtypes)),
             into=into.buffer if into is not None else None,
+            indexed=custom is None and into is None and not is_capturing(),
         )
         self.params = self.buffer.params
         """Per parameter, the data of the unsharded parameter."""

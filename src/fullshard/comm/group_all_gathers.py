@@ -24,6 +24,7 @@ from fullshard.comm.all_gather_extensions import (
     UnbufferedAllGathers,
 )
 from fullshard.comm.post_forward_shard import PostForwardShard
+from fullshard.comm.streams import FSDPCommContext
 from fullshard.errors import ConfigurationError
 from fullshard.plan.mesh import DataParallelAxes, DataParallelMeshInfo
 from fullshard.plan.policies import MixedPrecisionPolicy
@@ -60,6 +61,7 @@ class GroupAllGathers:
         """
         self._params, self._shards = params, shards
         self._mesh_info, self._device = mesh_info, device
+        self._context: FSDPCommContext | None = None
         self.custom: collectives.AllGather | None = None
         """A comm object to gather with."""
         self.compute_dtypes: list[torch.dtype] = []
@@ -75,6 +77,18 @@ class GroupAllGathers:
             assert shard_group is not None, "there is nothing to divide otherwise"
             layout = shard_format.layout(shards.buffered, post_forward_size)
             self.post_forward = PostForwardShard(shard_group, layout)
+
+    def connect(self, context: FSDPCommContext) -> None:
+        """Join a model's streams."""
+        self._context = context
+        context.host_reads_results = context.host_reads_results or self.uploads
+        self._note_stream()
+
+    def _note_stream(self) -> None:
+        context = self._context
+        if context is not None and context.asynchronous:
+            if isinstance(self.from_shards, GroupAllGather):
+                self.from_shards.buffer.read_on(context.all_gather)
 
     def derive_dtypes(self, policy: MixedPrecisionPolicy) -> list[torch.dtype]:
         """Gather in the dtypes that follow from policy and shards; return those of all parameters.
@@ -126,6 +140,7 @@ class GroupAllGathers:
                 if self._shards_are_full and not self.uploads
                 else self._all_gather_on(self._device)
             )
+        self._note_stream()
         return self.from_shards
 
     @property

@@ -261,7 +261,7 @@ class FSDPParamGroup:
         self._gather_tag = tag(f"all-gather of {name}{part}")
         self._gather_label = f"FSDP::all_gather ({name})"
         self._copy_out_label = f"FSDP::all_gather_copy_out ({name})"
-        context.host_reads_results = context.host_reads_results or self.all_gathers.uploads
+        self.all_gathers.connect(context)
         self._gathered_event = context.new_event()
         """On the all-gather stream: the full parameters are complete."""
         self._released_event = context.new_event()

@@ -13,13 +13,16 @@ like a change of the parameter.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fullshard.plan.layout import (
+    ROW_ALIGNMENT,
     Division,
     Layout,
     block_offsets,
@@ -29,6 +32,13 @@ from fullshard.plan.layout import (
 
 FEW_PIECES = 256
 """Up to so many contiguous tensors are copied one by one, in one call."""
+
+CELL = 16
+"""Bytes that are copied by one index: the widest elements there are, of `_CELL_DTYPE`."""
+_CELL_DTYPE = torch.complex128
+
+INDEXED_UP_TO = 32 * 2**20
+"""Bytes of full parameters that are copied by an index, which takes a quarter of their memory."""
 
 
 class Buffer:
@@ -261,11 +271,13 @@ class GatherBuffer:
         *,
         packed: bool,
         into: GatherBuffer | None = None,
+        indexed: bool = False,
     ) -> None:
         """Allocate on the current stream (the all-gather stream) and make every view a step needs.
 
         With ``into``, the full parameters are those of another buffer, whose memory is present. It is for a
-        multiple of this one's ranks: then its padding is at least as long, and all segments fit.
+        multiple of this one's ranks: then its padding is at least as long, and all segments fit. With ``indexed``, an
+        index may be made to distribute rows: not while a CUDA graph is captured, in which nothing is computed.
         """
         self._layout, self._rank = layout, rank
         self.packed = packed
@@ -301,9 +313,9 @@ class GatherBuffer:
         """This rank's pieces in the compute dtype: what the shard is cast and copied into."""
         self._copy_out: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._packing = shard_offsets(layout, range(len(layout.segments)), self._dtypes)
-        self._split: _Split | None = None
+        self._split: _Split | _Rearrangement | None = None
         if packed:
-            self._prepare_packed(device)
+            self._prepare_packed(device, indexed=indexed)
         else:
             self._prepare_in_place(device)
         # Views are made of present memory only. Now only what `fill` would have allocated stays.
@@ -364,7 +376,7 @@ class GatherBuffer:
                 self._copy_out[0].extend(rank_chunks(layout, param, self._full_alias(index)))
                 self._copy_out[1].extend(staged_chunks(layout, param, buffer, start, dtype))
 
-    def _prepare_packed(self, device: torch.device) -> None:
+    def _prepare_packed(self, device: torch.device, *, indexed: bool) -> None:
         nbytes = self.packed_nbytes
         self._staging = Buffer(nbytes * self._layout.world, device)
         self._add_message(self._staging, 0, nbytes)
@@ -375,10 +387,14 @@ class GatherBuffer:
         """Parts of the full parameters, parallel to `_packed_sources`."""
         self._copy_out = (targets, sources)
         # On accelerators one kernel copies contiguous tensors of one dtype. So the ranks' pieces are copied one by one
-        # as long as they are few. Many are split by another kernel, which takes the host longer to prepare.
+        # as long as they are few. Many are split by another kernel. Both take the host a time for each piece. With an
+        # index the host does not know the pieces, and the device is done as soon; but the index takes memory.
         if device.type == "cpu" or not self._is_uniform or not min(map(Tensor.numel, targets)):
             return
-        if len(targets) * self._layout.world <= FEW_PIECES:
+        rearrangement = self._rearrangement(rows, device) if indexed else None
+        if rearrangement is not None:
+            self._split = rearrangement
+        elif len(targets) * self._layout.world <= FEW_PIECES:
             self._copy_out = (
                 [piece for target in targets for piece in target.unbind()],
                 [piece for source in sources for piece in source.unbind()],
@@ -386,6 +402,32 @@ class GatherBuffer:
         else:
             order = sorted(range(len(self._dtypes)), key=self._packing.starts.__getitem__)
             self._split = _Split(rows.view(self._dtypes[0]), [targets[index] for index in order])
+
+    def _rearrangement(self, rows: Tensor, device: torch.device) -> _Rearrangement | None:
+        """Return how to bring ``rows``, of a uniform group, cell by cell to the full parameters; None if that is too much.
+
+        Pieces and starts of a uniform group's parameters are multiples of `ROW_ALIGNMENT` elements, and so of a cell.
+        """
+        itemsize, world = self._dtypes[0].itemsize, self._layout.world
+        if self.full.nbytes > INDEXED_UP_TO or ROW_ALIGNMENT * itemsize % CELL:
+            return None
+        sizes = [segment.piece_numel * itemsize // CELL for segment in self._layout.segments]
+        starts = [start // CELL for start in self._packing.starts]
+        targets = [start // CELL for start in self._starts]
+        key = (device, world, tuple(sizes), tuple(starts), tuple(targets))
+        index = _INDICES.get(key)
+        if index is None and device.type == "meta":
+            index = torch.empty(self.full.nbytes // CELL, dtype=torch.int32, device=device)
+        elif index is None:
+            on_host = torch.zeros(self.full.nbytes // CELL, dtype=torch.int32)  # in gaps: anything
+            ranks = torch.arange(world)[:, None] * (rows.shape[1] // CELL)
+            for size, start, target in zip(sizes, starts, targets, strict=True):
+                cells = torch.arange(start, start + size) + ranks
+                on_host[target : target + world * size] = cells.flatten()
+            index = on_host.to(device)  # it is complete when this returns, for all streams
+        _INDICES[key] = index
+        full = self.full.view(_CELL_DTYPE, 0, (self.full.nbytes // CELL,))
+        return _Rearrangement(rows.view(_CELL_DTYPE).view(-1), full, index)
 
     def _full_alias(self, segment: int) -> Tensor:
         """Another alias of a segment's one parameter: writing to `params` would raise their versions."""
@@ -484,6 +526,11 @@ class GatherBuffer:
             torch._foreach_copy_(*self._copy_out)
             self._staging.release()
 
+    def read_on(self, stream: Any) -> None:
+        """Note that a stream copies out, from now on; when the buffer is new, and when it gets to another stream."""
+        if isinstance(self._split, _Rearrangement):
+            self._split.read_on(stream)
+
     def release(self) -> None:
         """Give the memory back."""
         self.full.release()
@@ -502,6 +549,27 @@ class _Split:
     def __call__(self) -> None:
         """Copy, on the current stream."""
         torch.split_with_sizes_copy(self._rows, self._sizes, dim=1, out=self._parts)
+
+
+class _Rearrangement:
+    """Brings cells of equal size to their places: one kernel, whatever number of parts they make up."""
+
+    def __init__(self, source: Tensor, target: Tensor, index: Tensor) -> None:
+        """Cell i of ``target`` is cell ``index[i]`` of ``source``."""
+        self._source, self._target, self._index = source, target, index
+
+    def read_on(self, stream: Any) -> None:
+        """Note that a stream reads the index: it may have been allocated on another, of another model."""
+        if self._index.device.type not in ("cpu", "meta"):
+            self._index.record_stream(stream)
+
+    def __call__(self) -> None:
+        """Copy, on the current stream."""
+        torch.index_select(self._source, 0, self._index, out=self._target)
+
+
+_INDICES: weakref.WeakValueDictionary[object, Tensor] = weakref.WeakValueDictionary()
+"""Indices of rearrangements, by all that they depend on: layers of a model are alike, and share one."""
 
 
 def _is_zero_copy(layout: Layout, segment: int) -> bool:
