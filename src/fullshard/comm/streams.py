@@ -125,6 +125,8 @@ class FSDPCommContext:
         """Marks the end of the last replay by `graphed`; None if there was none, and during a capture."""
         self._events: weakref.WeakSet[Any] = weakref.WeakSet()
         """All events that somebody may wait for."""
+        self._written = self.new_event()
+        """On the current stream: the shards are written, as far as gathers have to wait for it."""
 
     def _stream(self, *, priority: int) -> Any:
         if not self.asynchronous:
@@ -177,9 +179,9 @@ class FSDPCommContext:
         if not self.asynchronous:
             return
         if event is None:
-            self.all_gather.wait_stream(torch_border.current_stream(self.device))
-        else:
-            self.all_gather.wait_event(event)
+            event = self._written  # one that is kept: `wait_stream` makes a new one each time
+            event.record()
+        self.all_gather.wait_event(event)
 
     def wait_for_releases(self) -> None:
         """Order the current stream, the all-gather stream, after all reads of buffers given back so far."""
