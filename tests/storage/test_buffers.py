@@ -23,7 +23,14 @@ from fullshard.plan.layout import (
     flat_layout,
     per_row_layout,
 )
-from fullshard.storage.buffers import Buffer, GatherBuffer, ShardBuffer, rank_chunks
+from fullshard.storage.buffers import (
+    Buffer,
+    GatherBuffer,
+    Indices,
+    ShardBuffer,
+    _Rearrangement,
+    rank_chunks,
+)
 from tests.helpers.compare import assert_equal
 
 CPU = torch.device("cpu")
@@ -487,15 +494,23 @@ def test_an_index_brings_gathered_rows_to_the_parameters(dtype: torch.dtype) -> 
     rows = torch.zeros(3, buffers[0].packed_nbytes, dtype=torch.uint8)
     for buffer, shard in zip(buffers, sharded(group, wholes), strict=True):
         shard.flat_shard.copy_into(buffer.shard_in(rows))
-    rearrangements = []
+    indices, rearrangements = Indices(), []
     for buffer in buffers:
         buffer.allocate_params()
-        rearrangement = buffer._rearrangement(rows, CPU)
+        rearrangement = buffer._rearrangement(rows, indices)
         assert rearrangement is not None
         rearrangement()
         rearrangements.append(rearrangement)
         assert_equal(buffer.params, wholes)
     assert len({id(each._index) for each in rearrangements}) == 1, "those that are alike share one"
+    buffer, before = buffers[0], rearrangements[0]
+    buffer._split, others = before, Indices()
+    buffer.change_indices(others)
+    assert isinstance(buffer._split, _Rearrangement)
+    assert buffer._split._index is next(iter(others.values()))
+    assert_equal(buffer._split._index, before._index)
+    buffer.change_indices(None)
+    assert buffer._split is None, "it is distributed in the other way"
 
 
 @every_group

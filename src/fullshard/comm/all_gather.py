@@ -22,9 +22,14 @@ from fullshard import torch_border
 from fullshard.comm import collectives
 from fullshard.comm.journal import Tag
 from fullshard.comm.spans import CollectiveSpan
-from fullshard.comm.streams import is_capturing
 from fullshard.plan.layout import Layout, gathers_in_place
-from fullshard.storage.buffers import FlatShard, GatherBuffer, ShardBuffer, UploadBuffer
+from fullshard.storage.buffers import (
+    FlatShard,
+    GatherBuffer,
+    Indices,
+    ShardBuffer,
+    UploadBuffer,
+)
 
 SMALL = 32 * 2**20
 """Bytes of full parameters that a captured step takes memory for early: see `GroupAllGather.is_small`."""
@@ -79,6 +84,7 @@ class GroupAllGather:
         custom: collectives.AllGather | None,
         *,
         into: GroupAllGather | None = None,
+        indices: Indices | None = None,
     ) -> None:
         """Allocate on the current stream (the all-gather stream) and make every view a step needs.
 
@@ -91,6 +97,7 @@ class GroupAllGather:
             device: Where to.
             custom: A comm object to gather with.
             into: Gather into this one's full parameters, which are in memory now.
+            indices: Of the all-gather stream, to distribute small messages by; None if none can be made.
         """
         self._source = source
         self._group, self._rank, self._world = process_group, rank, layout.world
@@ -106,7 +113,7 @@ class GroupAllGather:
             packed=custom is not None
             or (process_group is not None and not gathers_in_place(layout, dtypes)),
             into=into.buffer if into is not None else None,
-            indexed=custom is None and into is None and not is_capturing(),
+            indices=indices if custom is None else None,
         )
         self.params = self.buffer.params
         """Per parameter, the data of the unsharded parameter."""

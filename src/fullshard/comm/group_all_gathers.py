@@ -24,11 +24,11 @@ from fullshard.comm.all_gather_extensions import (
     UnbufferedAllGathers,
 )
 from fullshard.comm.post_forward_shard import PostForwardShard
-from fullshard.comm.streams import FSDPCommContext
+from fullshard.comm.streams import FSDPCommContext, is_capturing
 from fullshard.errors import ConfigurationError
 from fullshard.plan.mesh import DataParallelAxes, DataParallelMeshInfo
 from fullshard.plan.policies import MixedPrecisionPolicy
-from fullshard.storage.buffers import UploadBuffer
+from fullshard.storage.buffers import Indices, UploadBuffer
 from fullshard.storage.param import FSDPParam, has_all_gather_extension
 from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.shard_storage import ShardStorage
@@ -82,13 +82,17 @@ class GroupAllGathers:
         """Join a model's streams."""
         self._context = context
         context.host_reads_results = context.host_reads_results or self.uploads
-        self._note_stream()
+        if isinstance(self.from_shards, GroupAllGather):  # built for other streams
+            with context.all_gather:
+                self.from_shards.buffer.change_indices(self._indices)
 
-    def _note_stream(self) -> None:
+    @property
+    def _indices(self) -> Indices | None:
+        """The indices of the all-gather stream; None while a CUDA graph is captured, in which nothing is computed."""
         context = self._context
-        if context is not None and context.asynchronous:
-            if isinstance(self.from_shards, GroupAllGather):
-                self.from_shards.buffer.read_on(context.all_gather)
+        if context is None or not context.asynchronous or is_capturing():
+            return None
+        return context.indices
 
     def derive_dtypes(self, policy: MixedPrecisionPolicy) -> list[torch.dtype]:
         """Gather in the dtypes that follow from policy and shards; return those of all parameters.
@@ -140,7 +144,6 @@ class GroupAllGathers:
                 if self._shards_are_full and not self.uploads
                 else self._all_gather_on(self._device)
             )
-        self._note_stream()
         return self.from_shards
 
     @property
@@ -165,6 +168,7 @@ class GroupAllGathers:
             self.compute_dtypes,
             device,
             self.custom if mesh_info.shard_peers is not None else None,
+            indices=self._indices if device == self._device else None,
         )
 
     def late_extensions(self) -> list[FSDPParam] | None:

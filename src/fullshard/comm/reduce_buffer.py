@@ -79,7 +79,6 @@ class ReduceBucket:
         gradients: Sequence[OutputView],
         unfilled: Sequence[Tensor],
         contributions: Mapping[int, tuple[int, int]],
-        shaped: Sequence[Tensor] = (),
     ) -> None:
         """Plan a bucket.
 
@@ -94,17 +93,14 @@ class ReduceBucket:
             gradients: Parallel to ``params``, where each gradient lies in the reduce output.
             unfilled: Parts of the messages that belong to parameters without a gradient.
             contributions: Of 0-d parameters, start and number of all ranks' contributions in the reduce output.
-            shaped: The messages again, in the shapes of the parameters; empty unless each message is the gradient of
-                one parameter without padding.
         """
         self.reduce_dtype, self.gradient_dtype = kind
-        self.exchanged = exchanged
-        self.numel = numel
+        self.exchanged, self.numel = exchanged, numel
         lie_flat = messages[0].ndim == 1
         self.inputs: tuple[Tensor, ...] = tuple(messages) if lie_flat else ()
         """What the collective reads, rank after rank; empty if it must be copied first (`join_messages`)."""
-        self.shaped_inputs = tuple(shaped)
-        """The same inputs in the shapes of the parameters: each is reduced into one of `gradients`. Maybe empty."""
+        self.shaped_inputs: tuple[Tensor, ...] = ()
+        """The same in the shapes of parameters, each reduced into one of `gradients`; set by `ReduceBuffer`, if at all."""
         self._messages = tuple(messages)
         self.ranges = tuple(ranges)
         self.output_ranges = ((0, numel),) if joined else self.ranges
@@ -266,8 +262,7 @@ class ReduceBuffer(Buffer):
         """Per parameter, the views that its gradient is copied to."""
         self._splits = {param: self._split(param) for param in params}
         """Per parameter, a function that splits its gradient to match its targets; None if there is nothing to split."""
-        self._one_for_each: dict[tuple[int, ...], list[Tensor]] = {}
-        """By the parameters that have gradients, their targets. Empty if a gradient must be split."""
+        self._one_for_each: dict[tuple[int, ...], list[Tensor]] = {}  # see `_targets_of`
         self._pads = [pad for segment in self._kinds for pad in self._padding(segment)]
 
     def _arrange(self) -> int:
@@ -497,7 +492,7 @@ class ReduceBuffer(Buffer):
         elif self.rank_major:
             messages = [tensor.view(layout.world, -1) for tensor in messages]
         ranges = {index: (row.arrivals[index], self._message_numel(index)) for index in chosen}
-        return ReduceBucket(
+        bucket = ReduceBucket(
             kind=kind,
             exchanged=self._wire_dtype is not None,
             numel=row.numel,
@@ -511,8 +506,9 @@ class ReduceBuffer(Buffer):
                 layout.segments[index].params[0]: ranges[index]
                 for index in filter(self._is_copied, chosen)
             },
-            shaped=self._shaped(chosen),
         )
+        bucket.shaped_inputs = tuple(self._shaped(chosen))
+        return bucket
 
     def _shaped(self, segments: Sequence[int]) -> list[Tensor]:
         """Return the messages of segments in the shapes of their parameters, if all consist of one gradient each."""

@@ -23,6 +23,7 @@ import torch
 
 from fullshard import torch_border
 from fullshard.comm.spans import TraceRecorder
+from fullshard.storage.buffers import Indices
 
 
 class Event(Protocol):
@@ -109,6 +110,8 @@ class FSDPCommContext:
         """The recorder of a trace; usually none."""
         self.host_reads_results = False
         """Whether sharded gradients are in host memory, so that the host must wait for them."""
+        self.indices: Indices = weakref.WeakValueDictionary()
+        """Indices that the all-gather stream copies by."""
         self.releases: list[Event] = []
         """Of gather buffers that were given back: events that mark the last read of each on the compute stream."""
         self.reduce_inputs: deque[InFlight] = deque()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +38,12 @@ _CELL_DTYPE = torch.complex128
 
 INDEXED_UP_TO = 32 * 2**20
 """Bytes of full parameters that are copied by an index, which takes a quarter of their memory."""
+
+Indices = weakref.WeakValueDictionary[object, Tensor]
+"""Indices of gather buffers, by all that they depend on: layers of a model are alike, and share one.
+
+They belong to one all-gather stream, which allocates them and alone reads them, so that they may be freed at any time.
+"""
 
 
 class Buffer:
@@ -271,16 +276,15 @@ class GatherBuffer:
         *,
         packed: bool,
         into: GatherBuffer | None = None,
-        indexed: bool = False,
+        indices: Indices | None = None,
     ) -> None:
         """Allocate on the current stream (the all-gather stream) and make every view a step needs.
 
         With ``into``, the full parameters are those of another buffer, whose memory is present. It is for a
-        multiple of this one's ranks: then its padding is at least as long, and all segments fit. With ``indexed``, an
-        index may be made to distribute rows: not while a CUDA graph is captured, in which nothing is computed.
+        multiple of this one's ranks: then its padding is at least as long, and all segments fit. With ``indices``, of
+        this stream, rows may be distributed by one of them.
         """
-        self._layout, self._rank = layout, rank
-        self.packed = packed
+        self._layout, self._rank, self.device, self.packed = layout, rank, device, packed
         self._dtypes = [dtypes[segment.params[0]] for segment in layout.segments]
         placement = block_offsets(
             [
@@ -315,7 +319,7 @@ class GatherBuffer:
         self._packing = shard_offsets(layout, range(len(layout.segments)), self._dtypes)
         self._split: _Split | _Rearrangement | None = None
         if packed:
-            self._prepare_packed(device, indexed=indexed)
+            self._prepare_packed(indices)
         else:
             self._prepare_in_place(device)
         # Views are made of present memory only. Now only what `fill` would have allocated stays.
@@ -376,8 +380,8 @@ class GatherBuffer:
                 self._copy_out[0].extend(rank_chunks(layout, param, self._full_alias(index)))
                 self._copy_out[1].extend(staged_chunks(layout, param, buffer, start, dtype))
 
-    def _prepare_packed(self, device: torch.device, *, indexed: bool) -> None:
-        nbytes = self.packed_nbytes
+    def _prepare_packed(self, indices: Indices | None) -> None:
+        nbytes, device = self.packed_nbytes, self.device
         self._staging = Buffer(nbytes * self._layout.world, device)
         self._add_message(self._staging, 0, nbytes)
         rows = self._staging.view(torch.uint8, 0, (self._layout.world, nbytes))
@@ -391,7 +395,7 @@ class GatherBuffer:
         # index the host does not know the pieces, and the device is done as soon; but the index takes memory.
         if device.type == "cpu" or not self._is_uniform or not min(map(Tensor.numel, targets)):
             return
-        rearrangement = self._rearrangement(rows, device) if indexed else None
+        rearrangement = None if indices is None else self._rearrangement(rows, indices)
         if rearrangement is not None:
             self._split = rearrangement
         elif len(targets) * self._layout.world <= FEW_PIECES:
@@ -403,31 +407,44 @@ class GatherBuffer:
             order = sorted(range(len(self._dtypes)), key=self._packing.starts.__getitem__)
             self._split = _Split(rows.view(self._dtypes[0]), [targets[index] for index in order])
 
-    def _rearrangement(self, rows: Tensor, device: torch.device) -> _Rearrangement | None:
-        """Return how to bring ``rows``, of a uniform group, cell by cell to the full parameters; None if that is too much.
+    def _index(self, indices: Indices) -> Tensor | None:
+        """Return where each cell of a uniform group's full parameters comes from; None if the index would be too large.
 
         Pieces and starts of a uniform group's parameters are multiples of `ROW_ALIGNMENT` elements, and so of a cell.
         """
-        itemsize, world = self._dtypes[0].itemsize, self._layout.world
+        itemsize, world, device = self._dtypes[0].itemsize, self._layout.world, self.device
         if self.full.nbytes > INDEXED_UP_TO or ROW_ALIGNMENT * itemsize % CELL:
             return None
         sizes = [segment.piece_numel * itemsize // CELL for segment in self._layout.segments]
         starts = [start // CELL for start in self._packing.starts]
         targets = [start // CELL for start in self._starts]
         key = (device, world, tuple(sizes), tuple(starts), tuple(targets))
-        index = _INDICES.get(key)
+        index = indices.get(key)
         if index is None and device.type == "meta":
             index = torch.empty(self.full.nbytes // CELL, dtype=torch.int32, device=device)
         elif index is None:
             on_host = torch.zeros(self.full.nbytes // CELL, dtype=torch.int32)  # in gaps: anything
-            ranks = torch.arange(world)[:, None] * (rows.shape[1] // CELL)
+            ranks = torch.arange(world)[:, None] * (self.packed_nbytes // CELL)
             for size, start, target in zip(sizes, starts, targets, strict=True):
                 cells = torch.arange(start, start + size) + ranks
                 on_host[target : target + world * size] = cells.flatten()
-            index = on_host.to(device)  # it is complete when this returns, for all streams
-        _INDICES[key] = index
+            index = on_host.to(device)
+        indices[key] = index
+        return index
+
+    def _rearrangement(self, rows: Tensor, indices: Indices) -> _Rearrangement | None:
+        """Return how to bring ``rows`` to the full parameters by an index, if there is one."""
+        index = self._index(indices)
+        if index is None:
+            return None
         full = self.full.view(_CELL_DTYPE, 0, (self.full.nbytes // CELL,))
         return _Rearrangement(rows.view(_CELL_DTYPE).view(-1), full, index)
+
+    def change_indices(self, indices: Indices | None) -> None:
+        """Take the index from others, of the current stream; None if none can be made. For a group that changes streams."""
+        if isinstance(self._split, _Rearrangement):
+            index = None if indices is None else self._index(indices)
+            self._split = None if index is None else self._split.with_index(index)
 
     def _full_alias(self, segment: int) -> Tensor:
         """Another alias of a segment's one parameter: writing to `params` would raise their versions."""
@@ -526,11 +543,6 @@ class GatherBuffer:
             torch._foreach_copy_(*self._copy_out)
             self._staging.release()
 
-    def read_on(self, stream: Any) -> None:
-        """Note that a stream copies out, from now on; when the buffer is new, and when it gets to another stream."""
-        if isinstance(self._split, _Rearrangement):
-            self._split.read_on(stream)
-
     def release(self) -> None:
         """Give the memory back."""
         self.full.release()
@@ -558,18 +570,13 @@ class _Rearrangement:
         """Cell i of ``target`` is cell ``index[i]`` of ``source``."""
         self._source, self._target, self._index = source, target, index
 
-    def read_on(self, stream: Any) -> None:
-        """Note that a stream reads the index: it may have been allocated on another, of another model."""
-        if self._index.device.type not in ("cpu", "meta"):
-            self._index.record_stream(stream)
+    def with_index(self, index: Tensor) -> _Rearrangement:
+        """Return the same with another tensor as its index."""
+        return _Rearrangement(self._source, self._target, index)
 
     def __call__(self) -> None:
         """Copy, on the current stream."""
         torch.index_select(self._source, 0, self._index, out=self._target)
-
-
-_INDICES: weakref.WeakValueDictionary[object, Tensor] = weakref.WeakValueDictionary()
-"""Indices of rearrangements, by all that they depend on: layers of a model are alike, and share one."""
 
 
 def _is_zero_copy(layout: Layout, segment: int) -> bool:
