@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fullshard.errors import ConfigurationError
-from fullshard.programs.plan_tool.machine import MIB, Machine
+from fullshard.programs.plan_tool.machine import FAKE_COPY, MIB, Machine
 from fullshard.programs.plan_tool.profile_file import (
     assumptions,
     known_profiles,
@@ -160,9 +160,16 @@ def test_the_host_takes_time_for_everything_that_it_issues() -> None:
 
 def test_the_fake_group_only_copies() -> None:
     machine = load_profile("h200").with_fake_group()
-    seconds = machine.collective_seconds(gather(512, 64))
-    assert seconds == pytest.approx(2 * 512 * MIB / machine.bytes_per_second + 64 * 2e-6, rel=0.01)
+    whole = gather(512, 64)
+    seconds = machine.collective_seconds(whole)
+    copied = 2 * 512 * MIB * 63 / 64 / machine.bytes_per_second
+    assert seconds == pytest.approx(copied + 63 * 2e-6, rel=0.01)
     assert machine.collective_seconds(gather(512, 64, kind="reduce_scatter")) < seconds / 30
+    parts = replace(whole, messages=9)
+    assert machine.collective_seconds(parts) == pytest.approx(copied + 9 * 63 * 2e-6, rel=0.01)
+    # The host makes each copy, so a call with several messages takes it longer.
+    one, nine = (machine.host_seconds(Launch(1, each, "forward")) for each in (whole, parts))
+    assert nine - one == pytest.approx(8 * 63 * FAKE_COPY * machine.host.launch_us * 1e-6)
 
 
 # --- profiles ---------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
 
@@ -18,13 +18,12 @@ VIRTUAL_BACKEND = "virtual"
 class Carrier(Protocol):
     """Who is told of collectives."""
 
-    def carry(self, kind: str, nbytes: int, tensor: Tensor, group: ProcessGroup) -> Any:
+    def carry(self, kind: str, messages: Sequence[Tensor], group: ProcessGroup) -> Any:
         """Take note of a collective, and return a `Work`.
 
         Args:
             kind: all_gather, reduce_scatter, all_reduce, all_to_all or broadcast.
-            nbytes: Of the whole: of what a rank has after a gather, or before anything else.
-            tensor: One of its tensors.
+            messages: The whole: what a rank has after a gather, or before anything else.
             group: The ranks.
         """
 
@@ -75,9 +74,7 @@ _COLLECTIVES = {
 def _method(kind: str, place: int) -> Callable[..., Any]:
     def carry(group: VirtualGroup, *args: Any, **_: Any) -> Any:
         assert group.carrier is not None, "the groups of a plan are gone when it ends"
-        tensors = tree_leaves(args[place])
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        return group.carrier.carry(kind, nbytes, tensors[0], group)
+        return group.carrier.carry(kind, tree_leaves(args[place]), group)
 
     return carry
 

@@ -421,9 +421,9 @@ class Machine:
 
     def _fake_seconds(self, collective: Collective) -> float:
         """Return the time of the copies with which torch's fake group stands in for a collective."""
-        pieces = collective.ranks if collective.kind == "all_gather" else 1
-        copied = collective.nbytes * pieces // collective.ranks
-        return pieces * self.traffic.floor_us * MICRO + 2 * copied / self.bytes_per_second
+        copies = _fake_copies(collective)
+        copied = collective.nbytes // collective.ranks * copies // collective.messages
+        return copies * self.traffic.floor_us * MICRO + 2 * copied / self.bytes_per_second
 
     def with_network(
         self, *, gbit_per_device: float | None = None, gbit_per_host: float | None = None
@@ -479,8 +479,8 @@ class Machine:
             case Launch(work=Kernel(launches=launches)):
                 seconds = host.launch_us + max(0, launches - 1) * host.kernel_us
                 return MICRO * seconds * (self.compiled.host if is_compiled else 1.0)
-            case Launch(work=Collective(ranks=ranks, kind=kind)):
-                copies = ranks - 1 if self.is_fake_group and kind == "all_gather" else 0
+            case Launch(work=Collective() as collective):
+                copies = _fake_copies(collective) if self.is_fake_group else 0
                 return MICRO * (host.collective_us + copies * FAKE_COPY * host.launch_us)
             case Launch(work=Transfer()):
                 return MICRO * host.launch_us
@@ -495,3 +495,9 @@ class Machine:
             case Allocate() | Free():
                 return MICRO * host.allocation_us
         return MICRO * host.event_us
+
+
+def _fake_copies(collective: Collective) -> int:
+    """Return how many copies torch's fake group makes: of a gather's messages one for each other rank."""
+    others = collective.ranks - 1 if collective.kind == "all_gather" else 1
+    return others * collective.messages

@@ -69,6 +69,8 @@ class Collective:
     stride: int
     """The distance between neighbours in the group: 1 for ranks next to each other, the shard size for replicas."""
     dtype: str
+    messages: int = 1
+    """Tensors that it has in one call."""
 
 
 Direction = Literal["to device", "to host"]

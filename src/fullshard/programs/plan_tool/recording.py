@@ -314,17 +314,18 @@ class Recorder(torch_border.OperatorMode):
             self.add(Allocate(number, nbytes, self.stream.stream_id))
             self.add(Free(number))
 
-    def carry(self, kind: str, nbytes: int, tensor: Tensor, group: ProcessGroup) -> RecordedWork:
+    def carry(self, kind: str, messages: Sequence[Tensor], group: ProcessGroup) -> RecordedWork:
         """Note a collective on the current stream; without streams, on a wire that the host can wait for."""
-        if self._host is not None and tensor.is_cpu:
+        if self._host is not None and messages[0].is_cpu:
             raise ConfigurationError(NO_HOST_COLLECTIVES)
         ranks = dist.get_process_group_ranks(group)
         work = Collective(
             cast(CollectiveKind, kind),
-            nbytes,
+            sum(message.nbytes for message in messages),
             ranks=len(ranks),
             stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            dtype=str(messages[0].dtype).removeprefix("torch."),
+            messages=len(messages),
         )
         stream = self._wire or self.stream
         self.add(Launch(stream.stream_id, work, self.phase))
