@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ from fullshard.optim.block_update import (
 _CHUNK_NUMEL = {"cpu": 1 << 16}
 """How many elements are computed with at once, by operators: on a CPU as many as its cache holds."""
 _DEVICE_CHUNK_NUMEL = 1 << 24
+
+_VARYING = (1, 8)
+"""The arguments of `update_rows` that are other tensors in every step: the gradient, and the numbers."""
 
 Averages = tuple[Tensor, Tensor]
 """Of gradients, and of their squares."""
@@ -75,20 +78,28 @@ class _Item:
         unit, size = self.unit, self.unit.size
         device = unit.memory.device
         is_compiled = can_compile(device) if compile is None else compile
-        every = self.rows if is_compiled else chunks_of_rows(self.rows, unit)
-        update: Callable[..., None] = compiled() if is_compiled else update_rows
-        for rows in every:
+        for rows in self.rows if is_compiled else chunks_of_rows(self.rows, unit):
             begin, end = rows.start, rows.start + rows.count * size
             gradient = self.gradient
             if rows.count * size < gradient.numel():
                 gradient = gradient[begin:end]
+            gradient = gradient.view(-1, size)
             old = None
             if self.old is not None:
                 span = slice(begin - self.start, end - self.start)
                 old = (self.old[0][span].view(-1, size), self.old[1][span].view(-1, size))
+            elif is_compiled and (repeat := unit.repeats.get((rows, gradient.dtype))):
+                repeat(gradient, self.numbers)
+                continue
             # Parts that are computed at once are many, so their views are not kept.
             param, *state = unit.views(rows, keep=is_compiled)
-            update(param, gradient.view(-1, size), old, *state, self.numbers)
+            arguments = (param, gradient, old, *state, self.numbers)
+            if not is_compiled:
+                update_rows(*arguments)
+                continue
+            found = compiled().run(arguments, varying=_VARYING)
+            if old is None:
+                unit.repeats[rows, gradient.dtype] = found
 
 
 class _Batch:

@@ -184,6 +184,8 @@ class Unit:
         self._scales: Tensor | None = None
         self._all: tuple[list[Rows], Fragments] | None = None
         self._kept_views: dict[Rows, RowViews] = {}
+        self.repeats: dict[tuple[Rows, torch.dtype], torch_border.Repeat | None] = {}
+        """By rows and the dtype of gradients: how to call the compiled update of `views` with other gradients and numbers."""
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -269,6 +271,7 @@ class Unit:
         """Forget the state. It is zero afterwards."""
         self._codes = self._scales = None
         self._kept_views.clear()
+        self.repeats.clear()
 
     def views(self, rows: Rows, *, keep: bool) -> RowViews:
         """Return the memory of rows. With ``keep``, the next call returns the same: eight views take longer than a kernel's launch."""

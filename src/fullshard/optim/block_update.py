@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fullshard import torch_border
 from fullshard.optim.block_codes import (
     SMALLEST_SCALE,
     coded_means,
@@ -123,11 +124,10 @@ def update_rows(
 
 
 @functools.cache
-def compiled() -> Callable[..., None]:
+def compiled() -> torch_border.CompiledKernel:
     """Return `update_rows` as one kernel, for any number of rows."""
-    # Row counts become dynamic by themselves, and the size of blocks stays a constant. Not `fullgraph`, with which too many kinds of
-    # calls would be an error rather than computed without compiling.
-    return torch.compile(update_rows)
+    # Row counts become dynamic by themselves, and the size of blocks stays a constant.
+    return torch_border.CompiledKernel(update_rows)
 
 
 def can_compile(device: torch.device) -> bool:

@@ -35,6 +35,10 @@ from fullshard.torch_border.client_attributes import (
     mark_flattened as mark_flattened,
     register_composable as register_composable,
 )
+from fullshard.torch_border.compiled_kernels import (
+    CompiledKernel as CompiledKernel,
+    Repeat as Repeat,
+)
 from fullshard.torch_border.dtensors import (
     dtensor as dtensor,
     dtensor_parameter as dtensor_parameter,
