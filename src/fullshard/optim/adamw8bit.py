@@ -110,9 +110,6 @@ class AdamW8bit(torch.optim.AdamW):
         """Begin without state."""
         self._plan: BlockPlan | None = None
         self._planned_ids: list[list[int]] = []
-        self._steps: dict[nn.Parameter, int] = {}
-        self._fp32: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
-        """Averages that are not in codes: this rank's part, in the order of memory."""
         self._per_param: defaultdict[Any, Any] = defaultdict(dict)
         self._is_split = False
         """Whether `_per_param` has the state, as users see it."""
@@ -155,15 +152,15 @@ class AdamW8bit(torch.optim.AdamW):
     @property
     def state_bytes(self) -> int:
         """Memory of the state on this rank, in the form that it has now."""
-        in_fp32 = sum(each.nbytes for pair in self._fp32.values() for each in pair)
+        found = 0 if self._plan is None else self._plan.state_bytes
         if self._is_split:
-            in_fp32 += sum(
+            found += sum(
                 local_of(value).nbytes
                 for state in self._per_param.values()
                 for value in state.values()
                 if isinstance(value, Tensor)
             )
-        return in_fp32 + (0 if self._plan is None else self._plan.state_bytes)
+        return found
 
     # --- state as others see it -----------------------------------------------------------------------
 
@@ -178,7 +175,6 @@ class AdamW8bit(torch.optim.AdamW):
     def state(self, state: Mapping[Any, Any]) -> None:
         self._per_param = defaultdict(dict, state)
         self._is_split = True
-        self._steps, self._fp32 = {}, {}
         if self._plan is not None:
             self._plan.release()
 
@@ -222,13 +218,13 @@ class AdamW8bit(torch.optim.AdamW):
                 param: self._own_averages(unit, number)
                 for unit in units
                 for number, param in enumerate(unit.params)
-                if param in self._steps
+                if unit.has_state(number)
             }
             if bucket is not None:
                 _gather(bucket, units, averages)
             for param, values in averages.items():
                 found[param] = {
-                    "step": torch.tensor(float(self._steps[param])),
+                    "step": torch.tensor(float(self._plan.steps_of(param))),
                     **{
                         key: like_param(param, value.cpu() if on_host else value)
                         for key, value in zip(_AVERAGES, values, strict=True)
@@ -243,9 +239,9 @@ class AdamW8bit(torch.optim.AdamW):
         local = local_of(param).detach()
         averages = [torch.zeros_like(local, dtype=torch.float32) for _ in _AVERAGES]
         flat = [in_order_of(average, local) for average in averages]
-        if param in self._fp32:
+        if number in unit.old:
             part = unit.own_part(number)
-            torch._foreach_copy_([each[part] for each in flat], list(self._fp32[param]))
+            torch._foreach_copy_([each[part] for each in flat], list(unit.old[number]))
         else:
             self._decode(unit, number, flat)
         return averages
@@ -262,7 +258,7 @@ class AdamW8bit(torch.optim.AdamW):
             for index, param in enumerate(group["params"])
         }
         for process_group, params in by_group.items():
-            counts = [self._steps.get(param, 0) for param in params]
+            counts = [plan.steps_of(param) for param in params]
             by_replica = collectives.values_of_all_ranks(counts, process_group, STATES)
             raise_differences(
                 f"{number_of[param]}: steps by replica {list(steps)}"
@@ -291,6 +287,8 @@ class AdamW8bit(torch.optim.AdamW):
     @torch.no_grad()
     def _join(self) -> None:
         """Take over what users have left in `state`."""
+        plan = self._plan
+        assert plan is not None, "it was made for these parameters"
         faults = []
         for number, group in enumerate(self.param_groups):
             self._check_options(number)  # loading has replaced them
@@ -311,29 +309,19 @@ class AdamW8bit(torch.optim.AdamW):
                 ]
                 means, squares = locals_
                 if means is not None and squares is not None:
-                    self._steps[param] = int(state["step"])
-                    self._fp32[param] = self._own_parts(param, means, squares)
+                    unit, place = plan.places[param]
+                    unit.counts[place] = int(state["step"])
+                    unit.old[place] = unit.own_averages(place, means, squares)
         for paragraph in fault_paragraphs(
             faults,
             "The state of a parameter must be that of AdamW, sharded as the parameter is; these are not:",
             "Load full tensors, and tensors on other meshes, with "
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict.",
         ):
-            self._steps, self._fp32 = {}, {}
+            plan.release()
             raise ConfigurationError(paragraph)
         self._per_param = defaultdict(dict)
         self._is_split = False
-
-    def _own_parts(
-        self, param: nn.Parameter, means: Tensor, squares: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return what this replica keeps of averages."""
-        assert self._plan is not None, "it was made for these parameters"
-        unit, number = self._plan.places[param]
-        if unit.cut is None:
-            return means, squares
-        part = unit.own_part(number)
-        return means[part].clone(), squares[part].clone()  # not to keep the whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` of this class or of AdamW has returned."""
@@ -379,16 +367,17 @@ class AdamW8bit(torch.optim.AdamW):
             raise UsageError(
                 "A step of AdamW8bit counts on the host, so it cannot be captured in a CUDA graph. Call it outside."
             )
-        refuse_sparse_gradients(self)
         plan = self._current_plan()
         if self._is_split:
             self._join()
+        gradients = [unit.shard.gradients() for unit in plan.units]
+        strided = torch.strided
+        if [1 for of in gradients for each in of if each is not None and each.layout is not strided]:
+            refuse_sparse_gradients(self)
         step = BlockStep(plan, self._compile)
-        for unit in plan.units:
-            self._add_unit(step, unit)
+        for unit, of_unit in zip(plan.units, gradients, strict=True):
+            self._add_unit(step, unit, of_unit)
         step.run()
-        for param in step.params:
-            self._fp32.pop(param, None)
         torch.autograd.graph.increment_version(step.written)
         return loss
 
@@ -408,24 +397,27 @@ class AdamW8bit(torch.optim.AdamW):
             self._planned_ids = ids
         return self._plan
 
-    def _add_unit(self, step: BlockStep, unit: Unit) -> None:
+    def _add_unit(self, step: BlockStep, unit: Unit, gradients: Sequence[Tensor | None]) -> None:
         """Add what a step has to do in a unit: for parameters in codes and with the same number of steps together."""
-        gradients = unit.shard.gradients()
         present = [number for number, each in enumerate(gradients) if each is not None]
         if not present:
             return
-        group = self.param_groups[unit.group]
+        group, counts = self.param_groups[unit.group], unit.counts
         gradient = unit.gradient(gradients)
         if group["maximize"]:
             gradient = gradient.neg()
+        if not unit.old and counts.count(counts[0]) == len(counts) == len(present):
+            count = counts[0] + 1
+            unit.counts = [count] * len(counts)
+            step.add(unit, present, gradient, group, count, None)
+            return
         together: dict[tuple[int, int | None], list[int]] = {}
         for number in present:
-            param = unit.params[number]
-            count = self._steps[param] = self._steps.get(param, 0) + 1
-            alone = number if param in self._fp32 else None
-            together.setdefault((count, alone), []).append(number)
+            counts[number] += 1
+            alone = number if number in unit.old else None
+            together.setdefault((counts[number], alone), []).append(number)
         for (count, alone), numbers in together.items():
-            old = None if alone is None else self._fp32[unit.params[alone]]
+            old = None if alone is None else unit.old[alone]
             step.add(unit, numbers, gradient, group, count, old)
 
 

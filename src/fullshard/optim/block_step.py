@@ -63,7 +63,8 @@ class _Item:
     """Parameters of a unit that are updated with the same numbers."""
 
     unit: Unit
-    params: Sequence[nn.Parameter]
+    members: Sequence[int]
+    """The parameters, by their numbers in the unit."""
     rows: Sequence[Rows]
     fragments: Fragments
     gradient: Tensor
@@ -73,6 +74,13 @@ class _Item:
     """Averages in fp32 in place of the codes; of one parameter."""
     start: int
     """The first element of `old` in the unit."""
+
+    @property
+    def params(self) -> Sequence[nn.Parameter]:
+        params = self.unit.params
+        if len(self.members) == len(params):
+            return params
+        return [params[number] for number in self.members]
 
     def update_rows(self, compile: bool | None) -> None:
         unit, size = self.unit, self.unit.size
@@ -195,26 +203,30 @@ class BlockStep:
         if key not in self._numbers:
             self._numbers[key] = step_numbers(group, count, unit.memory.device)
         rows, fragments = unit.parts(numbers)
-        params = [unit.params[number] for number in numbers]
         start = max(unit.starts[numbers[0]], 0)
         self._items.append(
-            _Item(unit, params, rows, fragments, gradient, self._numbers[key], old, start)
+            _Item(unit, numbers, rows, fragments, gradient, self._numbers[key], old, start)
         )
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """The parameters that were added."""
-        return [param for item in self._items for param in item.params]
 
     @property
     def written(self) -> list[nn.Parameter]:
         """The parameters that `run` has written to."""
-        return list(dict.fromkeys([*self.params, *self._received]))
+        found = [param for item in self._items for param in item.params]
+        return list(dict.fromkeys([*found, *self._received])) if self._received else found
 
     def run(self) -> None:
         """Update everything. Collective, if ranks share blocks, also where nothing was added."""
-        plan = self._plan
         batches = list(self._batches())
+        if batches or self._plan.has_shared_blocks:
+            self._update_fragments(batches)
+        self._update_rows()
+        for item in self._items:
+            if item.old is not None:  # in codes now
+                del item.unit.old[item.members[0]]
+
+    def _update_fragments(self, batches: Sequence[_Batch]) -> None:
+        """Find the scales of blocks that fragments belong to, with other ranks where these have parts; then update."""
+        plan = self._plan
         maxima = {device: torch.zeros_like(table) for device, table in plan.tables.items()}
         for batch in batches:
             batch.find_maxima(plan.tables[batch.device], maxima[batch.device])
@@ -224,7 +236,6 @@ class BlockStep:
             batch.update(plan.tables[batch.device], scales[batch.device])
         for batch in batches:  # not before: several batches may have parts of one block
             batch.keep_scales(plan.tables[batch.device], scales[batch.device])
-        self._update_rows()
 
     def _update_rows(self) -> None:
         """Update rows bucket by bucket. Replicas gather each bucket while the next one is updated."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -93,11 +94,15 @@ class Fragments:
     """The first element's index in the whole tensor."""
     slots: Tensor
     """Number of the block's scale in the table."""
+    count: int = field(init=False)
     _kept: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)
     """What `elements` has returned: every step asks for it."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "count", len(self.starts))
+
     def __len__(self) -> int:
-        return len(self.starts)
+        return self.count
 
     def part(self, begin: int, end: int) -> Fragments:
         """Return some of them."""
@@ -180,6 +185,10 @@ class Unit:
         self._fragments: list[Fragments] = []
         self.blocks = torch.zeros(0, dtype=torch.int32, device=self.memory.device)
         """The block of each row, by slot."""
+        self.counts = [0] * len(shard.params)
+        """Steps of each parameter, by its number."""
+        self.old: dict[int, tuple[Tensor, Tensor]] = {}
+        """Averages that are not in codes, by the parameter's number: those of elements in `memory`, in their order."""
         self._codes: Tensor | None = None
         self._scales: Tensor | None = None
         self._all: tuple[list[Rows], Fragments] | None = None
@@ -235,13 +244,17 @@ class Unit:
         """Return the parameters' gradients as one tensor, in which those that are None have any values."""
         present = [gradient for gradient in gradients if gradient is not None]
         dtypes = {gradient.dtype for gradient in present}
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-        if len(present) < len(gradients) or any(each.dtype != dtype for each in present):
+        if len(present) < len(gradients) or len(dtypes) > 1:
+            dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
             present = [
                 torch.zeros_like(local_of(param), dtype=dtype) if each is None else each.to(dtype)
                 for param, each in zip(self.params, gradients, strict=True)
             ]
-        return self.shard.fuse(present).detach().reshape(-1)[self._window]
+        found = self.shard.fuse(present)
+        # Each view takes as long as a kernel's launch, so only those are made that change something.
+        if found.ndim != 1 or not found.is_contiguous() or found.requires_grad:
+            found = found.detach().reshape(-1).contiguous()
+        return found if self.cut is None else found[self._window]
 
     def own_part(self, number: int) -> slice:
         """Return which of this rank's elements of a parameter are in `memory`."""
@@ -251,6 +264,17 @@ class Unit:
         return slice(first, max(first, last))
 
     # --- state ------------------------------------------------------------------------------------
+
+    def has_state(self, number: int) -> bool:
+        """Return whether a parameter has averages, in codes or in `old`."""
+        return self.counts[number] > 0 or number in self.old
+
+    def own_averages(self, number: int, means: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `old` keeps of a parameter's averages: all, or this replica's part."""
+        if self.cut is None:
+            return means, squares
+        part = self.own_part(number)
+        return means[part].clone(), squares[part].clone()  # not to keep the whole
 
     @property
     def codes(self) -> Tensor:
@@ -269,6 +293,8 @@ class Unit:
 
     def release(self) -> None:
         """Forget the state. It is zero afterwards."""
+        self.counts = [0] * len(self.counts)
+        self.old.clear()
         self._codes = self._scales = None
         self._kept_views.clear()
         self.repeats.clear()
@@ -296,7 +322,7 @@ class Unit:
         """Memory of the state, and of what says where its blocks are."""
         parts = self._fragments if self._all is None else [*self._fragments, self._all[1]]
         tables = sum(part.nbytes for part in dict.fromkeys(parts))
-        held = [self._codes, self._scales, self.blocks]
+        held = [self._codes, self._scales, self.blocks, *chain.from_iterable(self.old.values())]
         return tables + sum(each.nbytes for each in held if each is not None)
 
 
@@ -441,6 +467,16 @@ class BlockPlan:
             exchange.positions.append(exchange.count + torch.searchsorted(shared, blocks[held]))
             exchange.count += len(shared)
         return cut.offset, found, base + numbers
+
+    def steps_of(self, param: nn.Parameter) -> int:
+        """Return how many steps a parameter has had."""
+        unit, number = self.places[param]
+        return unit.counts[number]
+
+    @property
+    def has_shared_blocks(self) -> bool:
+        """Whether `exchange` is collective."""
+        return bool(self._joined)
 
     def exchange(self, tables: Mapping[torch.device, Tensor]) -> None:
         """Make the numbers of shared blocks those of the rank with the largest ones. Collective, if there are any."""

@@ -132,4 +132,9 @@ def compiled() -> torch_border.CompiledKernel:
 
 def can_compile(device: torch.device) -> bool:
     """Return whether kernels for the device can be compiled here."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -90,6 +90,9 @@ class FusedShard(UpdatedTensor):
             fused = first.as_strided((numel,), (1,), begin)
         trainable = fused.is_floating_point() or fused.is_complex()
         self.tensor = nn.Parameter(fused, requires_grad=trainable)
+        self._numel = fused.numel()
+        self._filled_starts = [self.starts[index] for index in filled]
+        self._filled_strides = [self._shapes[index][1] for index in filled]
         self._is_param = fused is locals_[0]
         """Whether `tensor` is the local tensor of a single parameter."""
         self._gradient_dtype = fused.dtype
@@ -128,19 +131,28 @@ class FusedShard(UpdatedTensor):
         """Return one tensor over the parameters' parts: a view if they lie in one storage as parameters do, else a copy."""
         if self._is_param:
             return parts[0]
-        first = parts[self._filled[0]]
-        base, itemsize = torch_border.address_of(first), first.itemsize
-        room = first.untyped_storage().nbytes() - int(first.storage_offset()) * itemsize
+        filled = parts
+        if len(self._filled) < len(parts):
+            filled = [parts[index] for index in self._filled]
+        first = filled[0]
+        itemsize, offset = first.itemsize, int(first.storage_offset())
+        room = first.untyped_storage().nbytes() - offset * itemsize
         # Parts in neighbouring storages may have the same distances, but the first storage is too short then.
-        if room >= self.tensor.numel() * itemsize and all(
-            torch_border.address_of(parts[index]) - base == self.starts[index] * itemsize
-            and parts[index].stride() == self._shapes[index][1]
-            for index in self._filled
+        if (
+            room >= self._numel * itemsize
+            and [part.stride() for part in filled] == self._filled_strides
+            and self._have_distances(filled, itemsize)
         ):
-            return first.as_strided(self.tensor.shape, (1,), first.storage_offset())
+            return first.as_strided((self._numel,), (1,), offset)
         fused = first.new_empty(self.tensor.shape)
         torch._foreach_copy_(self._split(fused), list(parts))
         return fused
+
+    def _have_distances(self, filled: Sequence[Tensor], itemsize: int) -> bool:
+        """Return whether parts are as far from each other as the parameters are."""
+        addresses = torch_border.addresses_of(filled)
+        base = addresses[0]
+        return addresses == [base + start * itemsize for start in self._filled_starts]
 
     def _split(self, fused: Tensor) -> list[Tensor]:
         """Return the parameters' parts of a tensor over the fused shard, in their local shapes."""

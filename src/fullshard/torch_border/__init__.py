@@ -152,6 +152,7 @@ from fullshard.torch_border.state_dict_functions import (
 )
 from fullshard.torch_border.tensors import (
     address_of as address_of,
+    addresses_of as addresses_of,
     base_of as base_of,
     current_stream_id as current_stream_id,
     id_of_storage as id_of_storage,

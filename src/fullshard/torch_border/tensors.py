@@ -45,6 +45,13 @@ def address_of(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
+def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where the memory of each tensor begins, in less time; all are on one device."""
+    if tensors[0].is_meta:
+        return [address_of(tensor) for tensor in tensors]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
 def same_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of equally many elements have the same storage, offset and dtype."""
     return (
