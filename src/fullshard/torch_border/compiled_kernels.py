@@ -53,9 +53,11 @@ class CompiledKernel:
     def run(self, arguments: Sequence[Any], varying: Sequence[int]) -> Repeat | None:
         """Call the function, and return how to call it again with these arguments.
 
-        The tensors at the positions ``varying`` may be others then, with the same shape, strides, dtype and device, and without
-        memory in common with the rest. Nothing that the compiler checks can differ. None where the compiler does more than call generated code with
-        these very tensors, so that the next call must be checked again.
+        The tensors at the positions ``varying`` may be others then, with the same shape, strides, dtype and device, without
+        gradients, and without memory in common with the rest. So what the compiler has checked stays true.
+
+        Returns:
+            None where the compiler does more than call generated code with these very tensors. The next call must be checked.
         """
         self._ran.clear()
         self._checked(*arguments)
