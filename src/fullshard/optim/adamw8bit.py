@@ -371,8 +371,7 @@ class AdamW8bit(torch.optim.AdamW):
         if self._is_split:
             self._join()
         gradients = [unit.shard.gradients() for unit in plan.units]
-        strided = torch.strided
-        if [1 for of in gradients for each in of if each is not None and each.layout is not strided]:
+        if not all(map(_all_dense, gradients)):
             refuse_sparse_gradients(self)
         step = BlockStep(plan, self._compile)
         for unit, of_unit in zip(plan.units, gradients, strict=True):
@@ -419,6 +418,12 @@ class AdamW8bit(torch.optim.AdamW):
         for (count, alone), numbers in together.items():
             old = None if alone is None else unit.old[alone]
             step.add(unit, numbers, gradient, group, count, old)
+
+
+def _all_dense(gradients: Sequence[Tensor | None]) -> bool:
+    strided = torch.strided
+    # Of every parameter in every step, so in a list: a generator would be resumed for each.
+    return all([each is None or each.layout is strided for each in gradients])  # noqa: C419
 
 
 def _gather(
