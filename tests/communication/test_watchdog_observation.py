@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -79,7 +80,7 @@ def test_a_wait_in_torch_has_the_name_of_the_function_that_users_call() -> None:
 
 
 def test_a_stall_is_noted_once_and_printed_less_and_less_often_by_one_rank(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = len(stalls())
     slow = Judgement(kind="slow", message="rank 1 lets others wait", culprits=(1,), where="here")
@@ -88,8 +89,17 @@ def test_a_stall_is_noted_once_and_printed_less_and_less_often_by_one_rank(
         for now in (0.0, 10.0, FIRST_REPEAT_S, FIRST_REPEAT_S + 10):
             speaking.note(slow, now + 5, now, speaks=True)
             silent.note(slow, now + 5, now, speaks=False)
-    assert [record.message for record in caplog.records] == [slow.message] * 2
+        for now in (
+            2 * FIRST_REPEAT_S,
+            3 * FIRST_REPEAT_S,
+        ):
+            speaking.note(slow, now, now, speaks=True)
+    assert [record.message for record in caplog.records] == [slow.message] * 3
     noted = stalls()[before:]
+    began = noted[0].began
+    monkeypatch.setattr(time, "time", lambda: began + 50.0)
+    speaking.grow()
+    assert [noted[0].seconds, noted[1].seconds] == [pytest.approx(50.0), 5.0], "it lasts"
     assert [(each.ranks, each.where) for each in noted] == [((1,), "here")] * 2
     assert speaking.end() and not speaking.end()
     speaking.note(slow, 5.0, 100.0, speaks=True)

@@ -18,6 +18,7 @@ from fullshard import (
     ConfigurationError,
     DivergenceError,
     StepFailedError,
+    UnsupportedError,
     fully_shard,
     guarded_step,
 )
@@ -353,12 +354,24 @@ def never_skips_wrong_use() -> None:
         assert torch.equal(shard_now, before[name])
 
     def nested() -> None:
-        with guarded_step(model), guarded_step(model):
+        with guarded_step(model, on_error="skip"), guarded_step(model):
             pass
 
     error = caught(nested)
     assert type(error) is StepFailedError
     assert "Guarded steps cannot contain each other" in str(error)
+
+    def unsupported() -> None:
+        with guarded_step(model, on_error="skip"):
+            raise UnsupportedError("every time")
+
+    assert "every time" in str(caught(unsupported))
+
+    def unsharded() -> None:
+        with guarded_step(nn.Linear(2, 2)):
+            pass
+
+    assert "nothing here is sharded: Linear" in str(caught(unsharded))
     train_well(model)
 
 

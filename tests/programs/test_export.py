@@ -57,7 +57,12 @@ def finished_then_extended(config: RunConfig, exporting: RunConfig) -> None:
     assert "after step 2" in shown_by(with_steps(exporting, 2))
     assert (model / MARK).stat().st_ino == before.st_ino, "it is not written again"
 
+    old = read_mark(model)
+    assert old is not None
+    replace(old, files=(*old.files, "model-2.safetensors")).write(model)
+    (model / "model-2.safetensors").write_text("of a larger model")
     assert "after step 4" in shown_by(with_steps(exporting, 4)), "an extended one is, too"
+    assert not (model / "model-2.safetensors").exists(), "it was of the earlier export"
     mark = read_mark(model)
     assert mark is not None and (mark.step, mark.checkpoint) == (4, "step_00000004")
     assert (model / "notes.md").read_text() == "a user's"

@@ -227,13 +227,18 @@ def test_ranks_that_let_others_wait_are_told_with_how_long_how_often_and_where()
         {"kind": "stall", "step": 9, "report": "without ranks"},
     ]  # fmt: skip
     with TemporaryDirectory() as folder:
-        write_metrics(Path(folder), [*metrics_records(9), *lines])
+        steps = [
+            record | ({"step_s": 10.0} if "step_s" in record else {})
+            for record in metrics_records(9)
+        ]
+        write_metrics(Path(folder), [*steps, *lines])
         run = read_run(Path(folder))
     first, second = find_in_training(run)
     assert first.title == "Rank 1 let others wait 2 times, 36 s in all"
     assert "The longest wait took 30 s and ended in step 4" in first.text
     assert "at b.py:2" in first.text and first.remedies
     assert second.title == "Ranks 0, 3 let others wait once, for 8 s"
+    assert (first.cost_share, second.cost_share) == (36 / 90, 8 / 90)
     marks = [mark.text for mark in run.metrics.marks if mark.kind == "stall"]
     assert "others waited 8 s for ranks 0, 3" in marks and len(marks) == 3
 

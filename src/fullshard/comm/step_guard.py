@@ -52,7 +52,7 @@ from fullshard import torch_border
 from fullshard.comm.control_channel import ControlChannel
 from fullshard.comm.journal import POSITION, Journal, Waiting, journal_of, tag
 from fullshard.comm.meetings import channel_of, meet_without_collective
-from fullshard.errors import ConfigurationError, LifecycleError, StepFailedError, ranks_text
+from fullshard.errors import ConfigurationError, StepFailedError, UsageError, ranks_text
 
 _FAILED = tag("a guarded step that has failed")
 _END = "end of a guarded step"
@@ -132,10 +132,10 @@ class StepGuard:
         """Guard the process groups from now on.
 
         Raises:
-            LifecycleError: they are guarded already.
+            UsageError: they are guarded already.
         """
         if any(link.journal.guard is not None for link in self._links.values()):
-            raise LifecycleError(
+            raise UsageError(
                 "Guarded steps cannot contain each other, nor run at the same time over the same process groups. Give "
                 "all models of the step to one guarded_step."
             )

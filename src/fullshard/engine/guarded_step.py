@@ -27,8 +27,13 @@ from fullshard.comm.step_guard import StepFailure, StepGuard, step_failed
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, named_states, state_of
-from fullshard.errors import ConfigurationError, DivergenceError, StepFailedError
-from fullshard.plan.mesh import global_rank
+from fullshard.errors import (
+    ConfigurationError,
+    DivergenceError,
+    StepFailedError,
+    UnsupportedError,
+)
+from fullshard.plan.mesh import global_rank, world_size
 
 __all__ = ["GuardedStep", "guarded_step"]
 
@@ -69,14 +74,14 @@ def guarded_step(*models: nn.Module, on_error: Literal["raise", "skip"] = "raise
         *models: All sharded models that run in the block, by either API. They may be, or contain, several roots.
         on_error: ``"raise"``: raise `StepFailedError`, the same on all ranks. ``"skip"``: end the block as if nothing had
             happened, on all ranks. These are never skipped: `KeyboardInterrupt` and `SystemExit`, which go on
-            on their rank while the others raise `StepFailedError`; wrong use of fullshard (`ConfigurationError`); and
-            `DivergenceError`.
+            on their rank while the others raise `StepFailedError`; wrong use of fullshard (`ConfigurationError`,
+            `UnsupportedError`); and `DivergenceError`.
 
     Returns:
         The step, a context manager.
 
     Raises:
-        ConfigurationError: there is no model, or no such policy.
+        ConfigurationError: there is no model, or no such policy; or, on entering the block, none of them is sharded.
     """
     if on_error not in ("raise", "skip"):
         raise ConfigurationError(f"on_error must be 'raise' or 'skip', got {on_error!r}.")
@@ -203,7 +208,8 @@ class GuardedStep:
 
 
 def _describe(error: BaseException, *, may_skip: bool = True) -> StepFailure:
-    skippable = isinstance(error, Exception) and not isinstance(error, ConfigurationError)
+    wrong_use = isinstance(error, (ConfigurationError, UnsupportedError))
+    skippable = isinstance(error, Exception) and not wrong_use
     return StepFailure(
         rank=global_rank(),
         type=type(error).__name__,
@@ -237,7 +243,14 @@ def _guard_of(models: Sequence[nn.Module], states: Sequence[FSDPState]) -> StepG
     made = sum(len(_post_forward(group)) for group in groups)
     key = (*[group.serial_number for group in groups], made)
     if key not in known:
-        known[key] = StepGuard(_backends(models, groups))
+        backends = _backends(models, groups)
+        if world_size() > 1 and not groups and not backends:
+            names = ", ".join(type(model).__name__ for model in models)
+            raise ConfigurationError(
+                f"guarded_step lets the ranks of sharded models leave a step together, and nothing here is sharded: {names}. "
+                "Pass the models that fully_shard or FullyShardedDataParallel have sharded."
+            )
+        known[key] = StepGuard(backends)
     return known[key]
 
 
