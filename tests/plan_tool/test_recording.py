@@ -202,6 +202,25 @@ def test_replicas_divide_the_optimizer_state_and_gather_what_they_updated(name: 
     assert part == pytest.approx(whole / 2, rel=0.1)
 
 
+def test_the_compiled_update_of_adamw8bit_is_one_kernel_over_parameters_gradients_and_codes() -> (
+    None
+):
+    run = config(optimizer={"name": "adamw8bit"}, model={"width": 64})
+    program = recorded(run)
+    updates = [
+        entry.work
+        for entry in launched(program)
+        if isinstance(entry.work, Kernel) and entry.work.name == "AdamW8bit.update_rows"
+    ]
+    count = sum(p.numel() for p in open_model(run).build().parameters()) / WORLD
+    # A parameter and two codes are read and written, a gradient is read: 16 bytes an element, and little for each block.
+    assert sum(work.nbytes for work in updates) == pytest.approx(16 * count, rel=0.05)
+    on_cpu = record_step(run, WORLD, open_model(run), has_streams=False).program
+    assert not any(
+        isinstance(e.work, Kernel) and "update_rows" in e.work.name for e in launched(on_cpu)
+    )
+
+
 def test_an_optimizer_s_gradients_are_not_copied() -> None:
     program = recorded(config())
     works = [entry.work for entry in launched(program) if entry.phase == "optimizer"]

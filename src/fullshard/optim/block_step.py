@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullshard import torch_border
 from fullshard.optim.block_codes import SMALLEST_SCALE, largest
 from fullshard.optim.block_replicas import ReplicaBucket
 from fullshard.optim.block_units import BlockPlan, Fragments, Rows, Unit
@@ -86,6 +87,7 @@ class _Item:
         unit, size = self.unit, self.unit.size
         device = unit.memory.device
         is_compiled = can_compile(device) if compile is None else compile
+        planned = torch_border.planned_accelerator(device)
         for rows in self.rows if is_compiled else chunks_of_rows(self.rows, unit):
             begin, end = rows.start, rows.start + rows.count * size
             gradient = self.gradient
@@ -104,6 +106,11 @@ class _Item:
             arguments = (param, gradient, old, *state, self.numbers)
             if not is_compiled:
                 update_rows(*arguments)
+                continue
+            if planned is not None:
+                averages = state[:4] if old is None else old
+                read = (param, gradient, *averages, unit.blocks[: rows.count])
+                planned.note_kernel("AdamW8bit.update_rows", read, (param, *state[:4]))
                 continue
             found = compiled().run(arguments, varying=_VARYING)
             if old is None:

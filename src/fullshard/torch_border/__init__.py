@@ -181,6 +181,7 @@ from fullshard.torch_border.virtual_devices import (
     has_streams as has_streams,
     new_event as new_event,
     new_stream as new_stream,
+    planned_accelerator as planned_accelerator,
     the_virtual_device as the_virtual_device,
     virtual_device as virtual_device,
     watched_propagation as watched_propagation,

@@ -6,14 +6,14 @@ whoever plans brings the streams and notes what happens. At most one is there at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim import optimizer
 from torch.utils import checkpoint
@@ -45,6 +45,9 @@ class VirtualDevice(Protocol):
     def allocated_bytes(self) -> int:
         """Return the bytes that tensors have now."""
 
+    def note_kernel(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """Note a kernel that passes over tensors once. Nothing is computed."""
+
 
 class _Active:
     device: VirtualDevice | None = None
@@ -68,6 +71,12 @@ def the_virtual_device() -> VirtualDevice | None:
 
 def _virtual(device: torch.device) -> VirtualDevice | None:
     return _Active.device if device.type == "meta" else None
+
+
+def planned_accelerator(device: torch.device) -> VirtualDevice | None:
+    """Return the virtual device if it stands for an accelerator, where functions are compiled into one kernel."""
+    virtual = _virtual(device)
+    return virtual if virtual is not None and virtual.has_streams else None
 
 
 def has_streams(device: torch.device) -> bool:

@@ -34,7 +34,7 @@ from fullshard.errors import ConfigurationError
 from fullshard.programs.plan_tool.host_memory import HostMemory
 from fullshard.programs.plan_tool.known_operations import makes_tensors, run_known
 from fullshard.programs.plan_tool.op_costs import may_start_kernel
-from fullshard.programs.plan_tool.operations import tensors_in
+from fullshard.programs.plan_tool.operations import dtype_name, tensors_in
 from fullshard.programs.plan_tool.program import (
     COMPUTE,
     HOST,
@@ -341,6 +341,12 @@ class Recorder(torch_border.OperatorMode):
         self.add(Launch(self.stream.stream_id, work, self.phase))
         if waits:
             self.stream.synchronize()
+
+    def note_kernel(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """Note a kernel that passes over tensors once, as compiled functions do: without memory for what is between."""
+        nbytes = sum(each.nbytes for each in (*read, *written))
+        kernel = Kernel(name, "memory", dtype_name(written[0].dtype), 0, nbytes)
+        self.add(Launch(self.stream.stream_id, kernel, self.phase))
 
     def note_host_kernel(self, kernel: Kernel) -> None:
         """Note that the host computes on tensors in its own memory."""
