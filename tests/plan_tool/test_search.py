@@ -130,6 +130,15 @@ def test_microbatches_are_as_large_as_memory_allows(
     monkeypatch.setattr(searching, "_activations_of", lambda memory: 320 * GIB)
     found, _ = searched(template, monkeypatch, cost, "train.batch=256")
     assert dict(found.best[0].change.values) == {ACCUMULATE: 8}
+    assert found.fits and all(each.step.fits for each in found.best)
+
+    def whole(config: RunConfig) -> tuple[float, float]:
+        seconds, gib = cost(config)
+        return seconds, 2 * gib
+
+    found, _ = searched(template, monkeypatch, cost, "train.batch=256", whole=whole)
+    assert dict(found.best[0].change.values) == {ACCUMULATE: 16}
+    assert all(each.step.fits for each in found.best)
 
 
 def test_plans_of_several_processes_are_the_same() -> None:

@@ -134,7 +134,7 @@ class _Searching:
         together = self._estimates(self._combinations(tried))
         moved = self._offloaded([*tried, *together])
         ranked = sorted([*tried, *together, *moved], key=self._rank)
-        best = [each for each in ranked if self._is_better(each)][:BEST]
+        best = self._better(ranked)[:BEST]
         return Search(
             best=self._confirmed(best),
             tried=tried,
@@ -155,7 +155,8 @@ class _Searching:
             for change in accumulations(question)
             if dict(change.values)[ACCUMULATE] >= needed
         )
-        return [change for change in possible if change not in single_changes(question)][:1]
+        # Fragments may need more than the margin, so the next smaller ones are tried, too.
+        return [change for change in possible if change not in single_changes(question)][:2]
 
     # --- what is not worth an estimate
 
@@ -259,7 +260,12 @@ class _Searching:
             found[index] = replace(estimate, step=step, reason=why, is_confirmed=True)
             if step.fits == estimate.step.fits and self._is_better(found[index]):
                 break
-        return sorted(filter(self._is_better, found), key=self._rank)
+        return self._better(sorted(found, key=self._rank))
+
+    def _better(self, ranked: Sequence[Found]) -> list[Found]:
+        """Return those that are better than what is given; if some of them fit, only these."""
+        better = [each for each in ranked if self._is_better(each)]
+        return [each for each in better if each.step.fits] or better
 
     def _plans(self, plan: Plan, changes: Sequence[Change]) -> Iterator[PlannedStep]:
         """Yield the plans of changed configurations, and tell about each before it is there."""
