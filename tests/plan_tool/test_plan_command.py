@@ -118,6 +118,16 @@ def test_a_host_without_enough_memory_is_told_by_how_much(step: PlannedStep) -> 
     assert said.startswith("It does not fit: 13 TiB of host memory are missing.")
 
 
+def test_short_options_are_settings_and_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Question] = []
+    monkeypatch.setattr(command, "_answer", lambda _, question, **__: asked.append(question))
+    result = plan("tiny", "--gpu", "h100", "--compile", "--seq", "24", "--batch", "32")
+    assert result.exit_code == 0, result.output
+    config = asked[0].config
+    found = config.compute.compile, config.data.context, config.train.batch, config.model.layers
+    assert found == ("blocks", 24, 32, 2)
+
+
 def test_a_run_s_file_says_ranks_and_batch(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
