@@ -103,7 +103,7 @@ class _Item:
                 continue
             # Parts that are computed at once are many, so their views are not kept.
             param, *state = unit.views(rows, keep=is_compiled)
-            arguments = (param, gradient, old, *state, self.numbers)
+            arguments: tuple[Any, ...] = (param, gradient, old, *state, self.numbers)
             if not is_compiled:
                 update_rows(*arguments)
                 continue
