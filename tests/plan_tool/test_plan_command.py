@@ -20,13 +20,14 @@ from fullshard.programs.plan_tool.answers import (
     seconds_text,
     verdict,
 )
+from fullshard.programs.plan_tool.changes import changed
 from fullshard.programs.plan_tool.output import print_planned
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.planning import planned
 from fullshard.programs.plan_tool.profile_file import load_profile
 from fullshard.programs.plan_tool.program import MemoryKind
 from fullshard.programs.plan_tool.question import Question, read_machine, read_question
-from fullshard.programs.plan_tool.validation import Band
+from fullshard.programs.plan_tool.validation import Band, band_of
 from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.model_source import open_model
 
@@ -164,6 +165,21 @@ def test_a_model_that_does_not_fit_is_told_by_how_much(step: PlannedStep) -> Non
     assert just.endswith("128 MiB stay free, and the plan may be off by 307 MiB.")
     nearly = verdict(with_capacity(grown, 2.875), band)
     assert nearly.endswith(" The plan may be off by 307 MiB.")
+
+
+def test_memory_has_a_band_where_it_was_measured_and_none_where_it_is_assumed(
+    step: PlannedStep,
+) -> None:
+    on_h200 = replace(step, machine=load_profile("h200"))
+    compiled = changed(step.config, {"compute.compile": "blocks"})
+    of_cpu = replace(step, machine=load_profile("cpu"))
+    bands = [
+        band_of(each, "reserved", 1_000_000_000)
+        for each in (on_h200, step, replace(on_h200, config=compiled), of_cpu)
+    ]
+    assert [each.basis for each in bands] == ["runs", "others", "others", "others"]
+    assert bands[0].relative == bands[1].relative and bands[1].relative
+    assert [str(each) for each in bands[2:]] == ["error not known"] * 2
 
 
 def test_the_memory_of_all_kinds_adds_up_to_what_is_reserved(step: PlannedStep) -> None:

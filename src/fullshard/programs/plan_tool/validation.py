@@ -134,21 +134,23 @@ def bands_of(planned: PlannedStep, parameters: int) -> Bands:
 
 def band_of(planned: PlannedStep, answer: Answer, parameters: int) -> Band:
     """Return the band of an answer about a model with so many parameters."""
+    config, machine = planned.config, planned.machine
+    if answer != "time" and (machine.host.is_synchronous or config.compute.compile == "blocks"):
+        # The CPU has another allocator, and what compiled blocks keep is the profile's assumption.
+        return Band(None, "others")
+    is_measured = answer != "time" or not config.sharding.offload
     for each in VALIDATED:
         if (
-            each.answer == answer
-            and each.gpu == planned.machine.name
+            is_measured
+            and each.answer == answer
+            and each.gpu == machine.name
             and each.worlds[0] <= planned.world <= each.worlds[1]
             and each.parameters[0] <= parameters <= each.parameters[1]
-            and not (
-                answer == "time" and planned.config.sharding.offload
-            )  # no such run was measured
         ):
             return Band(each.band, "runs")
     if answer == "time":
         return Band(_band_of_time(planned), "profile")
-    is_cuda = not planned.machine.host.is_synchronous  # the CPU has another allocator
-    return Band(_widest(answer) if is_cuda else None, "others")
+    return Band(_widest(answer), "others")
 
 
 def _widest(answer: Answer) -> float:
