@@ -51,10 +51,11 @@ AHEAD = 0.02
 PRODUCTS = {
     "cuda": [(8192, 8192, 8192), (4096, 14336, 4096), (8192, 4096, 4096), (2048, 2048, 2048)],
     "cpu": [(1024, 1024, 512), (512, 512, 512), (256, 1024, 256)],
-    "quick": [(256, 256, 256), (128, 512, 128)],
+    "quick": [(512, 512, 512), (256, 1024, 256)],
 }
 HEADS = {"cuda": [(32, 2048, 128), (32, 8192, 128)], "cpu": [(4, 512, 64)], "quick": [(2, 128, 64)]}
-COPIES = {"cuda": [64, 256, 1024], "cpu": [16, 64], "quick": [4, 8]}
+COPIES = {"cuda": [64, 256, 1024], "cpu": [16, 64], "quick": [16]}
+"""MiB, no longer all in the caches of a CPU."""
 MOST_TAKEN = 0.95
 """The largest share of a core that a collective is said to take."""
 
