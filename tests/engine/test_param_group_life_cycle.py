@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from fullshard import fully_shard
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.sharded_state import TRANSITIONS, ShardedState
+from fullshard.storage.shard_storage import ShardStorage
 from tests.helpers.fake import fake_world
 from tests.helpers.param_groups import make_group
 
@@ -184,3 +186,29 @@ def test_a_group_joins_another_model_with_its_gather_finished() -> None:
         group.unshard()
         group.connect(FSDPCommContext(group.device), "elsewhere")
         assert group.sharded_state is GATHERED and group.name == "elsewhere"
+
+
+def test_gathers_wait_for_shards_that_were_packed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(2):
+        linear = nn.Linear(4, 6)
+        model: Any = fully_shard(linear)
+        model(torch.ones(2, 4))
+        calls: list[str] = []
+
+        def noting(owner: type, name: str) -> None:
+            method = getattr(owner, name)
+
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                calls.append(name)
+                return method(*args, **kwargs)
+
+            monkeypatch.setattr(owner, name, noted)
+
+        noting(FSDPCommContext, "gathers_wait_for")
+        noting(ShardStorage, "adopt")
+        noting(FSDPParamGroup, "_issue_gather")
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        model(torch.ones(2, 4))
+    packed = len(calls) - 1 - calls[::-1].index("adopt")
+    assert "gathers_wait_for" in calls[packed : calls.index("_issue_gather", packed)]

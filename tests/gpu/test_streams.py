@@ -389,6 +389,24 @@ def test_inputs_are_moved_to_the_device() -> None:
         assert torch.equal(model(x), model(x.cuda()))
 
 
+def test_replaced_data_is_packed_before_it_is_gathered() -> None:
+    """The forward that notices it has let gathers wait for the compute stream already."""
+    with fake_world(4):
+        x = torch.randn(8, WIDTH, device="cuda")
+        for _ in range(3):
+            model, twin = make_model(), make_model()
+            for each in (model, twin):
+                each(x).sum().backward()
+            state = {name: value.clone().mul_(2) for name, value in model.state_dict().items()}
+            twin.load_state_dict(state)
+            torch.cuda.synchronize()
+            torch.cuda._sleep(20_000_000)
+            model.load_state_dict(
+                {name: value.clone() for name, value in state.items()}, assign=True
+            )
+            assert torch.equal(model(x), twin(x))
+
+
 def test_nothing_uses_record_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(Tensor, "record_stream", lambda *args: calls.append(args))

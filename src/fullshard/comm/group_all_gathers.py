@@ -130,7 +130,14 @@ class GroupAllGathers:
         return ExtensionAllGather(param, policy, mesh_info.shard_mesh)
 
     def forget(self) -> None:
-        """Build everything anew when it is needed next; nothing is gathered or kept now."""
+        """Build everything anew when it is needed next; nothing is gathered or kept now.
+
+        On the stream that has written the shards, if they are others than before. A forward lets gathers wait for the
+        current stream before it notices that a user has replaced data, and packs that. So they wait again here, or the
+        next gather would read memory that is not written yet.
+        """
+        if self._context is not None:
+            self._context.gathers_wait_for()
         self.from_shards = None
         if self.post_forward is not None:
             self.post_forward.forget_memory()
