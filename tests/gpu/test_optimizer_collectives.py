@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import UsageError
 from fullshard.comm import collectives
+from fullshard.comm.journal import tag
 from fullshard.comm.streams import is_capturing
 from fullshard.optim import AdamW8bit, Muon, ShardedOptimizer, param_cuts
-from fullshard.optim.replica_messages import UPDATED, ReplicaMessage
+from fullshard.optim.replica_messages import ReplicaMessage
 from tests.gpu.conftest import exchange
 from tests.gpu.graph_cases import (
     CASES,
@@ -176,11 +177,11 @@ def test_a_message_to_replicas_is_captured_with_nccl() -> None:
     with lone_rank():
         own = torch.zeros(1000, device="cuda")
         message = ReplicaMessage([[own]], dist.group.WORLD, 0)
-        message.start(UPDATED)  # connects the ranks
+        message.start(tag("a test"))  # connects the ranks
         message.land()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            message.start(UPDATED)
+            message.start(tag("a test"))
             assert message._flight is not None
             received = message._flight[1]
             message.land()

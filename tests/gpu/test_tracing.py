@@ -68,8 +68,8 @@ def test_a_slow_gather_is_waited_for_where_it_is_slow(tmp_path: Path) -> None:
         if gather["args"]["group"] == "3":
             assert 0.9 * pause < gather["dur"] < 1.2 * pause
         else:
-            assert gather["dur"] < 0.2 * pause, gather["name"]
-    long = [wait for wait in trace.of("wait") if wait["dur"] > 0.2 * pause]
+            assert gather["dur"] < 0.5 * pause, gather["name"]
+    long = [wait for wait in trace.of("wait") if wait["dur"] > 0.5 * pause]
     assert [(w["args"]["group"], w["args"]["for"], w["args"]["pass"]) for w in long] == [
         ("3", "gather", "forward"),
         ("3", "gather", "backward"),
