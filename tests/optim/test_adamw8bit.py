@@ -509,6 +509,14 @@ def test_codes_are_exact_and_their_noise_has_the_right_mean() -> None:
         torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0]) * -one
     )  # NaNs of both signs
     lost[3] = lost[2].view(torch.int32).bitwise_xor(-(1 << 31)).view(torch.float32)
+    # Both are rounded by bits of their own: one up, the other down.
+    between = torch.tensor([0.7])
+    for bits, ups in ((0x0000FFFF, (1, 0)), (-0x10000, (0, 1))):
+        for coded, up in zip((coded_means, coded_squares), ups, strict=True):
+            found, down = (
+                coded(between, one, torch.tensor([each], dtype=torch.int32)) for each in (bits, 0)
+            )
+            assert int(found) - int(down) == up
     for noise in (none[:4], none[:4] - 1):
         assert coded_means(lost, one, noise).tolist() == [128] * 4
         assert coded_squares(lost.abs(), one, noise).tolist() == [255] * 4
