@@ -135,6 +135,7 @@ def measured_here(configuration: Configuration) -> Figures:
         for each in (*step.model.module.parameters(), *step.model.module.buffers()):
             if each.is_floating_point():
                 local_tensor(each).detach().normal_(std=0.02)
+        assert config.model.vocabulary is not None, "all sizes above have one"
         step.windows.random_(config.model.vocabulary)
         for _ in range(2):
             torch.cuda.synchronize()

@@ -30,7 +30,7 @@ SETTINGS = (
     *("data.context=64", f"train.batch={WORLD}", "compute.precision=bf16"),
 )
 RECOMPUTATIONS = ("none", "blocks", "selective")
-WARM_UP, STEPS = 3, 15
+WARM_UP, STEPS, ROUNDS = 3, 10, 3
 
 SCALED = ("launch_us", "kernel_us", "collective_us", "event_us", "hook_us")
 
@@ -45,8 +45,11 @@ class HostSeconds:
 
 
 def measure_steps(device: torch.device) -> HostSeconds:
-    """Take small steps on an accelerator; there must be no process group yet."""
-    return HostSeconds(*(_measured(small_config(each), device) for each in RECOMPUTATIONS))
+    """Take small steps on an accelerator, in turns, as a shared host is slower for a while; there must be no process group yet."""
+    rounds = [
+        [_measured(small_config(each), device) for each in RECOMPUTATIONS] for _ in range(ROUNDS)
+    ]
+    return HostSeconds(*map(statistics.median, zip(*rounds, strict=True)))
 
 
 def small_config(recomputation: str) -> RunConfig:
