@@ -26,11 +26,11 @@ from fullshard.torch_border import fake_process_group
 
 WORLD = 8
 SETTINGS = (
-    *("model.layers=8", "model.width=256", "model.heads=4", "model.vocabulary=512"),
+    *("model.layers=4", "model.width=256", "model.heads=4", "model.vocabulary=512"),
     *("data.context=64", f"train.batch={WORLD}", "compute.precision=bf16"),
 )
 RECOMPUTATIONS = ("none", "blocks", "selective")
-WARM_UP, STEPS, ROUNDS = 3, 10, 3
+WARM_UP, STEPS, ROUNDS = 3, 15, 3
 
 SCALED = ("launch_us", "kernel_us", "collective_us", "event_us", "hook_us")
 
