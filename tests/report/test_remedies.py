@@ -189,7 +189,8 @@ class Training:
     speeds: Speeds | None = None
     """None: a real rank trains, and only its metrics are looked at."""
     incidents: tuple[Incident, ...] = ()
-    becomes_slower: bool = False
+    becomes_slower: bool | None = None
+    """None: times are real, and may be those of a machine that does much else."""
     activation_bytes: int | None = None
     """Memory runs out above these."""
 
@@ -223,23 +224,25 @@ def train(trainings: list[tuple[Training, Path]]) -> None:
     for training, folder in trainings:
         config = tiny(folder, "evaluation.windows=1", *training.settings)
         with contextlib.ExitStack() as stack:
-            if training.becomes_slower:
-                stack.enter_context(patch.object(loop, "time", SlowingTime()))
+            if training.becomes_slower is not None:
+                clock = Clock(slows=training.becomes_slower)
+                stack.enter_context(patch.object(loop, "time", clock))
             if training.activation_bytes is not None:
                 stack.enter_context(limited_memory(training.activation_bytes))
             stack.enter_context(contextlib.suppress(BadStepError))
             runs.run(config, *training.incidents)
 
 
-class SlowingTime:
-    """In the place of the module `time`: every look at the clock takes longer than the one before."""
+class Clock:
+    """In the place of the module `time`: looks at the clock are equally far apart, or each takes longer than the one before."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, slows: bool) -> None:
+        self._slows = slows
         self._now = self._looks = 0.0
 
     def perf_counter(self) -> float:
         self._looks += 1
-        self._now += self._looks
+        self._now += self._looks if self._slows else 1
         return self._now
 
 
