@@ -201,7 +201,7 @@ def not_root() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-@pytest.mark.filterwarnings("ignore:.*is passed over")
+@pytest.mark.filterwarnings("ignore:.*is skipped")
 def test_what_cannot_be_read_beside_a_checkpoint_is_left_alone(not_root: Path) -> None:
     model = filled(0)
     lost = not_root / "lost+found"
@@ -217,7 +217,7 @@ def test_what_cannot_be_read_beside_a_checkpoint_is_left_alone(not_root: Path) -
         checkpoint.save(not_root / f"step-{step}", model, keep_last=2)
         checkpoint.async_save(not_root / f"step-{step}", model, keep_last=2).wait()
     assert checkpoint.latest(not_root) == not_root / "step-3"
-    with pytest.warns(UserWarning, match="lost.found is passed over: .*Permission denied"):
+    with pytest.warns(UserWarning, match="lost.found is skipped: .*Permission denied"):
         checkpoint.latest(not_root)
     assert sorted(each.name for each in not_root.iterdir()) == sorted(
         ["broken", "file", "loop", "lost+found", "secret", "step-2", "step-3"]

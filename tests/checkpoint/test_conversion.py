@@ -133,7 +133,7 @@ def test_targets_and_options_are_checked_first(made: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigurationError, match="got 0"):
         convert(made / "dcp", tmp_path / "x", to="fullshard", files=0)
     for to in FORMATS:
-        with pytest.raises(CheckpointError, match="where nothing is yet"):
+        with pytest.raises(CheckpointError, match="must be converted to a new path"):
             convert(made / "dcp", made / "fullshard", to=to)
     with pytest.raises(CheckpointError, match="has none of them"):
         open_source(tmp_path)

@@ -149,7 +149,7 @@ def test_crafted_manifests_are_refused(change: Change) -> None:
     ],
 )
 def test_what_is_no_manifest_is_refused(text: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"step-3/manifest.json is no manifest"):
+    with pytest.raises(CheckpointError, match=r"step-3/manifest.json is not a usable manifest"):
         manifests.parse(text, PATH)
 
 

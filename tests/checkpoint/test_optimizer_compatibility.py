@@ -193,7 +193,7 @@ def test_adam_and_adamw_go_on_with_each_other_and_keep_their_own_decay(
                 step(model, optimizer, 0.5)
                 results.append(next(model.parameters()).detach())
             assert torch.equal(*results)
-            assert "weight_decay was not: it stays as it is here" in caplog.text
+            assert "weight_decay was not: it keeps its present value" in caplog.text
 
 
 def test_counts_of_older_torch_are_read() -> None:

@@ -105,15 +105,13 @@ def test_unfinished_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
     assert publication.latest(tmp_path) == good
     manifest = write(tmp_path / "short")
     (tmp_path / "short" / manifest.data / file_name(0)).write_bytes(b"dat")
-    with pytest.warns(
-        UserWarning, match=r"short is passed over: missing or cut short: .*rank-00000"
-    ):
+    with pytest.warns(UserWarning, match=r"short is skipped: missing or cut short: .*rank-00000"):
         assert publication.latest(tmp_path) == good
     (tmp_path / "short" / "manifest.json").write_text("{}")
-    with pytest.warns(UserWarning, match="is no manifest"):
+    with pytest.warns(UserWarning, match="is not a usable manifest"):
         assert publication.latest(tmp_path) == good
     write(tmp_path / "next")
-    with pytest.warns(UserWarning, match="is no manifest"):
+    with pytest.warns(UserWarning, match="is not a usable manifest"):
         assert publication.latest(tmp_path) == tmp_path / "next"
 
 

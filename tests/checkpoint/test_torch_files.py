@@ -192,7 +192,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
         ({"model": {"a": torch.ones(2)}, "optim": {}, "optimizer": {}}, "at most one optimizer"),
         (
             {"model": {"a": 3, "b": torch.ones(2).to_sparse()}},
-            "a has the type int, and is no tensor\n  b is a tensor",
+            "a is of type int, not a tensor\n  b is a tensor",
         ),
         ({"model": {"a": torch.empty(2, device="meta")}}, "a is a tensor on the meta device"),
         ({"model": {"a": torch.ones(2)}, "optim": {"state.a.step": 1}}, "flattened"),

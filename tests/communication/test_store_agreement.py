@@ -83,7 +83,7 @@ def test_a_rank_that_does_not_come_is_named_and_may_come_later(
     }
     first, second = on_threads(calls).values()
     assert first == second
-    assert first is not None and "but rank 1 did not come within 0 s" in first
+    assert first is not None and "but rank 1 did not arrive within 0 s" in first
     calls = {rank: lambda rank=rank: compare(store, (0, 1, 2), rank, "a") for rank in range(3)}
     assert on_threads(calls) == dict.fromkeys(range(3)), "the next comparison is a new one"
 

@@ -75,7 +75,7 @@ def test_a_rank_in_its_own_code_is_slow_and_its_line_is_named() -> None:
     found = judge(by_rank(*OTHERS, runs(1)), {})
     assert (found.kind, found.culprits) == ("slow", (1,))
     assert found.message.splitlines() == [
-        "rank 1 lets others wait for 6 s. Nothing is wrong so far, so they go on waiting.",
+        "rank 1 keeps others waiting for 6 s. Nothing is wrong so far, so they go on waiting.",
         "  rank 1 (host b, process 7): running: step 2, outside, at data.py:3 in load",
         "  ranks 0, 2, 3: waiting for all-gather of layers.1 (collective 5 of process group world): "
         "step 2, forward of layers.1, at train.py:12 in main, for 6 s",
@@ -90,8 +90,8 @@ def test_a_rank_in_its_own_code_is_slow_and_its_line_is_named() -> None:
         ("raised", "ValueError: 3", "diverged", "rank 1 raised ValueError: 3, while others wait"),
         ("left", "", "diverged", "rank 1 left, while others wait"),
         ("lost", "", "diverged", "rank 1 cannot be reached"),
-        ("busy", "", "slow", "rank 1 lets others wait"),
-        ("unregistered", "", "slow", "rank 1 lets others wait"),
+        ("busy", "", "slow", "rank 1 keeps others waiting"),
+        ("unregistered", "", "slow", "rank 1 keeps others waiting"),
     ],
 )
 def test_a_rank_that_does_not_answer_is_named_with_its_host_and_last_position(
@@ -100,7 +100,7 @@ def test_a_rank_that_does_not_answer_is_named_with_its_host_and_last_position(
     absence = Absence(rank=1, state=state, text=text, host="host b, process 7", last="step 2")
     found = judge(by_rank(*OTHERS), {1: absence})
     assert (found.kind, found.culprits) == (kind, (1,))
-    assert found.message.startswith(("Ranks have diverged: ", "rank 1 lets"))
+    assert found.message.startswith(("Ranks have diverged: ", "rank 1 keeps"))
     assert named in found.message
     assert "  rank 1 (host b, process 7): " in found.message
     assert "last seen: step 2" in found.message

@@ -83,7 +83,9 @@ def test_a_stall_is_noted_once_and_printed_less_and_less_often_by_one_rank(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = len(stalls())
-    slow = Judgement(kind="slow", message="rank 1 lets others wait", culprits=(1,), where="here")
+    slow = Judgement(
+        kind="slow", message="rank 1 keeps others waiting", culprits=(1,), where="here"
+    )
     with caplog.at_level(logging.WARNING, "fullshard"):
         speaking, silent = StallReports(), StallReports()
         for now in (0.0, 10.0, FIRST_REPEAT_S, FIRST_REPEAT_S + 10):

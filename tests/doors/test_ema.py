@@ -89,7 +89,7 @@ def load_and_go_on(folder: Path) -> None:
         written = DOORS[number - 1]
         model, optimizer = Setting(door=door, model=SMALL).build(seed=5)
         ema = EMA(model, decay=DECAY, warmup=WARMUP)
-        with pytest.raises(CheckpointError, match="and no EMA was passed"):
+        with pytest.raises(CheckpointError, match="but no EMA was passed"):
             checkpoint.load(folder / written, model, optimizer)
         checkpoint.load(folder / written, model, optimizer, ema=ema)
         assert ema.updates == len(DECAYS)

@@ -204,7 +204,7 @@ def test_what_cannot_be_captured_is_refused_with_its_reason(
     ):
         model(x)
     monkeypatch.setattr(captures, "ON_CURRENT_STREAM", ("nccl",))
-    names = r"(?s)root: .*carried by fake.*\n  1: .*\n  2: .*\n  3: .*docs/graphs.md"
+    names = r"(?s)root: .*run on fake.*\n  1: .*\n  2: .*\n  3: .*docs/graphs.md"
     with pytest.raises(UsageError, match=names), Capture.begin():
         model(x)
     step(model, 1)

@@ -79,7 +79,7 @@ def eager_and_graphed(plans: list[tuple[Plan, str]]) -> tuple[list[str], int, tu
     assert isinstance(step, GraphedStep)
     rank = torch.distributed.get_rank()
     obstacles = obstacles_to_capture(g for state in named_states(model) for g in state.groups)
-    assert all("carried by gloo" in each for each in obstacles) and len(obstacles) == 2
+    assert all("run on gloo" in each for each in obstacles) and len(obstacles) == 2
     return messages.texts, step.num_graphs + step.pool_bytes, step._decide(*plans[rank])
 
 

@@ -111,7 +111,7 @@ def sleep() -> None:
 def wait_for_stall() -> None:
     """Wait until this rank has noted that rank 1 is slow in `sleep`."""
     report = re.compile(
-        r"rank 1 lets others wait(.*\n)+  rank 1 .*watched_ranks.py:\d+ in wait_for_"
+        r"rank 1 keeps others waiting(.*\n)+  rank 1 .*watched_ranks.py:\d+ in wait_for_"
     )
     while not any(each.ranks == (1,) and report.match(each.report) for each in stalls()):
         time.sleep(0.02)

@@ -77,10 +77,10 @@ def test_the_command_that_goes_on_is_given_and_from_which_step(
     command = f"\n  fullshard train '{folder / 'config.toml'}'\n"
     error = RankFailedError("gone")
     assert told(monkeypatch, error, folder, ({}, {})).endswith(
-        f"This goes on after step 30, and takes steps 31 to 37 again:{command}"
+        f"This command resumes after step 30, and repeats steps 31 to 37:{command}"
     )
     assert told(monkeypatch, RankFailedError("gone"), folder, ({}, {})).endswith(
-        f"from the start: there is no checkpoint yet, and takes steps 1 to 37 again:{command}"
+        f"from the start: there is no checkpoint yet, and repeats steps 1 to 37:{command}"
     )
 
 

@@ -192,7 +192,7 @@ def test_trouble_is_one_message_and_exit_code_2(made: Path, tmp_path: Path) -> N
         (("inspect", tmp_path), "A checkpoint must be a file of torch.save, or a folder with"),
         (("inspect", tmp_path / "notes.txt"), "No code in it was run"),
         (("inspect", tmp_path / "nowhere"), "does not exist"),
-        (("convert", made / "dcp", tmp_path, "--to", "dcp"), "where nothing is yet"),
+        (("convert", made / "dcp", tmp_path, "--to", "dcp"), "must be converted to a new path"),
         (("convert", made / "dcp", tmp_path / "x", "--to", "zip"), "one of fullshard, huggingface"),
         (("diff", made / "dcp", tmp_path), "A checkpoint must be a file of torch.save"),
     ]:

@@ -145,7 +145,7 @@ def test_the_summary_of_a_resumed_run_counts_the_whole_run(tmp_path: Path) -> No
         progress(Evaluation(step=40, loss=1.5))
         progress(End(step=40, seconds=6.0))
     text = output.getvalue()
-    assert "goes on after step 10" in text
+    assert "resumes after step 10" in text
     assert "Trained 40 steps on 2,560 tokens in 21.0 s, in 3 starts.\n" in text
     assert "This start: 30 steps on 1,920 tokens in 6.0 s.\n" in text
     assert "Skipped 2 of the steps: 9, 13.\n" in text

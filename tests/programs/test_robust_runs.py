@@ -192,7 +192,7 @@ def test_a_bad_step_stops_the_run_on_all_ranks_and_leaves_the_checkpoint_from_be
     for outcome in outcomes:
         assert isinstance(outcome, BadStepError)
         assert str(outcome).startswith("Step 3 was bad: loss is nan. Its update was not made")
-        assert 'with train.on_bad_step = "skip" goes on from the last checkpoint' in str(outcome)
+        assert 'with train.on_bad_step = "skip" resumes from the last checkpoint' in str(outcome)
         assert "step_00000002" in str(outcome)
     newest = checkpoint.latest(config.run.folder / "checkpoints")
     assert newest is not None and newest.name == "step_00000002"
@@ -207,12 +207,12 @@ def test_a_bad_step_stops_the_run_on_all_ranks_and_leaves_the_checkpoint_from_be
 
 def test_what_may_help_after_a_bad_step_is_what_the_run_does_not_have_yet() -> None:
     stopping = advice_after_bad_step(TrainSection(max_norm=5.0), Path("step_2"), is_finite=True)
-    assert 'with train.on_bad_step = "skip" or a higher train.max_norm goes on' in stopping
+    assert 'with train.on_bad_step = "skip" or a higher train.max_norm resumes' in stopping
     assert "from the last checkpoint, step_2." in stopping and "a lower train.clip" in stopping
     skipping = advice_after_bad_step(
         TrainSection(on_bad_step="skip", clip=0.0), None, is_finite=False
     )
-    assert "with a larger train.max_bad_steps goes on from the start: there is no" in skipping
+    assert "with a larger train.max_bad_steps resumes from the start: there is no" in skipping
     assert "lower train.clip" not in skipping and "max_norm" not in skipping
 
 

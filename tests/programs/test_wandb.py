@@ -92,7 +92,7 @@ def test_a_run_and_its_resume_are_one_run_of_wandb(world: Any, tmp_path: Path) -
 
 
 def test_a_tracker_that_fails_stops_nothing_and_is_told_once(world: Any, tmp_path: Path) -> None:
-    text = "Weights & Biases gets no more of this run, which goes on: {}: no network"
+    text = "Logging to Weights & Biases has stopped, and the run goes on: {}: no network"
     config = tiny(tmp_path, *WANDB, "train.steps=2")
     [(result, calls, shown)] = world(1).run(tracked, config, failing=("log",))
     assert len(result.losses) == 2 and [kind for kind, _ in calls].count("log") == 1

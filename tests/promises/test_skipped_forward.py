@@ -506,7 +506,7 @@ def test_what_is_skipped_returns_what_it_is_given(world: Any) -> None:
 
 def skip_wrongly() -> None:
     tower: Any = fully_shard(nn.Linear(2, 2))
-    with pytest.raises(ConfigurationError, match="floating-point tensor in it; got int"):
+    with pytest.raises(ConfigurationError, match="must contain a floating-point tensor; got int"):
         tower.skip_forward(3)
     with pytest.raises(UnsupportedError, match="within a transform"):
         torch.func.grad(lambda x: tower.skip_forward(x).sum())(torch.ones(2))

@@ -432,7 +432,9 @@ def ask_for_a_graph_of_gradients() -> None:
     model = sharded(make_flow())
     x, _ = rows_of(0, dist.get_rank())
     x.requires_grad_()
-    with pytest.warns(UserWarning, match="gradients of sharded parameters no graph.*: layers.1"):
+    with pytest.warns(
+        UserWarning, match="no graph for the gradients of sharded parameters.*: layers.1"
+    ):
         model(x).sum().backward(create_graph=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # not where a graph of input gradients is all there is

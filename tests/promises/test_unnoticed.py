@@ -371,7 +371,7 @@ def late_modules() -> None:
         loss_of(model).backward()
         inner[4] = nn.Linear(3, 2)
         with pytest.raises(
-            ConfigurationError, match=r"joined it afterwards: \['4\.weight', '4\.bias'\]"
+            ConfigurationError, match=r"were added afterwards: \['4\.weight', '4\.bias'\]"
         ):
             loss_of(model)
         inner[4] = nn.Linear(3, 2).requires_grad_(False)  # has no gradients to differ

@@ -102,7 +102,7 @@ def test_a_replay_that_does_not_fit_promises_nothing():
     """The trace is of depth 1, the configuration says 3: the waits do not come out."""
     machine = replace(CALM, slow_gathers={"layers.3": 3000})
     finding = only(found_on(machine, prefetch=3), "layers.3")
-    assert "nothing is promised" in finding.text
+    assert "nothing is predicted" in finding.text
     assert not any("sharding.prefetch" in str(remedy) for remedy in finding.remedies)
 
 
@@ -234,10 +234,10 @@ def test_ranks_that_let_others_wait_are_told_with_how_long_how_often_and_where()
         write_metrics(Path(folder), [*steps, *lines])
         run = read_run(Path(folder))
     first, second = find_in_training(run)
-    assert first.title == "Rank 1 let others wait 2 times, 36 s in all"
+    assert first.title == "Rank 1 kept others waiting 2 times, 36 s in all"
     assert "The longest wait took 30 s and ended in step 4" in first.text
     assert "at b.py:2" in first.text and first.remedies
-    assert second.title == "Ranks 0, 3 let others wait once, for 8 s"
+    assert second.title == "Ranks 0, 3 kept others waiting once, for 8 s"
     assert (first.cost_share, second.cost_share) == (36 / 90, 8 / 90)
     marks = [mark.text for mark in run.metrics.marks if mark.kind == "stall"]
     assert "others waited 8 s for ranks 0, 3" in marks and len(marks) == 3

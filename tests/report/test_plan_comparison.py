@@ -58,7 +58,7 @@ def test_a_run_that_did_as_planned_parts_nowhere(planned: PlannedStep) -> None:
 def test_the_part_that_differs_most_is_named(planned: PlannedStep) -> None:
     found = compare(measured(planned, slower_backward=50.0), planned)
     assert found is not None
-    assert "They part most in compute, backward: " in found.sentence
+    assert "They differ most in compute, backward: " in found.sentence
     assert " longer than planned" in found.sentence
 
 
@@ -87,7 +87,7 @@ def test_the_page_has_the_comparison_if_it_is_asked_for(tmp_path: Path) -> None:
     code, output = report(tmp_path, "--plan", "h200")
     assert code == 0, output
     text = (tmp_path / "report.html").read_text()
-    assert re.search(r"They part most in .* than planned", text)
+    assert re.search(r"They differ most in .* than planned", text)
     assert "Planned for NVIDIA H200" in text and "waits for gathers" in text
 
 

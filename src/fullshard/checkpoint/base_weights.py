@@ -153,7 +153,7 @@ def check_frozen(frozen: Iterable[LocalTensor], base: Source) -> None:
         elif not all(_are_equal(base, key, block, own) for block, own in tensor.parts()):
             different.append(f"{name}: other values")
     paragraphs = [
-        *fault_paragraphs(missing, "The base has nothing for these frozen parameters:", ""),
+        *fault_paragraphs(missing, "The base lacks these frozen parameters:", ""),
         *fault_paragraphs(different, "These frozen parameters differ from those of the base:", ""),
     ]
     if paragraphs:

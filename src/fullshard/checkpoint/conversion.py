@@ -66,7 +66,7 @@ def write(
     target = Path(target)
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise CheckpointError(
-            f"A checkpoint must be written where nothing is yet; {target} is there. Choose another path."
+            f"A checkpoint must be converted to a new path; {target} exists. Choose another path."
         )
     counted = source if on_bytes is None else _Counted(source, on_bytes)
     if to == "fullshard":

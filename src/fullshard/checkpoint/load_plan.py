@@ -146,24 +146,24 @@ def compare(
             "An optimizer was passed, and without_optimizer was set. Leave one of them out."
         )
     elif optimizer is not None and source.optimizer is None:
-        others.append("The checkpoint has no optimizer, and one was passed. Load the model only.")
+        others.append("The checkpoint has no optimizer, but one was passed. Load only the model.")
     elif optimizer is not None:
         targets.append(OptimizerTarget(optimizer, local_state, source))
     elif source.optimizer is not None and not without_optimizer:
         others.append(
-            "The checkpoint has an optimizer's state, and no optimizer was passed. Pass it, or without_optimizer=True."
+            "The checkpoint has optimizer state, but no optimizer was passed. Pass it, or without_optimizer=True."
         )
     has_averages = averages_in(source.optimizer) is not None
     if ema is not None and has_averages:
         targets.append(AveragesTarget(ema, local_state, source))
     elif ema is not None:
         others.append(
-            "The checkpoint has no averages, and an EMA was passed. Load without it, and call its reset() to begin with the "
-            "loaded weights."
+            "The checkpoint has no averages, but an EMA was passed. Load without it, then call its reset() to start "
+            "from the loaded weights."
         )
     elif has_averages and not without_optimizer:
         others.append(
-            "The checkpoint has averages of the parameters, and no EMA was passed. Pass ema, or without_optimizer=True."
+            "The checkpoint has averages of the parameters, but no EMA was passed. Pass ema, or without_optimizer=True."
         )
     faults = sum((target.faults for target in targets), Faults())
     return Comparison(source, targets, faults, others, local_state.tied)
@@ -216,7 +216,7 @@ def _read(source: Source, requests: Sequence[ReadRequest], on_progress: OnProgre
                     on_progress(done, total)
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
-                f"{request.key} could be verified, and cannot be read now: {error} Model and optimizer may have been loaded in "
+                f"{request.key} was verified, but cannot be read now: {error} Model and optimizer may be loaded in "
                 "part. Load another checkpoint before you go on."
             ) from error
     return total

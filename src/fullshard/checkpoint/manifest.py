@@ -225,7 +225,7 @@ def parse(text: bytes, path: Path) -> Manifest:
     except _FAULTS as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(
-            f"{file} is no manifest that can be used: {reason}. Load another checkpoint, or save this one again."
+            f"{file} is not a usable manifest: {reason}. Load another checkpoint, or save this one again."
         ) from error
 
 

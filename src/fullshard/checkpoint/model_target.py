@@ -62,12 +62,12 @@ class Faults:
         return [
             *fault_paragraphs(
                 self.missing,
-                "The checkpoint has nothing for these:",
+                "The checkpoint lacks these:",
                 "Build the model, and the optimizer, that were saved.",
             ),
             *fault_paragraphs(
                 self.unexpected,
-                "The checkpoint has these, and there is nothing to take them here:",
+                "The checkpoint has these, but the model and the optimizer do not:",
                 "Build the model, and the optimizer, that were saved.",
             ),
             *fault_paragraphs(

@@ -155,7 +155,8 @@ def check_compatibility(
     if any(result.own_options):
         result.notes.append(
             f"The checkpoint is of {found[0] if found else 'an optimizer'} that decays weights in another way than "
-            f"{names[0]}, which has the same state. The state was loaded. weight_decay was not: it stays as it is here."
+            f"{names[0]}, which has the same state. The state was loaded. weight_decay was not: it keeps its present "
+            "value."
         )
     result.faults = list(dict.fromkeys(result.faults))
     return result

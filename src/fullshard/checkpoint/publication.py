@@ -129,7 +129,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     """
     scan = _settled_scan(Path(folder))
     for path, fault in scan.faults.items():
-        warnings.warn(f"{path} is passed over: {fault}", stacklevel=2)
+        warnings.warn(f"{path} is skipped: {fault}", stacklevel=2)
     return max(scan.serials)[1] if scan.serials else None
 
 

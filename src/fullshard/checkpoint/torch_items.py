@@ -36,7 +36,7 @@ def refuse_compressed(stream: IO[bytes], nbytes: int) -> None:
 def fault_of(value: Any) -> str | None:
     """Return why a value is not a whole, dense tensor, or None if it is."""
     if not isinstance(value, Tensor):
-        return f"has the type {type(value).__name__}, and is no tensor"
+        return f"is of type {type(value).__name__}, not a tensor"
     if type(value) not in (Tensor, nn.Parameter):
         return f"is a {type(value).__name__}"
     if value.is_meta:

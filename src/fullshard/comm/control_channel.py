@@ -183,7 +183,7 @@ class ControlChannel:
             _wait_until(
                 lambda: store.check([key]),
                 end,
-                f"rank {ranks[other]} has not come to the first collective of process group {self._journal.name!r}",
+                f"rank {ranks[other]} has not reached the first collective of process group {self._journal.name!r}",
             )
             return store.get(key).decode()
 

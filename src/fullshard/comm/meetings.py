@@ -187,8 +187,8 @@ def _agree(
     raise DivergenceError(
         "Ranks must call the same collectives in the same order, but they are about to call\n  "
         + "\n  ".join(lines)
-        + "\nLet all ranks run the same modules in the same order, as many microbatches "
-        "and as many steps; see docs/divergence.md."
+        + "\nLet all ranks run the same modules in the same order, and the same number of "
+        "microbatches and steps; see docs/divergence.md."
     )
 
 

@@ -228,7 +228,7 @@ class StepGuard:
 
 def step_failed(failures: Sequence[StepFailure]) -> StepFailedError:
     """Return the error about a step that has failed."""
-    lines = "\n  ".join(map(str, failures)) or "another rank, which was told of it by a third one"
+    lines = "\n  ".join(map(str, failures)) or "another rank, which learned of it from a third one"
     return StepFailedError(
         "A guarded step needs all ranks, but it failed on\n  "
         + lines

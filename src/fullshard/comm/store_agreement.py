@@ -281,7 +281,8 @@ class StoreAgreement:
         who = f"{ranks_text(missing)} did" if missing else "the rank that compares them did"
         return (
             f"All ranks must run the model together. {ranks_text(self._ranks).capitalize()} compare their models before the "
-            f"first collective, but {who} not come within {self._timeout_s:.0f} s. See what it does, or what it printed last."
+            f"first collective, but {who} not arrive within {self._timeout_s:.0f} s. See what it does, or what it "
+            "printed last."
         )
 
     def _other_ranks_text(self, missing: Sequence[int], rank: int, others: Sequence[int]) -> str:

@@ -92,8 +92,8 @@ def _needed_too_late(version: int | None) -> LifecycleError | None:
     if group is None:
         return None
     return LifecycleError(
-        f"Backward needs the parameters of {group.name!r}, whose memory has been given back: it came to work of this "
-        "module through a tensor that is neither an input nor an output of it. Return such a tensor from the module's "
+        f"Backward needs the parameters of {group.name!r}, whose memory has been freed: it reached this module through "
+        "a tensor that is neither an input nor an output of it. Return such a tensor from the module's "
         "forward instead of keeping it elsewhere, or call unshard() on the module before backward."
     )
 

@@ -249,9 +249,10 @@ class BackwardPasses:
     ) -> None:
         if graphs.of(state) is not None and len(reached.awaited) < reached.expected:
             warnings.warn(
-                "backward(create_graph=True) gives the gradients of sharded parameters no graph, as they are reduced over "
-                f"ranks: what is computed of them is constant to a second backward. The first such module: {state.name}. "
-                "Differentiate by inputs (torch.autograd.grad), or leave create_graph out.",
+                "backward(create_graph=True) makes no graph for the gradients of sharded parameters, because they are "
+                "reduced over ranks: a second backward treats what is computed from them as constant. The first such "
+                f"module: {state.name}. Differentiate with respect to inputs (torch.autograd.grad), or leave "
+                "create_graph out.",
                 stacklevel=2,
             )
         for call in reached.calls:

@@ -96,7 +96,7 @@ def obstacles_to_capture(groups: Iterable[FSDPParamGroup]) -> list[str]:
             backend = backend_of(process_group, group.device)
             if backend not in ON_CURRENT_STREAM:
                 found[
-                    f"{group.name}: its collectives are carried by {backend}, for which the host waits"
+                    f"{group.name}: its collectives run on {backend}, and the host waits for them"
                 ] = None
         for comm in (group.all_gathers.custom, settings.custom):
             if comm is not None and not comm.capturable:

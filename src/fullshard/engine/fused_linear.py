@@ -217,7 +217,7 @@ def reasons(state: FSDPState) -> dict[str, str]:
     runtime = state.runtime
     if runtime is None:
         raise LifecycleError(
-            "The first forward of the model decides which gradients are written once. Call fused_gradients() after it."
+            "The first forward of the model decides which gradients are fused. Call fused_gradients() after it."
         )
     compiled = _compiled_modules(runtime)
     below = {module for each in state.modules for module in each.modules()}

@@ -239,7 +239,9 @@ class GraphedStep(Generic[P, R]):
         try:
             kind: Hashable = (kind_of(inputs), modes(self._model))
         except TypeError as error:
-            raise ConfigurationError(f"A graphed step cannot be called so: {error}.") from error
+            raise ConfigurationError(
+                f"A graphed step cannot take these inputs: {error}."
+            ) from error
         return self._entries.setdefault(kind, _Entry())
 
     def _wish(self, entry: _Entry) -> tuple[Plan, str]:

@@ -119,7 +119,8 @@ class JoinedBatches(Generic[T]):
     def __enter__(self) -> Self:
         if self._before is not None:
             raise LifecycleError(
-                "A block of fullshard.join must be left before it is entered again. Leave it, or call fullshard.join anew."
+                "A block of fullshard.join must be left before it is entered again. Leave it, or call fullshard.join "
+                "again."
             )
         if self._ranks is None:
             self._ranks = _ModelRanks(self._groups)

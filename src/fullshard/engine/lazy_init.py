@@ -56,8 +56,8 @@ def _former_runtimes(states: dict[FSDPState, str]) -> list[Runtime]:
     ]
     if running:
         raise LifecycleError(
-            "A sharded module gets its outermost module between steps, but these are part of a model whose forward or "
-            f"backward is running: {running}. Call the new outermost module outside of it. (After a failed step, run a "
+            "A sharded module can get a new outermost module only between steps, but these are part of a model whose "
+            f"forward or backward is running: {running}. Call the new outermost module outside of it. (After a failed step, run a "
             "forward of that model first, or call its reset_iter_state().)"
         )
     return former

@@ -223,8 +223,8 @@ def _copied_if_lent(state: FSDPState, tensor: Tensor) -> Tensor:
 def _refusal(state: FSDPState, output: Any) -> LifecycleError:
     return LifecycleError(
         "Parameters must not be returned inside of objects in which they cannot be replaced: "
-        f"{state.name} returns one, or a view of one, in a {type(output).__name__}, and its memory is given back "
-        "after forward. Return a clone, or return it in a tuple, list, dict or dataclass: then a copy is made."
+        f"{state.name} returns one, or a view of one, in a {type(output).__name__}, and its memory is freed after "
+        "forward. Return a clone, or return it in a tuple, list, dict or dataclass: then a copy is made."
     )
 
 

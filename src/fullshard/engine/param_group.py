@@ -244,9 +244,9 @@ class FSDPParamGroup:
             self.reshard()
             self._param_swap = None
             raise ConfigurationError(
-                "Parameters are replaced while they are sharded; these were replaced while they were gathered, and what "
-                f"was assigned is not kept: {assigned} of group {self.name!r}. Assign them after reshard(), or, with "
-                "FullyShardedDataParallel, within summon_full_params."
+                "Parameters can be replaced only while they are sharded; these were replaced while they were gathered, "
+                f"so the assigned values are not kept: {assigned} of group {self.name!r}. Assign them after reshard(), "
+                "or, with FullyShardedDataParallel, within summon_full_params."
             )
 
     def connect(self, context: FSDPCommContext, name: str, *, part: str = "") -> None:

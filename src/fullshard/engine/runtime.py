@@ -269,7 +269,7 @@ class Runtime:
         if strangers:
             raise ConfigurationError(
                 "All trainable parameters of a sharded model must be sharded or ignored, or their gradients stay "
-                f"different on every rank; these joined it afterwards: {strangers}. Call fully_shard (or replicate) on "
+                f"different on every rank; these were added afterwards: {strangers}. Call fully_shard (or replicate) on "
                 "the new modules, too, or replace modules before the model is sharded."
             )
         self._tree_changed = False

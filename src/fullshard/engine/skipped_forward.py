@@ -54,8 +54,8 @@ def skip_forward(
     tensors = [each for each in found.values() if each.is_floating_point() or each.is_complex()]
     if output is not None and not tensors:
         raise ConfigurationError(
-            "skip_forward returns its argument such that backward comes through it, so there must be a floating-point "
-            f"tensor in it; got {type(output).__name__}. Pass the tensor that goes on in forward, or nothing."
+            "skip_forward returns its argument so that backward passes through it, so the argument must contain a "
+            f"floating-point tensor; got {type(output).__name__}. Pass the tensor that goes on in forward, or nothing."
         )
     token = torch.zeros((), device=state.device)
     if inputs_require_grad and torch.is_grad_enabled():

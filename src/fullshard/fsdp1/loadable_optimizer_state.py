@@ -179,7 +179,7 @@ def _faults(outline: Outline, model_params: ModelParams, listing: Listing) -> li
     return [
         *fault_paragraphs(
             (f"{n} (not of this optimizer)" for n in unknown if n in model_params.by_name),
-            "A state dict must be about parameters of the optimizer, but these are only in the model:",
+            "A state dict must contain only parameters of the optimizer, but these are only in the model:",
             "Load it with the optimizer that it was saved from, or remove them from 'state' and 'param_groups'.",
         ),
         *fault_paragraphs(

@@ -341,7 +341,7 @@ def node_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Proce
     size = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or torch.accelerator.device_count()
     if not size or group.size() % size:
         raise ConfigurationError(
-            f"To shard within nodes, all of them must have as many ranks; there are {group.size()} ranks, and "
+            f"To shard within nodes, all nodes must have the same number of ranks; there are {group.size()} ranks, and "
             f"{size or 'an unknown number'} on this node (LOCAL_WORLD_SIZE, or the number of accelerators). Set "
             "LOCAL_WORLD_SIZE, or pass a 2-D device_mesh or the two process groups."
         )

@@ -209,7 +209,7 @@ def _parse(line: bytes | str) -> tuple[float, Event | None]:
     try:
         record = json.loads(line)
     except RecursionError:  # a text of brackets alone is too deep for Python
-        raise ValueError("it is not JSON that anybody wrote") from None
+        raise ValueError("it is nested too deep for JSON") from None
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         raise ValueError("a record is an object with a kind")
     kind = _EVENTS.get(record["kind"])

@@ -215,8 +215,8 @@ def _slow(found: Round) -> Judgement | None:
     longest = max(waiter.wait.seconds for waiter in found.waiters if waiter.wait is not None)
     return Judgement(
         kind=SLOW,
-        message=f"{ranks_text(waited_for)} let{'s' if len(waited_for) == 1 else ''} others wait for {longest:.0f} s. "
-        f"Nothing is wrong so far, so they go on waiting.\n{lines(found)}",
+        message=f"{ranks_text(waited_for)} keep{'s' if len(waited_for) == 1 else ''} others waiting for {longest:.0f} "
+        f"s. Nothing is wrong so far, so they go on waiting.\n{lines(found)}",
         culprits=tuple(waited_for),
         where=_where(found, waited_for[0]),
     )
@@ -435,7 +435,7 @@ def _place(answer: Answer) -> str:
 _SILENT = {
     "left": "left: its program has ended, or it has destroyed its process group",
     "raised": "raised",
-    "dead": "dead: the process has ended without a word (killed, or out of memory)",
+    "dead": "dead: the process has ended without a message (killed, or out of memory)",
     "stopped": "stopped: by a signal or a debugger",
     "busy": "no answer, but the process runs: it may hold the interpreter lock for long",
     "lost": "no answer, and nobody can see the process",

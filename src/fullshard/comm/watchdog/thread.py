@@ -561,7 +561,7 @@ class Watchdog:
             release.raise_in(self._observer.thread, message)
         if not self._comes_back(EXIT_S):
             logger.error(
-                "Rank %d has not come back from a collective that was aborted; the process ends.",
+                "Rank %d has not returned from an aborted collective; the process ends.",
                 self._own.rank,
             )
             logging.shutdown()

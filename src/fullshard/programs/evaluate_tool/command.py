@@ -81,7 +81,7 @@ def _origin(path: Path, step: int | None) -> Origin:
     if origin.run is None:
         raise ConfigurationError(
             f"An evaluation needs model and data of a run; {path} is neither the folder of a run nor a checkpoint in one. "
-            "Start a run from these weights with model.weights; its first evaluation is theirs."
+            "Start a run from these weights with model.weights; its first evaluation evaluates them."
         )
     return origin
 

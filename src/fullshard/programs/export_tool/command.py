@@ -94,8 +94,8 @@ def _print_result(target: Path, checkpoint: Path, mark: ExportMark) -> None:
 def _target(path: Path, origin: Origin, to: Path | None) -> Path:
     if to is None and origin.run is None:
         raise ConfigurationError(
-            f"The model of a checkpoint that is not of a run needs a folder to be exported to; {path} is not the folder of a "
-            "run, or a checkpoint in one. Give the folder with --to."
+            f"A checkpoint that does not belong to a run needs a folder to be exported to; {path} is neither the "
+            "folder of a run nor a checkpoint in one. Name the target folder with --to."
         )
     target = to if to is not None else origin.run.exported_model if origin.run else path
     check_target(target)

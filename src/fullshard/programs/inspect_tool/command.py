@@ -29,7 +29,8 @@ Inputs = Annotated[
     typer.Option(
         "--input",
         metavar="SIZES[:DTYPE]",
-        help="What a rank calls a model of module:function with, such as 8x1024:int64; one for each argument. For activations.",
+        help="Shape and dtype of an argument that a rank passes to the model of module:function, such as 8x1024:int64; "
+        "once for each argument. Needed for activations.",
     ),
 ]
 """The option `--input`."""

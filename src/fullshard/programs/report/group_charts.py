@@ -60,8 +60,8 @@ def _breakdown(analysis: Analysis) -> Chart:
     return Chart(
         name="breakdown",
         title="Where the time went",
-        caption="Each recorded step of each rank. The percentage is exposed communication: the part of the step in which "
-        "compute stood still for gathers and reductions."
+        caption="Each recorded step of each rank. The percentage is exposed communication: the part of the step in "
+        "which compute waited for gathers and reductions."
         + (f" The first {len(steps)} of {len(analysis.steps)} steps are drawn." if more else ""),
         views={
             "": figure(
@@ -135,8 +135,8 @@ def _by_group(analysis: Analysis) -> Chart:
     return Chart(
         name="groups",
         title="Waits and bytes by group",
-        caption="Above, how long compute stood still for each group in a step; below, what the group put on the wire of one "
-        "rank. Means over the recorded steps and ranks, groups in order of forward.",
+        caption="Above, how long compute waited for each group in a step; below, the bytes that one rank communicated "
+        "for the group. Means over the recorded steps and ranks, groups in order of forward.",
         views={
             "": figure(
                 traces,

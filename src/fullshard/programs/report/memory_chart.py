@@ -76,10 +76,11 @@ class Levels:
         """Return the chart's caption."""
         kinds = ", ".join(self.at_rest)
         return (
-            f"What a rank holds of {kinds} (shards, gradients as if they were there all the time), and on top the "
-            f"buffers of gathers and reductions. Unsharded, every rank would hold {size(self.unsharded)} of the same. "
-            "Activations are only in the allocator's curve, which CUDA has. Memory is taken and given back by the host, and "
-            "time here is the host's: a GPU computes the same step later."
+            f"What a rank holds of {kinds} (shards; gradients are drawn as if they were always allocated), with the "
+            f"buffers of gathers and reductions on top. Unsharded, every rank would hold {size(self.unsharded)} of the "
+            "same. "
+            "Activations are only in the allocator's curve, which CUDA has. The host allocates and frees memory, so "
+            "the time axis is host time: a GPU computes the same step later."
         )
 
 

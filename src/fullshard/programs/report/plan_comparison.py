@@ -63,7 +63,7 @@ def _other_device(analysis: Analysis, planned: PlannedStep) -> str:
     of_plan = "cpu" if planned.machine.host.is_synchronous else "GPU"
     if of_plan in of_run:
         return ""
-    return f" The run was not on a {of_plan.upper()}, which the plan is for, so the two tell little about each other."
+    return f" The run was not on a {of_plan.upper()}, which the plan is for, so the comparison says little."
 
 
 def _parts(steps: list[StepTimes]) -> dict[str, float]:
@@ -96,14 +96,16 @@ def _where_they_part(
     measured_us: float,
 ) -> str:
     """Say what makes most of the difference."""
-    whole = f"The plan said {duration(planned_us)} for a step, and it took {duration(measured_us)}"
+    whole = (
+        f"The plan predicted {duration(planned_us)} for a step, and it took {duration(measured_us)}"
+    )
     most = max(planned, key=lambda name: abs(measured[name] - planned[name]))
     difference = measured[most] - planned[most]
     if abs(difference) < SAME * measured_us:
         return f"{whole}. No part of it differs by more than {share(SAME)} of the step."
     word = "longer" if difference > 0 else "shorter"
     return (
-        f"{whole}. They part most in {most}: {duration(abs(difference))} {word} than planned "
+        f"{whole}. They differ most in {most}: {duration(abs(difference))} {word} than planned "
         f"({duration(planned[most])} planned, {duration(measured[most])} measured)."
     )
 

@@ -42,8 +42,9 @@ FINDINGS: dict[str, FindingKind] = {
         ("narrow wire", "plan", "larger batch"),
     ),
     "late rank": FindingKind(
-        f"others wait {share(analysis.LATE_BY)} of the step for a rank, in {share(analysis.LATE_STEPS)} of the steps most for this "
-        f"one, and {share(analysis.LATE_SHARE)} of all waiting of ranks for each other is for it",
+        f"others wait {share(analysis.LATE_BY)} of the step for one rank; in {share(analysis.LATE_STEPS)} of the steps "
+        f"they wait most for this rank; and {share(analysis.LATE_SHARE)} of the time that ranks wait for each other is "
+        "for this rank",
         ("look",),
     ),
     "small groups": FindingKind(
@@ -56,7 +57,8 @@ FINDINGS: dict[str, FindingKind] = {
         ("replicas", "cut regardless of rows", "cut along the longest dimension"),
     ),
     "gathered at once": FindingKind(
-        f"{share(step_findings.HELD_AT_ONCE)} of the parameters of three groups or more",
+        f"{share(step_findings.HELD_AT_ONCE)} of the parameters, of three groups or more, are gathered at the same "
+        "time",
         ("release after forward", "smaller groups"),
     ),
     "outside": FindingKind(

@@ -31,12 +31,12 @@ LESS = 0.9
 REMEDIES: dict[str, tuple[str, str]] = {
     "plan": (
         "`sharding.groups`; `fully_shard` on named modules, or `plan_groups`",
-        "the plan for this model, which leaves tied modules together, has a smaller beginning, fewer small groups, or less at "
-        "once than the groups of the run",
+        "compared with the groups of the run, the plan for this model (which keeps tied modules together) has a "
+        "smaller first group, fewer small groups, or less gathered at once",
     ),
     "unshard early": (
         "`model.unshard(async_op=True)`",
-        "the step does something before the first gather; a program of the user's, with `fully_shard`",
+        "the step does something before the first gather; the user's own program, with `fully_shard`",
     ),
     "deeper prefetch": (
         "`sharding.prefetch`; `set_modules_to_forward_prefetch` and its like",
@@ -44,7 +44,7 @@ REMEDIES: dict[str, tuple[str, str]] = {
     ),
     "larger batch": (
         "`train.accumulate`, or `train.batch` in a new run; a larger batch in each forward",
-        "the ranks can share it",
+        "the ranks can divide it",
     ),
     "half of the bytes": (
         "`compute.precision` in a new run; `MixedPrecisionPolicy(param_dtype=...)`",
@@ -52,7 +52,7 @@ REMEDIES: dict[str, tuple[str, str]] = {
     ),
     "keep gathered": (
         "`sharding.reshard_after_forward`",
-        "groups are gathered again in backward, and a tenth of the waits is there",
+        "groups are gathered again in backward, and a tenth of the waits is in backward",
     ),
     "replicas": (
         "`sharding.replicas`; a 2-D mesh",
@@ -60,7 +60,7 @@ REMEDIES: dict[str, tuple[str, str]] = {
     ),
     "narrow wire": (
         "`compute.wire` in a new run; `MixedPrecisionPolicy(wire_dtype=...)`",
-        "gradients travel in float32, and larger reductions take longer",
+        "gradients are sent in float32, and larger reductions take longer",
     ),
     "cut regardless of rows": (
         '`sharding.door = "wrapper"`',
@@ -68,7 +68,7 @@ REMEDIES: dict[str, tuple[str, str]] = {
     ),
     "cut along the longest dimension": (
         "`shard_placement_fn`",
-        "less padding remains; a program of the user's, with `fully_shard`",
+        "less padding remains; the user's own program, with `fully_shard`",
     ),
     "release after forward": (
         "`sharding.reshard_after_forward`",
@@ -84,7 +84,7 @@ REMEDIES: dict[str, tuple[str, str]] = {
     ),
     "skip bad steps": (
         "`train.on_bad_step`",
-        "the gradient norm had not risen before: one step is bad, not the run",
+        "the gradient norm had not risen before: only this step is bad, not the run",
     ),
     "lower rate": (
         "`optimizer.lr` in a new run",
@@ -447,7 +447,7 @@ def release_after_forward(analysis: Analysis) -> Remedy | None:
     return _remedy(
         analysis.run,
         "release after forward",
-        "Give them back after forward",
+        "Release them after forward",
         settings=[Setting("sharding", "reshard_after_forward", True)],
         call=_strategy(analysis, "FULL_SHARD", "HYBRID_SHARD")
         if is_flat(analysis)
@@ -511,7 +511,7 @@ def skip_bad_steps(run: Run) -> Remedy | None:
     return _remedy(
         run,
         "skip bad steps",
-        "Leave such updates out",
+        "Skip such updates",
         settings=[Setting("train", "on_bad_step", "skip")],
     )
 

@@ -28,7 +28,7 @@ SLOWER_BY = 0.1
 """A run has become slower if the median step of a start's last quarter is longer than that of its first by this share."""
 
 MOST_STALLED = 3
-"""How many ranks, or sets of ranks, that let others wait are told."""
+"""How many ranks, or sets of ranks, that kept others waiting are named."""
 
 SPIKE_WINDOW = 25
 """Steps before a step whose losses say what loss to expect."""
@@ -107,7 +107,7 @@ def _against_failures(run: Run, found: list[BadStep]) -> tuple[Remedy, ...]:
 
 
 def _stalls(run: Run) -> Iterator[Finding]:
-    """Yield a finding for each rank, or set of ranks, that let others wait: the longest first."""
+    """Yield a finding for each rank, or set of ranks, that kept others waiting: the longest first."""
     by_ranks: dict[tuple[int, ...], list[Stall]] = {}
     for stall in run.metrics.stalls:
         by_ranks.setdefault(stall.ranks, []).append(stall)
@@ -120,14 +120,15 @@ def _stalls(run: Run) -> Iterator[Finding]:
         often = f"once, for {total}" if times == 1 else f"{times} times, {total} in all"
         yield Finding(
             kind="stalls",
-            title=f"{name[0].upper()}{name[1:]} let others wait {often}",
+            title=f"{name[0].upper()}{name[1:]} kept others waiting {often}",
             text=("The wait" if times == 1 else f"The longest wait took {most} and")
             + f" ended in step {longest.step}. "
             f"In it, {'the rank' if len(ranks) == 1 else 'the first of them'} was here: {longest.where or 'unknown'}.",
             amount=_seconds(stalls),
             remedies=(
                 look(
-                    "Look at that line: what only one rank does, all wait for. Data can be read ahead, files can be "
+                    "Look at that line: all ranks wait for work that one rank does alone. Data can be read ahead, "
+                    "files can be "
                     "written in the background, compiled code can be cached"
                 ),
                 look(

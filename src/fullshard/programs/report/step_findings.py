@@ -195,11 +195,11 @@ def _no_depth_helps(
     title = where
     if analysis.prefetch is None:
         text += (
-            "A replay of the step does not give the measured waits, so nothing is promised about another prefetch "
+            "A replay of the step does not give the measured waits, so nothing is predicted for another prefetch "
             "depth. "
         )
     elif helpful is not None:
-        text += f"Prefetch depth {helpful} would help, which `fully_shard` has and the wrapper has not. "
+        text += f"Prefetch depth {helpful} would help. `fully_shard` has that option; the wrapper does not. "
     else:
         text += f"No prefetch depth up to {MAX_DEPTH} would remove much of it. "
         if wire_us >= WIRE_BOUND * compute_us:
@@ -231,8 +231,8 @@ def _reduction_waits(analysis: Analysis) -> Iterator[Finding]:
     yield Finding(
         kind="reductions",
         title=f"Compute waits {duration(total)} for reductions, {share(cost)} of the step",
-        text=f"The longest is that of `{waits[0].group}` with {duration(waits[0].mean_us)}. What is reduced at the end of "
-        "backward has no compute left to hide behind.",
+        text=f"The longest is that of `{waits[0].group}` with {duration(waits[0].mean_us)}. Reductions at the end of "
+        "backward have no compute left to overlap with.",
         amount=cost,
         remedies=given(
             narrow_wire(analysis),
@@ -254,8 +254,8 @@ def _straggler(analysis: Analysis) -> Iterator[Finding]:
     yield Finding(
         kind="late rank",
         title=f"Rank {late.rank} comes later than the others, which wait up to {duration(lost_us)} a step for it",
-        text=f"{share(late.share)} of the time that ranks waited for each other was for this one. Their waits look like a "
-        f"slow wire; the other findings are of rank {late.rank} alone.",
+        text=f"{share(late.share)} of the time that ranks waited for each other was spent on this rank. Their waits "
+        f"look like a slow wire; the other findings use the times of rank {late.rank} alone.",
         amount=part,
         remedies=(
             look(
@@ -329,8 +329,8 @@ def _held_at_once(analysis: Analysis) -> Iterator[Finding]:
     yield Finding(
         kind="gathered at once",
         title=f"{share(min(1.0, peak / whole))} of the parameters are gathered at the same time",
-        text=f"At the peak {size(peak)} of {size(whole)} lie unsharded; sharding saves memory of gradients and optimizer "
-        "state only.",
+        text=f"At the peak {size(peak)} of {size(whole)} are unsharded; sharding then saves only the memory of "
+        "gradients and optimizer state.",
         amount=peak / whole,
         remedies=given(release_after_forward(analysis), smaller_groups(analysis)),
     )
@@ -344,8 +344,8 @@ def _outside(analysis: Analysis) -> Iterator[Finding]:
     yield Finding(
         kind="outside",
         title=f"{share(part)} of the step is outside of forward and backward",
-        text=f"Loss, optimizer, clipping, data and whatever else the program does take {duration(outside)} a step. Nothing of "
-        "it can be changed by sharding, other than the optimizer's part.",
+        text=f"Loss, optimizer, clipping, data and all other work of the program take {duration(outside)} a step. "
+        "Sharding can change only the optimizer's part of it.",
         amount=part,
         remedies=given(flat_optimizer(analysis)),
         cost_share=part - OUTSIDE,

@@ -52,8 +52,8 @@ def timeline_chart(analysis: Analysis) -> Iterator[Chart]:
     yield Chart(
         name="timeline",
         title="Timeline of one step",
-        caption="What compute did, when it stood still, and what was on the wire meanwhile. A gather under running compute "
-        "is hidden; a wait is exposed communication."
+        caption="What compute did, when it waited, and what was on the wire at the same time. A gather that overlaps "
+        "with compute is hidden; a wait is exposed communication."
         + views.left_out
         + of_eager_steps(analysis.run),
         views=views.drawn(lambda step: _timeline(step, labels)),
@@ -68,7 +68,7 @@ def of_eager_steps(run: Run) -> str:
     if run.setting("compute", "graph") is not True:
         return ""
     return (
-        " With compute.graph, recorded steps run eagerly: what happens inside of a replayed graph cannot be recorded. Times of the "
+        " With compute.graph, recorded steps run eagerly, because a replayed graph cannot be recorded. Times of the "
         "other steps are in the charts of the run."
     )
 

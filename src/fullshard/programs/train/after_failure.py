@@ -65,8 +65,8 @@ def _lines_about_going_on(folder: RunFolder) -> Iterator[str]:
     again = ""
     if last > saved:
         steps = f"steps {saved + 1} to {last}" if last > saved + 1 else f"step {last}"
-        again = f", and takes {steps} again"
-    yield f"\nThis goes on {start}{again}:\n  fullshard train {shlex.quote(str(folder.config))}"
+        again = f", and repeats {steps}"
+    yield f"\nThis command resumes {start}{again}:\n  fullshard train {shlex.quote(str(folder.config))}"
 
 
 def _last_step(folder: RunFolder) -> int:

@@ -75,7 +75,7 @@ class RunSection:
     """Folder of the run: configuration, metrics, checkpoints, traces, report. If it has a run, that run is resumed."""
 
     ranks: PositiveCount | None = None
-    """Ranks to start here. Not set: those of a launcher, or else 2 on CPU and one per GPU."""
+    """Ranks to start here. Not set: as many as the launcher starts; without a launcher, 2 on CPU and one per GPU."""
 
     device: DeviceChoice = "auto"
     """Where to train; auto is CUDA if there is a GPU."""
@@ -84,7 +84,7 @@ class RunSection:
     """Seconds that a rank waits for the others before it gives up. After a host is lost, the other ranks end that much later."""
 
     seed: Count = field(default=0, metadata=FIXED)
-    """Decides starting weights, the order of the data, and samples."""
+    """Decides the initial weights, the order of the data, and samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,29 +95,30 @@ class ModelSection:
     """Size of the built-in decoder."""
 
     layers: PositiveCount | None = field(default=None, metadata=FIXED)
-    """Its blocks, if not those of the size."""
+    """Number of its blocks. Not set: that of `size`."""
 
     width: PositiveCount | None = field(default=None, metadata=FIXED)
-    """Width of its residual stream, if not that of the size."""
+    """Width of its residual stream. Not set: that of `size`."""
 
     heads: PositiveCount | None = field(default=None, metadata=FIXED)
-    """Its attention heads, if not those of the size; width / heads is even."""
+    """Number of its attention heads; width / heads must be even. Not set: that of `size`."""
 
     vocabulary: PositiveCount | None = field(default=None, metadata=FIXED)
-    """Number of its tokens, if not that of the tokenizer; needed for arrays without a tokenizer."""
+    """Size of its vocabulary. Not set: that of the tokenizer. Needed for arrays without a tokenizer."""
 
     huggingface: Path | None = field(default=None, metadata=FIXED)
     """Folder with the `config.json` of a causal language model of transformers, instead of the built-in decoder."""
 
     pretrained: bool = field(default=False, metadata=FIXED)
-    """Start from the weights in the Hugging Face folder, not from drawn ones."""
+    """Start from the weights in the Hugging Face folder, not from random ones."""
 
     weights: Path | None = field(default=None, metadata=FIXED)
     """Start from the weights of another run (its folder: the newest checkpoint), of a checkpoint of any format, or of a
-    Hugging Face folder. Step, schedule and optimizer begin anew."""
+    Hugging Face folder. Step, schedule and optimizer start afresh."""
 
     weights_strict: bool = field(default=True, metadata=FIXED)
-    """Names and shapes of `weights` must be those of the model. false: what does not fit is drawn, or left out."""
+    """Names and shapes of `weights` must be those of the model. false: parameters without a fitting weight are
+    initialized at random, and other weights are left out."""
 
     trainable: str | None = field(default=None, metadata=FIXED)
     """Train only parameters whose names match one of these patterns, separated by spaces: `blocks.5.* *norm.weight`. Not set:
@@ -161,11 +162,11 @@ class DataSection:
     auto goes by the file's name."""
 
     dtype: TokenDtype = field(default="uint16", metadata=FIXED)
-    """Of the tokens in a `.bin` file."""
+    """Dtype of the tokens in a `.bin` file."""
 
     tokenizer: Path | None = field(default=None, metadata=FIXED)
-    """Folder or file of a Hugging Face tokenizer for text. Not set: that of the model's folder if it has one, or else
-    bytes."""
+    """Folder or file of a Hugging Face tokenizer for text. Not set: the tokenizer in the model's folder if it has one,
+    otherwise bytes."""
 
     context: PositiveCount = field(default=128, metadata=FIXED)
     """Tokens the model sees at once."""
@@ -194,13 +195,14 @@ class TrainSection:
     """Optimizer steps of the whole run."""
 
     batch: PositiveCount = field(default=16, metadata=FIXED)
-    """Windows per step, of all ranks together; any number of ranks that divides it sees the same batches."""
+    """Windows per step, of all ranks together. It must be divisible by the number of ranks; any such number sees the
+    same batches."""
 
     accumulate: PositiveCount = 1
-    """Microbatches of a rank's share of the batch, computed one after the other."""
+    """Number of microbatches into which a rank's share of the batch is divided."""
 
     clip: NotNegative = field(default=1.0, metadata=FIXED)
-    """Largest norm of the gradients; larger ones are scaled down to it. 0 does not clip."""
+    """Largest norm of the gradients; gradients of a larger norm are scaled down. 0 does not clip."""
 
     on_bad_step: BadStepAction = "stop"
     """What to do when loss or gradient norm are not finite, or the norm exceeds `max_norm`: stop the run, skip the
@@ -211,7 +213,7 @@ class TrainSection:
 
     on_error: ErrorAction = "stop"
     """What to do when a rank raises an exception while it computes gradients, for lack of memory or because of a bad
-    sample: stop the run, or skip the step on all ranks, as a bad one."""
+    sample: stop the run, or skip the step on all ranks as a bad step."""
 
     max_bad_steps: PositiveCount = 10
     """With skip: this many bad steps in a row stop the run."""
@@ -222,29 +224,29 @@ class OptimizerSection:
     """The optimizer."""
 
     name: OptimizerName = field(default="adamw", metadata=FIXED)
-    """Which optimizer: of torch.optim, or of fullshard.optim: muon has adamw for what is not a hidden matrix, and adamw8bit is
-    adamw with its state in 8 bits."""
+    """An optimizer of torch.optim or fullshard.optim. muon updates all parameters except hidden matrices with adamw;
+    adamw8bit is adamw with its state in 8 bits."""
 
     lr: Positive = field(default=3e-3, metadata=FIXED)
     """Highest learning rate."""
 
     muon_lr: Positive = field(default=1.0, metadata=FIXED)
-    """Learning rate of muon's hidden matrices, as a multiple of lr, which the other parameters have."""
+    """Learning rate of muon's hidden matrices, as a multiple of `lr`, the learning rate of all other parameters."""
 
     weight_decay: NotNegative = field(default=0.1, metadata=FIXED)
-    """Of matrices; vectors (norms, biases) are not decayed."""
+    """Weight decay of matrices; vectors (norms, biases) are not decayed."""
 
     betas: tuple[FractionBelowOne, FractionBelowOne] = field(default=(0.9, 0.95), metadata=FIXED)
-    """Of adam, adamw, adamw8bit and muon's adamw."""
+    """Betas of adam, adamw, adamw8bit and muon's adamw."""
 
     eps: Positive = field(default=1e-8, metadata=FIXED)
-    """Of adam, adamw, adamw8bit, adagrad and muon's adamw."""
+    """Epsilon of adam, adamw, adamw8bit, adagrad and muon's adamw."""
 
     momentum: FractionBelowOne = field(default=0.9, metadata=FIXED)
-    """Of sgd. Muon's is 0.95."""
+    """Momentum of sgd. Muon's is 0.95."""
 
     ema: ProperFraction | None = field(default=None, metadata=FIXED)
-    """Keep averages of the parameters (EMA), and let each step keep this share of them, for instance 0.999."""
+    """Keep an exponential moving average of the parameters (EMA) with this decay, for instance 0.999."""
 
     ema_warmup: NotNegative = field(default=0.0, metadata=FIXED)
     """Lets early averages forget the initial parameters: step n keeps at most n / (n + ema_warmup) of them. 0 for none."""
@@ -253,7 +255,7 @@ class OptimizerSection:
     """Update whole shards at once (fullshard.optim), not parameter by parameter."""
 
     shard_over_replicas: bool = False
-    """With sharding.replicas, let replicas divide the optimizer's state among them: less memory, the same result."""
+    """With `sharding.replicas`, shard the optimizer state over replicas: less memory, the same result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,7 +269,7 @@ class ScheduleSection:
     """Share of the steps in which it rises from 0, if below 1; otherwise the number of these steps."""
 
     last: Fraction = field(default=0.1, metadata=FIXED)
-    """The last rate, as a share of the highest."""
+    """The last learning rate, as a share of the highest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,16 +280,16 @@ class ShardingSection:
     """fully_shard, or wrapper: FullyShardedDataParallel."""
 
     groups: Grouping = "blocks"
-    """One group per block, or those of `plan_groups`, which merges small ones."""
+    """One group per block, or the groups of `plan_groups`, which merges small blocks."""
 
     replicas: PositiveCount = 1
-    """Copies of the sharded model (HSDP); ranks / replicas ranks share one."""
+    """Number of replicas of the sharded model (HSDP); each is sharded over ranks / replicas ranks."""
 
     reshard_after_forward: bool = True
     """Release unsharded parameters between forward and backward."""
 
     prefetch: Count = 1
-    """Groups that are gathered ahead of the one that computes."""
+    """Number of groups that are gathered ahead of the group that computes."""
 
     offload: bool = False
     """Keep shards and optimizer state in host memory; fully_shard on CUDA only."""
@@ -304,15 +306,15 @@ class ComputeSection:
     """Dtype of gradients on the wire; with bf16 they are still summed in float32."""
 
     checkpoint_activations: Recomputation = "none"
-    """Recompute the activations of blocks in backward instead of keeping them. selective: but keep the results of attention
-    and of every second matrix product."""
+    """Recompute the activations of blocks in backward instead of keeping them. selective: keep the results of
+    attention and of every second matrix product."""
 
     compile: Blocks = "none"
     """torch.compile each block."""
 
     graph: bool = False
-    """Capture forward, backward and clipping in a CUDA graph after three steps, and replay it. Elsewhere than on CUDA it
-    changes nothing."""
+    """Capture forward, backward and clipping in a CUDA graph after three steps, and replay it. It has an effect only
+    on CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,7 +328,7 @@ class EvaluationSection:
     """At most this many windows, spread evenly."""
 
     ema: bool = False
-    """Evaluate the averages of `optimizer.ema`, and let them write the samples."""
+    """Evaluate the averages of `optimizer.ema`, and generate the samples with them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -340,8 +342,8 @@ class CheckpointSection:
     """Number of the newest checkpoints to keep."""
 
     only_trainable: bool = False
-    """Leave frozen parameters out (`model.trainable`). They are saved once, in `base`, or are those of the Hugging Face folder
-    of `model.pretrained`."""
+    """Leave frozen parameters out (`model.trainable`). They are saved once, in `base`, unless the Hugging Face folder
+    of `model.pretrained` has them."""
 
     export: bool = False
     """At the end, write the model as a Hugging Face folder `model`, in place of an earlier export. A finished run is exported, too."""
@@ -375,13 +377,14 @@ class LogSection:
     """Write metrics for TensorBoard, too; needs the package tensorboard."""
 
     wandb: bool = False
-    """Send metrics to Weights & Biases, too; needs the package wandb. Its environment variables (WANDB_ENTITY, ...) hold."""
+    """Send metrics to Weights & Biases, too; needs the package wandb, which reads its environment variables
+    (WANDB_ENTITY, ...)."""
 
     wandb_project: str = "fullshard"
-    """Project of W&B that the run is shown in."""
+    """Project of W&B in which the run appears."""
 
     wandb_offline: bool = False
-    """Send nothing, and write what `wandb sync` sends later to `wandb`."""
+    """Send nothing, and write to the folder `wandb` what `wandb sync` sends later."""
 
     report: bool = True
     """Write `report.html` at the end; needs the package plotly."""
@@ -395,13 +398,13 @@ class SamplesSection:
     """How many samples; 0 for none."""
 
     prompt: str | None = None
-    """How each begins. Not set: as the held-out data do."""
+    """The beginning of each sample. Not set: the first tokens of the held-out data."""
 
     tokens: PositiveCount = 120
-    """How many tokens each gets."""
+    """Number of tokens to generate for each."""
 
     temperature: NotNegative = 0.8
-    """Randomness of the tokens; 0 always takes the likeliest."""
+    """Randomness of the tokens; 0 always takes the most likely one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

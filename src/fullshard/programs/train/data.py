@@ -131,7 +131,7 @@ def _read_text(files: DataFiles) -> _Text:
         ) from error
     if not content:
         raise ConfigurationError(
-            f"There is no text to learn from: what is in {files.source} is empty, or not text. "
+            f"There is no text to learn from: {files.source} is empty, or not text. "
             "Name a file or a folder with data.path."
         )
     common = Path(os.path.commonpath([file.parent for file in files.paths]))

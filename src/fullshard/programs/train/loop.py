@@ -393,7 +393,7 @@ class Training:
         self.watch(Stopped(step=self.state.step, why="a signal"))
         raise StoppedBySignalError(
             f"Stopped by a signal after step {self.state.step} of {self.config.train.steps}, which is saved in "
-            f"{self.checkpoints.newest}. Give the same command again to go on."
+            f"{self.checkpoints.newest}. Run the same command again to resume."
         )
 
     def _give_up(self, number: int, fault: str, agreed: Agreement, *, has_failed: bool) -> None:
@@ -459,15 +459,16 @@ def advice_after_bad_step(train: TrainSection, newest: Path | None, *, is_finite
     start = _start_of(newest)
     anew = ["a lower optimizer.lr", "a lower train.clip" if train.clip else "a train.clip above 0"]
     return (
-        f"The same command with {' or '.join(changes)} goes on from {start}. If it comes to a bad step again, look "
-        f"at the data, or begin anew with {' or '.join(anew)}."
+        f"The same command with {' or '.join(changes)} resumes from {start}. If it reaches a bad step again, look at "
+        f"the data, or start a new run with {' or '.join(anew)}."
     )
 
 
 def advice_after_failed_step(newest: Path | None) -> str:
     """Return advice for a run that too many failed steps in a row have stopped."""
     return (
-        f"The same command with a larger train.max_bad_steps goes on from {_start_of(newest)}. If memory runs out, use a "
+        f"The same command with a larger train.max_bad_steps resumes from {_start_of(newest)}. If memory runs out, use "
+        "a "
         "larger train.accumulate, compute.checkpoint_activations or more ranks; metrics.jsonl has the traceback."
     )
 

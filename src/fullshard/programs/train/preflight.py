@@ -67,7 +67,7 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("model.huggingface", "model.pretrained"),
             f"model.pretrained needs {' or '.join(WEIGHT_FILES)} in {folder}, and there is neither. "
-            "Leave it out to start from drawn weights.",
+            "Leave it out to start from random weights.",
         )
 
 

@@ -130,7 +130,7 @@ class RunProgress:
             ("Model", start.model),
             ("", f"{start.parameters:,} parameters, sharded over {ranks_on(start)}"),
             ("Steps", f"{start.steps} of {start.tokens_per_step:,} tokens"),
-            ("", f"goes on after step {start.resumed_from}" if start.resumed_from else ""),
+            ("", f"resumes after step {start.resumed_from}" if start.resumed_from else ""),
         ]
         print_facts(self._console, [(label, text) for label, text in facts if text])
         first = start.resumed_from or 0

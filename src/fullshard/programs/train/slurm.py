@@ -45,8 +45,8 @@ def rank_info_of_slurm(environment: Mapping[str, str], device: Device) -> RankIn
     counts = expand_counts(per_node)
     if not counts or not hosts:
         raise ConfigurationError(
-            "srun must set SLURM_STEP_TASKS_PER_NODE and SLURM_STEP_NODELIST, from which ranks know how many "
-            f"they are here and where they meet; got {per_node!r} and {hosts!r}. Use torchrun instead."
+            "srun must set SLURM_STEP_TASKS_PER_NODE and SLURM_STEP_NODELIST, which tell ranks how many of them are on "
+            f"this host and where the rendezvous is; got {per_node!r} and {hosts!r}. Use torchrun instead."
         )
     node = number_in(environment, "SLURM_NODEID", default=0)
     host = environment.get("MASTER_ADDR") or first_host(hosts)

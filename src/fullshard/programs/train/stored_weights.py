@@ -106,7 +106,7 @@ def check_weights(config: RunConfig, source: ModelSource) -> None:
 def _faults(fit: WeightsFit, *, strict: bool) -> list[str]:
     if not strict:
         return [] if fit.fitting else ["None of its tensors is one of the model. Choose others."]
-    remedy = "Choose the model that was trained, or set model.weights_strict = false to draw them."
+    remedy = "Choose the model that was trained, or set model.weights_strict = false to initialize them at random."
     left_out = (
         "Choose the model that was trained, or set model.weights_strict = false to leave them out."
     )

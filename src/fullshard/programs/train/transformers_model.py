@@ -182,8 +182,8 @@ def _drawn_unit(
     ]
     if forgotten:
         raise ConfigurationError(
-            f"Models must say how their parameters start; {type(skeleton).__name__} does not for "
-            f"{', '.join(forgotten)}. Start from weights that exist: model.pretrained."
+            f"Models must initialize all of their parameters; {type(skeleton).__name__} does not initialize "
+            f"{', '.join(forgotten)}. Start from existing weights: model.pretrained."
         )
     return found
 

@@ -91,7 +91,7 @@ class WandbRun:
         except Exception as error:  # whatever W&B raises: a login, a network, a disk
             self._has_failed = True
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            self._warn(f"Weights & Biases gets no more of this run, which goes on: {reason}")
+            self._warn(f"Logging to Weights & Biases has stopped, and the run goes on: {reason}")
 
     def _begin(self) -> None:
         if self._client is None:
