@@ -1,7 +1,7 @@
 """The differences between two checkpoints of any formats, found in bounded memory.
 
 Tensors of one dtype are compared by their bits: a NaN equals itself, and zeros of both signs differ. Tensors of different
-dtypes are compared by value. A tensor that is tied in one checkpoint and stored twice in the other is no difference.
+dtypes are compared by value. A tensor that is tied in one checkpoint and stored twice in the other is not a difference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Unfinished saves, and how files of a running writer are told from files that a dead writer left.
+"""Unfinished saves, and how to tell files of a running writer from files that a dead writer left.
 
     path/manifest.json.<id>.tmp   made first and locked by its writer; becomes the manifest
     path/data-<id>/               made second

@@ -1,7 +1,7 @@
 """Communication: streams, collectives, all-gathers and reduce-scatters, and the spans recorded of them.
 
-It may import `storage`, `plan` and what they import.
-It owns every collective, every stream and event, and the order in which memory is taken and given back on them.
+It may import `storage`, `plan` and what they import. It owns every collective, every stream and event, and the order in
+which memory is allocated and released on them.
 
 The names below are the public ones: what users subclass to bring collectives of their own.
 """

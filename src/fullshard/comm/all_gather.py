@@ -2,7 +2,7 @@
 
     start    memory is taken, this rank's shard is cast into it, the collective is issued
     finish   the collective has ended; what was staged is distributed
-    release  the memory is given back
+    release  the memory is released
 
 Between `start` and `finish` lies the compute that hides the collective. A `GroupAllGather` is built once, for one
 source: the shards, their upload from host memory, or a post-forward shard. It is then used in every step.
@@ -67,7 +67,7 @@ class AllGatherState(NamedTuple):
 
 
 _NOTHING_LEFT = AllGatherState()
-"""An all-gather after which the stream is ordered, and which nobody records: there is nothing to tell about it."""
+"""An all-gather that streams order and that no recorder watches: it needs no handle."""
 
 
 class GroupAllGather:
@@ -92,7 +92,7 @@ class GroupAllGather:
             source: Where this rank's shard is read from.
             layout: How the parameters are divided over the ranks of the group.
             rank: This rank's place among them.
-            process_group: Over which to gather; None if there is nobody else.
+            process_group: Over which to gather; None if there is no other rank.
             dtypes: In which to gather each parameter.
             device: Where to.
             custom: A comm object to gather with.
@@ -133,7 +133,7 @@ class GroupAllGather:
     ) -> AllGatherState:
         """Take memory, copy this rank's shard to it, and issue the collective, with ``extra`` beside it.
 
-        On the all-gather stream. ``span`` is told when, if somebody records it.
+        On the all-gather stream. If a trace is recorded, ``span`` notes the times.
         """
         if self._custom is not None:
             return self._start_custom(self._custom, extra, tag, async_op, span)
@@ -197,7 +197,7 @@ class GroupAllGather:
     def finish(self, state: AllGatherState) -> None:
         """Wait for the collective, where the host must, and distribute what was staged.
 
-        On the all-gather stream, which has waited for memory that was given back.
+        On the all-gather stream, which has waited for released memory.
         """
         span = state.span
         # NCCL's collectives order their stream, and return no work. Gloo's are done by a thread, for which the host
@@ -244,7 +244,7 @@ class GroupAllGather:
 class UnshardedInPlace:
     """The same for a rank that holds everything, in the dtypes it computes in: shards are full parameters.
 
-    Unsharded parameters are aliases of the shards, so nothing is copied, and nothing is given back.
+    Unsharded parameters are aliases of the shards, so nothing is copied, and nothing is released.
     """
 
     takes_memory_late = is_small = False

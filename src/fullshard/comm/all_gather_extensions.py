@@ -5,20 +5,19 @@ An extension is two methods with which a shard says how it travels:
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors, metadata)
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (tensor, inner tensors)
 
-Before a gather, the shard (an instance of the subclass) gives the tensors to send: quantised ones,
-say. Afterwards it makes the full parameter of what was gathered, each output being the ranks'
-tensors one after the other along dimension 0; the first time it returns the parameter and the
-tensors that hold its data, later it writes into the parameter it returned (``out``). Between uses
-the memory of outputs and inner tensors is given back by resizing their storages.
+Before a gather, the shard (an instance of the subclass) gives the tensors to send: quantised ones, say. Afterwards it
+makes the full parameter of what was gathered, each output being the ranks' tensors one after the other along dimension
+0; the first time it returns the parameter and the tensors that hold its data, later it writes into the parameter it
+returned (``out``). Between uses the memory of outputs and inner tensors is released by resizing their storages.
 
 The methods may be the subclass's, or be set on a shard (`param._local_tensor`) before the first forward.
 
 A subclass without them travels as plain data: it is sharded and copied into plain memory by its own
 operators (`narrow`, `new_zeros`, `copy_`), and compute gets a plain tensor, as with torch.
 
-Every rank must send as many bytes as every other. If a shard has fewer rows than that of rank 0,
-tensors with one row per row of the shard are padded here; the full parameter loses the padding
-again. Sizes are compared once, before the first gather, and a difference is an error on all ranks.
+Every rank must send as many bytes as every other. If a shard has fewer rows than rank 0's, tensors with one row per row
+of the shard are padded here; the full parameter loses the padding again. Sizes are compared once, before the first
+gather, and a difference is an error on all ranks.
 """
 
 from __future__ import annotations

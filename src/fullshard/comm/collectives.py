@@ -189,10 +189,10 @@ class SymmetricReduceScatter(_Symmetric, DefaultReduceScatter):
 class SymmetricPool:
     """The symmetric memory of one process group; lives as long as the group.
 
-    Making symmetric memory is slow and collective. So it is made when nothing that is there fits,
-    in the first steps, and never given back; all models that communicate over the group share it.
-    Memory that one stream gave back goes to the same stream only, as with the caching allocator: the
-    order of the stream keeps the next user behind the last one ([Note: memory and streams]).
+    Allocating symmetric memory is slow and collective. So it is allocated only if no free block fits, in the first
+    steps, and never freed; all models that communicate over the group share it. Memory that one stream gave back goes
+    to the same stream only, as with the caching allocator: the order of the stream keeps the next user behind the last
+    one ([Note: memory and streams]).
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -221,7 +221,7 @@ class SymmetricPool:
 
     def _new_block(self, nbytes: int, device: torch.device) -> Tensor:
         group = self._group()
-        assert group is not None, "whoever takes memory of a group holds the group"
+        assert group is not None, "a group is alive while its memory is used"
         # The one thing that takes memory after ranks have met: all of them must come to register it.
         meet(group, make_tag(f"{nbytes} bytes of symmetric memory"), backend_of(group, device))
         try:

@@ -6,7 +6,7 @@
     accumulate          take it, and let it wait for a later backward (`unreduced_gradients`)
     drop                forget it: a step has failed
 
-How gradients lie in the buffer is told by `reduce_buffer`, what a reduction does by `reduce_scatter`. `.grad` of
+`reduce_buffer` decides how gradients lie in the buffer, and `reduce_scatter` what a reduction does. `.grad` of
 unsharded parameters is taken here and nowhere else; that of sharded ones is written by `sharded_params`.
 """
 

@@ -4,7 +4,7 @@
     post_forward   with a post-forward mesh, backward gathers from what forward has kept
     unbuffered     tensor subclasses and all-gather extensions, gathered beside either
 
-The ways are built when they are needed and used in every step. `forget` lets them be built anew: after a change of
+The ways are built when they are needed and used in every step. `forget` lets them be built again: after a change of
 dtypes, of comm objects or of the memory of the shards. When to gather is the group's decision (`FSDPParamGroup`).
 """
 
@@ -204,7 +204,7 @@ class GroupAllGathers:
     def held_bytes(self) -> int:
         """Bytes of memory for gathering that there are now: full parameters, staging, a post-forward shard.
 
-        Not what is taken and given back within one call: shards on their way up from host memory.
+        Memory that is allocated and released within one call does not count: shards on their way up from host memory.
         """
         ways = (self.from_shards, self.post_forward, self.unbuffered)
         return sum(way.held_bytes for way in ways if way is not None)

@@ -176,7 +176,7 @@ def _agree(
         POSITION.waiting = None
     if journal.guard is not None:
         journal.guard.learn(journal, said)
-    # Ranks that bring no text say the place only, and then nobody's rest is looked at.
+    # Ranks without a text only name their place, and then only places are compared.
     places, *rest = zip(*(each.split(_SEPARATOR, 2) for each in said), strict=False)
     if text and rest and set(rest[0]) == {str(collective)}:
         return rest[1]  # only the texts differ
@@ -250,7 +250,7 @@ class WatchedWork:
         """Wait for the work.
 
         Raises:
-            DivergenceError: a rank has gone meanwhile.
+            DivergenceError: a rank has ended since.
         """
         work = self._work
         text = self._tag.text if self._tag is not None else ""

@@ -3,9 +3,9 @@
     layout over 4 ranks   | 0 | 1 | 2 | 3 |      between steps, and gathered for forward
     layout over 2 of them |   0   |   1   |      kept after forward by ranks 0, 1 and again by 2, 3
 
-The full parameters are cut once more, by a layout over the post-forward mesh, and this rank's shard of that is
-copied aside before their memory is given back. Backward gathers those shards into the same memory: the padding
-of a layout over fewer ranks is never longer.
+The full parameters are cut once more, by a layout over the post-forward mesh, and this rank's shard of that is copied
+aside before their memory is released. Backward gathers those shards into the same memory: the padding of a layout over
+fewer ranks is never longer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAKING_GROUPS = tag("making of process groups for shards after forward")
 class PostForwardShard:
     """The post-forward shard of one group, and how to gather from it.
 
-    Its memory is taken from the compute stream, which fills it, and given back to that stream.
+    Its memory is allocated on the compute stream, which fills it, and released to that stream.
     """
 
     def __init__(self, shard_group: ProcessGroup, layout: Layout) -> None:

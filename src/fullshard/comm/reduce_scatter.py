@@ -13,7 +13,7 @@ A reduce-scatter sums in the dtype it carries. To send bf16 and sum in fp32, an 
 brings each rank all ranks' gradients of its shard, and the rank adds them up by itself: in the same
 order every time, whatever algorithm the backend chooses. As many elements travel as in a
 reduce-scatter. What is received is as large as what is sent, so both together take the memory of one
-fp32 input; they are kept and given back together. Nothing can overflow before the sum, so all
+fp32 input; they are kept and released together. Nothing can overflow before the sum, so all
 division comes after it.
 """
 

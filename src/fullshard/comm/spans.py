@@ -9,16 +9,16 @@ on the stream that is current at that point: it is reached when everything issue
 is done, and nothing issued after it has begun. Where each mark stands:
 
     compute         on the compute stream: behind the wait for the gather, before the first kernel of the
-                    module; behind its last kernel, before anything is given back
+                    module; after its last kernel, before anything is released
     wait            on the compute stream, right before and right behind the wait for an event of another
                     stream: there is nothing between the two but the wait
     collective      on the stream of the collective: behind the copies into its input, and behind the
                     collective, before any copy out of its output
 
-Nobody waits for marks while a step runs. The host reads them all at the end, after one
-synchronisation. On the CPU a mark is the host's time: compute is over when its call returns, and a wait
-is the time within `Work.wait`. A collective that a backend carries on threads of its own has ended when its
-future says so; if it has none, when somebody has waited for it.
+Nobody waits for marks while a step runs. The host reads them all at the end, after one synchronisation. On the CPU a
+mark is the host's time: compute is over when its call returns, and a wait is the time within `Work.wait`. A collective
+that a backend carries on threads of its own has ended when its future says so; if it has none, when the program has
+waited for it.
 """
 
 from __future__ import annotations

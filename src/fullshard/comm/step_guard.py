@@ -1,9 +1,9 @@
 """Ranks leave a step together when one of them fails.
 
     begin   the process groups of the step are guarded: ranks meet before each of their collectives, on every backend
-    meet    a rank that has failed brings no collective, but says so; those that come to the meeting learn of it
-    end     a last meeting, of all ranks of the step: has anybody failed?
-    fail    tell everybody who can be waiting, and find out who has failed
+    meet    a rank that has failed says so instead of naming a collective; the ranks at the meeting learn of it
+    end     a last meeting of all ranks of the step: has any rank failed?
+    fail    tell all ranks that may be waiting, and find out which ranks have failed
 
 [Note: failing together]
 Each process group of the step has a control channel. One channel, the last one, reaches all ranks of the step: that of a
@@ -11,26 +11,26 @@ process group which contains the others or, as in HSDP, one made for this. A ran
 
     on its way     computing, or at a meeting on one of its channels; the last meeting is the end, on the last channel
     failed         it has raised, or has learned of a failure: at all its channels at once
-    done           all came to the end, and nobody had failed
+    done           all came to the end, and none had failed
 
-A meeting to which somebody comes as failed is a failing meeting. All who come to it learn, since numbers differ
-(or all have failed), and exchange texts. They do not come to this channel again in this step.
+If any rank comes to a meeting as failed, it is a failing meeting. All ranks at it learn of the failure, since numbers
+differ (or all have failed), and exchange texts. They do not come to this channel again in this step.
 
-1. *No rank waits forever.* Suppose that ranks wait, and no message is on its way. Look at those that are on their way; in
-   a step without failures, they would go through their meetings in an order without cycles. Take one whose meeting is
-   earliest in that order, on channel X. Ranks of X that are on their way cannot be at an earlier meeting, and cannot have
-   passed this one, as it takes all ranks of X. So they are here. Those that have failed are at X, too: they could only have
-   left X by a failing meeting there, of which our rank would know. So all are here, and nobody waits. If none is on its
-   way, all have failed and are everywhere. It matters that a failed rank is at *all* its channels at once. With any
-   order there is a deadlock: in a 2 x 2 mesh, two ranks on a diagonal fail and wait in their rows, while the
+1. *No rank waits forever.* Suppose that ranks wait, and no message is on its way. Look at those that are on their way;
+   in a step without failures, they would go through their meetings in an order without cycles. Take one whose meeting
+   is earliest in that order, on channel X. Ranks of X that are on their way cannot be at an earlier meeting, and cannot
+   have passed this one, as it takes all ranks of X. So they are here. Those that have failed are at X, too: they could
+   only have left X by a failing meeting there, and our rank would know of it. So all are here, and none waits. If none
+   is on its way, all have failed and are everywhere. It matters that a failed rank is at *all* its channels at once.
+   With any order there is a deadlock: in a 2 x 2 mesh, two ranks on a diagonal fail and wait in their rows, while the
    other two wait for them in their columns.
 2. *All come to the same result.* The last channel has one of two meetings: a failing one, which all ranks of the step come to,
-   or the end. The failures are those told there. Who has failed by itself before it learned comes there with its own
-   failure, so there is at least one. Nobody can fail after the end.
-3. *Channels stay aligned.* After a failed step, each channel has had exactly one failing meeting: whoever learns anywhere
-   goes to all its other channels, as failed. So the first meeting after the step is the first one for all.
-4. *What was issued was issued by all.* A collective is issued right after its meeting, when all its memory has been taken.
-   So those in flight end by themselves, and a reset can wait for them.
+   or the end. The failures are those reported there. A rank that failed by itself comes there with its own failure, so
+   there is at least one. No rank can fail after the end.
+3. *Channels stay aligned.* After a failed step, each channel has had exactly one failing meeting: a rank that learns of
+   a failure goes to all its other channels, as failed. So the first meeting after the step is the first one for all.
+4. *What was issued was issued by all.* A collective is issued right after its meeting, when all its memory has been
+   allocated. So collectives in flight end by themselves, and a reset can wait for them.
 
 A rank that loses a channel (its peer has ended, say) closes all of them, so that no other rank waits for it.
 """

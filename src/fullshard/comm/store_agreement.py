@@ -4,13 +4,13 @@ Every rank brings a digest of its description. If all digests are equal, that is
 asked for the description itself, and all ranks get the same message about the differences.
 
 [Note: agreement through the store]
-Keys are below ``fullshard/agreement/<ranks>/<number>/``. The store has the number, and whoever gives the verdict of one
-comparison raises it for the next one. So keys are new each time, also in process groups that are made again, and a rank
-that missed a comparison comes to the next one together with the others.
+Keys are below ``fullshard/agreement/<ranks>/<number>/``. The store has the number, and the rank that gives the verdict
+of one comparison raises it for the next one. So keys are new each time, also in process groups that are made again, and
+a rank that missed a comparison comes to the next one together with the others.
 
     arrive    each rank reads the number, sets its digest and counts itself in
     decide    the last to arrive reads all digests in one operation, and publishes the verdict
-    learn     each rank looks for the verdict until it is there, at growing intervals, and reads it
+    learn     each rank polls for the verdict, at growing intervals, and reads it
     leave     each rank deletes its digest; the last to leave deletes the rest
 
 That is a fixed number of operations per rank, besides looking. Looks get rarer the more ranks there are, so that the

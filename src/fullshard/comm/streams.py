@@ -60,18 +60,18 @@ class FSDPCommContext:
 
     [Note: memory and streams]
     The caching allocator hands freed memory out again to the stream that allocated it, without
-    waiting for other streams that read it. So whoever holds a buffer that another stream reads also
-    holds the event that ends the read, and three rules keep every reuse behind that event, without
-    record_stream and without stopping the host:
+    waiting for other streams that read it. So the owner of a buffer that another stream reads also holds the event
+    that ends the read. Three rules ensure that memory is reused only after that event, without record_stream and
+    without stopping the host:
 
-    1. Gather buffers are allocated and freed on the all-gather stream and read by compute. Giving
-       one back records an event on the compute stream (`releases`); before the next allocation
-       the all-gather stream waits for all such events (`wait_for_releases`).
+    1. Gather buffers are allocated and freed on the all-gather stream and read by compute. Releasing one records an
+       event on the compute stream (`releases`); before the next allocation the all-gather stream waits for all such
+       events (`wait_for_releases`).
     2. Reduce inputs, what exchanges receive, and reduce outputs are allocated on the compute
        stream and used by the reduce-scatter and all-reduce streams, which wait for compute first.
        Their reduction refers to them until the compute stream has waited for it
        (`make_room_for_reduction`, `join`).
-    3. The compute stream waits for every gather before its group is given back, used or not. So a
+    3. The compute stream waits for every gather before its group is released, even if the group was not used. So a
        later write to the shards (the optimizer) comes after the gather's read of them.
 
     Staging memory of comm objects follows rules 1 and 2. That of gathers is used on the all-gather
@@ -86,12 +86,12 @@ class FSDPCommContext:
     after a capture (`cross_border`):
 
     1. The streams are forked from the current stream and joined to it. In a capture, they are part of it from here on.
-       All that they did in this capture before, the current stream has waited for.
-    2. All events are recorded anew on the current stream. Whoever waits for one later waits for this point, at least.
+       The current stream has waited for all that they did earlier in this capture.
+    2. All events are recorded again on the current stream. A later wait for one of them waits at least for this point.
 
     This drops waits for work from before the capture. That is safe: `torch.cuda.graph` lets the host wait for the device
     before a capture begins, and a graph is replayed in the order of the stream that replays it.
-    At the end of a pass, the current stream has waited for all that other streams were told to do: a capture may end there.
+    At the end of a pass, the current stream has waited for all work on other streams: a capture may end there.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -195,7 +195,7 @@ class FSDPCommContext:
     def make_room_for_reduction(self) -> None:
         """Keep the reduce inputs in flight below `max_reductions`.
 
-        Called on the compute stream before the next input is allocated. The input that is given back here went to
+        Called on the compute stream before the next input is allocated. The input that is released here went to
         the same stream's pool, so the next one can have its memory: peak memory counts `max_reductions` inputs.
         """
         while len(self.reduce_inputs) >= self.max_reductions:

@@ -237,7 +237,7 @@ class UnreducedGradients:
     def clear(self, cleared: Collection[int]) -> None:
         """Forget what waits of parameters whose gradients somebody has cleared; ``cleared`` has ids of parameters.
 
-        Of those that `.grad` shows, whoever cleared it has done the rest.
+        For those that `.grad` shows, the code that cleared it has done the rest.
         """
         indices = [
             index

@@ -1,4 +1,4 @@
-"""Dropout that is active in a forward without gradients: somebody has forgotten `model.eval()`.
+"""Dropout that is active in a forward without gradients: `model.eval()` was forgotten.
 
 Every rank draws random numbers of its own. So ranks that generate text choose different tokens and may end after different
 numbers of forwards; the others then wait for them in a gather. The warning comes before that, at the first such forward.

@@ -6,9 +6,9 @@ store of the default process group (`store_agreement`) at the beginning of the f
 raise the same `DivergenceError` before a collective is issued, and the model can be used after what differs has been
 mended.
 
-A description is made anew only when `CHANGES` has grown, and compared only if it differs from what the ranks have agreed
-on. A rank that changes an option alone therefore waits here while the others go on. Where ranks meet before their
-collectives, on gloo, all of them get an error at once; elsewhere the watchdog sees it.
+A description is made again only when `CHANGES` has grown, and compared only if it differs from what the ranks have
+agreed on. A rank that changes an option alone therefore waits here while the others go on. Where ranks meet before
+their collectives, on gloo, all of them get an error at once; elsewhere the watchdog sees it.
 
 Ranks that are threads compare through the store that they share. A process group without other ranks, or of the backend
 `fake`, has nothing to compare.

@@ -1,14 +1,14 @@
 """Hooks of backward: around every pass, on outputs and inputs of sharded modules, on unsharded parameters.
 
     run_backward           around a pass           names of sharded parameters among its inputs, its errors, its results
-    pre_backward           output of a call        its gradient is there: the parameters are needed
-    leave_call             input of a call         its gradient is there, and another pass may come through it
+    pre_backward           output of a call        its gradient has arrived: the parameters are needed
+    leave_call             input of a call         its gradient has arrived, and another pass may come through it
     gradient_arrived       unsharded parameter     its gradient has been accumulated
     end_of_pass            the pass                its last node has been executed
 
-Hooks that autograd holds refer to the model weakly: a graph that outlives the model must not keep it. They ask
-for the state's runtime when they run, as the state may have gone to another root meanwhile. Transforms run
-backward passes of their own (`torch.func.grad`, say), so these hooks step out of them as those of forward do.
+Hooks that autograd holds refer to the model weakly: a graph that outlives the model must not keep it. They look up the
+state's runtime when they run, as the state may belong to another root by then. Transforms run backward passes of their
+own (`torch.func.grad`, say), so these hooks step out of them as those of forward do.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """The backward passes of one model: which states they have reached, and when gradients are sent off.
 
-    pre_backward       an output's gradient is there: states behind it are finished, this one is unsharded,
+    pre_backward       an output's gradient has arrived: states behind it are finished, this one is unsharded,
                        the gather of the one before it is issued
     gradient_arrived   the last gradient of a state: sent off now, or when backward has left the state
-    finish             backward has left a state: memory given back, gradients reduced
+    finish             backward has left a state: memory released, gradients reduced
     end_of_pass        states not finished are finished; after the outermost pass, streams are joined
 
 [Note: memory first]
-Gradients could be sent off as soon as all of a state have arrived. But its unsharded parameters are
-in memory then, and may be needed still; a moment later backward reaches the output of the state
-before, and they are not. So their memory is given back first, and only then memory for the reduction
-is taken: a step's peak is often here. The first state of forward, which has none before it, does not wait.
+Gradients could be sent off as soon as all of a state have arrived. But its unsharded parameters are in memory then,
+and may still be needed. A moment later backward reaches the output of the state before it, and they are not needed any
+more. So their memory is released first, and only then is memory for the reduction allocated: memory often peaks here.
+The first state of forward has no state before it, and does not wait.
 
 [Note: recomputation]
 Activation checkpointing runs forward again within backward. If backward has reached the state (its

@@ -1,14 +1,14 @@
 """Passes that are captured in a CUDA graph: what is done at their beginning, and what is refused.
 
-Users capture a step with `torch.cuda.graph`, which tells nobody; so every pass asks (`FSDPCommContext.at_border`). A pass
-at the border of a capture has three things to do:
+Users capture a step with `torch.cuda.graph`, which does not announce it. So every pass asks
+(`FSDPCommContext.at_border`). A pass at the border of a capture does three things:
 
-    check        what cannot be captured is refused before anything is issued, and the capture is not spoilt
-    streams      ... are made part of the capture: [Note: borders of a capture]
+    check        refuse what cannot be captured before anything is issued, so that the capture stays valid
+    streams      make them part of the capture: [Note: borders of a capture]
     parameters   what was gathered outside is gathered again inside, and the other way round: a graph must not read memory
-                 that the next eager step gives back, and an eager step must not read what only a replay writes.
-                 Unsharded parameters are made anew: autograd adds to a leaf's gradient on the stream where it first saw the
-                 leaf, for as long as somebody holds a loss from then, and that stream may not be part of a capture
+                 that the next eager step frees, and an eager step must not read what only a replay writes.
+                 Unsharded parameters are made again: autograd adds to a leaf's gradient on the stream where it first
+                 saw the leaf, as long as a loss from then is alive, and that stream may not be part of a capture
 """
 
 from __future__ import annotations

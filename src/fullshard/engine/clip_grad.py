@@ -1,4 +1,4 @@
-"""Norms of gradients of which every rank has a part, and clipping to them.
+"""Norms of sharded gradients, and clipping to them.
 
     1. gradients by spread   the process groups over whose ranks a gradient is divided; () if each rank has all of it
     2. this rank's part      per spread one number: a sum of powers, a maximum or a minimum (`gradient_norms`)

@@ -6,8 +6,8 @@
     uninstall_full_params     take them off again, with what was done to them
     write                     copy this rank's shard of full parameters into the shard buffer
 
-This is no part of a training step. Forward may compute in another dtype, and always computes in other memory.
-For groups whose parameters are divided flat.
+This is not part of a training step. Forward may compute in another dtype, and always computes in other memory. For
+groups whose parameters are divided flat.
 """
 
 from __future__ import annotations

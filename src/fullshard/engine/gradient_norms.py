@@ -1,4 +1,4 @@
-"""Norms of tensors of which every rank has a part: one number per rank, and how ranks' numbers become the norm.
+"""Norms of sharded tensors: one number per rank, and how ranks' numbers become the norm.
 
 Finite orders add up powers. Order 0 counts. Orders inf and -inf take the largest and the smallest absolute value, with
 a flag for NaN beside it.

@@ -3,7 +3,7 @@
 inputs      copied into static memory before every replay
 graph       all kernels and collectives of the step; its memory is in a pool that graphs of one `graphed` share
 results     lie in the pool; copied, since the next replay overwrites them
-gradients   lie in the pool; put into `.grad` again after a replay, if somebody has cleared it
+gradients   lie in the pool; put into `.grad` again after a replay, if it was cleared
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ class GraphedStep(Generic[P, R]):
         """Return what is known about such inputs; forget what was captured if something has changed since."""
         settle = getattr(self._optimizer, "fuse_state", None)
         if settle is not None:
-            settle()  # somebody may have looked at its state, and have changed it
+            settle()  # the user may have read its state, and have changed it
         if self._baked is not None:
             now = baked_in(self._model, self._states, self._optimizer)
             changed = changes(self._baked, now)
@@ -284,9 +284,8 @@ class GraphedStep(Generic[P, R]):
         if entry.captured is None:
             try:
                 self._capture(entry, inputs)
-            except (
-                Exception
-            ) as error:  # it runs eagerly then, and raises again what is no matter of captures
+            # The step then runs eagerly, and raises errors again that have nothing to do with the capture.
+            except Exception as error:
                 failure = f"{type(error).__name__}: {_first_line(error)}"
                 self._clean_up()
         plan, reason = self._decide(

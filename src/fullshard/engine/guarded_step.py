@@ -3,7 +3,7 @@
 `step_guard` brings all ranks out of the step, with the same failures. Here is what a failed step leaves of the model:
 
     collectives in flight   all ranks have issued them, so they are waited for
-    parameters              sharded; what was gathered, or prefetched, is given back
+    parameters              sharded; gathered and prefetched parameters are released
     gradients               dropped: reduced, unreduced, partial sums over shards
     forecasts               dropped on all ranks: they have come to different places
     options                 those that change from microbatch to microbatch are as before the step

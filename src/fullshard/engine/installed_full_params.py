@@ -1,8 +1,8 @@
 """Full parameters that stay on the modules of one state while a state dict is made or loaded.
 
-They are installed before the state dict's first hook and uninstalled after its last one. An exception
-in between leaves them installed, so whoever needs the sharded parameters next uninstalls them first:
-the next forward, the next state dict, or a checkpoint.
+They are installed before the state dict's first hook and uninstalled after its last one. An exception in between leaves
+them installed, so the next code that needs the sharded parameters uninstalls them first: the next forward, the next
+state dict, or a checkpoint.
 """
 
 from __future__ import annotations

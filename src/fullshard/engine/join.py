@@ -228,8 +228,8 @@ class _Exchange(NamedTuple):
 class _ModelRanks:
     """The ranks over which a model is sharded and replicated, and how they hear of each other.
 
-    Exchanges follow one another over the model's process groups, and what was heard in one is told in the next. Over a
-    grid of shards and replicas, each rank hears of all after two.
+    Exchanges follow one another over the model's process groups, and each passes on what the one before has learned.
+    Over a grid of shards and replicas, each rank hears of all after two.
     """
 
     def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:

@@ -1,10 +1,10 @@
 """Hooks around the forward of a sharded module: what happens to its inputs and outputs.
 
     pre_forward    inputs to the device and into the compute dtype, `Runtime.enter`, hooks on inputs
-    post_forward   outputs into their dtype, copies in the place of parameters, hooks on outputs, `Runtime.leave`
+    post_forward   outputs cast to their dtype, copies in the place of parameters, hooks on outputs, `Runtime.leave`
 
 [Note: returned parameters]
-The memory of unsharded parameters is given back after forward. A module may return one all the same
+The memory of unsharded parameters is released after forward. A module may still return one
 (tables of positions, tied weights), or a view of one. The caller gets a copy instead.
 """
 

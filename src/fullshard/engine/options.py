@@ -24,7 +24,7 @@ class StateOptions:
     """Whether the user left `reshard_after_forward` open, so that the root may decide otherwise."""
     kept_for_backward_only: bool = False
     """Whether parameters that stay unsharded after forward are for backward alone. The modules have their
-    sharded parameters meanwhile, and the next forward gathers again, whether or not anybody wrote to them."""
+    sharded parameters until then, and the next forward gathers again, whether or not they were changed."""
     cast_root_inputs: bool = False
     """Whether inputs are cast if this is the root, whatever the policy says."""
     reshard_after_backward: bool = True

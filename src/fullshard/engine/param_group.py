@@ -6,7 +6,7 @@ it back. Its verbs stand in the order in which one step uses them:
     unshard              the all-gather is issued
     wait                 the unsharded parameters are on their modules, ready for compute
     use_sharded_params   the sharded parameters are back on their modules, the gathered memory is kept
-    reshard              ... and the gathered memory is given back
+    reshard              ... and the gathered memory is released
 
 `sharded_state` has the states in between, and the table of what may follow what. Gradients are the reducer's
 (`reducer`, a `GradientReducer`).
@@ -233,8 +233,8 @@ class FSDPParamGroup:
     def check_nothing_assigned(self) -> None:
         """Refuse what users assigned while the unsharded parameters were on the modules: it would be lost.
 
-        Data that were assigned to an unsharded parameter would also keep it from seeing what is gathered next. So
-        the parameters are made anew after the error.
+        Data that were assigned to an unsharded parameter would also keep it from seeing what is gathered next. So the
+        parameters are made again after the error.
         """
         self._notice_sharded_put_back()
         if self.sharded_state is not _UNSHARDED or self._param_swap is None:
@@ -353,7 +353,7 @@ class FSDPParamGroup:
                     extra, self._gather_tag, async_op=not context.asynchronous, span=span
                 )
             except BaseException:
-                # No collective was issued, and nobody will wait for one.
+                # No collective was issued, and nothing will wait for one.
                 all_gather.abandon(None)
                 if gathers.unbuffered is not None:
                     gathers.unbuffered.abandon()
@@ -395,7 +395,7 @@ class FSDPParamGroup:
                 self._finish_gather(in_flight, context)
             self._in_flight = None
             if recorder is not None:
-                recorder.note_gathered(self)  # staging is given back, other memory was taken
+                recorder.note_gathered(self)  # staging is released, other memory was allocated
         if recorder is None:
             self._gathered_event.wait()
         else:

@@ -3,7 +3,7 @@
     forward            of a microbatch: what was gathered for another one of the step is used again, if it was kept
     backward           of a microbatch: gradients are added up, not reduced, and gathered parameters are kept
     backward_weight    the part of a split backward that computes the gradients of parameters
-    reduce_gradients   after the last microbatch: gradients are reduced, and gathered parameters given back
+    reduce_gradients   after the last microbatch: gradients are reduced, and gathered parameters released
 
 torch's stages do this for torch's own class only, and run a module of any other class as one that is not sharded. So
 the methods of stages are observed, by both APIs, whether or not `fullshard.install` was called. Schedules may
@@ -14,7 +14,7 @@ Zero-bubble schedules compute the gradients of a stage's inputs first, and those
 forward of another microbatch. Both parts find the parameters in the graph by what ``parameters()`` of the module returns.
 The second part starts inside of the graph, calls `autograd.grad`, and writes `.grad` itself. Four things follow.
 
-    ``parameters()`` returns the unsharded parameters meanwhile. They are the same objects in all microbatches.
+    During the step, ``parameters()`` returns the unsharded parameters. They are the same objects in all microbatches.
     The first part passes outputs of modules, so their hooks gather what it needs, as in any backward.
     The second need not pass any, so all parameters are gathered before it, unless they were kept.
     No hook tells that it has written a gradient, so gradients are taken when it has ended.

@@ -152,7 +152,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Count the step, and the writes to sharded parameters: fused operators, and those on lists of DTensors, do not."""
     in_backward = torch_border.backward_pass_id() != -1
     POSITION.phase = "backward" if in_backward else "outside"
-    # An optimizer that steps in backward does so when its gradients are there: not at the same place on all ranks.
+    # An optimizer that steps in backward does so when its gradients have arrived: not at the same place on all ranks.
     process_groups = None if in_backward else _process_groups(optimizer)
     if process_groups:
         step_taken(process_groups)

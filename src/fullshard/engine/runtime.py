@@ -2,19 +2,18 @@
 
     forward, per state     enter          gather (unless issued earlier), wait, unsharded parameters
                                           on the modules, gather of the next state issued
-                           leave          sharded parameters back, memory given back
+                           leave          sharded parameters back, memory released
     backward, per state    see `backward_passes`, which decides what is needed when
-    end of backward        what was prefetched in vain is given back, streams are joined
+    end of backward        unused prefetches are released, streams are joined
 
 `module_hooks` and `backward_hooks` call this.
 
 [Note: two gather buffers]
-The gather of the next state runs beside this state's compute, so two gather buffers live at any
-time, not three. With a forecast, the next gather is issued before the compute, into other memory,
-and this state's memory is given back right after its forward. Without one (the first forward, or
-one that leaves the order), a state only gets its sharded parameters back after its forward; its
-memory is given back (`_reshard_later`) once the next state has been gathered, so that this gather
-need not wait for it.
+The gather of the next state overlaps with this state's compute, so two gather buffers live at any time, not three. With
+a forecast, the next gather is issued before the compute, into other memory, and this state's memory is released right
+after its forward. Without one (the first forward, or one that leaves the order), a state only gets its sharded
+parameters back after its forward; its memory is released (`_reshard_later`) once the next state has been gathered, so
+that this gather need not wait for it.
 """
 
 from __future__ import annotations
@@ -285,7 +284,7 @@ class Runtime:
         in_forward = torch_border.backward_pass_id() == -1
         if in_forward:
             self._note_inner(state)
-        # Outside of the model's forward there is no telling whether a group's other modules follow.
+        # Outside of the model's forward it is unknown whether a group's other modules follow.
         alone = in_forward and self.root.call is None
         if alone or len(state.modules_run) == len(state.modules):
             self._finish_call(state, in_forward=in_forward)
@@ -312,7 +311,7 @@ class Runtime:
             if options.kept_for_backward_only:
                 state.use_sharded_params()
         elif not state.groups:
-            pass  # there is nothing to give back, now or later
+            pass  # there is nothing to release, now or later
         elif in_forward and is_done:
             for group in state.groups:
                 group.reshard_after_forward()
@@ -478,7 +477,7 @@ class Runtime:
                         # One that backward did not reach, or whose parameters it did not need.
                         if group.sharded_state is ShardedState.SHARDED_POST_FORWARD:
                             group.drop_post_forward_shard()
-            # Always: nobody can be told to wait who reads `.grad` after a backward, the last one or not.
+            # Always: code that reads `.grad` after a backward, the last one or not, does not know that it must wait.
             self.context.join()
             POSITION.phase = "outside"
 

@@ -42,7 +42,7 @@ _LEVELS = 8
 _DATA = (str, bytes, int, float, complex, type, type(None))
 """Types without tensors inside, for a quick answer."""
 _CODE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, nn.Module)
-"""What refers to much that is no part of a value."""
+"""Types that refer to much that is not part of a value."""
 
 
 def tensors_within(value: Any) -> list[Tensor]:

@@ -261,7 +261,7 @@ def _matched(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the options of each of the optimizer's groups, and paragraphs of an error.
 
-    Options are the saved ones. A group of whose parameters nothing is saved keeps its own.
+    Options are the saved ones. A group without any saved parameter keeps its own options.
     """
     saved_in = {name: number for number, group in enumerate(saved) for name in group["params"]}
     empty = [number for number, group in enumerate(saved) if not group["params"]]

@@ -322,7 +322,7 @@ class FullyShardedDataParallel(
         """Gather this wrapper's parameters, not those of wrappers below.
 
         Args:
-            async_op: Return at once with a handle; forward waits by itself if nobody uses the handle.
+            async_op: Return at once with a handle; forward waits by itself if the handle is not used.
         """
         return unshard_state(self._fsdp_state, async_op)
 

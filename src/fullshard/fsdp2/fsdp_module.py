@@ -91,7 +91,8 @@ class FSDPModule(torch_border.ConvertibleModule):
         """Gather the parameters of this module's group, not those of groups below it.
 
         Args:
-            async_op: Return at once with an `UnshardHandle`; the module's forward waits by itself if nobody uses it.
+            async_op: Return at once with an `UnshardHandle`; the module's forward waits by itself if the handle is not
+            used.
         """
         return unshard_state(_state(self), async_op)
 
@@ -495,7 +496,7 @@ def _states(module: FSDPModule, recurse: bool) -> Iterator[FSDPState]:
 def repack_when_complete(state: FSDPState) -> None:
     """Pack the parameters of a state again, after one of its modules was moved, cast or loaded.
 
-    If a state has several modules, they are moved one by one, and meanwhile parameters are on two devices. Packing
+    If a state has several modules, they are moved one by one, so parameters are on two devices for a while. Packing
     waits for the last one. If that never comes, the first forward raises an error.
     """
     for group in state.groups:

@@ -125,7 +125,7 @@ def plan_groups(
     modules, and modules that share a parameter with others, stay with the root. Sharded modules are left as they are.
 
     The plan is read from the model's structure. It assumes that modules are called, and that the entries of a list run one
-    after the other. Pass modules of which this is not true as ``keep_with_parent``.
+    after the other. Pass modules for which this is not true as ``keep_with_parent``.
 
     Args:
         model: The outermost module; may be on the meta device.

@@ -20,10 +20,10 @@ Ranks must issue the same collectives in the same order. What follows is what th
     forward     the units that this forward and the previous one have used, in order
     backward    the units that this forward has used, in order
 
-No more, and of the units only those that need a gather when they are used. A unit that needs none (it has no parameters, or
-it was kept) may be used on some ranks and not on others, any number of times: `enter` and `look_past`
-look past it, and it does not end a forecast. Otherwise such a unit would delay the next gather on some ranks until after
-a reduction, or after a collective of the user.
+Nothing else counts, and only units that need a gather when they are used. A unit that needs none (it has no parameters,
+or it was kept) may be used on some ranks and not on others, any number of times: `enter` and `look_past` look past it,
+and it does not end a forecast. Otherwise such a unit would delay the next gather on some ranks until after a reduction,
+or after a collective of the user.
 
 A forecast that holds issues the same gathers, in the same order, as no forecast: it only issues them earlier. So a
 rank without one (after its first forward failed, say) still agrees with the others, if no collective of the user comes
@@ -34,15 +34,14 @@ A forecast that is wrong issues one gather that a rank with another previous ord
 differ have used different units, and so differ by a gather anyway, maybe of equal size; comparing tags of collectives finds out.
 
 [Note: whose backward is over]
-Autograd executes, among the nodes that are ready, the one created last. So when the node that
-produced the output of call c runs, every reachable node created after it has run: a ready one would
-have been preferred, and one that was not ready waits for nodes created still later, of which the
-last created is ready. Therefore, when backward reaches the output of call c, the work of all calls
-that began after c ended is done. A unit which backward reached through such calls only is not
-needed any more, and gradients of those calls that have not come never will; if another, earlier
-call of it is reached later, it is gathered again. This holds whether or not inputs require
-gradients, and with frozen and unused parameters. (Forward passes run on several threads at once are
-outside of it; what arrives late is then still reduced at the end of backward.)
+Autograd executes, among the nodes that are ready, the one created last. So when the node that produced the output of
+call c runs, every reachable node created after it has run: a ready one would have been preferred, and one that was not
+ready waits for nodes that were created even later, and the last of these is ready. Therefore, when backward reaches the
+output of call c, the work of all calls that began after c ended is done. A unit that backward reached only through such
+calls is not needed any more, and gradients of those calls that have not arrived never will. If another, earlier call of
+the unit is reached later, it is gathered again. This holds whether or not inputs require gradients, and with frozen and
+unused parameters. (Forward passes run on several threads at once are outside of it; what arrives late is then still
+reduced at the end of backward.)
 
 [Note: gradients of gradients]
 A backward pass with ``create_graph=True`` makes new nodes, and these use the parameters of the unit
@@ -69,15 +68,14 @@ Unit = TypeVar("Unit", bound=Hashable)
 
 
 FORWARD = -1
-"""Of calls that no backward pass made."""
+"""The pass number of calls that were made in forward, not in a backward pass."""
 
 
 class Call(Generic[Unit]):
     """One use of a unit in forward, or what its backward adds to the graph: [Note: gradients of gradients].
 
-    Lives as long as backward may come by: the hooks on the call's outputs hold it, and with them
-    the graph. It refers to its unit weakly, so that a graph that outlives its model does not keep
-    the model.
+    Lives as long as backward may reach it: the hooks on the call's outputs hold it, and the graph holds the hooks. It
+    refers to its unit weakly, so that a graph that outlives its model does not keep the model.
     """
 
     def __init__(
@@ -240,7 +238,7 @@ class Schedule(Generic[Unit]):
         """
         call.end = next(_CLOCK)
         unit = call.living_unit()
-        assert unit is not None, "whoever runs a forward holds the unit"
+        assert unit is not None, "a unit is alive while its forward runs"
         if self._in_forward and self._latest.get(unit) is call:
             call.previous = call.gathered_before = self._last_ended
             self._last_ended = call

@@ -1,4 +1,4 @@
-"""The memory of a group: allocated, viewed and given back here.
+"""The memory of a group: allocated, viewed and released here.
 
     ShardBuffer     this rank's pieces of all parameters, for the life of the group
     UploadBuffer    a copy of them on the device, while shards in host memory are read
@@ -52,7 +52,7 @@ class Buffer:
     def __init__(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> None:
         """Allocate at once, on the current stream, as views can only be made of present memory.
 
-        Pinned memory is the host's, and not given back before the buffer's end.
+        Pinned memory is host memory, and is kept until the buffer's end.
         """
         self.nbytes = nbytes
         self.storage = (
@@ -79,7 +79,8 @@ class Buffer:
     def allocate(self) -> None:
         """Take memory from the current stream's pool, unless there is some already; contents are undefined.
 
-        A new buffer has some. To resize it would take as much again and copy it, before the first is given back.
+        A new buffer already has memory. Resizing it would allocate the same amount again and copy, before the first is
+        freed.
         """
         if not self.storage.nbytes():
             self.storage.resize_(self.nbytes)
@@ -239,7 +240,7 @@ class ShardBuffer:
 class UploadBuffer:
     """Shards in host memory as the source of an all-gather: it reads a copy of them on the device.
 
-    The copy has memory only while it is read. It is taken from and given back to the stream that uploads.
+    The copy has memory only while it is read. It is allocated on and released to the stream that uploads.
     """
 
     def __init__(self, shards: ShardBuffer, device: torch.device) -> None:
@@ -546,7 +547,7 @@ class GatherBuffer:
     def release(self) -> None:
         """Give the memory back."""
         self.full.release()
-        if self._staging.storage.nbytes():  # nobody has finished the gather
+        if self._staging.storage.nbytes():  # the gather was not finished
             self._staging.release()
 
 

@@ -1,4 +1,4 @@
-"""One parameter for all of a wrapped module: `FlatParameter`, and what the modules have meanwhile.
+"""One parameter for all of a wrapped module: `FlatParameter`, and what stands on the modules instead.
 
 `module.weight` is
 

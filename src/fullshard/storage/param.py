@@ -3,9 +3,9 @@
     sharded parameter     over this rank's shard: what the user, the optimizer and state dicts see (`sharded_params`)
     unsharded parameter   over the gather buffer: what forward and backward compute with
 
-Both are objects made once. To go from one state to the other is to put the other object on the modules that own
-the parameter (`ParamSwap`). A `VersionGuard` makes sure that nobody computes with an unsharded parameter whose
-memory is not there.
+Both are objects made once. To go from one state to the other is to put the other object on the modules that own the
+parameter (`ParamSwap`). A `VersionGuard` makes sure that nothing computes with an unsharded parameter whose memory is
+not there.
 """
 
 from __future__ import annotations
@@ -148,9 +148,9 @@ _ABSENT_VERSIONS = itertools.count(1_000_000_000)
 class VersionGuard:
     """Makes autograd raise an error when it needs unsharded parameters whose memory is not there.
 
-    Otherwise it would read memory that was given back, which ends the process, or that a gather is
-    still filling, which is silently wrong. Autograd compares the version of every tensor it saved; so
-    while the memory is absent, parameters have another one. Setting it is one call for all of a group.
+    Otherwise it would read freed memory, which ends the process, or memory that a gather is still filling, which is
+    silently wrong. Autograd compares the version of every tensor it saved; so while the memory is absent, parameters
+    have another one. Setting it is one call for all of a group.
     """
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:

@@ -418,7 +418,7 @@ class OrigParamShard(PlainShardedParam):
         if gradient is not None and gradient is not self._gradient_before:  # of the full one
             self._assign_gradient(self._gradient_before)
         del self._sharded_data, self._gradient_before
-        if self.found() is not self.param:  # somebody assigned another
+        if self.found() is not self.param:  # the user assigned another
             self._install()
         return values
 

@@ -40,8 +40,8 @@ below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = (
 )
 """Returns a context in which operators do not pass through autograd, which takes them a part of their time.
 
-For operators on memory that autograd knows nothing of. Nothing is recorded, views are no views to autograd, and writes
-are not counted. Nothing of a user's may run within.
+For operators on memory that autograd does not know. Nothing is recorded, autograd does not see views as views, and
+writes are not counted. User code must not run within.
 """
 
 
@@ -53,7 +53,7 @@ def versions_kept(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManage
 def hidden_from_compiler(function: Callable[P, R]) -> Callable[P, R]:
     """Return the same function, at which the compiler breaks its graph instead of looking inside.
 
-    The guard takes longer than some functions do: call it only if the compiler is there.
+    The guard takes longer than some functions do: call it only if a compiler is present.
     """
     return cast("Callable[P, R]", torch._disable_dynamo(function))
 

@@ -1,7 +1,7 @@
 """Streams, events and memory of a device: torch's, or those of a virtual device.
 
 A virtual device plans a step without hardware. Its tensors are on the meta device, which has neither memory nor streams;
-whoever plans brings the streams and notes what happens. At most one is there at a time, for as long as its block.
+the planner supplies the streams and records what happens. At most one exists at a time, for the duration of its block.
 """
 
 from __future__ import annotations

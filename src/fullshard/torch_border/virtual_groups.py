@@ -1,4 +1,4 @@
-"""Process groups of ranks that do not exist, whose collectives somebody only wants to know of."""
+"""Process groups of ranks that do not exist: their collectives are only reported."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ class _Export:
                 awaited=wait.reason,
             )
         for kind in COLLECTIVES:
-            # A collective that nobody has waited for has no end.
+            # A collective that the program has not waited for has no end.
             ended = [each for each in recorder.collectives if each.collective == kind and each.ends]
             yield from one_at_a_time([self._collective(each) for each in ended])
 

@@ -1,4 +1,4 @@
-"""What the answers of all ranks mean: nothing wrong, somebody is slow, or ranks have diverged.
+"""What the answers of all ranks mean: nothing is wrong, a rank is slow, or ranks have diverged.
 
 A pure function of the answers. The rules, in this order:
 

@@ -6,8 +6,8 @@ followed. So a rank that ends sends its last words to the others on its host: it
 done. They are datagrams between processes. The kernel keeps them in the receiver's queue, whether the sender has ended
 or the receiver is stopped. Nobody waits for an answer.
 
-The invariant: words are sent before the process ends. So whoever looks at a process first, and reads its words then, has
-the words of every process that it found dead.
+The invariant: words are sent before the process ends. So a rank that first looks at a process, and then reads its
+words, has the words of every process that it found dead.
 
 The sockets have names in Linux's abstract namespace, which need no file. Where there is none (another system, or
 containers that share processes but no network), nobody hears, and ranks say what they see.

@@ -40,7 +40,7 @@ _CALLING = (
 )
 """Files of torch whose functions call those, and that users call by name: DTensor, state dicts, checkpoints."""
 _LOCAL = frozenset({"_object_to_tensor", "_tensor_to_object", "destroy_process_group"})
-"""Functions there that wait for nobody: pickling may take long, and so may the end of a backend."""
+"""Functions there that wait for no other rank: pickling may take long, and so may the end of a backend."""
 SETTLED_S = 2.0
 """How long nothing must have moved before a device is asked."""
 

@@ -521,7 +521,7 @@ class Watchdog:
         is_given_up = now - since >= (LOST_S if error.is_late else 2.0)
         self._peers.look(patiently=not is_given_up)
         if self._peers.verdict is not None:
-            # Whoever has told it may have ended since. That is no second divergence.
+            # The rank that reported it may have ended since. That is not a second divergence.
             self._diverge(self._peers.verdict)
             return
         is_urgent = VERDICT.wanted.is_set() or self._is_urgent
@@ -550,7 +550,7 @@ class Watchdog:
         # All ranks know of it before the first one raises, and ends: its end would be an error of the backend for others.
         self._wait_until_all_know()
         if not self._watches_still():
-            return  # the program has left the process group meanwhile, and may have made another one
+            return  # the program has left the process group since, and may have made another one
         VERDICT.message = message
         if self._comes_back(RELEASE_S):
             return
