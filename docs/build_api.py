@@ -355,7 +355,7 @@ def wrapped(text: str, first: str = "", rest: str = "") -> str:
 def rendered_doc(doc: str) -> list[str]:
     """The paragraphs of a docstring as Markdown.
 
-    Text that is indented is code; ``Args``, ``Returns`` and ``Raises`` become lists.
+    Text that is indented is code; ``Args``, ``Returns`` and ``Raises`` become lists, and lists stay lists.
     """
     parts: list[str] = []
     for block in re.split(r"\n\n(?=\S)", doc.strip()):
@@ -365,7 +365,11 @@ def rendered_doc(doc: str) -> list[str]:
             parts.append(rendered_section(textwrap.dedent(block[section.end() :])))
             continue
         text, _, code = block.partition("\n\n")
-        parts.append(wrapped(text))
+        if text.startswith("- "):
+            items = re.split(r"^- ", text, flags=re.MULTILINE)[1:]
+            parts.append("\n".join(wrapped(item, "- ", "  ") for item in items))
+        else:
+            parts.append(wrapped(text))
         if code:
             parts.append(fenced(textwrap.dedent(code).strip("\n")))
     return parts

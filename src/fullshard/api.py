@@ -115,7 +115,7 @@ class MixedPrecision(_Checked):
     """Classes of modules that get wrappers of their own, without mixed precision."""
 
     wire_dtype: torch.dtype | None = None
-    """Dtype in which gradients travel to the rank that sums them in ``reduce_dtype``, which must be wider; None means
+    """Dtype in which gradients are sent to the rank that sums them in ``reduce_dtype``, which must be wider; None means
     ``reduce_dtype``. All gradients of the module are rounded to it once."""
 
     def __post_init__(self) -> None:

@@ -35,6 +35,13 @@ BUILDER = builder()
 PAGE = (ROOT / "docs" / "api.md").read_text()
 
 
+def test_a_list_in_a_docstring_is_a_list_on_the_page() -> None:
+    rendered = BUILDER.rendered_doc(
+        "Two rules.\n\n- The first one,\n  over two lines.\n- The second one."
+    )
+    assert rendered == ["Two rules.", "- The first one, over two lines.\n- The second one."]
+
+
 def test_the_page_is_up_to_date() -> None:
     if BUILDER.page() != PAGE:
         pytest.fail("docs/api.md is out of date; run: python docs/build_api.py", pytrace=False)

@@ -121,7 +121,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Return the newest complete checkpoint in a folder, or None.
 
     The newest is the one that was written last, by serial numbers and not by clocks. Folders without a manifest are not
-    checkpoints. A checkpoint is passed over, with a warning, if it cannot be read, if its manifest is damaged, or if a
+    checkpoints. A checkpoint is skipped, with a warning, if it cannot be read, if its manifest is damaged, or if a
     file is missing or cut short. Other processes may save in the folder at the same time.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Gradients that are written once: linear layers whose backward writes into the reduce buffer.
+"""Fused gradients: linear layers whose backward writes into the reduce buffer.
 
     ordinary   product -> gradient in the compute dtype -> `.grad` -> cast and copied into the reduce buffer
     fused      product -> the weight's slot in the reduce buffer, in the reduce dtype
@@ -213,7 +213,7 @@ def install(runtime: Runtime) -> None:
 
 
 def reasons(state: FSDPState) -> dict[str, str]:
-    """Return why gradients of matrices at and below a state are not written once, by name; "" for those that are."""
+    """Return, by name, why weight gradients at and below a state are not fused; "" for those that are."""
     runtime = state.runtime
     if runtime is None:
         raise LifecycleError(

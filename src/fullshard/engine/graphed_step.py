@@ -83,14 +83,14 @@ def graphed(
     Every call is a step, and each input is used once: the first ``warmup`` calls run ``step_fn`` itself, the next one
     captures it, and all others replay it. Inputs of another shape get a graph of their own. All graphs share their memory.
 
-    A replay repeats what the device did, and nothing of what the host did. So ``step_fn`` must not depend on numbers that
-    the host reads or changes, and what it prints or counts is done when it is captured only. Inputs are copied to the
-    model's device before each call. Results are copies without a graph of autograd. Each call begins without gradients:
+    A replay repeats what the device did, and nothing of what the host did. So ``step_fn`` must not depend on numbers
+    that the host reads or changes, and it prints or counts only when it is captured. Inputs are copied to the
+    model's device before each call. Results are copies without an autograd graph. Each call begins without gradients:
     accumulate within ``step_fn``. Learning rates become tensors on the device, and may be changed at any time, by a
     scheduler or by assignment.
 
-    What was captured is captured again, and the logger ``fullshard`` says so, if parameters were replaced, options were set or
-    the optimizer's state was loaded. Where nothing can be captured (on the CPU, with CPU offload), ``step_fn`` itself
+    The step is captured again, and the logger ``fullshard`` says so, if parameters were replaced, options were set or
+    optimizer state was loaded. Where nothing can be captured (on the CPU, with CPU offload), ``step_fn`` itself
     runs, and the logger says why, once. All ranks capture, replay or run eagerly together. See docs/graphs.md.
 
     Args:

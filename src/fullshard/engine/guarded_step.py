@@ -53,11 +53,13 @@ def guarded_step(*models: nn.Module, on_error: Literal["raise", "skip"] = "raise
             optimizer.step()
         optimizer.zero_grad()
 
-    Without it, the other ranks would wait for the one that has raised: out of memory, a bad sample, a check for NaN. With
-    it, they leave the block at their next collective, or at its end. After a failed step, on all ranks,
+    Without it, the other ranks would wait for the rank that has raised: out of memory, a bad sample, a check for NaN.
+    With it, they leave the block at their next collective, or at the end of the block. After a failed step, on all
+    ranks,
 
     - no gradient of the models is left: `.grad` of all parameters is None, and gradients that were only accumulated are
-      dropped. That includes those from before the block, so put all microbatches of an optimizer step into one block;
+      dropped. That includes gradients from before the block, so put all microbatches of an optimizer step into one
+      block;
     - the models are as between steps, as after `reset_iter_state`, and train on;
     - ``step.failed`` is True, and ``step.failure`` says which rank has failed and why.
 
@@ -66,14 +68,14 @@ def guarded_step(*models: nn.Module, on_error: Literal["raise", "skip"] = "raise
     - All ranks of the models' process groups must enter and leave the block together, with the same ``on_error``.
     - Call the optimizer after the block. Its step cannot be taken back, so within the block it is refused.
     - Collectives of the program itself (``torch.distributed``, tensor parallelism, pipelines) are not guarded: a rank that
-      waits in one within the block is found by the watchdog. Put those on losses or metrics behind the block.
-    - Hosts meet before every collective, on NCCL, too: some tens of microseconds each, which a host that is ahead of
-      its device has.
+      waits in one within the block is found by the watchdog. Put collectives on losses or metrics after the block.
+    - Host processes meet before every collective, also on NCCL. That takes some tens of microseconds each, which do not
+      matter while the host is ahead of its device.
 
     Args:
         *models: All sharded models that run in the block, by either API. They may be, or contain, several roots.
-        on_error: ``"raise"``: raise `StepFailedError`, the same on all ranks. ``"skip"``: end the block as if nothing had
-            happened, on all ranks. These are never skipped: `KeyboardInterrupt` and `SystemExit`, which go on
+        on_error: ``"raise"``: raise `StepFailedError`, the same on all ranks. ``"skip"``: end the block as if nothing
+            had happened, on all ranks. These are never skipped: `KeyboardInterrupt` and `SystemExit`, which propagate
             on their rank while the others raise `StepFailedError`; wrong use of fullshard (`ConfigurationError`,
             `UnsupportedError`); and `DivergenceError`.
 

@@ -61,23 +61,23 @@ def join(model: nn.Module, batches: Iterable[T]) -> JoinedBatches[T]:
                 optimizer.zero_grad()
 
     The gradients of each batch are averaged over the ranks that have one. A rank that has run out repeats its last
-    batch, since its shards are needed and must be updated, but what it computes does not count: its gradients
-    are zeros, even where the repeated batch gives NaN. While all ranks have batches, nothing differs from training
-    without `join`, to the last bit. Before each batch the hosts exchange a few bytes; no device waits for it.
+    batch, since its shards are needed and must be updated, but this batch does not count: its gradients are zeros,
+    even where the repeated batch gives NaN. While all ranks have batches, results are bit-identical to training
+    without `join`. Before each batch the host processes exchange a few bytes; no device waits for it.
 
     Use ``batches.active`` and ``batches.active_ranks`` for losses and metrics: average over active ranks only.
 
     - Call backward for a batch before the next one is drawn. With accumulation (`no_sync`,
       `set_requires_gradient_sync`), the gradients of each batch are divided by the number of ranks that had one then.
-    - A rank that never had a batch gets one from the lowest rank that has, which must be picklable.
+    - A rank that never had a batch gets one from the lowest rank that has one. This batch must be picklable.
     - Batches may be drawn within `guarded_step`, too: after a step that failed, the next ones follow.
     - If a rank's data raises an exception, that rank raises it and all others raise `DivergenceError`.
     - With a factor of your own (`set_gradient_divide_factor`), sums over the active ranks are divided by that factor,
-      whatever their number is. Communication and reduce hooks see zeros from ranks that have run out. What they
-      return is taken for an average over all ranks, and is multiplied by the number of ranks over that of active ones.
-    - Ranks that work on the same batch (tensor, context or pipeline parallelism) must have equally many. Modules that
-      send activations to other data-parallel ranks (expert parallelism) do not fit: a rank without data has gradients
-      of other ranks' data there.
+      whatever their number is. Communication and reduce hooks see zeros from ranks that have run out. Their result is
+      taken for an average over all ranks, and is multiplied by (number of ranks / number of active ranks).
+    - Ranks that work on the same batch (tensor, context or pipeline parallelism) must have the same number of batches.
+      Modules that send activations to other data-parallel ranks (expert parallelism) do not work with `join`: there a
+      rank without data has gradients of other ranks' data.
     - Buffers are updated by repeated batches, too: running statistics of batch norms, for example.
 
     Args:
@@ -86,7 +86,7 @@ def join(model: nn.Module, batches: Iterable[T]) -> JoinedBatches[T]:
 
     Returns:
         A context manager that gives the batches. After it, or an exception in it, the model is as before. It may be
-        used again, and within another one, whose batches go on counting as before after it.
+        used again, and within another one; after it, the outer one counts as before.
 
     Raises:
         ConfigurationError: nothing in the model is sharded or replicated.

@@ -92,14 +92,14 @@ class FSDPModule(torch_border.ConvertibleModule):
 
         Args:
             async_op: Return at once with an `UnshardHandle`; the module's forward waits by itself if the handle is not
-            used.
+                used.
         """
         return unshard_state(_state(self), async_op)
 
     def fused_gradients(self) -> dict[str, str]:
-        """Return why gradients of matrices here and below are not written once, by name; "" for those that are.
+        """Return, by name, why weight gradients here and below are not fused; "" for those that are.
 
-        Of modules that were sharded with ``fuse_gradients``. The first forward decides, so call it after that.
+        It covers modules that were sharded with ``fuse_gradients``. The first forward decides, so call it after that.
         """
         return fused_linear.reasons(_state(self))
 
@@ -111,22 +111,22 @@ class FSDPModule(torch_border.ConvertibleModule):
             h = h + self.vision(images) if images is not None else self.vision.skip_forward(h)
 
         In backward, the module's parameters get gradients of zero on this rank, so that gradients are averaged over
-        all ranks. If all ranks skip the module, its gradients are zero, not None. Use what is returned: backward
-        comes to the module through it.
+        all ranks. If all ranks skip the module, its gradients are zero, not None. Use the return value: backward
+        reaches the module through it.
 
-        The collectives are those of the last forward and backward that this rank has computed. Before the first, sharded
-        modules in the module are taken in the order of their registration, each once, and all trainable parameters are
-        taken to get gradients. If other ranks do otherwise, and on gloo or with ``fullshard.debug("order")``, that is a
-        `DivergenceError`; then compute the module once on every rank. Checkpoint `skip_forward` as you checkpoint the
-        module, if several sharded modules are in one checkpoint.
+        The collectives are those of the last forward and backward that this rank has computed. Before the first,
+        sharded modules in the module are taken in the order of their registration, each once, and all trainable
+        parameters are assumed to get gradients. If other ranks do otherwise, that is a `DivergenceError` on gloo, or
+        with ``fullshard.debug("order")``; then compute the module once on every rank. Checkpoint `skip_forward` as
+        you checkpoint the module, if several sharded modules are in one checkpoint.
 
         Args:
             output: A tensor, or a nest of tensors, to be returned: what goes on in forward.
-            inputs_require_grad: Whether the module's inputs on other ranks require gradients; asked for if
-                the module, or its first part, is frozen.
+            inputs_require_grad: Whether the module's inputs on other ranks require gradients; needed if the module, or
+                its first part, is frozen.
 
         Returns:
-            A copy of ``output`` through which backward comes to the module; if it is None, the number 0, to be added to
+            A copy of ``output`` through which backward reaches the module; if it is None, the number 0, to be added to
             something.
         """
         return skipped_forward.skip_forward(

@@ -142,9 +142,9 @@ def fully_shard(
         ignored_params: Parameters to leave alone: not sharded, moved or reduced.
         dp_mesh_dims: The names of the data-parallel axes of ``mesh``. The mesh is then the one of all kinds of
             parallelism, and all parameters are DTensors on it.
-        fuse_gradients: Let backward of linear layers write the gradients of their weights into the memory that is
-            reduced, in the reduce dtype: no gradient in the compute dtype, no cast, no copy. This takes memory for one
-            more reduction. `FSDPModule.fused_gradients` says for which weights it does so.
+        fuse_gradients: Let the backward of linear layers write weight gradients straight into the reduce-scatter
+            buffer, in the reduce dtype: no gradient in the compute dtype, no cast, no copy. This takes memory for one more
+            reduction. `FSDPModule.fused_gradients` says for which weights.
 
     Returns:
         The same object, now also an `FSDPModule`.

@@ -30,7 +30,7 @@ class MixedPrecisionPolicy:
     """Cast floating-point inputs of the module to ``param_dtype``."""
 
     wire_dtype: torch.dtype | None = None
-    """Dtype in which gradients travel to the rank that sums them in ``reduce_dtype``, which is wider; None means
+    """Dtype in which gradients are sent to the rank that sums them in ``reduce_dtype``, which is wider; None means
     ``reduce_dtype``. All gradients of the group are rounded to it, once."""
 
     def __post_init__(self) -> None:

@@ -149,7 +149,7 @@ def install(*, verbose: bool = False) -> Installation:
 
 
 def uninstall() -> None:
-    """Undo `install` completely: all names mean again what they meant before it, also those of modules imported since.
+    """Undo `install` completely: all names have their old meaning again, also in modules imported since.
 
     A module imported since then whose source takes a name from fullshard itself keeps it. Models that fullshard has
     sharded keep working, but a program that asks whether they are torch's (``isinstance(model, FSDPModule)``) is told

@@ -39,8 +39,8 @@ class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch dec
 class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
     """This rank's piece of all parameters of a wrapped module, flattened one after the other.
 
-    Its type is `nn.Parameter`, whose fast implementations optimizers use for no class derived from it;
-    `isinstance` knows it all the same.
+    Its type is `nn.Parameter`, because optimizers do not use their fast implementations for derived classes;
+    `isinstance` still recognizes it.
     """
 
     def __new__(cls, data: Tensor, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]

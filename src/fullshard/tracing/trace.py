@@ -51,7 +51,7 @@ from fullshard.tracing.schema import (
 def trace(
     model: nn.Module, folder: str | os.PathLike[str], *, first_step: int = 1, limit: int = 200_000
 ) -> Recording:
-    """Record what a sharded model does in a few steps: when each group is gathered, computed with, released and reduced.
+    """Record a few steps of a sharded model: when each group is gathered, used by compute, released and reduced.
 
     Within ``with trace(...) as recording``, call ``recording.step()`` after each step. Leaving the block, also by an
     exception, writes ``folder/rank_00000.json`` (by rank) for Perfetto or chrome://tracing, and replaces an older file.
