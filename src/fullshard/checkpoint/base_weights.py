@@ -35,7 +35,7 @@ class Base:
 
     path: Path
     digest: str
-    """Of its model; see `digest_of`."""
+    """Digest of its model; see `digest_of`."""
 
     def record(self, checkpoint: Path) -> BaseRecord:
         """Return what a checkpoint that leaves the frozen parameters out says of it."""

@@ -52,7 +52,7 @@ class Source(Protocol):
 
     path: Path
     format: str
-    """For people: "fullshard", "Hugging Face", "DCP", "torch"."""
+    """For messages: "fullshard", "Hugging Face", "DCP", "torch"."""
 
     tensors: Mapping[str, TensorInfo]
     """All tensors by key; tied ones under one of their names."""

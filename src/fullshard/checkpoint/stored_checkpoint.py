@@ -47,7 +47,7 @@ class StoredCheckpoint:
         self._files: dict[int, TensorFile] = {}
         """Files whose headers have been read, by the rank that wrote them."""
         self._open: OrderedDict[int, TensorFile] = OrderedDict()
-        """Those of them that are open, the last used last."""
+        """The open ones, the most recently used last."""
         self._lock = threading.Lock()
         """Guards both."""
 

@@ -191,10 +191,10 @@ class SubclassAllGather(UnbufferedAllGather):
         self._dim = param.shard_dim
         shape = param.shape or (1,)
         self._rows = shape[self._dim]
-        """Of the full parameter, along the dimension that is sharded, which is sent as the first."""
+        """Rows of the full parameter, along the sharded dimension, which is sent as the first."""
         self._row_shape = (*shape[: self._dim], *shape[self._dim + 1 :])
         self._most_rows = -(-self._rows // world)
-        """Of a rank's shard; others are padded, as ranks must send equally much."""
+        """Rows of the largest shard; others are padded, because all ranks must send the same number of bytes."""
 
     def prepare(self, device: torch.device) -> None:
         """See `UnbufferedAllGather`."""

@@ -198,7 +198,7 @@ class SymmetricPool:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._free: dict[tuple[torch.device, int], list[Tensor]] = {}
-        """By device and stream, blocks of bytes that nobody uses."""
+        """By device and stream, free blocks of bytes."""
         self._lent: dict[int, tuple[tuple[torch.device, int], Tensor]] = {}
         """By address, blocks in use, each with its device and stream."""
 

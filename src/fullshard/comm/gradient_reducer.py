@@ -42,9 +42,9 @@ class ReduceTraffic(NamedTuple):
     """Bytes of one reduction of all trainable parameters, on this rank."""
 
     sent: int
-    """To other ranks, by a reduce-scatter or exchange."""
+    """Bytes sent to other ranks, by a reduce-scatter or all-to-all."""
     all_reduced: int
-    """To other replicas."""
+    """Bytes sent to other replicas."""
 
 
 class GradientReducer:
@@ -85,9 +85,9 @@ class GradientReducer:
         self._by_segment = by_segment
         self._low_precision = low_precision
         self.reduce_dtypes: list[torch.dtype] = []
-        """Of each parameter, the dtype in which its gradients are summed over ranks."""
+        """For each parameter, the dtype in which its gradients are summed over ranks."""
         self.gradient_dtypes: list[torch.dtype] = []
-        """Of each parameter, the dtype of its sharded gradient."""
+        """For each parameter, the dtype of its sharded gradient."""
         self.wire_dtype: torch.dtype | None = None
         """The dtype in which gradients travel, if it is not the reduce dtype."""
         self.unreduced = UnreducedGradients(params, layout)

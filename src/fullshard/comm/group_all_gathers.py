@@ -38,7 +38,7 @@ class GatherTraffic(NamedTuple):
     """Bytes of one gather, on this rank."""
 
     memory: int
-    """Of the full parameters in the compute dtypes, with padding; 0 if the shards themselves are used."""
+    """Bytes of the full parameters in the compute dtypes, with padding; 0 if the shards themselves are used."""
     received: int
     """From other ranks. Parameters with an all-gather extension are counted once they have been gathered."""
 
@@ -65,7 +65,7 @@ class GroupAllGathers:
         self.custom: collectives.AllGather | None = None
         """A comm object to gather with."""
         self.compute_dtypes: list[torch.dtype] = []
-        """Of the parameters that lie in the gather buffer."""
+        """Compute dtypes of the parameters that lie in the gather buffer."""
         self.from_shards: GroupAllGather | UnshardedInPlace | None = None
         """None until `build`."""
         self.unbuffered: UnbufferedAllGathers | None = None

@@ -41,7 +41,7 @@ class Tag(NamedTuple):
     """What a collective is for; equal on all ranks that call it together."""
 
     text: str
-    """For people: "all-gather of layers.3"."""
+    """For messages: "all-gather of layers.3"."""
     number: int
     """A hash of the text, the same in every process; 63 bits."""
     of_step: bool
@@ -142,11 +142,11 @@ class Waiting(NamedTuple):
     """A wait of the thread that trains for other ranks."""
 
     journal: Journal | None
-    """Of the process group; None if the wait is in no group's collective."""
+    """The journal of the process group; None if the wait is not in a collective of a group."""
     text: str
     """What is waited for: the text of a tag, or "agreement on the model"."""
     since: float
-    """By `time.monotonic`."""
+    """When the wait began, by `time.monotonic`."""
 
 
 class Position:
@@ -162,7 +162,7 @@ class Position:
         self.moved = time.monotonic()
         """When a step last began or ended, or a collective was last called."""
         self.journal: Journal | None = None
-        """Of the process group on which a collective was last called."""
+        """The journal of the process group on which a collective was last called."""
         self.waiting: Waiting | None = None
         self.raised: str | None = None
         """Type and message of an exception that has left a sharded forward or backward; None after a new forward."""

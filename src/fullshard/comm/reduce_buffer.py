@@ -110,13 +110,13 @@ class ReduceBucket:
         self.params = tuple(params)
         self.gradients = tuple(gradients)
         self.unfilled = tuple(unfilled)
-        """To be zeroed, since a message travels whole."""
+        """Ranges that must be zeroed, since a message is sent as a whole."""
         self._sums = [
             (view.start, *contributions[param])
             for param, view in zip(params, gradients, strict=True)
             if param in contributions
         ]
-        """Of 0-d parameters, where the gradient is to be, and start and number of the contributions to it."""
+        """For 0-d parameters: where the gradient goes, and start and number of the contributions to it."""
         self.has_copies = bool(self._sums)
         """Whether `sum_copies` has anything to do."""
         self.unsummed = tuple(
@@ -173,9 +173,9 @@ class _Cuts(NamedTuple):
     """How a reduce output is cut into parts, in elements."""
 
     lengths: list[int]
-    """Of what lies before, in and between the parts, in the order of memory."""
+    """Lengths of the ranges before, in and between the parts, in the order of memory."""
     places: list[int]
-    """Of each part, which of these lengths is its own."""
+    """For each part, the index of its own length among these."""
 
 
 def _cuts(ranges: Sequence[tuple[int, int]], numel: int) -> _Cuts:
@@ -535,7 +535,7 @@ class ReduceBuffer(Buffer):
     def _padding(self, segment: int) -> list[Tensor]:
         """Return views of the elements of a segment that no gradient ever fills.
 
-        What lies between segments, for alignment, is nobody's and may be anything.
+        Memory between segments, for alignment, belongs to no parameter and may hold anything.
         """
         if self._is_copied(segment):  # what the other ranks contribute
             return [self._message(segment)]

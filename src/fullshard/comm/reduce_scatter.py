@@ -129,7 +129,7 @@ class _BucketState:
     gradients: Sequence[Tensor] = ()
     """Views of `sharded_grads` for each parameter, if there are any yet."""
     sums: Sequence[Tensor] = ()
-    """Of an exchange, views of the reduce output: where the sums of `outputs` over ranks go."""
+    """For an all-to-all, views of the reduce output: where the sums of `outputs` over ranks go."""
     copied: bool = False
     """Whether the comm object takes its output back, so that results are copied from there."""
     staged: Sequence[Tensor] = ()

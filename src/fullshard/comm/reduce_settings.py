@@ -55,7 +55,7 @@ class ReduceSettings:
     hook_stream: Any = None
     """The stream in which `hook` runs; None for the stream of the reduction."""
     active: ActiveRanks | None = None
-    """Whose gradients count; None for those of all ranks."""
+    """The ranks whose gradients count; None for all ranks."""
     pinned: bool = False
     """Whether gradients that go to host memory go to page-locked memory."""
 

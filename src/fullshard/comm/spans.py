@@ -177,7 +177,7 @@ class MemorySample(NamedTuple):
     gathered: int
     reducing: int
     allocated: int | None
-    """Of the device's allocator, where it was asked: it takes longer than all else here."""
+    """Bytes that the device's allocator has handed out, if it was asked: asking takes longer than everything else here."""
 
 
 class StepSpan(NamedTuple):
@@ -195,7 +195,7 @@ class _Open(NamedTuple):
     kind: Kind
     begin: Mark
     call: int
-    """Of a backward: when the call began in forward, as a number that grows."""
+    """For a backward: when the call began in forward, as a number that grows."""
 
 
 MEETING_NS = 100_000

@@ -98,7 +98,7 @@ class StoreAgreement:
         self._between_looks = between_looks
         self._base = f"{_ROOT}/{_short(self._ranks)}"
         self._key = ""
-        """Of this comparison; known after `arrive`."""
+        """The key of this comparison; known after `arrive`."""
         self._asked: list[int] = []
         """Ranks that were asked for their descriptions."""
         self._has_claimed = False

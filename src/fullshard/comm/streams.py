@@ -113,7 +113,7 @@ class FSDPCommContext:
         self.indices: Indices = weakref.WeakValueDictionary()
         """Indices that the all-gather stream copies by."""
         self.releases: list[Event] = []
-        """Of gather buffers that were given back: events that mark the last read of each on the compute stream."""
+        """Events that mark the last read of each released gather buffer on the compute stream."""
         self.reduce_inputs: deque[InFlight] = deque()
         """Reductions whose input may still be read, oldest first."""
         self._reductions: deque[InFlight] = deque()

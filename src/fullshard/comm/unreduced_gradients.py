@@ -266,7 +266,7 @@ class UnreducedGradients:
 
 
 _WAITING: weakref.WeakValueDictionary[int, UnreducedGradients] = weakref.WeakValueDictionary()
-"""Those that are not empty, by their ids; usually none. Other threads may add theirs at any time."""
+"""All instances that are not empty, by their ids; usually none. Other threads may add theirs at any time."""
 
 
 def _waiting() -> list[UnreducedGradients]:

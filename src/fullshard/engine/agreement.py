@@ -39,7 +39,7 @@ from fullshard.engine.state import FSDPState
 from fullshard.errors import DivergenceError
 
 _TIMEOUT_S = 1800.0
-"""Of process groups that have none."""
+"""The timeout for process groups that have none."""
 _FAULT = "fault"
 """The key of a message that a rank brings instead of a description: it differs from others already."""
 

@@ -42,7 +42,7 @@ R = TypeVar("R")
 logger = logging.getLogger("fullshard")
 
 MAX_GRAPHS = 16
-"""Of one `graphed`: each takes memory, and seconds to capture."""
+"""Limit for one `graphed`: each graph takes memory, and seconds to capture."""
 
 _DECIDING = tag("decision about a graphed step")
 _REPLAY = tag("replay of a graphed step")

@@ -46,9 +46,9 @@ _LENDING = tag("fullshard.join: a batch for ranks that never had one")
 _HAS, _NONE = "1", "0"
 """What ranks say about their next batch. One whose data raised an exception says type and message of that."""
 _END: Any = object()
-"""In the place of a batch: there is none."""
+"""Stands for a batch where there is none."""
 _MAX_DEVICES = 64
-"""Of one host."""
+"""The largest number of devices of one host."""
 
 
 def join(model: nn.Module, batches: Iterable[T]) -> JoinedBatches[T]:
@@ -113,7 +113,7 @@ class JoinedBatches(Generic[T]):
             )
         self._ranks: _ModelRanks | None = None
         self._before: dict[GradientReducer, ActiveRanks | None] | None = None
-        """Whose gradients counted before the block; None outside of it."""
+        """The ranks whose gradients counted before the block; None outside of it."""
         self.active, self.active_ranks = True, 1
 
     def __enter__(self) -> Self:

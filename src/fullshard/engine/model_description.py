@@ -48,7 +48,7 @@ Description = dict[str, Section]
 
 GENERAL = "general"
 _LISTED_RANKS = 64
-"""Of larger meshes, a digest stands for the ranks: they would be in the text of every group."""
+"""For larger meshes, a digest stands for the ranks, which would otherwise be in the text of every group."""
 
 
 def describe(

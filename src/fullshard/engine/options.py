@@ -39,9 +39,9 @@ class StateOptions:
     max_reductions: int = 1
     """How many reduce inputs may be in flight."""
     is_last_backward: bool = True
-    """Of the root: whether the end of backward gives back what was kept for it."""
+    """For the root: whether the end of backward releases what was kept for it."""
     post_optim_event: Any = None
-    """Of the root: what the next forward's gathers wait for, instead of the current stream."""
+    """For the root: what the next forward's gathers wait for, instead of the current stream."""
     event_is_captured: bool = False
     """Whether `post_optim_event` was set during the capture of a CUDA graph."""
     fuse_gradients: bool = False

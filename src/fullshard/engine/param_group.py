@@ -121,9 +121,9 @@ class FSDPParamGroup:
         self._param_swap: ParamSwap | None = None
         """None until the unsharded parameters have been made over the present gather buffer."""
         self._guard: VersionGuard | None = None
-        """Of the unsharded parameters; None also where they are aliases of the shards, whose memory stays."""
+        """Guards the unsharded parameters; None also if they are aliases of the shards, whose memory stays."""
         self._gathered_version = 0
-        """Of the shards when they were last gathered."""
+        """The version of the shards when they were last gathered."""
         self._may_stay = False
         """Whether what was gathered last may be used by later forwards, too; see `outdated`."""
 

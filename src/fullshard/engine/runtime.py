@@ -62,7 +62,7 @@ class Runtime:
         self._running: list[tuple[FSDPState, list[FSDPState]]] = []
         """Forwards now running, one inside the other, each with the states used within it so far: for `ObservedUse`."""
         self._reshard_later: FSDPState | None = None
-        """Whose memory is given back after the next gather: [Note: two gather buffers]."""
+        """The state whose memory is released after the next gather: [Note: two gather buffers]."""
         self._prefetched: set[FSDPState] = set()
         """Gathered on a forecast and not used yet."""
         self._tree_changed = True

@@ -74,9 +74,9 @@ class FSDPState:
         self.set_name("")
         watchdog.start()  # before the first forward: a rank may fail earlier, while others run theirs
         self.shared_context: FSDPCommContext | None = None
-        """Of a root: streams it shares with other models."""
+        """For a root: streams that it shares with other models."""
         self.runtime: Runtime | None = None
-        """Of the root that this state runs under; known after the first forward."""
+        """The runtime of the root that this state runs under; known after the first forward."""
         self.summoned = False
         """Whether the modules are within `summon_full_params`."""
         self.installed_full_params = InstalledFullParams()
@@ -90,7 +90,7 @@ class FSDPState:
         self.depth = 0
         """Forwards of this state's modules now running, one inside the other."""
         self.modules_run: set[nn.Module] = set()
-        """Those of the modules whose forward has ended in this call."""
+        """The modules whose forward has ended in this call."""
         self.left_unsharded = False
         """Whether the last forward left the parameters unsharded for a backward that has not come yet."""
         self.use = ObservedUse()

@@ -11,7 +11,7 @@ from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import FSDPState
 
 _AGREEMENTS: weakref.WeakKeyDictionary[FSDPState, ModelAgreement] = weakref.WeakKeyDictionary()
-"""Of states that are gathered before their model's first forward, each for itself."""
+"""Agreements of states that are gathered before their model's first forward, one for each state."""
 
 
 class UnshardHandle:

@@ -38,11 +38,11 @@ class ParamPlacement:
     """On which meshes a parameter lies, sharded and unsharded, and with which placements."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter, over all axes of all meshes."""
+    """Shape of the full parameter, over all axes of all meshes."""
     mesh: DeviceMesh | None = None
     """None if the sharded parameter is a plain tensor."""
     placements: tuple[Placement, ...] = ()
-    """Of the sharded parameter, on `mesh`."""
+    """Placements of the sharded parameter on `mesh`."""
     unsharded_mesh: DeviceMesh | None = None
     """None if the unsharded parameter is a plain tensor."""
     unsharded_placements: tuple[Placement, ...] = ()

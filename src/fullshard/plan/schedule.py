@@ -101,11 +101,11 @@ class Call(Generic[Unit]):
         self.finished_in = -1
         """The backward pass that has left this call behind."""
         self.weight_versions: tuple[int, ...] = ()
-        """Of the weights this call computes with, a number for each group of the unit."""
+        """Versions of the weights that this call computes with, one for each group of the unit."""
 
     @property
     def unit(self) -> Unit:
-        """Who was called; asked for only while its schedule lives, and so do its units."""
+        """The unit that was called. It is read only while its schedule lives, and then its units live, too."""
         unit = self.living_unit()
         assert unit is not None, "a schedule belongs to the model whose units it orders"
         return unit
@@ -142,7 +142,7 @@ def _always(_: object) -> bool:
 
 
 class Schedule(Generic[Unit]):
-    """Who was used when, in this forward and in the one before."""
+    """The order in which units are used, in this forward and in the one before."""
 
     def __init__(self) -> None:
         self._order: list[Unit] = []
@@ -267,7 +267,7 @@ class BackwardGraphs(Generic[Unit]):
         self._awaited: weakref.WeakSet[Call[Unit]] = weakref.WeakSet()
         self._of_pass: dict[Unit, Call[Unit]] = {}
         self.latest: Call[Unit] | None = None
-        """Of the pass now running."""
+        """The latest call of the running pass."""
 
     def add(self, unit: Unit, call: Call[Unit]) -> None:
         """The pass now running adds ``call`` to the graph."""

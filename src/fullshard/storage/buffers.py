@@ -207,7 +207,7 @@ class ShardBuffer:
                 piece_tensor.zero_()  # padding travels with every gather; let it be the same everywhere
 
     def full_params(self) -> list[Tensor]:
-        """Of a rank that holds everything: other aliases of the full parameters, in their shapes."""
+        """For a rank that holds everything: other aliases of the full parameters, in their shapes."""
         assert self._layout.world == 1, "the others hold the rest"
         return [
             self._buffer.view(

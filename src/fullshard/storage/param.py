@@ -40,7 +40,7 @@ class FSDPParam:
         self.placement = placement
         local = local_tensor(original)
         self.shape = tuple(local.shape)
-        """Of the full local tensor: of all that this rank had before sharding."""
+        """Shape of the full local tensor, which this rank had before sharding."""
         self.strides = local.stride()
         self.shard_dim = shard_dim
         self.original: nn.Parameter | None = original
@@ -167,7 +167,7 @@ class VersionGuard:
         self.memory_is_absent: Callable[[], None] = functools.partial(
             torch_border.set_versions, tensors, absent
         )
-        """From now on nobody may use them."""
+        """From now on nothing may use the parameters."""
 
 
 PRE_ALL_GATHER, POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"

@@ -59,9 +59,9 @@ class ShardStorage:
         self._rank, self._world = mesh_info.shard_mesh_rank, mesh_info.shard_mesh_size
         self.device, self._pins = device, pinned
         self.layout = shard_format.layout(params, mesh_info.shard_mesh_size)
-        """Of all parameters."""
+        """The layout of all parameters."""
         self.buffered_layout = shard_format.layout(self.buffered, mesh_info.shard_mesh_size)
-        """Of the buffered ones."""
+        """The layout of the parameters that lie in the buffer."""
         self._shard_originals(group)
         self.sharded_params = tuple(dict.fromkeys(param.sharded_param for param in params))
         self._find_shard_views()

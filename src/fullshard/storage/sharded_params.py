@@ -280,7 +280,7 @@ class PlainShardedParam(ShardedParam):
     stands_for_several = False
     """Whether it is one parameter for all of a segment."""
     _unreduced_shape: torch.Size | None = None
-    """Of the gradient that `show_unreduced` has put into `.grad`, if it has."""
+    """Shape of the gradient that `show_unreduced` has put into `.grad`, if it has."""
     _reduced_gradient: Tensor | None = None
     """What was in `.grad` before."""
 

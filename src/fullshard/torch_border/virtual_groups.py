@@ -16,7 +16,7 @@ VIRTUAL_BACKEND = "virtual"
 
 
 class Carrier(Protocol):
-    """Who is told of collectives."""
+    """What collectives are reported to."""
 
     def carry(self, kind: str, messages: Sequence[Tensor], group: ProcessGroup) -> Any:
         """Take note of a collective, and return a `Work`.

@@ -68,7 +68,7 @@ class GroupFacts:
     compute_dtype: str
     reduce_dtype: str
     wire_dtype: str
-    """Of gradients on the wire; "" if nothing is trainable."""
+    """Dtype of gradients on the wire; "" if nothing is trainable."""
     world: int
     """Ranks that share one copy of the group."""
     replicas: int
@@ -143,9 +143,9 @@ class MemorySample:
 
     time_us: float
     gathered: float
-    """Of gather buffers."""
+    """Bytes of gather buffers."""
     reducing: float
-    """Of reduce buffers."""
+    """Bytes of reduce buffers."""
     allocated: float | None
     """What the allocator has given out; None where it was not asked, and on the CPU."""
 

@@ -27,7 +27,7 @@ class LostStore:
     text: str
     """How it fails: "the store is gone"."""
     port: int | None
-    """Where it is served, if it is served by a host."""
+    """The port of the store, if a host serves it."""
     is_late: bool
     """Whether it has not answered in time, rather than failed at once."""
     is_given_up: bool

@@ -63,7 +63,7 @@ class Wait:
     group: str | None
     """The process group's name; None if it is not known: then any rank may be meant."""
     count: int
-    """Of a collective of ours: its number in the group."""
+    """For a collective of fullshard: its number in the group."""
     seconds: float
     is_in_vain: bool = False
     """Whether the rank has lost a connection to another one, which it needs."""
@@ -118,7 +118,7 @@ class Absence:
     """ "left", "raised", "dead", "stopped"; "busy" if its process runs and does not answer; "lost" if nobody can see it;
     "unregistered" if it has no watchdog yet."""
     text: str = ""
-    """Of a rank that has raised: type and message."""
+    """For a rank that has raised: type and message of the exception."""
     host: str = ""
     last: str = ""
     """The last position that it has published, and when."""

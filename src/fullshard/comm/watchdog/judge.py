@@ -44,7 +44,7 @@ class Judgement:
     culprits: tuple[int, ...] = ()
     """Ranks that others wait for."""
     where: str = ""
-    """Of a slow rank, the first one: what it does, and its line."""
+    """For slow ranks: what the first of them does, and its line."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ DIVERGED = "diverged"
 _MAX_TEXT = 10_000
 """Characters of a text; longer ones are cut."""
 _MAX_BYTES = 1 << 17
-"""Of a message. A character takes twelve bytes at most."""
+"""Largest size of a message. A character takes twelve bytes at most."""
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group of the sender, as the kernel reports them."""
 

@@ -43,12 +43,12 @@ from fullshard.comm.watchdog.judge import (
 from fullshard.comm.watchdog.store_client import StoreOperations
 
 LOST_S = 7.0
-"""How long the asker waits for a rank that nobody can see."""
+"""How long the asker waits for a rank whose process no other rank can see."""
 GIVEN_UP_S = 11.0
 """How long others wait for a judgement; the asker may have died."""
 HISTORY_S = 3.0
 OPEN = "open"
-"""Who asks in a round that a leaving rank has begun: the first that finds it."""
+"""Stands for the asker of a round that a leaving rank has begun: the first rank that finds it asks."""
 
 
 def tick_of(world: int) -> float:
@@ -76,7 +76,7 @@ class Rounds:
         self._store = store
         self._member = member
         self._number = 1
-        """Of the round that comes next, or runs."""
+        """The number of the round that comes next, or runs."""
         self._stage = 0
         """How many things the asker of this round has said."""
         self._since = 0.0
@@ -85,11 +85,11 @@ class Rounds:
         self.is_running = False
         """Whether this rank is within a round."""
         self._asker: int | None = None
-        """Who asks in this round; None if it is this rank, or not known."""
+        """The rank that asks in this round; None if it is this rank, or unknown."""
         self._ended: tuple[int, int] | None = None
         """After a judgement that ranks have diverged: number of the round, and how many have answered in it."""
         self._previous: tuple[float, Mapping[int, Answer]] | None = None
-        """Of the last round that this rank asked for, if another one was to follow: when it ended, and the answers."""
+        """The end and the answers of the last round that this rank asked for, if another one was to follow."""
 
     def join(self) -> None:
         """Begin with the round that comes next."""

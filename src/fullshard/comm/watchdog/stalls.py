@@ -24,15 +24,15 @@ class Stall:
     number: int
     """Counted from 1 in this process."""
     began: float
-    """By `time.time`."""
+    """When it began, by `time.time`."""
     seconds: float
     """How long it lasted; grows until it ends."""
     ranks: tuple[int, ...]
-    """Who was waited for."""
+    """The ranks that others waited for."""
     where: str
     """What the first of them did, and its line."""
     report: str
-    """Who was where, when it was first noticed."""
+    """Where each rank was when the stall was first noticed."""
 
 
 _STALLS: deque[Stall] = deque(maxlen=256)

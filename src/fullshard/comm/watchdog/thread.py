@@ -57,7 +57,7 @@ LOOK_S = 0.25
 """How often the thread looks at its own process."""
 PATIENCE_S = 5.0
 MAX_PATIENCE_S = 7.0
-"""Where the patience stops growing with the steps: a proven divergence is found within 15 s."""
+"""The patience grows with the steps up to this limit, so that a proven divergence is found within 15 s."""
 FINDING_S = 20.0
 """For how long a watchdog looks for other ranks on its host at every tick; later, it does so less often."""
 REPEAT_S = 10.0
@@ -74,7 +74,7 @@ KNOWN_S = 3.0
 RELEASE_S = 1.0
 """How long a blocked thread has to come back by itself, before it is made to."""
 PREFIX = "fullshard/watchdog/"
-"""Of all keys in the store."""
+"""The prefix of all keys in the store."""
 EXIT_S = 60.0
 """How long a blocked thread has to come back after its collectives were aborted, before the process is ended."""
 
@@ -88,7 +88,7 @@ class _Process:
     lock = threading.Lock()
     watchdog: Watchdog | None = None
     forgotten: list[Watchdog] = []  # noqa: RUF012
-    """Of a forked process: watchdogs of its parent. Their stores must not be destroyed here."""
+    """In a forked process: the watchdogs of its parent. Their stores must not be destroyed here."""
 
 
 def start() -> None:
@@ -246,7 +246,7 @@ class Watchdog:
         self.registered = threading.Event()
         """Set when others on this host can find this process."""
         self._searches: deque[threading.Event] = deque()
-        """Of threads that wait until the others on this host have been found; set then."""
+        """Events of threads that wait until the others on this host have been found; they are set then."""
         self._peers = Peers(self._store, self._own, self._mailbox)
         self._gone_before: set[int] = set()
         """Ranks on this host that were gone when the store last answered."""
