@@ -100,7 +100,7 @@ ALLOCATOR_EVERY_NS = 4_000_000
 time then."""
 
 PREPARED_MARKS = 4096
-"""Events are made before the first step, so many: making one takes as long as recording it."""
+"""The number of events that are made before the first step: making one takes as long as recording it."""
 
 
 class StreamClock(HostClock):
@@ -234,7 +234,7 @@ class CollectiveSpan:
                 self.recorder.note_end(work, self)
 
     def _note_meeting(self) -> None:
-        """Note how long the host stood still before the collective, until all ranks had come to it."""
+        """Note how long the host waited before the collective, until all ranks had reached it."""
         now = self.recorder.clock.now()
         if now - self.begin > MEETING_NS:
             self.recorder.add_wait(self.group, _reason(self.collective), self.begin, now)
@@ -282,7 +282,7 @@ class TraceRecorder:
         self.started_unix_ns = time.time_ns() - (self.clock.now() - self.clock.zero_ns)
         self.first_step = self.step = first_step
         self.dropped = 0
-        """How many events were not recorded, since there are as many as allowed."""
+        """How many events were not recorded, because the limit was reached."""
         self._room = limit
         self.steps: list[StepSpan] = []
         self.computes: list[ComputeSpan] = []

@@ -181,7 +181,7 @@ def note_added_at_end(calls: Sequence[Call[FSDPState]]) -> None:
 
 
 def _watch_results(gradients: Sequence[Tensor]) -> None:
-    """Watch the gradients that a pass returns: of whatever it was asked for, inside of modules, too."""
+    """Watch the gradients that a pass returns, for all its inputs, also inside of modules."""
     calls = list(_ADDED_AT_END)
     _ADDED_AT_END.clear()
     parts = [part for gradient in gradients for part in _parts_with_graph(gradient)]

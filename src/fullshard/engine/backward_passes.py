@@ -132,7 +132,7 @@ class BackwardPasses:
         self.pre_backward(state, call)
 
     def _begin_pass(self, this_pass: int) -> None:
-        """Note that a pass has come to this model, and have its end told."""
+        """Note that a pass has reached this model, and ask for a call at its end."""
         context = self._runtime.context
         if not self.running and context.asynchronous:
             if context.at_border():

@@ -44,7 +44,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale gradients in place such that their norm, over all parameters and ranks, is at most ``max_norm``.
+    """Scale gradients in place so that their norm, over all parameters and ranks, is at most ``max_norm``.
 
     `torch.nn.utils.clip_grad_norm_` for models of `fully_shard` and of the wrapper: sharded, replicated, ignored
     and tensor-parallel parameters together, on any meshes, with shards of any size. Call it on all ranks.
@@ -62,8 +62,8 @@ def clip_grad_norm_(
         The norm before, on every rank: a float32 scalar, float64 if there are parameters of that dtype.
 
     Raises:
-        LifecycleError: the norm is not finite, and ``error_if_nonfinite`` was asked for.
-        UsageError: ``error_if_nonfinite`` was asked for in the capture of a CUDA graph.
+        LifecycleError: the norm is not finite, and ``error_if_nonfinite`` is set.
+        UsageError: ``error_if_nonfinite`` is set in the capture of a CUDA graph.
     """
     if error_if_nonfinite and is_capturing():
         raise UsageError(

@@ -266,7 +266,10 @@ class GraphedStep(Generic[P, R]):
         if obstacles:
             return Plan.EAGER, "; ".join(obstacles)
         if self.num_graphs >= MAX_GRAPHS:
-            return Plan.EAGER, f"it has {MAX_GRAPHS} graphs, for inputs of as many kinds"
+            return (
+                Plan.EAGER,
+                f"it has reached the limit of {MAX_GRAPHS} graphs, one for each kind of inputs",
+            )
         return Plan.CAPTURE, ""
 
     def _decide(self, plan: Plan, reason: str) -> tuple[Plan, str]:

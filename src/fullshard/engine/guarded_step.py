@@ -5,7 +5,7 @@
     collectives in flight   all ranks have issued them, so they are waited for
     parameters              sharded; gathered and prefetched parameters are released
     gradients               dropped: reduced, unreduced, partial sums over shards
-    forecasts               dropped on all ranks: they have come to different places
+    forecasts               dropped on all ranks: ranks have stopped at different places
     options                 those that change from microbatch to microbatch are as before the step
 """
 

@@ -1,4 +1,4 @@
-"""In what the descriptions of ranks differ, as one message for all of them."""
+"""The differences between the descriptions of ranks, as one message for all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fullshard.engine.model_description import GENERAL, Description
 from fullshard.errors import ranks_text
 
 _LINES = 10
-"""A message has at most so many differences."""
+"""The most differences that a message lists."""
 _CHANGES = 3
 """What a rank has changed is part of the name of a collective, so it is shorter."""
 _MISSING = "missing"

@@ -189,7 +189,7 @@ def _note_exception(state: FSDPState, runtime: Runtime, error: BaseException) ->
 
 
 def _watch_outputs(call: Call[FSDPState], parts: Sequence[Tensor]) -> None:
-    """Have `pre_backward` run when the gradient of any output is there, before backward goes on from it."""
+    """Let `pre_backward` run when the gradient of any output has arrived, before backward continues from it."""
     hook = functools.partial(backward_hooks.pre_backward, call)
     call.has_backward = True
     for tensor in parts:

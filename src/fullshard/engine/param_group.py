@@ -301,7 +301,7 @@ class FSDPParamGroup:
             self.reshard()
 
     def ensure_unsharded(self, *, may_stay: bool = False) -> int:
-        """Put the unsharded parameters on their modules, whatever is missing for it; return their weight version.
+        """Gather as far as needed, and put the unsharded parameters on their modules; return their weight version.
 
         Before: any state. After: UNSHARDED.
         """

@@ -9,7 +9,7 @@
 
 Two other facts about a group are independent of this and stay beside it. `FSDPParamGroup.full_params_installed` says
 that the modules have full parameters for a while, outside of training. Whether a gather was issued ahead of its
-use is the runtime's knowledge: the group does not care who asked for it.
+use is known to the runtime only: a group does not depend on who asked for it.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ class _ZeroGradients(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Lets backward come to the token where it comes to tensors."""
+    """Lets backward reach the token where it reaches tensors."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

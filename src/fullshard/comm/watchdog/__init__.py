@@ -1,4 +1,4 @@
-"""The watchdog: a thread per process that finds out why ranks wait, and ends waits that are in vain.
+"""The watchdog: a thread per process that finds out why ranks wait, and ends waits that cannot succeed.
 
     observation   where this rank is
     probes        whether the other processes of this host run

@@ -8,7 +8,7 @@
 A process that ends before it has sharded a model has no watchdog, but others may wait for its model. So one function is
 registered when this module is imported (`at_unwatched_end`), and nothing else is changed by that.
 
-Whoever is killed says nothing. Other ranks find that out by themselves.
+A rank that is killed says nothing. Other ranks find that out by themselves.
 """
 
 from __future__ import annotations

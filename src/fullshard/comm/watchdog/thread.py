@@ -61,12 +61,12 @@ MAX_PATIENCE_S = 7.0
 FINDING_S = 20.0
 """For how long a watchdog looks for other ranks on its host at every tick; later, it does so less often."""
 REPEAT_S = 10.0
-"""How often a rank asks again that goes on waiting."""
+"""How often a rank that still waits asks again."""
 AGAIN_S = 1.0
 """How long the asker of a round waits before it looks whether anybody has moved."""
 URGENT_S = 6.0
 URGENT_ROUNDS = 2
-"""A rank that has lost another one asks why for so long, and in so many rounds. Then it gives up."""
+"""For how long, and in how many rounds, a rank that has lost another one asks why, before it gives up."""
 FAREWELL_S = 4.0
 """How long the end of a process may be delayed by a store that does not answer."""
 KNOWN_S = 3.0
