@@ -271,5 +271,5 @@ def test_a_parameter_that_nobody_initialises_is_named() -> None:
         skeleton = Forgetful()
     assert all(each.is_meta for each in skeleton.parameters())
     model = Forgetful()
-    with pytest.raises(ConfigurationError, match=r"Forgetful does not initialize unknown\.weight"):
+    with pytest.raises(ConfigurationError, match=r"Forgetful does not initialise unknown\.weight"):
         fill(model, starting_weights(skeleton, [], seed=0))

@@ -290,7 +290,7 @@ def _accept(
         with suppress(TimeoutError):
             connection, _ = listener.accept()
             connection.settimeout(DIAL_S)
-            with suppress(OSError, struct.error):  # whoever it is, it is none of ours
+            with suppress(OSError, struct.error):  # it is not a rank of ours
                 hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
                 sent, place, distance = _HELLO.unpack(hello)
                 if (sent, place) == (token, rank):

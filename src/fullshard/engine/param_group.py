@@ -363,7 +363,7 @@ class FSDPParamGroup:
             self._may_stay = may_stay
             self.sharded_state = _GATHERING
             # A gather is finished at once where the stream alone can wait for it. It is not where the host must wait,
-            # nor where finishing takes memory that others give back before compute needs this one. In a CUDA graph the
+            # nor where finishing takes memory that others release before compute needs this one. In a CUDA graph the
             # device is the limit, and compute would stand still for the copy; so little memory is taken early there.
             takes_late = all_gather.takes_memory_late and not (
                 context.in_capture and all_gather.is_small

@@ -91,7 +91,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A checkpoint that is now complete. Later steps may have been taken meanwhile."""
+    """A checkpoint that is now complete. Later steps may have been taken since it began."""
 
     kind: ClassVar[str] = "checkpoint"
     step: int

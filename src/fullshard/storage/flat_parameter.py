@@ -40,7 +40,7 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
     """This rank's piece of all parameters of a wrapped module, flattened one after the other.
 
     Its type is `nn.Parameter`, because optimizers do not use their fast implementations for derived classes;
-    `isinstance` still recognizes it.
+    `isinstance` still recognises it.
     """
 
     def __new__(cls, data: Tensor, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]

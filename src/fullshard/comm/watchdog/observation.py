@@ -222,7 +222,7 @@ def group_name(group: dist.ProcessGroup | None) -> str | None:
         return None
     try:
         ranks = dist.get_process_group_ranks(group)
-    except (KeyError, ValueError):  # destroyed meanwhile
+    except (KeyError, ValueError):  # destroyed since
         return None
     return f"{group.group_name} ({len(ranks)} ranks, {ranks[0]} to {ranks[-1]})"
 

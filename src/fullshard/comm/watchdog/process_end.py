@@ -110,7 +110,7 @@ def _explain(error: BaseException) -> None:
         or not any(each in str(error) for each in LOST_CONNECTION)
     ):
         return
-    # So that the watchdogs see somebody who waits for the rank that has gone.
+    # So that the watchdogs see a rank that waits for the one that has gone.
     POSITION.waiting = Waiting(None, "a collective of torch.distributed", time.monotonic())
     verdict = str(VERDICT.explain(""))
     POSITION.waiting = None

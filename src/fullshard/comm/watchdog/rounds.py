@@ -115,7 +115,7 @@ class Rounds:
             if self._store.claim(f"round/{self._number}", str(self._member.rank)):
                 self._enter(asks=True)
             else:
-                self.poll()  # which asks in a round that a leaving rank has opened, if nobody else does
+                self.poll()  # which asks in a round that a leaving rank has opened, if no other rank does
 
     def poll(self) -> Judgement | None:
         """Take the next step of the round; return the judgement at its end."""
@@ -245,7 +245,7 @@ class Rounds:
         answers = dict(zip(there, map(answer_from, found), strict=True))
         absences = {rank: self._absence(rank, answers) for rank in silent}
         if waited < LOST_S and any(absence.state == "lost" for absence in absences.values()):
-            # Others may be known to be dead already. Then nobody needs to wait for the rest.
+            # Others may be known to be dead already. Then there is no need to wait for the rest.
             known = {rank: a for rank, a in absences.items() if a.state != "lost"}
             if judge(answers, known).kind != DIVERGED:
                 return

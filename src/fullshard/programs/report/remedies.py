@@ -225,7 +225,7 @@ def _is_small(group: GroupFacts | PlannedFacts) -> bool:
 
 
 def smaller_groups(analysis: Analysis) -> Remedy | None:
-    """Return groups of which less is gathered at once: one per block instead of a plan, or a plan instead of few."""
+    """Return groups so that less is gathered at once: one per block instead of a plan, or a plan instead of few."""
     run, groups = analysis.run, [*analysis.groups.values()]
     text = "More and smaller groups"
     if (
@@ -440,7 +440,7 @@ def narrow_wire(analysis: Analysis) -> Remedy | None:
 
 
 def release_after_forward(analysis: Analysis) -> Remedy | None:
-    """Return groups that are given back after forward, if they are kept and less would be there at once."""
+    """Return groups that are released after forward, if they are kept and less would be gathered at once."""
     sizes = [group.gathered_bytes for group in analysis.groups.values()]
     if analysis.gathers_again or not _is_less(analysis, sizes):
         return None

@@ -118,7 +118,7 @@ class ModelSection:
 
     weights_strict: bool = field(default=True, metadata=FIXED)
     """Names and shapes of `weights` must be those of the model. false: parameters without a fitting weight are
-    initialized at random, and other weights are left out."""
+    initialised at random, and other weights are left out."""
 
     trainable: str | None = field(default=None, metadata=FIXED)
     """Train only parameters whose names match one of these patterns, separated by spaces: `blocks.5.* *norm.weight`. Not set:

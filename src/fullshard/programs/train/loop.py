@@ -72,7 +72,7 @@ from fullshard.programs.train.stored_weights import load_weights
 from fullshard.programs.train.traced_steps import TracedSteps
 
 MAX_FAULT = 300
-"""Characters of an exception that are told about a failed step."""
+"""How many characters of an exception are reported for a failed step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

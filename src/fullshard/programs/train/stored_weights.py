@@ -106,7 +106,7 @@ def check_weights(config: RunConfig, source: ModelSource) -> None:
 def _faults(fit: WeightsFit, *, strict: bool) -> list[str]:
     if not strict:
         return [] if fit.fitting else ["None of its tensors is one of the model. Choose others."]
-    remedy = "Choose the model that was trained, or set model.weights_strict = false to initialize them at random."
+    remedy = "Choose the model that was trained, or set model.weights_strict = false to initialise them at random."
     left_out = (
         "Choose the model that was trained, or set model.weights_strict = false to leave them out."
     )
@@ -125,7 +125,7 @@ def load_weights(config: RunConfig, source: ModelSource, model: nn.Module) -> st
     """
     weights, ranks = config.model.weights, RankGroup()
     assert weights is not None, "the caller has looked"
-    # The first rank decides for all: another run may write a newer checkpoint meanwhile.
+    # The first rank decides for all: another run may write a newer checkpoint at the same time.
     path = ranks.on_first(lambda: weights_path(weights))
     skeleton = source.build()
     stored = ranks.on_each(lambda: _open(path, source, skeleton))

@@ -182,7 +182,7 @@ def _drawn_unit(
     ]
     if forgotten:
         raise ConfigurationError(
-            f"Models must initialize all of their parameters; {type(skeleton).__name__} does not initialize "
+            f"Models must initialise all of their parameters; {type(skeleton).__name__} does not initialise "
             f"{', '.join(forgotten)}. Start from existing weights: model.pretrained."
         )
     return found
