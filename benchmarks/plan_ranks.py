@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.report import header, headline, markdown, write_json
 from fullshard import trace
 from fullshard.programs.plan_tool.calibrate import calibrate
+from fullshard.programs.plan_tool.host_steps import measure_steps
 from fullshard.programs.plan_tool.machine import Machine
 from fullshard.programs.plan_tool.planned_step import plan_step
 from fullshard.programs.plan_tool.profile_file import load_profile, to_toml
@@ -76,9 +77,10 @@ def config_of(ranks: int, width: int) -> RunConfig:
 def run_rank(job: Job) -> None:
     """Be one rank: measure the machine with the others, train, and leave traces."""
     torch.set_num_threads(1)
+    host = measure_steps(CPU)
     store = dist.FileStore(str(job.folder / "store"), job.ranks)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.ranks)
-    machine = calibrate(device=CPU)
+    machine = calibrate(device=CPU, host=host)
     if job.rank == 0:
         (job.folder / "profile.toml").write_text(to_toml(machine))
     for width in job.widths:

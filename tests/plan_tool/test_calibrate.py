@@ -1,5 +1,6 @@
 """A profile of the machine that runs the tests, and profiles that traces correct."""
 
+import functools
 import os
 import time
 from dataclasses import replace
@@ -10,12 +11,14 @@ import torch
 from fullshard.programs.plan_tool.calibrate import _Fit, calibrate, calibrate_from_trace
 from fullshard.programs.plan_tool.host_measurements import HostRates, update_rates
 from fullshard.programs.plan_tool.host_steps import (
-    RECOMPUTATIONS,
+    LEAST_FACTOR,
     SCALED,
-    HostSeconds,
+    SmallStep,
+    SmallSteps,
+    _compute_seconds,
+    _factors,
     fitted_host,
-    gradient_entries,
-    small_config,
+    recorded_steps,
 )
 from fullshard.programs.plan_tool.machine import Machine
 from fullshard.programs.plan_tool.measurements import Bench
@@ -42,26 +45,65 @@ def test_a_quick_calibration_gives_a_profile_that_can_be_read(tmp_path) -> None:
     assert any("not measured; start this with torchrun" in line for line in lines)
 
 
+recorded = functools.cache(recorded_steps)
+
+
+def steps_of(machine: Machine, *, compute: float) -> SmallSteps:
+    """What would be measured on a machine whose kernels take longer in a step."""
+    fake = machine.with_fake_group()
+    found = []
+    for entries in recorded(is_cpu=machine.host.is_synchronous):
+        step = SmallStep(sum(map(fake.host_seconds, entries)), entries)
+        found.append(SmallStep(step.seconds + compute * _compute_seconds(fake, step), entries))
+    return SmallSteps(*found)
+
+
 def test_the_host_is_known_by_what_small_steps_take() -> None:
     known = {
         **{name: 2 * getattr(PROFILE.host, name) for name in SCALED},
         "checkpoint_us": 1234.0,
         "decision_us": 5.0,
     }
-    machine = replace(PROFILE, host=replace(PROFILE.host, **known)).with_fake_group()
-    seconds = [
-        sum(map(machine.host_seconds, gradient_entries(small_config(each))))
-        for each in RECOMPUTATIONS
-    ]
-    assert fitted_host(PROFILE, HostSeconds(*seconds)) == pytest.approx(known)
+    machine = replace(PROFILE, host=replace(PROFILE.host, **known))
+    found = fitted_host(PROFILE, steps_of(machine, compute=0.0))
+    assert found.times == pytest.approx(known)
+    assert found.compute is None
 
 
-def two_ranks() -> Machine:
-    return calibrate(device=torch.device("cpu"), quick=True)
+def two_ranks(host: SmallSteps | None) -> Machine:
+    return calibrate(device=torch.device("cpu"), quick=True, host=host)
+
+
+def test_steps_of_two_widths_tell_operations_of_a_cpu_from_arithmetic(world) -> None:
+    profile = load_profile("cpu")
+    known = {
+        **{name: 3 * getattr(profile.host, name) for name in ("launch_us", "event_us", "hook_us")},
+        "checkpoint_us": 1234.0,
+        "decision_us": 5.0,
+    }
+    machine = replace(profile, host=replace(profile.host, **known))
+    measured = steps_of(machine, compute=1.5)
+    found = fitted_host(profile, measured)
+    assert found.times == pytest.approx({**known, "kernel_us": 0.0})
+    assert found.compute == pytest.approx(1.5)
+    # Ranks that are a process group already use what was measured before.
+    for calibrated in world(2).run(two_ranks, measured):
+        assert calibrated.sources["matmul.efficiency"].endswith(" in small steps")
+        assert calibrated.host.hook_us > calibrated.host.launch_us > 0
+        assert calibrated.sources["host.collective_us"].startswith("measured on ")
+
+
+def test_noise_never_makes_a_time_negative() -> None:
+    profile = load_profile("cpu")
+    steps = steps_of(profile, compute=1.0)
+    assert steps.wide is not None
+    fast, slow = (replace(step, seconds=1e-6) for step in (steps.plain, steps.wide))
+    assert _factors(profile, fast, steps.wide)[0] == LEAST_FACTOR
+    assert _factors(profile, steps.plain, slow)[1] == LEAST_FACTOR
 
 
 def test_ranks_measure_collectives_and_agree_on_the_profile(world) -> None:
-    machine, other = world(2).run(two_ranks)
+    machine, other = world(2).run(two_ranks, None)
     assert machine == other == parse_profile(to_toml(machine), where="written")
     assert machine.sources["links.all_gather"].startswith("measured on ")
     (size, milliseconds), *_ = machine.links.all_gather

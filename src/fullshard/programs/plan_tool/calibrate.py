@@ -27,7 +27,7 @@ import torch.distributed as dist
 from fullshard.comm.collectives import value_of_first_rank
 from fullshard.errors import ConfigurationError
 from fullshard.programs.plan_tool.host_measurements import HostRates, measure_host
-from fullshard.programs.plan_tool.host_steps import SCALED, HostSeconds, fitted_host
+from fullshard.programs.plan_tool.host_steps import SCALED, SmallSteps, fitted_host
 from fullshard.programs.plan_tool.machine import GIB, GIGA, MIB, MICRO, MILLI, TERA, Machine
 from fullshard.programs.plan_tool.measurements import (
     CALIBRATION,
@@ -74,7 +74,7 @@ def calibrate(
     device: torch.device | None = None,
     base: str | None = None,
     quick: bool = False,
-    host: HostSeconds | None = None,
+    host: SmallSteps | None = None,
     report: Report = lambda text: None,
 ) -> Machine:
     """Measure this machine, and return its profile. Takes less than a minute; a second or two if `quick`.
@@ -154,7 +154,8 @@ def _measure_collectives(fit: _Fit, bench: Bench, mebibytes: Sequence[float]) ->
         scatters = bench.collectives("reduce_scatter", large, host_group)
         fit.links(gathers, scatters, bench.collectives("all_reduce", large, host_group))
         if bench.device.type == "cpu":
-            fit.hooks(bench.hook_seconds())
+            if not fit.knows_steps:
+                fit.hooks(bench.hook_seconds())
             fit.cores([*gathers, *scatters], bench.turn_seconds())
     if world > local:
         whole = dist.group.WORLD
@@ -183,6 +184,8 @@ class _Fit:
         self._measured = f"measured on {name or 'this CPU'}, {today}, torch {torch.__version__}"
         self._is_gpu = device.type == "cuda"
         self._report = report
+        self.knows_steps = False
+        """Whether the host's times are those of small steps, which have the engine's hooks in them."""
         untouched = {
             key: source if source.startswith("profile") else f"profile {start.name}: {source}"
             for key, source in start.sources.items()
@@ -257,11 +260,15 @@ class _Fit:
         self._put("host", **{**others, "launch_us": seconds / MICRO})
         self._report(f"host: {seconds / MICRO:.3g} us for an operation")
 
-    def steps(self, measured: HostSeconds) -> None:
-        """Set the host's times, by steps that waited for nothing else."""
+    def steps(self, measured: SmallSteps) -> None:
+        """Set the host's times by steps that waited for nothing else; on a CPU also how long kernels take in a step."""
+        self.knows_steps = True
         found = fitted_host(self.machine, measured)
-        self._put("host", **found)
-        self._report(f"host: {found['launch_us']:.3g} us for an operation of a model")
+        self._put("host", **found.times)
+        self._report(f"host: {found.times['launch_us']:.3g} us for an operation of a model")
+        if found.compute is not None:
+            self.machine = _with_slower_kernels(self.machine, found.compute, "in small steps")
+            self._report(f"compute: {found.compute:.3g} of these times in a model")
 
     def offload(self, rates: HostRates) -> None:
         """Set what copies and updates of host memory reach. What several ranks measured has their sharing in it."""
@@ -387,16 +394,21 @@ def calibrate_from_trace(
     if compute is None:
         report("compute: not corrected; the traces have no groups in common")
         return machine
-    text = f"divided by {compute:.3g} by a trace"
-    shares = {name: min(1.0, value / compute) for name, value in machine.matmul.efficiency.items()}
+    report(f"compute: {compute:.3g} of the planned time")
+    return _with_slower_kernels(machine, compute, "by a trace")
+
+
+def _with_slower_kernels(machine: Machine, factor: float, found: str) -> Machine:
+    """Return a profile whose kernels take longer by a factor, as was found."""
+    text = f"divided by {factor:.3g} {found}"
+    shares = {name: min(1.0, value / factor) for name, value in machine.matmul.efficiency.items()}
     machine = _corrected(machine, "matmul", {"efficiency": shares}, text)
     heads = {
-        name: min(1.0, getattr(machine.attention, name) / compute)
+        name: min(1.0, getattr(machine.attention, name) / factor)
         for name in ("forward", "backward")
     }
     machine = _corrected(machine, "attention", heads, text)
-    traffic = {"efficiency": min(1.0, machine.traffic.efficiency / compute)}
-    report(f"compute: {compute:.3g} of the planned time")
+    traffic = {"efficiency": min(1.0, machine.traffic.efficiency / factor)}
     return _corrected(machine, "traffic", traffic, text)
 
 

@@ -33,8 +33,9 @@ def calibrated(
         The profile on the first rank; None on others.
     """
     measured = None if run is None else _traced(run)
-    # All ranks of a host at once, as they train, and before they are a process group.
-    host = measure_steps(_device()) if _device().type == "cuda" else None
+    # All ranks of a host at once, as they train, and before they are a process group. They take half a minute on a CPU.
+    is_too_long = quick and _device().type == "cpu"
+    host = None if is_too_long else measure_steps(_device())
     with _ranks() as (rank, device):
         said = report if rank == 0 else _say_nothing
         machine = calibrate(device=device, base=base, quick=quick, host=host, report=said)

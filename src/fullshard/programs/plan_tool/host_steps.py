@@ -1,8 +1,11 @@
 """The host's times, by small steps that wait for nothing but the host.
 
-An operation in a loop takes half of what it takes in a model, whose code and data are not all in the caches. So steps of a
-small decoder are taken, by rank 0 of a fake group, and the profile's times are corrected until its plan of these steps says
-what was measured: all times by one factor, and then what recomputation and its policies add.
+An operation in a loop takes half of what it takes in a model, whose code and data are not all in the caches. So `measure_steps`
+takes steps of a small decoder, as rank 0 of a fake group. `fitted_host` corrects the times of a profile until its plan
+of these steps says what was measured: it multiplies all times by one factor, then finds what recomputation and its policies add.
+
+On a CPU the host also computes. There a second, wider decoder tells the time of operations from the time of their arithmetic: the
+narrow one spends most of its time on operations, the wide one on arithmetic. Two steps give two factors.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.programs.plan_tool.machine import MICRO, Machine
-from fullshard.programs.plan_tool.program import Entry, HostWork, HostWorkKind, Launch
+from fullshard.programs.plan_tool.program import Entry, HostWork, HostWorkKind, Kernel, Launch
 from fullshard.programs.plan_tool.step_program import record_step
 from fullshard.programs.plan_tool.training_step import TrainingStep
 from fullshard.programs.train.config import RunConfig
@@ -29,71 +32,141 @@ SETTINGS = (
     *("model.layers=4", "model.width=256", "model.heads=4", "model.vocabulary=512"),
     *("data.context=64", f"train.batch={WORLD}", "compute.precision=bf16"),
 )
+CPU_WORLD = 1
+"""Nothing is sent: what collectives cost is measured with real ranks."""
+CPU_SETTINGS = (
+    *("model.layers=4", "model.heads=4", "model.vocabulary=512"),
+    *("data.context=32", "compute.precision=fp32"),
+)
+NARROW = ("model.width=64", "train.batch=1")
+WIDE = ("model.width=384", "train.batch=8")
 RECOMPUTATIONS = ("none", "blocks", "selective")
 WARM_UP, STEPS, ROUNDS = 3, 15, 3
+LEAST_FACTOR = 0.1
+"""Noise may ask for less, also for a negative one."""
 
 SCALED = ("launch_us", "kernel_us", "collective_us", "event_us", "hook_us")
 
 
 @dataclass(frozen=True, slots=True)
-class HostSeconds:
-    """How long the host took for forward and backward of the small steps."""
+class SmallStep:
+    """Forward and backward of a small step."""
 
-    plain: float
-    recomputed: float
-    selective: float
+    seconds: float
+    """How long the host took."""
+    entries: Sequence[Entry]
+    """What it did, as recorded."""
 
 
-def measure_steps(device: torch.device) -> HostSeconds:
-    """Take small steps on an accelerator, in turns, as a shared host is slower for a while; there must be no process group yet."""
-    rounds = [
-        [_measured(small_config(each), device) for each in RECOMPUTATIONS] for _ in range(ROUNDS)
+@dataclass(frozen=True, slots=True)
+class SmallSteps:
+    """What was measured."""
+
+    plain: SmallStep
+    recomputed: SmallStep
+    selective: SmallStep
+    wide: SmallStep | None = None
+    """On a CPU, a plain step of the wide decoder."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittedHost:
+    """What the small steps say about a host."""
+
+    times: dict[str, float]
+    """By their names in a profile."""
+    compute: float | None
+    """Time of a kernel in a step, relative to the profile; None where the host does not compute."""
+
+
+def measure_steps(device: torch.device) -> SmallSteps:
+    """Take small steps, in turns, as a shared host is slower for a while.
+
+    There must be no process group yet, as measuring and recording a step need one of their own.
+    """
+    is_cpu = device.type == "cpu"
+    configs = small_configs(is_cpu=is_cpu)
+    rounds = [[_measured(config, device) for config in configs] for _ in range(ROUNDS)]
+    medians = map(statistics.median, zip(*rounds, strict=True))
+    entries = recorded_steps(is_cpu=is_cpu)
+    return SmallSteps(*map(SmallStep, medians, entries))
+
+
+def small_configs(*, is_cpu: bool) -> list[RunConfig]:
+    """Return the runs of the small steps, in the order of `SmallSteps`."""
+    settings = (*CPU_SETTINGS, *NARROW) if is_cpu else SETTINGS
+    found = [
+        read_config(None, [*settings, f"compute.checkpoint_activations={each}"])
+        for each in RECOMPUTATIONS
     ]
-    return HostSeconds(*map(statistics.median, zip(*rounds, strict=True)))
-
-
-def small_config(recomputation: str) -> RunConfig:
-    """Return the run of the small steps."""
-    return read_config(None, [*SETTINGS, f"compute.checkpoint_activations={recomputation}"])
+    return [*found, read_config(None, [*CPU_SETTINGS, *WIDE])] if is_cpu else found
 
 
 def _measured(config: RunConfig, device: torch.device) -> float:
-    """Return the median seconds until the host has issued forward and backward, from an idle device."""
+    """Return the median seconds until the host has issued forward and backward, from an idle device.
+
+    On a CPU these are seconds of the processor, so other processes do not count.
+    """
+    is_cpu = device.type == "cpu"
+    clock = time.thread_time if is_cpu else time.perf_counter
+    world = CPU_WORLD if is_cpu else WORLD
     samples = []
-    with fake_process_group(WORLD):
-        step = TrainingStep(config, WORLD, open_model(config), device)
+    with fake_process_group(world):
+        step = TrainingStep(config, world, open_model(config), device)
         for _ in range(WARM_UP + STEPS):
-            torch.accelerator.synchronize(device)
-            begin = time.perf_counter()
+            if not is_cpu:
+                torch.accelerator.synchronize(device)
+            begin = clock()
             step.compute_gradients()
-            samples.append(time.perf_counter() - begin)
+            samples.append(clock() - begin)
             step.update()
     return statistics.median(samples[WARM_UP:])
 
 
-def fitted_host(machine: Machine, measured: HostSeconds) -> dict[str, float]:
-    """Return the host's times with which plans of the small steps take what was measured, by their names in a profile."""
-    plain, recomputed, selective = (gradient_entries(small_config(each)) for each in RECOMPUTATIONS)
-    fake = machine.with_fake_group()
-    factor = measured.plain / _seconds(fake, plain)
-    found = {name: getattr(machine.host, name) * factor for name in SCALED}
+def fitted_host(machine: Machine, measured: SmallSteps) -> FittedHost:
+    """Return the times with which plans of the small steps take what was measured."""
+    fake, plain, wide = machine.with_fake_group(), measured.plain, measured.wide
+    if wide is None:
+        factor, compute = plain.seconds / _host_seconds(fake, plain), 0.0
+    else:
+        factor, compute = _factors(fake, plain, wide)
+    # The steps of a CPU have no collectives.
+    names = [name for name in SCALED if wide is None or name != "collective_us"]
+    found = {name: getattr(machine.host, name) * factor for name in names}
 
-    def left(entries: Sequence[Entry], seconds: float, kind: HostWorkKind, known: float) -> float:
+    def left(step: SmallStep, kind: HostWorkKind, known: float) -> float:
         """Return the microseconds of each work of a kind that the operations do not explain."""
-        count = Counter(entry.kind for entry in entries if isinstance(entry, HostWork))[kind]
-        explained = factor * _seconds(fake, entries) + known
-        return max(0.0, seconds - explained) / MICRO / count
+        count = Counter(entry.kind for entry in step.entries if isinstance(entry, HostWork))[kind]
+        operations = factor * _host_seconds(fake, step)
+        explained = operations + compute * _compute_seconds(fake, step) + known
+        return max(0.0, step.seconds - explained) / MICRO / count
 
-    found["checkpoint_us"] = left(recomputed, measured.recomputed, "checkpoint", 0.0)
-    checkpoints = sum(_is(entry, "checkpoint") for entry in selective)
+    found["checkpoint_us"] = left(measured.recomputed, "checkpoint", 0.0)
+    checkpoints = sum(_is(entry, "checkpoint") for entry in measured.selective.entries)
     known = checkpoints * found["checkpoint_us"] * MICRO
-    found["decision_us"] = left(selective, measured.selective, "decision", known)
-    return found
+    found["decision_us"] = left(measured.selective, "decision", known)
+    return FittedHost(found, None if wide is None else compute)
 
 
-def gradient_entries(config: RunConfig) -> list[Entry]:
-    """Return what the host does in forward and backward of a step."""
-    program = record_step(config, WORLD, open_model(config)).program
+def _factors(machine: Machine, narrow: SmallStep, wide: SmallStep) -> tuple[float, float]:
+    """Return the factors of operations and of arithmetic that explain the seconds of two steps."""
+    (h1, k1), (h2, k2) = (
+        (_host_seconds(machine, step), _compute_seconds(machine, step)) for step in (narrow, wide)
+    )
+    t1, t2 = narrow.seconds, wide.seconds
+    determinant = h1 * k2 - h2 * k1
+    host, compute = (t1 * k2 - t2 * k1) / determinant, (h1 * t2 - h2 * t1) / determinant
+    return max(LEAST_FACTOR, host), max(LEAST_FACTOR, compute)
+
+
+def recorded_steps(*, is_cpu: bool) -> list[list[Entry]]:
+    """Return what the host does in forward and backward of the small steps, in the order of `SmallSteps`."""
+    return [_gradient_entries(config, is_cpu=is_cpu) for config in small_configs(is_cpu=is_cpu)]
+
+
+def _gradient_entries(config: RunConfig, *, is_cpu: bool) -> list[Entry]:
+    world = CPU_WORLD if is_cpu else WORLD
+    program = record_step(config, world, open_model(config), has_streams=not is_cpu).program
     entries = []
     for entry in program.entries[program.begin : program.end]:
         if isinstance(entry, Launch) and entry.phase == "optimizer":
@@ -102,12 +175,21 @@ def gradient_entries(config: RunConfig) -> list[Entry]:
     return entries
 
 
-def _seconds(machine: Machine, entries: Sequence[Entry]) -> float:
-    """Return the host's time for entries, without what recomputation costs beside its operations."""
+def _host_seconds(machine: Machine, step: SmallStep) -> float:
+    """Return the host's time for a step, without what recomputation costs beside its operations."""
     return sum(
         machine.host_seconds(entry)
-        for entry in entries
+        for entry in step.entries
         if not (_is(entry, "checkpoint") or _is(entry, "decision"))
+    )
+
+
+def _compute_seconds(machine: Machine, step: SmallStep) -> float:
+    """Return the time of the kernels of a step."""
+    return sum(
+        machine.kernel_seconds(entry.work)
+        for entry in step.entries
+        if isinstance(entry, Launch) and isinstance(entry.work, Kernel)
     )
 
 
