@@ -1,4 +1,4 @@
-"""Whether the waits for communication that `fullshard plan` foretells are those that real CPU ranks have.
+"""Whether the waits for communication that `fullshard plan` predicts are those that real CPU ranks have.
 
 The script starts its own processes, which talk over gloo. They measure the machine together (`calibrate`), train, and
 record traces. Then the same steps are planned for the measured machine. The machine should be quiet. Other processes
@@ -10,7 +10,7 @@ make steps slower at times and never faster, so of several rounds of steps the f
 exposed     time in which a rank stands still for gathers and reductions, of a step: mean over ranks and steps
 share       of the step. It is what a user wants to know, and what a noisy machine leaves
 in calls    the part of the share that is within the calls of collectives, where ranks meet
-foretold    the same of the plan
+predicted   the same of the plan
 """
 
 import argparse
@@ -44,8 +44,8 @@ from fullshard.programs.train.processes import run_in_processes
 from fullshard.tracing.schema import COLLECTIVES, Trace, parse_trace
 
 COLUMNS = (
-    *("ranks", "width", "step ms", "foretold", "exposed ms", "foretold"),
-    *("share", "foretold", "in calls", "foretold"),
+    *("ranks", "width", "step ms", "predicted", "exposed ms", "predicted"),
+    *("share", "predicted", "in calls", "predicted"),
 )
 CPU = torch.device("cpu")
 WARM_UP = 3

@@ -1,4 +1,4 @@
-"""Whether the memory and the time that `fullshard plan` foretells are those that a step then takes.
+"""Whether the memory and the time that `fullshard plan` predicts are those that a step then takes.
 
 One process is rank 0 of a `fake` group on a GPU, as in step.py, and takes the steps that a plan records (`TrainingStep`).
 Each configuration has a process of its own, since what one leaves in the allocator would be the next one's. Measuring
@@ -12,7 +12,7 @@ allocated     most bytes of tensors at a time, within the second step
 reserved      most that the caching allocator has taken from the device by then
 gradients     device time of forward and backward of all microbatches, median of the steps after the second
 step          the same with clipping and the optimizer
-off           foretold over measured, less one. At most 5 % of allocated, 10 % of reserved and `--time-limit` of the
+off           predicted over measured, less one. At most 5 % of allocated, 10 % of reserved and `--time-limit` of the
               gradients' time are promised; it exits 1 if one is further off
 """
 
@@ -113,7 +113,7 @@ Figures = dict[str, float]
 """Bytes and seconds by the names of `UNITS`."""
 
 
-def foretold(configuration: Configuration, machine: Machine) -> Figures:
+def predicted(configuration: Configuration, machine: Machine) -> Figures:
     """Return what the plan says for a rank of the fake group."""
     planned = plan_step(configuration.config(), configuration.world, machine.with_fake_group())
     return {
@@ -217,7 +217,7 @@ def compare(file: Path, names: Sequence[str], profile: str, time_limit: float) -
         name, truth = row["name"], row["measured"]
         if name not in names or truth is None:
             continue
-        plan = foretold(CONFIGURATIONS[name], machine)
+        plan = predicted(CONFIGURATIONS[name], machine)
         rows.append(cells_of(name, plan, truth))
         broken += [
             f"{name}: {kind} is {plan[kind] / truth[kind] - 1:+.1%} off, {most:.0%} are promised"
@@ -227,7 +227,7 @@ def compare(file: Path, names: Sequence[str], profile: str, time_limit: float) -
     print(f"Measured: {headline(written['header'])}. Planned with the profile {machine.name}.\n")
     columns = ["configuration", "world"]
     for kind, (unit, _) in UNITS.items():
-        columns += [f"{kind} {unit}", "foretold", "off"]
+        columns += [f"{kind} {unit}", "predicted", "off"]
     print(markdown(columns, rows))
     print("\n".join(["", *broken]))
     return int(bool(broken))

@@ -30,11 +30,11 @@ def test_a_published_run_is_planned_with_its_options(monkeypatch: pytest.MonkeyP
     assert "compiled" in published_runs.describe(row)
 
 
-def test_memory_and_time_are_foretold_for_a_configuration() -> None:
+def test_memory_and_time_are_predicted_for_a_configuration() -> None:
     tiny = ("model.layers=2", "model.width=64", "model.heads=2", "data.context=32")
     machine = plan_steps.load_profile("h200")
     few, more = (
-        plan_steps.foretold(plan_steps.Configuration("medium", (*tiny, *options)), machine)
+        plan_steps.predicted(plan_steps.Configuration("medium", (*tiny, *options)), machine)
         for options in ((plan_steps.RECOMPUTED,), ())
     )
     assert few["allocated"] < more["allocated"] <= more["reserved"]

@@ -1,4 +1,4 @@
-"""`fullshard inspect`: what it foretells is what a run then does."""
+"""`fullshard inspect`: what it predicts is what a run then does."""
 
 import json
 import re
@@ -33,7 +33,7 @@ from tests.helpers.groups import leave_group
 WORLD = 4
 
 
-def foretell(*settings: str) -> ShardedPlan:
+def predict(*settings: str) -> ShardedPlan:
     plan = measure(read_config(None, settings), WORLD)
     leave_group()
     return plan
@@ -79,8 +79,8 @@ def traced_step(folder: Path, settings: list[str]) -> tuple[Counter[str], int]:
         ["sharding.prefetch=2", "model.width=20", "model.heads=2"],
     ],
 )
-def test_a_run_holds_and_sends_what_was_foretold(tmp_path: Path, settings: list[str]) -> None:
-    plan = foretell(*settings)
+def test_a_run_holds_and_sends_what_was_predicted(tmp_path: Path, settings: list[str]) -> None:
+    plan = predict(*settings)
     sent, gathered = traced_step(tmp_path, settings)
     assert sent["gather"] == plan.traffic.gathers
     assert sent["reduce"] == plan.traffic.reductions
@@ -90,7 +90,7 @@ def test_a_run_holds_and_sends_what_was_foretold(tmp_path: Path, settings: list[
 
 def test_parameters_at_rest_are_this_ranks_share() -> None:
     config = read_config(None, ["model.layers=2"])
-    plan = foretell("model.layers=2")
+    plan = predict("model.layers=2")
     with fake_world(WORLD):
         sharded = build_model(config, open_model(config), torch.device("cpu"))
         assert plan.rank.parameters == sharded.bytes_at_rest()
@@ -100,8 +100,8 @@ def test_parameters_at_rest_are_this_ranks_share() -> None:
 
 def test_replicas_share_the_state_and_not_the_averages() -> None:
     settings = ["sharding.replicas=2", "optimizer.ema=0.9"]
-    usual = foretell(*settings)
-    plan = foretell(*settings, "optimizer.shard_over_replicas=true")
+    usual = predict(*settings)
+    plan = predict(*settings, "optimizer.shard_over_replicas=true")
     assert usual.rank.optimizer == 3 * usual.rank.parameters
     assert plan.rank.optimizer == 2 * plan.rank.parameters
     assert plan.unsharded == usual.unsharded
@@ -111,7 +111,7 @@ def test_replicas_share_the_state_and_not_the_averages() -> None:
 def test_muon_has_one_state_of_matrices_and_two_of_the_rest() -> None:
     settings = ["model.layers=2", "optimizer.name=muon"]
     config = read_config(None, settings)
-    plan = foretell(*settings)
+    plan = predict(*settings)
     with fake_world(WORLD):
         model = build_model(config, open_model(config), torch.device("cpu"))
         optimizer = build_optimizer(config.optimizer, model)
@@ -125,14 +125,14 @@ def test_muon_has_one_state_of_matrices_and_two_of_the_rest() -> None:
 
 
 def test_state_in_8_bits_is_about_2_bytes_an_element() -> None:
-    plan = foretell("optimizer.name=adamw8bit", "optimizer.ema=0.9")
+    plan = predict("optimizer.name=adamw8bit", "optimizer.ema=0.9")
     state = plan.rank.optimizer - plan.rank.parameters
     assert 2.03 < 4 * state / plan.rank.parameters < 2.06
 
 
 def test_frozen_parameters_have_no_gradients_no_state_and_no_averages() -> None:
-    usual = foretell("model.layers=2")
-    plan = foretell("model.layers=2", "model.trainable=head.*", "optimizer.ema=0.9")
+    usual = predict("model.layers=2")
+    plan = predict("model.layers=2", "model.trainable=head.*", "optimizer.ema=0.9")
     (head,) = (p for n, p in open_model(RunConfig()).build().named_parameters() if "head" in n)
     assert plan.rank.parameters == usual.rank.parameters
     assert plan.unsharded.gradients == head.nbytes
@@ -205,7 +205,7 @@ def test_activations_are_what_autograd_keeps_of_a_real_forward(
         # The kernel that accelerators have for it leaves its output as the next layer wants it; the CPU's makes a copy.
         expected -= 2 * windows[:, 1:].numel() * 128 * 4
     random_states = 2 * (24 if precision == "bf16" else 16)
-    found = foretell(*settings, "data.context=32").rank.activations
+    found = predict(*settings, "data.context=32").rank.activations
     assert found == expected + random_states
 
 

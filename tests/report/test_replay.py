@@ -34,10 +34,10 @@ def test_at_the_depth_used_the_waits_are_those_measured(machine: Machine, depth:
 
 
 @pytest.mark.parametrize("machine", MACHINES[:3])
-def test_another_depth_is_foretold_as_it_then_is(machine: Machine):
-    foretold = replay(one_step(machine), 2)
+def test_another_depth_is_predicted_as_it_then_is(machine: Machine):
+    predicted = replay(one_step(machine), 2)
     really = one_step(Machine(**{**vars(machine), "depth": 2}))
-    assert shown(foretold) == shown(measured_waits(really))
+    assert shown(predicted) == shown(measured_waits(really))
 
 
 def test_the_depth_is_recognised_where_it_matters():
