@@ -118,6 +118,9 @@ def test_a_folder_in_the_way_is_an_error_and_so_is_a_missing_one_around_it(tmp_p
         write(tmp_path / "a.txt", b"new")
     with pytest.raises(FileNotFoundError):
         write(tmp_path / "none" / "a.txt", b"new")
+    for nameless in (Path(), Path("/")):
+        with pytest.raises(IsADirectoryError):
+            write(nameless, b"new")
     assert names(tmp_path) == ["a.txt"]
 
 

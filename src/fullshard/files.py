@@ -42,7 +42,8 @@ def atomic_write(path: Path, *, durable: bool) -> Iterator[IO[bytes]]:
       left beside it; nobody removes it.
     - After a crash of the machine, the same holds if ``durable`` is set, and once the block has ended it is the new file.
       Otherwise ``path`` may also be empty or cut short: some file systems write a name before its data.
-    - A link at ``path`` is replaced, not followed. A folder there is an error, after the block.
+    - A link at ``path`` is replaced, not followed. A folder there is an error, after the block; one without a name of its
+      own (``.`` or ``/``) before it.
     - The new file has the permissions of any new file of this process, not those of the old one.
     - Two processes may write to one path at a time. The one that ends last wins.
 
@@ -54,6 +55,8 @@ def atomic_write(path: Path, *, durable: bool) -> Iterator[IO[bytes]]:
     Raises:
         OSError: the file cannot be written or renamed.
     """
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         with unfinished.open("xb") as file:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from fullshard.programs import cli
+from fullshard.programs import cli, report
 from fullshard.programs.plan_tool import command, parallel_plans, planning
 from fullshard.programs.plan_tool.answers import (
     MEMORY,
@@ -223,10 +223,14 @@ def test_times_have_three_digits() -> None:
         (("tiny", "--gpu", ""), "There is no profile of a GPU named ''"),
         (("tiny", "--gpu", "h100", "--html", "no/page.html"), "no/page.html cannot be written: there is no folder no."),
         (("tiny", "--gpu", "h100", "--toml", "no/run.toml"), "no/run.toml cannot be written: there is no folder no."),
+        (("tiny", "--gpu", "h100", "--toml", ""), ". cannot be written: it is a folder."),
+        (("tiny", "--gpu", "h100", "--html", "/"), "/ cannot be written: it is a folder."),
+        (("tiny", "--gpu", "h100", "--html", "a.x", "--toml", "./a.x"), "--toml and --html both name a.x. Name two files."),
         (("tiny",), "A plan needs to know the GPU"),
         (("tiny", "--gpu", "h100", "--profile", "x.toml"), "A plan needs to know the GPU"),
         (("tiny", "--profile", "none.toml"), "There is no file none.toml"),
         (("tiny", "--gpu", "h100", "--network", "fast"), "--network takes the Gbit/s of a GPU"),
+        (("tiny", "--gpu", "h100", "--network", "9" * 400), "--network takes the Gbit/s of a GPU"),
         (("tiny", "--gpu", "h100", "--batch", "3"), "train.batch must be divisible"),
         (("tiny", "--gpu", "h100", "--gpus", "6", "--set", "sharding.replicas=4"), "must be divisible by sharding.replicas"),
         (("tiny", "--gpu", "h100", "--set", "sharding.replicas=8", "--set", "compute.wire=bf16"), "they average whole gradients"),
@@ -241,6 +245,27 @@ def test_an_impossible_question_is_one_message(words: tuple[str, ...], said: str
     assert result.exit_code == 2
     assert said in result.output
     assert result.output.startswith("Error: ") and "Traceback" not in result.output
+
+
+def test_a_folder_to_which_nothing_may_be_written_is_refused_before_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Root may write anywhere, so the system is asked for nobody.
+    monkeypatch.setattr(command.os, "access", lambda *_: False)
+    monkeypatch.setattr(command, "_answer", lambda *_, **__: pytest.fail("it was planned"))
+    result = plan("tiny", "--gpu", "h100", "--toml", str(tmp_path / "a.toml"))
+    assert result.exit_code == 2
+    assert f"nothing may be written to {tmp_path}" in "".join(result.output.splitlines())
+
+
+def test_a_page_without_its_libraries_is_refused_before_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "find_spec", lambda _: None)
+    monkeypatch.setattr(command, "_answer", lambda *_, **__: pytest.fail("it was planned"))
+    result = plan("tiny", "--gpu", "h100", "--html", str(tmp_path / "plan.html"))
+    assert result.exit_code == 2
+    assert "A page needs plotly and jinja2; plotly is not installed." in result.output
 
 
 def test_a_model_that_needs_values_is_refused_with_its_reason(

@@ -5,6 +5,7 @@ Exit codes: 0, also if the model does not fit; 2 with one message if the questio
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from fullshard.programs.plan_tool.question import (
     read_machine,
     read_question,
 )
+from fullshard.programs.report import check_libraries
 from fullshard.programs.version_option import Version
 
 if TYPE_CHECKING:
@@ -90,8 +92,9 @@ def plan(
     try:
         machine = read_machine(gpu, profile, network)
         question = read_question(model, gpus, machine, [*(settings or ()), *given])
-        for output in filter(None, (toml, html)):
-            check_folder(output)
+        check_outputs([each for each in (toml, html) if each is not None])
+        if html is not None:
+            check_libraries("A page")
         _answer(console, question, searches=searches or html is not None, toml=toml, html=html)
         if explain:
             from fullshard.programs.plan_tool.output import print_assumptions
@@ -153,10 +156,7 @@ def _write_page(
     curve: Sequence[ScalePoint],
 ) -> None:
     """Write the page of a plan."""
-    from fullshard.programs.report import importing_libraries
-
-    with importing_libraries("A page"):
-        from fullshard.programs.plan_tool.page import Planned, render
+    from fullshard.programs.plan_tool.page import Planned, render
 
     plan = Planned(
         step=step, description=description, parameters=parameters, found=found, scaling=curve
@@ -225,12 +225,21 @@ def _write_profile(machine: Machine, output: Path) -> None:
     write_file(output, to_toml(machine))
 
 
-def check_folder(output: Path) -> None:
-    """Refuse a file in a folder that does not exist, before anything takes time; ConfigurationError."""
-    if not output.parent.is_dir():
-        raise ConfigurationError(
-            f"{output} cannot be written: there is no folder {output.parent}. Make it first, or name a file in another one."
-        )
+def check_outputs(outputs: Sequence[Path]) -> None:
+    """Refuse files that cannot be written, before anything takes time; ConfigurationError."""
+    for output in outputs:
+        folder = output.parent
+        if output.is_dir():
+            reason = "it is a folder. Name a file in it"
+        elif not folder.is_dir():
+            reason = f"there is no folder {folder}. Make it first, or name a file in another one"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            reason = f"nothing may be written to {folder}. Name a file in another folder"
+        else:
+            continue
+        raise ConfigurationError(f"{output} cannot be written: {reason}.")
+    if len({output.resolve() for output in outputs}) < len(outputs):
+        raise ConfigurationError(f"--toml and --html both name {outputs[0]}. Name two files.")
 
 
 def write_file(output: Path, text: str) -> None:

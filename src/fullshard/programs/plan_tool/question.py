@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,8 @@ def read_machine(gpu: str | None, profile: Path | None, network: str | None) -> 
     if network is None:
         return machine
     number, _, unit = network.partition("/")
-    if not re.fullmatch(r"\d+(\.\d+)?", number) or unit not in ("", "host") or not float(number):
+    is_number = re.fullmatch(r"\d+(\.\d+)?", number) and 0 < float(number) < math.inf
+    if not is_number or unit not in ("", "host"):
         raise ConfigurationError(
             f"--network takes the Gbit/s of a GPU to other hosts, such as 400, or of a whole host, such as 3200/host; got {network}."
         )

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from fullshard.errors import ConfigurationError
@@ -73,10 +74,21 @@ def importing_libraries(what: str) -> Iterator[None]:
         missing = (error.name or "").partition(".")[0]
         if missing not in LIBRARIES:
             raise
-        raise ConfigurationError(
-            f"{what} needs {' and '.join(LIBRARIES)}; {missing} is not installed. "
-            "Install the extra: pip install 'fullshard[report]'"
-        ) from None
+        raise _missing_library(what, missing) from None
+
+
+def check_libraries(what: str) -> None:
+    """Refuse what needs the packages of the extra if one is missing, without importing them; ConfigurationError."""
+    for name in LIBRARIES:
+        if find_spec(name) is None:
+            raise _missing_library(what, name)
+
+
+def _missing_library(what: str, name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what} needs {' and '.join(LIBRARIES)}; {name} is not installed. "
+        "Install the extra: pip install 'fullshard[report]'"
+    )
 
 
 def _write(target: Path, text: str) -> None:
