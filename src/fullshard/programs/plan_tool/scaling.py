@@ -125,12 +125,13 @@ def crossover_text(points: Sequence[ScalePoint]) -> str:
 
 
 def _crossing(point: ScalePoint, replicated: PlannedStep) -> str:
-    gathers = [step.playback.idle["gather"] for step in (point.full, replicated)]
+    full, other = point.full.playback.idle, replicated.playback.idle
     fits = "" if replicated.fits else " It does not fit there, however."
     return (
-        f"From about {point.world:,} GPUs on, a replica on each host (HSDP) is faster. With full sharding every gather goes through all "
-        f"hosts, and a ring of {point.world:,} GPUs has as many hops: compute waits {_ms(gathers[0])} for gathers, against "
-        f"{_ms(gathers[1])} when they stay within a host. What replicas pay is an all-reduce of each shard between hosts.{fits}"
+        f"From about {point.world:,} GPUs on, a replica on each host (HSDP) is faster. With full sharding every gather and every reduction "
+        f"goes through all hosts, and a ring of {point.world:,} GPUs has as many hops: compute waits {_ms(full['gather'])} for gathers and "
+        f"{_ms(full['reduction'])} for reductions. With replicas it waits {_ms(other['gather'])} and {_ms(other['reduction'])}: their "
+        f"gathers stay within a host, and their reductions do but for an all-reduce of each shard.{fits}"
     )
 
 
