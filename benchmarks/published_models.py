@@ -28,6 +28,8 @@ class Architecture:
     kv_heads: int | None = None
     is_gpt: bool = False
     """Layer norms, biases, GELU and learned positions, instead of Llama's."""
+    is_mpt: bool = False
+    """A GPT without biases, whose head is the embedding."""
 
     @property
     def parameters(self) -> int:
@@ -35,7 +37,21 @@ class Architecture:
         head = self.width // self.heads
         attention = 2 * self.width**2 + 2 * self.width * (self.kv_heads or self.heads) * head
         hidden = (2 if self.is_gpt else 3) * self.width * self.hidden
-        return self.layers * (attention + hidden) + 2 * self.vocabulary * self.width
+        embeddings = (1 if self.is_mpt else 2) * self.vocabulary * self.width
+        return self.layers * (attention + hidden) + embeddings
+
+
+def mpt(layers: int, width: int, heads: int) -> Architecture:
+    """Return the sizes of a model of llm-foundry."""
+    return Architecture(
+        layers=layers,
+        width=width,
+        heads=heads,
+        vocabulary=50368,
+        hidden=4 * width,
+        is_gpt=True,
+        is_mpt=True,
+    )
 
 
 ARCHITECTURES = {
@@ -53,6 +69,12 @@ ARCHITECTURES = {
     "Llama 3 70B": Architecture(
         layers=80, width=8192, heads=64, kv_heads=8, vocabulary=128256, hidden=28672
     ),
+    "MPT 760M": mpt(24, 1536, 12),
+    "MPT 1B": mpt(24, 2048, 16),
+    "MPT 7B": mpt(32, 4096, 32),
+    "MPT 13B": mpt(40, 5120, 40),
+    "MPT 30B": mpt(48, 7168, 64),
+    "MPT 70B": mpt(80, 8192, 64),
     "GPT 175B": Architecture(
         layers=96, width=12288, heads=96, vocabulary=50000, hidden=4 * 12288, is_gpt=True
     ),
@@ -87,7 +109,7 @@ class Attention(nn.Module):
         self.shape = shape
         self.head = shape.width // shape.heads
         kv_width = (shape.kv_heads or shape.heads) * self.head
-        bias = shape.is_gpt
+        bias = shape.is_gpt and not shape.is_mpt
         self.query = nn.Linear(shape.width, shape.width, bias=bias)
         self.key = nn.Linear(shape.width, kv_width, bias=bias)
         self.value = nn.Linear(shape.width, kv_width, bias=bias)
@@ -120,10 +142,11 @@ class FeedForward(nn.Module):
     def __init__(self, shape: Architecture) -> None:
         super().__init__()
         self.is_gpt = shape.is_gpt
+        bias = shape.is_gpt and not shape.is_mpt
         if not shape.is_gpt:
             self.gate = nn.Linear(shape.width, shape.hidden, bias=False)
-        self.up = nn.Linear(shape.width, shape.hidden, bias=shape.is_gpt)
-        self.down = nn.Linear(shape.hidden, shape.width, bias=shape.is_gpt)
+        self.up = nn.Linear(shape.width, shape.hidden, bias=bias)
+        self.down = nn.Linear(shape.hidden, shape.width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position by itself."""
@@ -151,7 +174,7 @@ class Block(nn.Module):
 
 
 class PublishedDecoder(nn.Module):
-    """A decoder with an untied head."""
+    """A decoder. Its head has weights of its own, but for MPT."""
 
     def __init__(self, shape: Architecture) -> None:
         super().__init__()
@@ -160,6 +183,8 @@ class PublishedDecoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width) if shape.is_gpt else ComposedNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        if shape.is_mpt:
+            self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return scores (batch, length, vocabulary)."""
