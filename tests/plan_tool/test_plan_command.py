@@ -217,7 +217,7 @@ def test_times_have_three_digits() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("nothing", "--gpu", "h100"), "nothing is none of them"),
+        (("nothing", "--gpu", "h100"), "or a run or its TOML file; nothing is none of them"),
         (("math:floor", "--gpu", "h100"), "fullshard inspect takes any module:function"),
         (("tiny", "--gpu", "h1000"), "There is no profile of a GPU named 'h1000'. Did you mean h100?"),
         (("tiny", "--gpu", ""), "There is no profile of a GPU named ''"),

@@ -56,6 +56,17 @@ def test_few_microbatches_tell_what_many_take() -> None:
         )
 
 
+def test_whole_gradients_between_microbatches_are_told_apart_from_temporary_tensors() -> None:
+    source = open_model(config())
+    whole = 4 * sum(param.numel() for param in source.build().parameters())
+    one, two = (
+        plan_step(config(train={"batch": 2 * WORLD, "accumulate": each}), WORLD, H100, source)
+        for each in (1, 2)
+    )
+    assert "accumulated" not in one.memory.at_peak
+    assert two.memory.at_peak["accumulated"] == pytest.approx(whole, rel=0.1)
+
+
 def test_a_plan_is_a_trace_that_the_report_can_read() -> None:
     planned = plan_step(config(), WORLD, H100)
     trace = planned.trace

@@ -37,6 +37,7 @@ LIMITS: dict[Idle, str] = {
 MEMORY: dict[MemoryKind, str] = {
     "parameters": "parameters, sharded",
     "gradients": "gradients, sharded",
+    "accumulated": "gradients, whole, of microbatches",
     "optimizer": "optimizer state",
     "activations": "activations",
     "gathered": "gathered parameters",

@@ -50,7 +50,7 @@ def read_question(
             f"A plan runs the step of fullshard train, which does not know how to call {model}. Give a size, a Hugging Face "
             "folder, or a run's TOML file; fullshard inspect takes any module:function."
         )
-    file, of_model = file_and_settings(model)
+    file, of_model = file_and_settings(model, takes_factories=False)
 
     def world_of(config: RunConfig) -> int:
         return gpus or config.run.ranks or DEFAULT_WORLD

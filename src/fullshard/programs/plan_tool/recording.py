@@ -407,6 +407,13 @@ class Recorder(torch_border.OperatorMode):
             if memory.nbytes and memory.phase == phase:
                 self.kinds[memory.number] = kind
 
+    def name_accumulated(self) -> None:
+        """Say that what backward has taken, and what is still there after it, are gradients of whole parameters."""
+        for memory in self._memory.values():
+            is_left = memory.nbytes and memory.phase == "backward"
+            if is_left and self.kinds[memory.number] == "temporary":
+                self.kinds[memory.number] = "accumulated"
+
     def name_memory(self, tensors: Sequence[Tensor], kind: MemoryKind) -> None:
         """Say what memory is for that is there now."""
         for tensor in tensors:

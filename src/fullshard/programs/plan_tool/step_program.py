@@ -7,8 +7,8 @@ recorded.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,9 +116,13 @@ class _RecordedStep(TrainingStep):
         del grads
         super().update()
 
-    def during(self, phase: Phase) -> AbstractContextManager[None]:
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
         """Do as `TrainingStep` says."""
-        return self._recorder.during(phase)
+        with self._recorder.during(phase):
+            yield
+        if phase == "backward" and self._config.train.accumulate > 1:
+            self._recorder.name_accumulated()
 
 
 def _local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:

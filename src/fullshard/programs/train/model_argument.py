@@ -23,8 +23,12 @@ def is_factory(model: str) -> bool:
     return re.fullmatch(r"[\w.]+:[\w.]+", model) is not None and not Path(model).exists()
 
 
-def file_and_settings(model: str) -> tuple[Path | None, list[str]]:
+def file_and_settings(model: str, *, takes_factories: bool = True) -> tuple[Path | None, list[str]]:
     """Return the TOML file that MODEL stands for, if there is one, and the settings that it stands for.
+
+    Args:
+        model: As on the command line.
+        takes_factories: Whether the program takes `module:function`; a message says so.
 
     Raises:
         ConfigurationError: it is nothing that is known.
@@ -40,7 +44,13 @@ def file_and_settings(model: str) -> tuple[Path | None, list[str]]:
         return None, [f"model.huggingface={toml_value(path)}"]
     if path.is_file():
         return path, []
+    known = [
+        f"a size ({', '.join(get_args(Size))})",
+        "a folder with a config.json of Hugging Face",
+        "a run or its TOML file",
+    ]
+    if takes_factories:
+        known.append("module:function, a callable that returns a model")
     raise ConfigurationError(
-        f"A model must be a size ({', '.join(get_args(Size))}), a folder with a config.json of Hugging Face, a run or its "
-        f"TOML file, or module:function, a callable that returns a model; {model} is none of them."
+        f"A model must be {', '.join(known[:-1])}, or {known[-1]}; {model or 'an empty name'} is none of them."
     )
