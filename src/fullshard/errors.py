@@ -80,6 +80,22 @@ def fault_paragraphs(faults: Iterable[str], rule: str, remedy: str) -> list[str]
     return [f"{rule}\n  " + "\n  ".join(lines) + f"\n{remedy}"] if lines else []
 
 
+def exception_text(error: BaseException) -> str:
+    """Return type and message of an exception."""
+    return f"{type(error).__name__}: {exception_message(error)}"
+
+
+def exception_message(error: BaseException) -> str:
+    """Return the message of an exception, of any class: where ``str`` fails, it says so.
+
+    A rank that is about to tell others why it fails must not fail once more.
+    """
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"(no message: __str__ raised {type(broken).__name__})"
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
     """Return ranks as a message names them: "rank 3", "ranks 0, 1", "ranks 0-6, 8"."""
     runs: list[list[int]] = []

@@ -17,6 +17,7 @@ from fullshard.comm.watchdog.answers import (
     encode,
     history_from,
 )
+from fullshard.comm.watchdog.connections import UNKNOWN
 from fullshard.comm.watchdog.judge import histories_wanted, judge
 
 ALL = tuple(range(4))
@@ -134,6 +135,13 @@ def test_an_exception_that_left_forward_is_found_in_the_rank_that_goes_on() -> N
     assert "rank 1 raised ValueError: 3, while others wait" in found.message
 
 
+def test_a_rank_that_has_caught_its_exception_is_only_slow() -> None:
+    caught = replace(runs(1, raised="StopForward: "), has_caught=True)
+    found = judge(by_rank(*OTHERS, caught), {})
+    assert found.kind == "slow"
+    assert "raised StopForward:  and caught it; running" in found.message
+
+
 def test_different_collectives_under_the_same_number_are_named() -> None:
     answers = by_rank(*OTHERS, runs(1, count=9, digest=91))
     assert histories_wanted(answers) == [0, 1]
@@ -181,6 +189,19 @@ def test_a_deadlock_is_one_when_nobody_moves_between_two_rounds() -> None:
     assert "  rank 1: waiting for torch.distributed.barrier: step 2" in found.message
     moved = {**answers, 2: replace(answers[2], moved=3)}
     assert judge(answers, {}, previous=moved).kind != "diverged"
+
+
+@pytest.mark.parametrize("text", ["recv", "Work.wait for all_reduce"])
+def test_a_wait_for_what_may_be_on_its_way_is_a_deadlock_if_nothing_moves(text: str) -> None:
+    def answers(traffic: int) -> dict[int, Answer]:
+        waiting = waits(1, text, kind="torch", group=None, count=4, digest=40)
+        assert waiting.wait is not None
+        return by_rank(*OTHERS, replace(waiting, wait=replace(waiting.wait, traffic=traffic)))
+
+    assert judge(answers(100), {}).kind == "again"
+    assert judge(answers(100), {}, previous=answers(100)).kind == "diverged"
+    assert judge(answers(100), {}, previous=answers(99)).kind != "diverged"
+    assert judge(answers(UNKNOWN), {}, previous=answers(UNKNOWN)).kind == "fine"
 
 
 def test_ranks_that_wait_in_the_same_collective_are_no_deadlock() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -13,10 +14,12 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.comm.journal import Journal, journal_of, journals, tag
+from fullshard.comm.watchdog.connections import traffic
 from fullshard.comm.watchdog.judge import Judgement
 from fullshard.comm.watchdog.observation import (
     Observer,
     _collective_of_torch,
+    is_past_handlers,
     line_of,
     marks_of,
 )
@@ -55,6 +58,33 @@ def test_a_thread_that_runs_python_of_its_own_does_not_wait() -> None:
     observer = Observer(0, threading.get_ident(), "here", None)
     assert observer.wait() is None
     assert observer.answer({}, {}).line.startswith("communication/test_watchdog_observation.py:")
+
+
+def test_an_exception_is_caught_when_its_handlers_have_ended() -> None:
+    thread = threading.get_ident()
+    try:
+        raise ValueError
+    except ValueError:
+        assert not is_past_handlers(thread)
+    assert is_past_handlers(thread)
+    ended = threading.Thread(target=lambda: None)
+    ended.start()
+    ended.join()
+    assert ended.ident is not None
+    assert not is_past_handlers(ended.ident)
+
+
+def test_traffic_counts_what_comes_and_goes() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as one:
+            other, _ = listener.accept()
+            with other:
+                before = traffic(store_port=None)
+                one.sendall(b"x" * 1000)
+                other.recv(1000, socket.MSG_WAITALL)
+                assert traffic(store_port=None) >= before + 1000
+                assert traffic(store_port=port) < before + 1000
 
 
 def test_a_wait_in_torch_has_the_name_of_the_function_that_users_call() -> None:

@@ -40,7 +40,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.errors import DivergenceError
+from fullshard.errors import DivergenceError, exception_message
 from tests.helpers.preloaded import be_main_process
 from tests.helpers.ranks import FORK_SERVER
 from tests.helpers.torch_costs import spare_torch_costs
@@ -91,7 +91,8 @@ class Rank:
             found = found.__cause__  # torch's pipelines raise an error of their own from it
         found = found or error
         kind = type(found).__name__ if found else ""
-        message = "\n".join([str(found), *getattr(found, "__notes__", ())]) if found else ""
+        notes = getattr(found, "__notes__", ())
+        message = "\n".join([exception_message(found), *notes]) if found else ""
         before = self.starved_before
         starved = sum(now - before.get(thread, 0) for thread, now in _starved_ns().items()) / 1e9
         self._note(
@@ -392,8 +393,11 @@ def _run(program: Callable[[Rank], None], me: Rank) -> int:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
         sys.last_value = error  # as the interpreter does
-        sys.excepthook(type(error), error, error.__traceback__)  # which may add notes to it
-        me.note_end(error)
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)  # which may add notes to it
+            me.note_end(error)
+        except BaseException as of_hook:  # the interpreter prints both
+            me.note_end(of_hook)
         return 1
     me.note_end(None)
     return 0
@@ -415,7 +419,7 @@ def _redirect(path: Path) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.stdout, sys.stderr = open(1, "w", 1), open(2, "w", 1)
+    sys.stdout, sys.stderr = open(1, "w", 1), open(2, "w", 1, errors="backslashreplace")
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2)
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
+from fullshard.errors import exception_text
 
 RING = 256
 """How many of the last collectives a journal remembers."""
@@ -147,6 +148,8 @@ class Waiting(NamedTuple):
     """What is waited for: the text of a tag, or "agreement on the model"."""
     since: float
     """When the wait began, by `time.monotonic`."""
+    is_noted: bool = True
+    """Whether the journal has what is waited for as its last collective; otherwise it comes after that."""
 
 
 class Position:
@@ -175,7 +178,7 @@ class Position:
         """Note an exception that leaves a sharded forward or backward."""
         if not self.guarded:
             self.raised_in = self.text()
-            self.raised = f"{type(error).__name__}: {error}"
+            self.raised = exception_text(error)
 
     def text(self) -> str:
         """Return the place in the step for a message: "backward of layers.3"."""

@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from fullshard.errors import DivergenceError, ranks_text
+from fullshard.errors import DivergenceError, exception_text, ranks_text
 
 LOOKS_PER_S = 20_000
 """How often all ranks together look for a verdict, at most."""
@@ -123,9 +123,7 @@ class StoreAgreement:
         except BaseException as error:
             # The others need not wait for this rank, and the next comparison gets another number.
             with contextlib.suppress(Exception):  # of a store that is gone, say
-                given_up = (
-                    f"Rank {self._rank} has given up comparing: {type(error).__name__}: {error}"
-                )
+                given_up = f"Rank {self._rank} has given up comparing: {exception_text(error)}"
                 self._publish(str(error) if isinstance(error, DivergenceError) else given_up)
             raise
 

@@ -32,6 +32,7 @@ from fullshard.errors import (
     DivergenceError,
     StepFailedError,
     UnsupportedError,
+    exception_message,
 )
 from fullshard.plan.mesh import global_rank, world_size
 
@@ -215,7 +216,7 @@ def _describe(error: BaseException, *, may_skip: bool = True) -> StepFailure:
     return StepFailure(
         rank=global_rank(),
         type=type(error).__name__,
-        message=str(error)[:_MESSAGE_CHARACTERS],
+        message=exception_message(error)[:_MESSAGE_CHARACTERS],
         traceback="".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:],
         may_skip=may_skip and skippable,
     )

@@ -33,6 +33,7 @@ from fullshard.errors import (
     DivergenceError,
     LifecycleError,
     UsageError,
+    exception_text,
     ranks_text,
 )
 from fullshard.plan.mesh import global_rank
@@ -194,7 +195,7 @@ class _Draws(Iterator[T]):
         if self._drawn is None:
             self._drawn = _next_of(self._source) if self._active else (_END, None)
         batch, failure = self._drawn
-        said = ranks.ask(_text_of(failure) if failure else _NONE if batch is _END else _HAS)
+        said = ranks.ask(exception_text(failure) if failure else _NONE if batch is _END else _HAS)
         if failure is not None:
             raise failure
         _check_data(said)
@@ -318,10 +319,6 @@ def _next_of(source: Iterator[T]) -> tuple[Any, Exception | None]:
         return _END, error
 
 
-def _text_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def _check_data(said: Mapping[int, str]) -> None:
     """Raise if the data of a rank has raised an exception."""
     failed = {rank: each for rank, each in said.items() if each not in (_HAS, _NONE)}
@@ -356,7 +353,7 @@ def _packed(batch: Any) -> bytes | str:
     try:
         torch.save(batch, buffer)
     except Exception as error:
-        return f"rank {global_rank()} is not ({_text_of(error)})"
+        return f"rank {global_rank()} is not ({exception_text(error)})"
     return buffer.getvalue()
 
 

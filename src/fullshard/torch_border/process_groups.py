@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from types import CodeType, FrameType
 from typing import Any, cast
 
 import torch
@@ -203,6 +205,57 @@ def uses_gloo() -> bool:
     """Return whether a process group of this process communicates by gloo."""
     groups = list(dist.distributed_c10d._world.pg_map)
     return any("gloo" in dist.get_backend_config(group) for group in groups)
+
+
+@functools.cache
+def observe_waits() -> None:
+    """Let a watchdog see, from now on, that a thread waits for a collective which was called with ``async_op=True``.
+
+    Python frames do not show which function of torch's a thread is in, so this one is given a frame.
+    """
+    # pybind looks for the name and for `self` to see that this is no override.
+    original = Work.wait
+
+    def wait(self: Work, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        except RuntimeError:
+            _step_of_python()
+            raise
+
+    _OBSERVED_WAITS.add(wait.__code__)
+    cast(Any, Work).wait = functools.update_wrapper(wait, original)
+
+
+_OBSERVED_WAITS: set[CodeType] = set()
+
+
+def _step_of_python() -> None:
+    """Do nothing: here Python raises what another thread has set for this one, in the place of the backend's error."""
+
+
+def is_observed_wait(frame: FrameType) -> bool:
+    """Return whether a thread whose innermost frame this is waits for an asynchronous collective: see `observe_waits`."""
+    return frame.f_code in _OBSERVED_WAITS
+
+
+def operation_waited_for(frame: FrameType) -> str:
+    """Return what such a thread waits for, as torch names it."""
+    work: Any = frame.f_locals.get("self")
+    try:
+        number = int(work._get_op_type())
+    except (AttributeError, RuntimeError, TypeError):  # of a class of Python's, say
+        number = -1
+    return _OPERATIONS.get(number, "an operation")
+
+
+_OPERATIONS = {
+    **dict(enumerate(("broadcast", "all_reduce", "all_reduce_coalesced", "reduce", "all_gather"))),
+    **dict(enumerate(("all_gather_into_tensor", "all_gather_coalesced", "gather", "scatter"), 5)),
+    **dict(enumerate(("reduce_scatter", "all_to_all_single", "all_to_all", "isend", "irecv"), 9)),
+    **dict(enumerate(("irecv", "barrier"), 14)),
+}
+"""By torch's numbers, functions that return such work."""
 
 
 def aborts() -> list[Callable[[], None]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -22,6 +23,17 @@ class Mishap(Exception):
 
 def raise_mishap(*_: Any) -> None:
     raise Mishap("a bad sample")
+
+
+class Mute(Exception):
+    """An exception that cannot say what went wrong."""
+
+    def __str__(self) -> str:
+        raise Mishap("in __str__")
+
+
+def raise_mute(*_: Any) -> None:
+    raise Mute
 
 
 class FailingBackward(torch.autograd.Function):
@@ -81,6 +93,33 @@ def a_rank_raises_in_the_optimizer(me: Rank) -> None:
     if me.diverges():
         run.optimizer.register_step_pre_hook(raise_mishap)
     run.go_on()
+
+
+@kind(odd_ends="Mute", names=["Mute: (no message"])
+def a_rank_raises_what_has_no_message(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        run.net.layers[1].second.register_forward_pre_hook(raise_mute)
+    run.go_on()
+
+
+@kind(odd_ends="well", names=["Mishap"])
+def a_thread_that_trains_raises_and_its_process_lives_on(me: Rank) -> None:
+    def train() -> None:
+        run = Training(me)
+        run.steps(2)
+        if me.diverges():
+            raise Mishap("a bad sample")
+        run.go_on()
+
+    if me.is_odd:
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        time.sleep(10)
+    else:
+        train()
 
 
 @kind(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -90,4 +91,42 @@ def a_wrapped_rank_asks_for_another_kind_of_state_dict(me: Rank) -> None:
     full, sharded = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
     with FullyShardedDataParallel.state_dict_type(run.model, full if me.diverges() else sharded):
         run.model.state_dict()
+    run.go_on()
+
+
+class Stop(Exception):
+    """Ends a forward early: what a hook has seen is enough."""
+
+
+@kind(legal=True)
+def all_leave_a_forward_by_an_exception_and_one_is_slow_then(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    hook = run.net.layers[2].register_forward_pre_hook(stop)
+    with torch.no_grad(), contextlib.suppress(Stop):
+        run.model(run.batch())
+    hook.remove()
+    if me.diverges():
+        time.sleep(SLOW_S)
+    run.go_on()
+
+
+@kind(legal=True)
+def a_rank_waits_for_an_asynchronous_collective_before_others_do(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    work = dist.all_reduce(torch.ones(()), async_op=True)
+    if me.diverges():
+        work.wait()
+    run.steps(1)
+    work.wait()
+    if me.number == 0:
+        dist.recv(torch.ones(()), src=1)
+    else:
+        time.sleep(SLOW_S)
+        dist.send(torch.ones(()), dst=0)
     run.go_on()

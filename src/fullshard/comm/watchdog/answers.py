@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields as dataclass_fields
 from typing import Any
 
+from fullshard.comm.watchdog.connections import UNKNOWN
+
 ALIVE, DEAD, STOPPED = "alive", "dead", "stopped"
 """States of a process, as another process on its host sees them."""
 
@@ -65,6 +67,8 @@ class Wait:
     count: int
     """For a collective of fullshard: its number in the group."""
     seconds: float
+    traffic: int = UNKNOWN
+    """Of a wait in torch: how many bytes have come and gone over this process's connections so far."""
     is_in_vain: bool = False
     """Whether the rank has lost a connection to another one, which it needs."""
 
@@ -86,6 +90,8 @@ class Answer:
     wait: Wait | None = None
     raised: str | None = None
     """Type and message of an exception that has left a sharded forward or backward."""
+    has_caught: bool = False
+    """Whether the program has handled that exception and goes on: all ranks may leave a forward by one."""
     limit_s: float | None = None
     """How long a collective may take before it counts as hung."""
     groups: Mapping[str, GroupAnswer] = field(default_factory=dict)
@@ -124,6 +130,9 @@ class Absence:
     """The last position that it has published, and when."""
 
 
+ASYNC_WAIT = "Work.wait"
+"""How the text of a wait begins, if it is for what was called before, with ``async_op=True``."""
+
 LOST_CONNECTION = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -149,7 +158,9 @@ def encode(value: Registration | Answer | History) -> str:
         return json.dumps(asdict(value), separators=(",", ":"))
     names = (each.name for each in dataclass_fields(value) if each.name not in ("groups", "wait"))
     fields = {
-        name: found for name in names if (found := getattr(value, name)) not in (None, "", {})
+        name: found
+        for name in names
+        if (found := getattr(value, name)) not in (None, "", {}) and found is not False
     }
     fields["groups"] = {
         name: [_packed(each.ranks), each.count, each.digest, each.marks]

@@ -2,11 +2,11 @@
 
 A pure function of the answers. The rules, in this order:
 
-    1. A rank has raised, has left, is dead or is stopped, and another one waits for it: diverged.
+    1. A rank has raised and not caught it, has left, is dead or is stopped, and another one waits for it: diverged.
     2. Two ranks of a process group have called different collectives under the same number, or different numbers of
        collectives in the same step: diverged.
     3. Nobody on its host can see a rank that does not answer, and another one waits for it: lost, which is diverged.
-    4. Ranks that wait for each other all wait, none has what it waits for, and none has moved between two rounds:
+    4. Ranks that wait for each other all wait, none has what it waits for, and none has moved, nor a byte, between two rounds:
        a deadlock, which is diverged.
     5. All ranks of a group have called a collective, which has not ended within the limit: hung, which is diverged.
     6. Somebody waits for a rank that is in its own code, or that does not answer while its process runs: slow.
@@ -20,7 +20,15 @@ import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fullshard.comm.watchdog.answers import Absence, Answer, History, Wait, is_consequence
+from fullshard.comm.watchdog.answers import (
+    ASYNC_WAIT,
+    Absence,
+    Answer,
+    History,
+    Wait,
+    is_consequence,
+)
+from fullshard.comm.watchdog.connections import UNKNOWN
 from fullshard.errors import ranks_text
 
 FINE, SLOW, AGAIN, DIVERGED = "fine", "slow", "again", "diverged"
@@ -116,7 +124,7 @@ def _gone(found: Round) -> Judgement | None:
     gone |= {
         rank: f"raised {answer.raised}"
         for rank, answer in found.answers.items()
-        if answer.raised and answer.wait is None
+        if answer.raised and answer.wait is None and not answer.has_caught
     }
     waited_for = _causes(found, gone)
     if not waited_for:
@@ -287,8 +295,15 @@ def _can_go_on(found: Round, waiter: Answer) -> bool:
 
 
 def _all_have_called(found: Round, waiter: Answer, wait: Wait) -> bool:
-    if wait.kind == "torch" and wait.text in _POINT_TO_POINT:
-        return True  # who the other one is cannot be known
+    if wait.kind == "torch" and (wait.text in _POINT_TO_POINT or wait.text.startswith(ASYNC_WAIT)):
+        # Who the other one is, and whether it has called its part before, cannot be known. But if a rank waits for this
+        # one in a collective of ours, only what is on its way can end the wait, and that would be seen to move.
+        others = (found.answers.get(rank) for rank in found.members(waiter))
+        is_among_torch = all(
+            each is not None and each.wait is not None and each.wait.kind == "torch"
+            for each in others
+        )
+        return is_among_torch or wait.traffic == UNKNOWN
     for rank in found.members(waiter):
         other = found.answers.get(rank)
         if other is None:
@@ -311,9 +326,10 @@ _POINT_TO_POINT = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irec
 def _same_place(answer: Answer, before: Answer | None) -> bool:
     if before is None or before.wait is None or answer.wait is None:
         return False
-    return (answer.moved, answer.wait.text, answer.line) == (
+    return (answer.moved, answer.wait.text, answer.wait.traffic, answer.line) == (
         before.moved,
         before.wait.text,
+        before.wait.traffic,
         before.line,
     )
 
@@ -419,7 +435,8 @@ def lines(found: Round) -> str:
 
 def _place(answer: Answer) -> str:
     at = f", at {answer.line}" if answer.line else ""
-    raised = f"raised {answer.raised}; " if answer.raised else ""
+    caught = " and caught it" if answer.has_caught else ""
+    raised = f"raised {answer.raised}{caught}; " if answer.raised else ""
     wait = answer.wait
     if wait is None:
         return f"{raised}running: {answer.place()}{at}"

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import CodeType, FrameType, TracebackType
 
 import torch
@@ -19,7 +20,8 @@ from fullshard import torch_border
 from fullshard.comm.journal import POSITION, Journal, journals
 from fullshard.comm.streams import comm_contexts
 from fullshard.comm.verdict import VERDICT
-from fullshard.comm.watchdog.answers import Answer, GroupAnswer, History, Wait
+from fullshard.comm.watchdog.answers import ASYNC_WAIT, Answer, GroupAnswer, History, Wait
+from fullshard.comm.watchdog.connections import traffic
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FULLSHARD = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
@@ -48,12 +50,20 @@ SETTLED_S = 2.0
 class Observer:
     """Looks at the thread that trains."""
 
-    def __init__(self, rank: int, thread: int, host: str, limit_s: float | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        thread: int,
+        host: str,
+        limit_s: float | None,
+        store_port: int | None = None,
+    ) -> None:
         self.rank = rank
         self.thread = thread
         """The number of the thread that trains."""
         self.host = host
         self.limit_s = limit_s
+        self._store_port = store_port
 
     def wait(self) -> Wait | None:
         """Return what the thread that trains waits for; None if it does not wait for other ranks."""
@@ -65,7 +75,7 @@ class Observer:
                 text=waiting.text,
                 kind="fullshard",
                 group=None if journal is None else group_key(journal),
-                count=0 if journal is None else journal.count,
+                count=0 if journal is None else journal.count + (not waiting.is_noted),
                 seconds=round(now - waiting.since, 1),
                 is_in_vain=VERDICT.is_sought,
             )
@@ -96,6 +106,8 @@ class Observer:
     def answer(self, states: Mapping[int, str], words: Mapping[int, tuple[str, str]]) -> Answer:
         """Return where this rank is, with the states and last words of other processes on this host."""
         wait = self.wait()
+        if wait is not None and wait.kind == "torch":
+            wait = replace(wait, traffic=traffic(self._store_port))
         groups = {
             group_key(journal): GroupAnswer(
                 ranks=journal.ranks,
@@ -115,6 +127,7 @@ class Observer:
             moved=moves(),
             wait=wait,
             raised=POSITION.raised,
+            has_caught=POSITION.raised is not None and is_past_handlers(self.thread),
             limit_s=self.limit_s,
             groups=groups,
             states=states,
@@ -153,6 +166,15 @@ def marks_of(journal: Journal) -> tuple[tuple[int, int, int], ...]:
     return tuple(sorted(mark for mark in found if mark is not None))
 
 
+def is_past_handlers(thread: int) -> bool:
+    """Return whether a thread runs and handles no exception: what it has raised before is dealt with."""
+    handled = sys._current_exceptions()
+    if thread not in handled:
+        return False  # it has ended
+    found = handled[thread]
+    return found in (None, (None, None, None))
+
+
 # --- the Python line --------------------------------------------------------------------------------
 
 
@@ -187,12 +209,16 @@ def _collective_of_torch(frame: FrameType | None) -> tuple[str, str, str | None]
     """Return the function of torch.distributed that a thread is in, its caller, and its process group if that is known.
 
     Only if the innermost frame is one that waits for ranks: torch.distributed has much that works for long by itself
-    (checkpoints, tensor operations).
+    (checkpoints, tensor operations). Or if it waits for a collective that was called before, with ``async_op=True``.
     """
+    operation = None
+    if frame is not None and torch_border.is_observed_wait(frame):
+        operation, frame = torch_border.operation_waited_for(frame), frame.f_back
     while frame is not None and frame.f_code.co_filename in _DISPATCH:
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename not in _COMMUNICATING:
-        return None
+        # Who called it before, and on which process group, is not known any more.
+        return None if operation is None else (f"{ASYNC_WAIT} for {operation}", "", None)
     outermost = innermost = frame
     while frame is not None and frame.f_code.co_filename in (*_COMMUNICATING, *_DISPATCH):
         if frame.f_code.co_filename in _COMMUNICATING:

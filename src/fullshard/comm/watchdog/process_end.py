@@ -1,6 +1,7 @@
 """What a process says before it ends: that its program is done, or which exception has ended it.
 
     an exception reaches the top     `sys.excepthook`, and the end of a process of `multiprocessing`
+    ... of a thread                  `threading.excepthook`: the process may live on without the thread that trains
     ... of a lost connection         the verdict is added to it as a note, since the backend does not know why
     the interpreter ends             `atexit`, which runs before torch tears anything down
     fork                             the child has no watchdog: threads do not survive a fork
@@ -16,6 +17,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import parent_process
@@ -27,9 +29,10 @@ import torch.distributed as dist
 from fullshard.comm.journal import POSITION, Waiting
 from fullshard.comm.verdict import VERDICT
 from fullshard.comm.watchdog.answers import LOST_CONNECTION
-from fullshard.errors import FullshardError
+from fullshard.errors import FullshardError, exception_text
 
 Ending = Callable[[BaseException | None], None]
+ThreadEnding = Callable[[int, BaseException], None]
 
 
 class _Hooks:
@@ -38,21 +41,23 @@ class _Hooks:
     pid = 0
     """The process that has installed the functions below; a forked one must do so again."""
     ending: Ending | None = None
+    thread_ending: ThreadEnding | None = None
     unwatched: Ending | None = None
     """Called instead, in a process that never had the one above."""
 
 
-def at_end(ending: Ending, *, forked: Callable[[], None]) -> None:
+def at_end(ending: Ending, *, of_thread: ThreadEnding, forked: Callable[[], None]) -> None:
     """Call ``ending`` with the exception that ends this process, or with None if its program is done.
 
-    ``forked`` is called in a child after a fork.
+    ``of_thread`` is called with the number of a thread and the exception that ends it, ``forked`` in a child after a fork.
     """
-    _Hooks.ending = ending
+    _Hooks.ending, _Hooks.thread_ending = ending, of_thread
     if _Hooks.pid == os.getpid():
         return
     if _Hooks.pid == 0:
         os.register_at_fork(after_in_child=forked)
         sys.excepthook = _chained(sys.excepthook)
+        threading.excepthook = _chained_in_threads(threading.excepthook)
         atexit.register(_end, None)
     _Hooks.pid = os.getpid()
     # A process of `multiprocessing` ends without `atexit`, and prints exceptions without the hook.
@@ -75,9 +80,9 @@ def _notice_fork() -> None:
         _Hooks.unwatched = None
 
 
-def exception_text(error: BaseException) -> str:
+def line_about(error: BaseException) -> str:
     """Return type and message of an exception, on one line of bounded length."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = " ".join(exception_text(error).split())
     return text if len(text) <= 400 else f"{text[:400]}..."
 
 
@@ -107,7 +112,7 @@ def _explain(error: BaseException) -> None:
     if (
         is_ours
         or not isinstance(error, RuntimeError)
-        or not any(each in str(error) for each in LOST_CONNECTION)
+        or not any(each in exception_text(error) for each in LOST_CONNECTION)
     ):
         return
     # So that the watchdogs see a rank that waits for the one that has gone.
@@ -116,6 +121,17 @@ def _explain(error: BaseException) -> None:
     POSITION.waiting = None
     if verdict:
         error.add_note(verdict)
+
+
+def _chained_in_threads(
+    hook: Callable[[threading.ExceptHookArgs], object],
+) -> Callable[[threading.ExceptHookArgs], object]:
+    def chained(args: threading.ExceptHookArgs) -> object:
+        if _Hooks.thread_ending is not None and args.exc_value is not None:
+            _Hooks.thread_ending(threading.get_ident(), args.exc_value)
+        return hook(args)
+
+    return chained
 
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]

@@ -12,11 +12,11 @@ import contextlib
 import ctypes
 import gc
 import ipaddress
-import os
 import socket
 import threading
 
 from fullshard import torch_border
+from fullshard.comm.watchdog.connections import name_of, peer_of, tcp_sockets
 from fullshard.errors import DivergenceError
 
 
@@ -57,59 +57,36 @@ def _shut_connections_down(store_port: int | None) -> None:
     They are known by what they are not: sockets of Python's, connections to the store, and connections to the
     internet.
     """
-    sockets = _sockets()
-    try:
-        ours = {_name(each)[1] for each in sockets if _is_listening(each)} - {store_port}
-        for each in sockets:
-            own, other = _name(each), _peer(each)
-            if other is None or store_port in (own[1], other[1]):
-                continue
-            if own[1] in ours or _is_private(other[0]):
-                with contextlib.suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
-    finally:
-        for each in sockets:
-            each.close()
-
-
-def _sockets() -> list[socket.socket]:
-    """Return copies of this process's internet sockets that are not objects of Python's."""
     # `isinstance` would ask objects for their class, and some of torch's warn when they are asked for anything.
     of_python = {
         each.fileno() for each in gc.get_objects() if issubclass(type(each), socket.socket)
     }
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        number = int(name)
-        with contextlib.suppress(OSError):
-            if number in of_python or not os.readlink(f"/proc/self/fd/{name}").startswith(
-                "socket:"
-            ):
+    with tcp_sockets(without=of_python) as sockets:
+        ours = {name_of(each)[1] for each in sockets if _is_listening(each)} - {store_port}
+        for each in sockets:
+            own, other = name_of(each), peer_of(each)
+            if other is None or store_port in (own[1], other[1]):
                 continue
-            copy = socket.socket(fileno=os.dup(number))
-            is_internet = copy.family in (socket.AF_INET, socket.AF_INET6)
-            if is_internet and copy.type == socket.SOCK_STREAM:
-                found.append(copy)
-            else:
-                copy.close()
-    return found
+            if own[1] in ours or _is_private(other[0]):
+                _shut_down(each)
+
+
+def leave_store(store_port: int | None) -> None:
+    """End this process's connections to the store, for a thread that waits for a key. A store that is served here goes on."""
+    with tcp_sockets() as sockets:
+        for each in sockets:
+            other = peer_of(each)
+            if store_port is not None and other is not None and other[1] == store_port:
+                _shut_down(each)
+
+
+def _shut_down(each: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        each.shutdown(socket.SHUT_RDWR)
 
 
 def _is_listening(each: socket.socket) -> bool:
     return bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def _name(each: socket.socket) -> tuple[str, int]:
-    host, port, *_ = each.getsockname()
-    return host, port
-
-
-def _peer(each: socket.socket) -> tuple[str, int] | None:
-    try:
-        host, port, *_ = each.getpeername()
-    except OSError:  # not connected
-        return None
-    return host, port
 
 
 def _is_private(host: str) -> bool:

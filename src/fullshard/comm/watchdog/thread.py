@@ -102,8 +102,10 @@ def start() -> None:
             return
         if running is not None:
             running.end()
+        if torch_border.uses_gloo():  # whose waits block the host
+            torch_border.observe_waits()
         _Process.watchdog = Watchdog(group, thread=threading.get_ident())
-        process_end.at_end(_process_ends, forked=_forget)
+        process_end.at_end(_process_ends, of_thread=_thread_ends, forked=_forget)
 
 
 def introduce() -> None:
@@ -135,6 +137,13 @@ def _process_ends(error: BaseException | None) -> None:
     watchdog = _Process.watchdog
     if watchdog is not None:
         watchdog.farewell(error)
+
+
+def _thread_ends(thread: int, error: BaseException) -> None:
+    """Note the exception that ends a thread, if it is the one that trains: others need not wait for it."""
+    watchdog = _Process.watchdog
+    if watchdog is not None and watchdog.trains_in(thread):
+        POSITION.note_exception(error)
 
 
 def _unwatched_process_ends(error: BaseException | None) -> None:
@@ -207,7 +216,7 @@ def _place_of(error: BaseException) -> str:
     place = POSITION.raised_in if POSITION.raised else POSITION.text()
     line = line_of_traceback(error.__traceback__)
     where = place if place.startswith("outside") else f"in {place}"
-    return f"{process_end.exception_text(error)}, {where}{', at ' if line else ''}{line}"
+    return f"{process_end.line_about(error)}, {where}{', at ' if line else ''}{line}"
 
 
 # --- the thread -------------------------------------------------------------------------------------
@@ -234,7 +243,7 @@ class Watchdog:
         timeout = torch_border.timeout_of(group)
         limit = os.environ.get("FULLSHARD_WATCHDOG_ABORT")
         limit_s = float(limit) if limit else timeout.total_seconds() if timeout else None
-        self._observer = Observer(rank, thread, self._own.text(), limit_s)
+        self._observer = Observer(rank, thread, self._own.text(), limit_s, self._port)
         self._least_patience = float(os.environ.get("FULLSHARD_WATCHDOG_PATIENCE") or PATIENCE_S)
         self._tick_s = tick_of(world)
         self._is_small = world <= 64
@@ -289,6 +298,10 @@ class Watchdog:
 
     def _answer(self) -> Answer:
         return self._observer.answer(self._peers.states, self._peers.words)
+
+    def trains_in(self, thread: int) -> bool:
+        """Return whether this is the thread that is watched."""
+        return thread == self._observer.thread
 
     def end(self) -> None:
         """Stop watching: the process group is gone, and so is what was found out about it."""
@@ -559,6 +572,7 @@ class Watchdog:
             return
         if wait is not None and wait.kind != "torch":
             release.raise_in(self._observer.thread, message)
+        release.leave_store(self._port)  # nobody else needs it: all know
         if not self._comes_back(EXIT_S):
             logger.error(
                 "Rank %d has not returned from an aborted collective; the process ends.",
