@@ -97,7 +97,7 @@ def load(
         process_group: The ranks that load together; all by default.
         on_progress: Called with the bytes that this rank has read, and will read in total.
     """
-    rank_group = RankGroup(process_group)
+    rank_group = RankGroup(process_group, "load")
 
     def load_once(found: FoundCheckpoint) -> Loaded:
         own = rank_group.on_each(lambda: open_found(found))

@@ -15,18 +15,24 @@ from torch.distributed import ProcessGroup
 
 from fullshard.comm import collectives
 from fullshard.comm.journal import tag
-from fullshard.errors import CheckpointError, ConfigurationError, FullshardError, ranks_text
+from fullshard.errors import (
+    CheckpointError,
+    ConfigurationError,
+    FullshardError,
+    exception_message,
+    ranks_text,
+)
 from fullshard.plan import mesh
 
 T = TypeVar("T")
-_TOGETHER = tag("checkpoint (save or load)", of_step=False)  # states are compared one by one
 
 
 class RankGroup:
     """The ranks of a process group, or one process by itself."""
 
-    def __init__(self, group: ProcessGroup | None = None) -> None:
-        """Take the ranks of ``group``, or all ranks."""
+    def __init__(self, group: ProcessGroup | None = None, purpose: str = "save or load") -> None:
+        """Take the ranks of ``group``, or all ranks; ``purpose`` must be the same on all."""
+        self._tag = tag(f"checkpoint ({purpose})", of_step=False)  # states are compared one by one
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         # torch's new_group returns a number to ranks that are not in the group.
@@ -48,7 +54,7 @@ class RankGroup:
         """Return a small value of every rank, in the order of `ranks`."""
         if self._group is None:
             return [value]
-        return collectives.values_of_all_ranks(value, self._group, _TOGETHER)
+        return collectives.values_of_all_ranks(value, self._group, self._tag)
 
     def on_each(self, function: Callable[[], T]) -> T:
         """Call a function on every rank, and return its result; an error on one rank is an error on all.
@@ -56,7 +62,7 @@ class RankGroup:
         The function must not communicate.
         """
         result, error = _outcome(function)
-        outcomes = self.collect(None if error is None else (type(error), str(error)))
+        outcomes = self.collect(None if error is None else (type(error), exception_message(error)))
         if not any(outcomes):
             return result  # type: ignore[return-value]  # without error there is a result
         ranks_by_outcome: dict[tuple[type[Exception], str], list[int]] = {}
@@ -71,9 +77,9 @@ class RankGroup:
         The result must be small.
         """
         result, error = _outcome(function) if self.is_first else (None, None)
-        outcome = (result, None if error is None else (type(error), str(error)))
+        outcome = (result, None if error is None else (type(error), exception_message(error)))
         if self._group is not None:
-            outcome = collectives.value_of_first_rank(outcome, self._group, _TOGETHER)
+            outcome = collectives.value_of_first_rank(outcome, self._group, self._tag)
         if outcome[1] is not None:
             raise _joined({outcome[1]: [self.ranks[0]]}, 1) from error
         return outcome[0]  # type: ignore[return-value]  # the function's, of any type

@@ -60,7 +60,7 @@ def save(
         process_group: The ranks that save together; all by default.
         on_progress: Called with the bytes that this rank has written, and will write in total.
     """
-    rank_group = RankGroup(process_group)
+    rank_group = RankGroup(process_group, "save")
     _finish_previous(rank_group, "wait")
     plan = make_plan(rank_group, path, model, optimizer, extra, keep_last, ema, base)
     return write(rank_group, plan, on_progress)
@@ -103,7 +103,7 @@ def async_save(
     """
     if when_busy not in ("wait", "refuse"):
         raise ConfigurationError(f"when_busy must be 'wait' or 'refuse', got {when_busy!r}.")
-    rank_group = RankGroup(process_group)
+    rank_group = RankGroup(process_group, "save")
     _finish_previous(rank_group, when_busy)
     plan = make_plan(rank_group, path, model, optimizer, extra, keep_last, ema, base)
     thread_ranks = _rank_group_of_threads(process_group)
@@ -200,4 +200,4 @@ def _rank_group_of_threads(process_group: ProcessGroup | None) -> RankGroup:
         return RankGroup()
     group = dist.group.WORLD if process_group is None else process_group
     assert group is not None, "initialized"
-    return RankGroup(mesh.host_group(group, "checkpoints of threads"))
+    return RankGroup(mesh.host_group(group, "checkpoints of threads"), "save")

@@ -550,7 +550,8 @@ def value_of_first_rank(value: T, group: ProcessGroup, tag: Tag) -> T:
 def value_of_rank(value: T, source: int, group: ProcessGroup, tag: Tag) -> T:
     """Return the value of the rank at place ``source`` of the group, on all of them; the host waits for it."""
     values: list[Any] = [value]
-    with _in_order(group, tag, None):
+    # Another name than that of `values_of_all_ranks`: the two would wait for each other's messages.
+    with _in_order(group, make_tag(f"{tag.text}, from one rank", of_step=tag.of_step), None):
         dist.broadcast_object_list(values, group=group, group_src=source)
     return cast("T", values[0])
 

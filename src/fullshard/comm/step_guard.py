@@ -51,9 +51,10 @@ from torch.distributed import PrefixStore, ProcessGroup
 from fullshard import torch_border
 from fullshard.comm.control_channel import ControlChannel
 from fullshard.comm.journal import POSITION, Journal, Waiting, journal_of, tag
-from fullshard.comm.meetings import channel_of, meet_without_collective
+from fullshard.comm.meetings import channel_of, meet, meet_without_collective
 from fullshard.errors import ConfigurationError, StepFailedError, UsageError, ranks_text
 
+_BEGINNING = tag("beginning of guarded steps")
 _FAILED = tag("a guarded step that has failed")
 _END = "end of a guarded step"
 _SAYS = f"{_FAILED.text}: "
@@ -105,6 +106,8 @@ class StepGuard:
         # By ranks, not by the order of the modules: a rank waits for others here, and all must wait in one order.
         for group in sorted(backends, key=lambda group: _key(journal_of(group))):
             journal = journal_of(group)
+            # What ranks tell each other below is no collective, so they meet before it, on every backend.
+            meet(group, _BEGINNING, backends[group], text=_BEGINNING.text)
             channel = channel_of(group, journal, backends[group])
             if channel is not None:
                 links.append(_Link(channel, journal))
@@ -205,7 +208,7 @@ class StepGuard:
         POSITION.raised, POSITION.phase, POSITION.moved = None, "outside", time.monotonic()
         if missing:
             POSITION.waiting = Waiting(
-                missing[0].journal, "others, after a failed step", POSITION.moved
+                missing[0].journal, "others, after a failed step", POSITION.moved, is_noted=False
             )
         try:
             _tell(missing, text)
