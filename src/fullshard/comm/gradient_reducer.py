@@ -118,6 +118,12 @@ class GradientReducer:
             self._by_segment,
         )
 
+    def tell_apart(self, model: str, model_among_replicas: str) -> None:
+        """Let tags say which model it is, of those over the same shards and over the same replicas."""
+        self._reduced_group = replace(
+            self._reduced_group, model=model, model_among_replicas=model_among_replicas, tags={}
+        )
+
     def derive_dtypes(
         self, policy: MixedPrecisionPolicy, compute_dtypes: Sequence[torch.dtype]
     ) -> None:

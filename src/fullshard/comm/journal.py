@@ -84,6 +84,8 @@ class Journal:
         """A hash of all their tags, in order."""
         self.step = 0
         """Steps of optimizers that have parameters which this group shards or replicates."""
+        self.models = 0
+        """How many models have been used there: all ranks have agreed on each, in this order."""
         self.tags: list[Tag | None] = [None] * RING
         """Collective number n, counted from 1, is at n % RING."""
         self.marks: deque[tuple[int, int, int]] = deque(maxlen=MARKS)

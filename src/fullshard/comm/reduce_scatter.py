@@ -86,6 +86,10 @@ class ReducedGroup:
     """For tags; no two groups of a model have the same."""
     by_segment: bool
     """Whether a segment gets one gradient. Then all parameters are always reduced."""
+    model: str = ""
+    """For tags: which model it is, of those that are sharded over the same ranks."""
+    model_among_replicas: str = ""
+    """... of those that are replicated over the same ranks."""
     tags: dict[tuple[tuple[int, ...], bool], ReduceTags] = field(default_factory=dict)
     """By the parameters in a bucket, and whether they have gradients already."""
 
@@ -107,7 +111,10 @@ class ReducedGroup:
                 name = f"{name} (only {names})"
             if added:
                 name += ", to be added to gradients"
-            found = ReduceTags(tag(f"reduce-scatter of {name}"), tag(f"all-reduce of {name}"))
+            found = ReduceTags(
+                tag(f"reduce-scatter of {name}{self.model}"),
+                tag(f"all-reduce of {name}{self.model_among_replicas}"),
+            )
             self.tags[bucket.params, added] = found
         return found
 

@@ -16,14 +16,17 @@ Ranks that are threads compare through the store that they share. A process grou
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import json
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
 from fullshard.comm import watchdog
@@ -33,13 +36,14 @@ from fullshard.comm.meetings import meet
 from fullshard.comm.store_agreement import StoreAgreement
 from fullshard.comm.verdict import VERDICT
 from fullshard.engine.model_changes import CHANGES
-from fullshard.engine.model_description import Description, describe, process_groups
+from fullshard.engine.model_description import GENERAL, Description, describe, process_groups
 from fullshard.engine.model_differences import changes, message_about
 from fullshard.engine.state import FSDPState
 from fullshard.errors import DivergenceError
 
 _TIMEOUT_S = 1800.0
 """The timeout for process groups that have none."""
+_PLACE = "place in the order of fully_shard, of models with the same modules,"
 _FAULT = "fault"
 """The key of a message that a rank brings instead of a description: it differs from others already."""
 
@@ -52,6 +56,8 @@ class ModelAgreement:
         """`CHANGES.count` when the ranks last agreed. As long as it is the same, there is nothing to compare."""
         self._agreed: dict[tuple[int, ...], str] = {}
         """By ranks, the description that they have in common."""
+        self._places: dict[tuple[int, ...], str] = {}
+        """By ranks, which one the model is of those with the same modules, in the order of sharding."""
 
     def renew(self, root: FSDPState, states: Sequence[FSDPState], occasion: str) -> None:
         """Compare with the other ranks what has not been compared yet. No collective.
@@ -62,10 +68,12 @@ class ModelAgreement:
             DivergenceError: ranks differ, or a rank does not come.
         """
         seen = CHANGES.count
-        descriptions = {
-            ranks: json.dumps(description)
-            for ranks, description in describe(root.modules[0], states, occasion).items()
-        }
+        described = describe(root.modules[0], states, occasion)
+        for ranks, description in described.items():
+            if GENERAL in description:
+                place = {_PLACE: self._place(ranks, states)}
+                description[GENERAL] = description[GENERAL] | place
+        descriptions = {ranks: json.dumps(each) for ranks, each in described.items()}
         # In the same order on all ranks, so no two wait for each other. A difference that one set of ranks finds is
         # made known to those that come later.
         changed = [ranks for ranks, text in descriptions.items() if self._agreed.get(ranks) != text]
@@ -74,8 +82,23 @@ class ModelAgreement:
             if self._agreed or guarded:
                 self._meet(descriptions[changed[0]], changed[0], states)
             _compare({ranks: descriptions[ranks] for ranks in changed}, root, states)
+        if not self._agreed:
+            for ranks in descriptions:
+                bisect.insort(_used(ranks, states), _first_number(states))
         self._agreed = descriptions
         self.changes_seen = seen
+
+    def _place(self, ranks: tuple[int, ...], states: Sequence[FSDPState]) -> str:
+        """Return which one the model is of those with the same modules that ranks have used: "2 of 2".
+
+        Ranks that first use two such models in different orders could not be told apart otherwise: their descriptions
+        are equal. They have sharded them in the same order.
+        """
+        if ranks not in self._places or not self._agreed:
+            used = _used(ranks, states)
+            place = bisect.bisect(used, _first_number(states)) + 1
+            self._places[ranks] = f"{place} of {len(used) + 1}"
+        return self._places[ranks]
 
     def _meet(self, new: str, ranks: tuple[int, ...], states: Sequence[FSDPState]) -> None:
         """Let ranks that have not changed anything find out that this one has, where ranks meet at all.
@@ -88,6 +111,23 @@ class ModelAgreement:
             text += f", in which {changes(before, json.loads(new))}"
         for group, device in process_groups(states).items():
             meet(group, tag(text), backend_of(group, device))
+
+
+_USED: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[object, ...], list[int]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By default process group, and by ranks and names of modules: the first serial numbers of models that these ranks have
+agreed on, in order."""
+
+
+def _used(ranks: tuple[int, ...], states: Sequence[FSDPState]) -> list[int]:
+    world = dist.group.WORLD
+    assert world is not None, "these ranks have a process group"
+    return _USED.setdefault(world, {}).setdefault((ranks, *[state.name for state in states]), [])
+
+
+def _first_number(states: Sequence[FSDPState]) -> int:
+    return min(group.serial_number for state in states for group in state.groups)
 
 
 def _compare(

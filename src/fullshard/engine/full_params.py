@@ -107,7 +107,7 @@ def gather(group: FSDPParamGroup, pieces: Sequence[Tensor | None]) -> list[Tenso
         group.layout,
         [None if piece is None else piece.to(group.device) for piece in pieces],
         group.mesh_info.shard_peers,
-        tag(f"all-gather of {group.name}, outside of a step"),
+        tag(f"{group.gather_tag.text}, outside of a step"),
     )
 
 
@@ -163,7 +163,7 @@ def gather_gradients(group: FSDPParamGroup) -> list[Tensor | None]:
     peers = group.mesh_info.shard_peers
     if peers is not None:
         everybody = collectives.values_of_all_ranks(
-            present, peers, tag(f"all-gather of gradients of {group.name}")
+            present, peers, tag(f"{group.gather_tag.text}, its gradients")
         )
         present = [any(found) for found in zip(*everybody, strict=True)]
     pieces = [

@@ -80,6 +80,8 @@ class FSDPParamGroup:
         """Larger than that of all groups made before, as on every rank."""
         self.mesh_info, self.device, self.mp_policy, self.name = mesh_info, device, mp_policy, name
         self.offload_policy = offload_policy
+        self.gather_tag = tag(f"all-gather of {name}")
+        """Names the group fully in a model's forward, and the model if its ranks have several: see `Runtime.agree`."""
         self.shard_device, pinned = device, False
         """Where the shards are between uses."""
         if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
@@ -250,15 +252,12 @@ class FSDPParamGroup:
             )
 
     def connect(self, context: FSDPCommContext, name: str, *, part: str = "") -> None:
-        """Join a model's streams, under the group's full name in it.
-
-        ``part`` tells groups of the same name apart.
-        """
+        """Join a model's streams, under the group's full name in it; ``part`` tells groups of the same name apart."""
         self._wait_for_gather()  # one issued before, on streams of its own
         self._notice_extensions()
         self._context = context
         self.name = name
-        self._gather_tag = tag(f"all-gather of {name}{part}")
+        self.gather_tag = tag(f"all-gather of {name}{part}")
         self._gather_label = f"FSDP::all_gather ({name})"
         self._copy_out_label = f"FSDP::all_gather_copy_out ({name})"
         self.all_gathers.connect(context)
@@ -350,7 +349,7 @@ class FSDPParamGroup:
                 if gathers.unbuffered is not None and state is _SHARDED:
                     extra = gathers.unbuffered.messages()
                 self._in_flight = all_gather.start(
-                    extra, self._gather_tag, async_op=not context.asynchronous, span=span
+                    extra, self.gather_tag, async_op=not context.asynchronous, span=span
                 )
             except BaseException:
                 # No collective was issued, and nothing will wait for one.

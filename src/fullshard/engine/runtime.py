@@ -25,15 +25,17 @@ import weakref
 from collections.abc import Collection, Sequence
 
 import torch
+from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
-from fullshard.comm.journal import POSITION
+from fullshard.comm.journal import POSITION, journal_of, tag
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import captures, pipelines, process_hooks
 from fullshard.engine.active_dropout import warn_of_active_dropout
 from fullshard.engine.agreement import ModelAgreement
 from fullshard.engine.backward_passes import BackwardPasses
 from fullshard.engine.model_changes import CHANGES
+from fullshard.engine.model_description import process_groups
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import FSDPState, unmanaged_params
 from fullshard.engine.training_state import TrainingState
@@ -90,7 +92,26 @@ class Runtime:
     def agree(self) -> None:
         """Compare the model with those of other ranks, if something has changed since they were compared."""
         if self._agreement.changes_seen != CHANGES.count:
+            is_new = self._agreement.changes_seen < 0
             self._agreement.renew(self.root, self.states, "forward")
+            if is_new:
+                self._tell_apart()
+
+    def _tell_apart(self) -> None:
+        """Let collectives be named after this model: others on the same process groups may have the same modules.
+
+        Ranks that run two such models in different orders would gather one model of the shards of both. All ranks of a
+        process group take part in the agreement on each of its models, so they number them alike.
+        """
+        models: dict[ProcessGroup | None, str] = {None: ""}
+        for process_group in process_groups(self.states):
+            journal = journal_of(process_group)
+            journal.models += 1
+            models[process_group] = f" (model {journal.models})" if journal.models > 1 else ""
+        for group in (group for state in self.states for group in state.groups):
+            model = models.get(group.mesh_info.shard_peers, "")
+            group.gather_tag = tag(group.gather_tag.text + model)
+            group.reducer.tell_apart(model, models.get(group.mesh_info.replicate_process_group, ""))
 
     def hand_over(self, states: Collection[FSDPState]) -> None:
         """Let another root have these of our states: a model was wrapped again, or one of its parts ran first.
