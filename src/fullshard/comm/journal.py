@@ -15,7 +15,7 @@ import hashlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -49,11 +49,24 @@ class Tag(NamedTuple):
     """Whether ranks that call it must be in the same step. Not if they compare more than that by themselves."""
 
 
-@functools.cache
-def tag(text: str, *, of_step: bool = True) -> Tag:
-    """Return the tag with this text."""
+def new_tag(text: str, *, of_step: bool = True) -> Tag:
+    """Return the tag with this text; for texts that may be others in every step."""
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) & _MASK
     return Tag(text, number, of_step)
+
+
+@functools.cache
+def tag(text: str, *, of_step: bool = True) -> Tag:
+    """Return the tag with this text, which is kept."""
+    return new_tag(text, of_step=of_step)
+
+
+class Update(NamedTuple):
+    """A step of an optimizer over parameters that a process group shards or replicates; equal on all its ranks."""
+
+    number: int
+    describe: Callable[[], str]
+    """Says for people which optimizer it was, what it updates, and its options."""
 
 
 class Guard(Protocol):
@@ -84,6 +97,10 @@ class Journal:
         """A hash of all their tags, in order."""
         self.step = 0
         """Steps of optimizers that have parameters which this group shards or replicates."""
+        self.updates = 0
+        """A sum of the numbers of their updates: the order of two optimizers does not matter."""
+        self.last_updates: deque[Update] = deque(maxlen=4)
+        """Since the ranks last met, for messages."""
         self.models = 0
         """How many models have been used there: all ranks have agreed on each, in this order."""
         self.tags: list[Tag | None] = [None] * RING
@@ -124,9 +141,12 @@ class Journal:
         self.digest = (digest * 31 + tag.number) & _MASK
         self.count = count + 2
 
-    def end_step(self) -> None:
-        """Note that a step has ended."""
+    def end_step(self, update: Update | None = None) -> None:
+        """Note that a step has ended, in which an optimizer did this."""
         self.step += 1
+        if update is not None:
+            self.updates = (self.updates + update.number) & _MASK
+            self.last_updates.append(update)
         self.marks.append((self.step, self.count, self.digest))
 
     @property

@@ -22,7 +22,7 @@ import hashlib
 import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +37,7 @@ from fullshard.comm.journal import (
     THREAD_RANKS,
     Journal,
     Tag,
+    Update,
     Waiting,
     journal_of,
 )
@@ -162,10 +163,12 @@ def _agree(
 ) -> Sequence[str]:
     """Agree on a collective, and return the text that each rank brings to it."""
     POSITION.waiting = Waiting(journal, tag.text, POSITION.moved)
-    step = journal.step if tag.of_step else 0
-    collective = (tag.number + step * _STEP + nbytes * _BYTES) & _MASK
+    step = journal.step * _STEP + journal.updates if tag.of_step else 0
+    collective = (tag.number + step + nbytes * _BYTES) & _MASK
     try:
         if channel.agree((collective + _number(text)) & _MASK if text else collective):
+            if tag.of_step and journal.last_updates:
+                journal.last_updates.clear()
             return [text] * len(journal.ranks)
         size = f", {nbytes:,} bytes" if nbytes else ""
         place = f"{tag.text} (step {journal.step}, {POSITION.text()}{size})"
@@ -183,12 +186,31 @@ def _agree(
     ranks_by_place: dict[str, list[int]] = {}
     for rank, place in zip(journal.ranks, places, strict=True):
         ranks_by_place.setdefault(place, []).append(rank)
+    if len(ranks_by_place) == 1:  # they are about to call the same, after different updates
+        raise _different_updates(channel, journal)
     lines = [f"{ranks_text(ranks)}: {place}" for place, ranks in ranks_by_place.items()]
     raise DivergenceError(
         "Ranks must call the same collectives in the same order, but they are about to call\n  "
         + "\n  ".join(lines)
         + "\nLet all ranks run the same modules in the same order, and the same number of "
         "microbatches and steps; see docs/divergence.md."
+    )
+
+
+def _different_updates(channel: ControlChannel, journal: Journal) -> DivergenceError:
+    """Return the error about ranks that have come to the same place with different updates of their shards."""
+    own = "; ".join(each.describe() for each in journal.last_updates) or "none"
+    ranks_by_updates: dict[str, list[int]] = {}
+    for rank, updates in zip(journal.ranks, channel.exchange(own), strict=True):
+        ranks_by_updates.setdefault(updates, []).append(rank)
+    journal.updates = 0  # on all ranks, so they may go on together
+    lines = [f"{ranks_text(ranks)}: {updates}" for updates, ranks in ranks_by_updates.items()]
+    return DivergenceError(
+        f"Optimizers must update the shards of all ranks in the same way, but in step {journal.step} they have not:"
+        "\n  "
+        + "\n  ".join(lines)
+        + "\nGive all ranks the same optimizer, with the same parameters and "
+        "options, and let the learning rate depend on nothing that differs between ranks; see docs/divergence.md."
     )
 
 
@@ -220,11 +242,11 @@ def channel_of(group: ProcessGroup, journal: Journal, backend: str) -> ControlCh
     return found
 
 
-def step_taken(groups: Iterable[ProcessGroup]) -> None:
+def step_taken(updates: Mapping[ProcessGroup, Update]) -> None:
     """Note that an optimizer has updated parameters which these groups shard or replicate."""
     POSITION.step += 1
-    for group in groups:
-        journal_of(group).end_step()
+    for group, update in updates.items():
+        journal_of(group).end_step(update)
 
 
 # --- waiting ----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
+from fullshard.comm.journal import new_tag
 from fullshard.comm.streams import is_capturing
 from fullshard.engine.gradient_norms import reduction_for, wide_dtype
 from fullshard.engine.param_group import FSDPParamGroup, groups_of
@@ -71,7 +72,7 @@ def clip_grad_norm_(
             "captured step, and look at the norm that is returned after the replay."
         )
     clipping = Clipping(parameters, norm_type)
-    norm = clipping.norm(foreach=foreach is not False)
+    norm = clipping.norm(max_norm, foreach=foreach is not False)
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise LifecycleError(
             f"The norm of order {float(norm_type)} of the gradients must be finite, since error_if_nonfinite is set, but "
@@ -161,14 +162,18 @@ class Clipping:
                 parts.scaled.append(scaled)
                 scaled = None
 
-    def norm(self, *, foreach: bool = True) -> Tensor:
-        """Return the norm of all gradients on all ranks."""
+    def norm(self, max_norm: float, *, foreach: bool = True) -> Tensor:
+        """Return the norm of all gradients on all ranks. ``max_norm``, to which they will be clipped, must be equal on all."""
         reduce = reduction_for(self._order)
+        # To some digits: a program may have computed it, and its last bits scale nothing.
+        tag = new_tag(
+            f"gradient norm (clip_grad_norm_ to {float(max_norm):.4g}, order {self._order:g})"
+        )
         total: Tensor | None = None
         for (spread, device), parts in self._parts.items():
             own = reduce.own(parts.measured, wide_dtype(device), device, foreach=foreach)
             for process_group in spread:
-                reduce.over(own, process_group)
+                reduce.over(own, process_group, tag)
             value = reduce.value(own)
             total = value if total is None else reduce.both(total, value.to(total.device))
         if total is None:

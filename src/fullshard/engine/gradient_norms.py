@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from fullshard.comm import collectives
-from fullshard.comm.journal import tag
-
-_GRADIENT_NORM = tag("gradient norm (clip_grad_norm_)")
+from fullshard.comm.journal import Tag
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -71,9 +69,9 @@ class SumOfPowers:
         """Return what a rank with these norms contributes."""
         return (norms**self.order).sum().view(1)
 
-    def over(self, own: Tensor, group: ProcessGroup) -> None:
+    def over(self, own: Tensor, group: ProcessGroup, tag: Tag) -> None:
         """Reduce over the ranks of a group, in place."""
-        collectives.all_reduce(own, group, self.op, _GRADIENT_NORM)
+        collectives.all_reduce(own, group, self.op, tag)
 
     def value(self, reduced: Tensor) -> Tensor:
         """Return the number that was reduced."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ from fullshard.comm.journal import POSITION, journal_of, journals
 from fullshard.comm.meetings import step_taken
 from fullshard.comm.unreduced_gradients import gradients_were_cleared, not_to_be_updated
 from fullshard.engine import backward_hooks, local_updates, optimizer_checks, pipelines
+from fullshard.engine.compared_updates import UpdatedParams, params_by_process_group, updates_of
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.optimizer_checks import params_of
 from fullshard.engine.param_group import groups_of, unsharded_groups
@@ -78,7 +79,7 @@ _CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary(
 class _Communicating(NamedTuple):
     """The process groups over which an optimizer's parameters are sharded or replicated."""
 
-    process_groups: frozenset[ProcessGroup]
+    process_groups: Mapping[ProcessGroup, UpdatedParams]
     changes: int
     """`CHANGES.count` when they were looked up; a change may give parameters another group."""
     num_params: int
@@ -153,9 +154,9 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     in_backward = torch_border.backward_pass_id() != -1
     POSITION.phase = "backward" if in_backward else "outside"
     # An optimizer that steps in backward does so when its gradients have arrived: not at the same place on all ranks.
-    process_groups = None if in_backward else _process_groups(optimizer)
-    if process_groups:
-        step_taken(process_groups)
+    updated = None if in_backward else _process_groups(optimizer)
+    if updated:
+        step_taken(updates_of(optimizer, updated))
     if isinstance(optimizer, torch_border.DelegatingOptimizer):
         return  # does so itself
     # Of every parameter in every step, so without a call of `group_of`.
@@ -167,19 +168,14 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     torch.autograd.graph.increment_version(written)
 
 
-def _process_groups(optimizer: Optimizer) -> frozenset[ProcessGroup]:
-    """Return the process groups over which the optimizer's parameters are sharded or replicated."""
+def _process_groups(optimizer: Optimizer) -> Mapping[ProcessGroup, UpdatedParams]:
+    """Return the process groups over which the optimizer's parameters are sharded or replicated, with those of each."""
     known = _COMMUNICATING.get(optimizer)
     count = _num_params(optimizer)
     if known is None or known.changes != CHANGES.count or known.num_params != count:
-        axes = [group.mesh_info for group in groups_of(params_of(optimizer))]
-        found = {
-            group
-            for each in axes
-            for group in (each.shard_process_group, each.replicate_process_group)
-            if group is not None
-        }
-        known = _Communicating(frozenset(found), CHANGES.count, count)
+        params = params_of(optimizer)
+        found = params_by_process_group(optimizer, params, groups_of(params))
+        known = _Communicating(found, CHANGES.count, count)
         _COMMUNICATING[optimizer] = known
     return known.process_groups
 

@@ -295,7 +295,7 @@ class FullyShardedDataParallel(
         self._require_idle("clip_grad_norm_")
         clipping = Clipping(self, norm_type)
         gradients = clipping.gradients
-        norm = clipping.norm()
+        norm = clipping.norm(max_norm)
         clipping.clip(norm, max_norm)
         if not gradients:
             warnings.warn(

@@ -1,0 +1,71 @@
+"""Ranks that update their shards differently are told; differences that change nothing are no error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+from fullshard.errors import DivergenceError
+
+
+def sharded() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fullshard.fully_shard(layer)
+    return fullshard.fully_shard(model)
+
+
+def steps_after_a_difference(kind: str) -> tuple[str, bool]:
+    """Step with what is different on rank 1, then train on. Return the error, and whether the next step was one."""
+    model, odd = sharded(), dist.get_rank() == 1
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
+    x = torch.ones(2, 4)
+    model(x).sum().backward()
+    message, options = "", first.param_groups[0]
+    if odd and kind == "order":
+        first, second = second, first
+    elif odd and kind == "learning rate":
+        options["lr"] = 0.2
+    elif odd and kind == "last digits":
+        options["lr"] = 0.1000001
+    elif odd and kind == "not a number":
+        options["eps"] = float("nan")
+    elif kind == "its own state":
+        options["steps_of_this_rank"] = float(odd)
+    elif kind == "tensor":
+        options["lr"] = torch.tensor(0.2 if odd else 0.1)
+    elif kind == "parameters" and odd:
+        first = second
+    first.step()
+    if kind != "parameters":
+        second.step()
+    try:
+        model(x)
+    except DivergenceError as error:
+        message = str(error)
+    options["lr"] = 0.1
+    model(x).sum().backward()  # after the error, too
+    return message, model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("kind", ["order", "last digits", "not a number", "its own state"])
+def test_differences_that_change_nothing_are_no_error(world, kind: str) -> None:
+    assert world(2).run(steps_after_a_difference, kind) == [("", True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [("learning rate", "lr 0.2"), ("tensor", "lr 0.2"), ("parameters", "rank 1: SGD of 1: bias")],
+)
+def test_ranks_with_other_updates_raise_the_same_error_and_can_go_on(
+    world, kind: str, named: str
+) -> None:
+    (message, goes_on), other = world(2).run(steps_after_a_difference, kind)
+    assert (message, goes_on) == other
+    assert goes_on
+    assert "Optimizers must update the shards of all ranks in the same way" in message
+    assert named in message
