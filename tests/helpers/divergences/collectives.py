@@ -111,3 +111,60 @@ def a_rank_waits_at_a_barrier(me: Rank) -> None:
     if me.diverges():
         dist.barrier()
     run.go_on()
+
+
+@kind(names=["clip_grad_norm_ to 2"])
+def a_rank_clips_to_another_norm(me: Rank) -> None:
+    run = Training(me)
+    run.loss().backward()
+    clip_grad_norm_(run.model, 2.0 if me.diverges() else 1.0)
+    run.update()
+    run.go_on()
+
+
+@kind(is_variant=True, names=["order 1"])
+def a_rank_clips_to_a_norm_of_another_order(me: Rank) -> None:
+    run = Training(me)
+    run.loss().backward()
+    clip_grad_norm_(run.model, 1.0, norm_type=1.0 if me.diverges() else 2.0)
+    run.update()
+    run.go_on()
+
+
+@kind(names=["Work.wait for all_reduce"], ranks=3)
+def a_rank_waits_for_a_collective_that_it_called_alone(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        work = dist.all_reduce(torch.ones(()), async_op=True)
+        work.wait()
+    run.go_on()
+
+
+@kind(names=["recv"])
+def a_rank_receives_what_nobody_sends(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        dist.recv(torch.ones(()), src=0)
+    run.go_on()
+
+
+@kind(names=["new_group"])
+def a_rank_makes_a_process_group_alone(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        dist.new_group([0, 1])
+    run.go_on()
+
+
+@kind(names=["checkpoint (load)"])
+def a_rank_loads_while_others_save(me: Rank) -> None:
+    run = Training(me)
+    checkpoint.save(me.folder / "saved", run.model)
+    if me.diverges():
+        checkpoint.load(me.folder / "saved", run.model)
+    else:
+        checkpoint.save(me.folder / "saved", run.model)
+    run.go_on()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
-from fullshard import register_fsdp_forward_method
+from fullshard import guarded_step, register_fsdp_forward_method
 from tests.helpers.divergences import Block, Net, Training, kind, shard
 from tests.helpers.rank_programs import Rank
 
@@ -234,4 +240,118 @@ def a_rank_unshards_alone(me: Rank) -> None:
     run.steps(2)
     if me.diverges():
         run.net.layers[2].unshard()
+    run.go_on()
+
+
+# --- several models and optimizers ---------------------------------------------------------------------------------
+
+
+@kind(names=["all-gather of root (model 2)"])
+def a_rank_runs_equal_models_in_another_order(me: Rank) -> None:
+    runs = [Training(me), Training(me)]
+    for run in runs:
+        run.steps(1)
+    for run in reversed(runs) if me.diverges() else runs:
+        with torch.no_grad():
+            run.model(run.batch())
+    runs[0].go_on()
+
+
+@kind(names=["in the order of fully_shard"], ranks=3)
+def a_rank_runs_equal_models_in_another_order_from_the_start(me: Rank) -> None:
+    runs = [Training(me), Training(me)]
+    for run in reversed(runs) if me.diverges() else runs:
+        run.steps(1)
+    runs[0].go_on()
+
+
+@kind(names=["SGD of layers.1"])
+def a_rank_steps_another_optimizer(me: Rank) -> None:
+    run = Training(me)
+    layers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in run.net.layers]
+    run.loss().backward()
+    layers[1 if me.diverges() else 0].step()
+    run.optimizer.zero_grad()
+    run.go_on()
+
+
+@kind(names=["lr 0.5"])
+def a_rank_has_another_learning_rate(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        run.optimizer.param_groups[0]["lr"] = 0.5
+    run.go_on()
+
+
+@kind(is_variant=True, names=["AdamW"], ranks=3)
+def a_rank_has_another_optimizer(me: Rank) -> None:
+    run = Training(me)
+    if me.diverges():
+        run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.01)
+    run.go_on()
+
+
+@kind(is_variant=True, names=["lr 0.5"], ranks=4, odd=2)
+def a_replica_has_another_learning_rate(me: Rank) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    run = Training(me, shard(Net(), mesh=mesh))
+    run.steps(2)
+    if me.diverges():
+        run.optimizer.param_groups[0]["lr"] = 0.5
+    run.go_on()
+
+
+# --- recomputation --------------------------------------------------------------------------------------------------
+
+
+class Recomputing(Net):
+    """Recomputes two layers, and drops one of them then if it is told to."""
+
+    drops = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = itertools.count()
+
+        def two_layers(x: Tensor) -> Tensor:
+            recomputed = next(times) > 0
+            x = self.layers[1](x)
+            return x if recomputed and self.drops else self.layers[2](x)
+
+        x = checkpoint(two_layers, self.layers[0](x), use_reentrant=False)
+        return self.head(x)
+
+
+@kind(is_variant=True, names=["layers"], odd_ends="CheckpointError")
+def a_rank_recomputes_other_layers(me: Rank) -> None:
+    run = Training(me, shard(Recomputing()))
+    run.steps(2)
+    if me.diverges():
+        run.net.drops = True
+    run.go_on()
+
+
+# --- guarded steps ----------------------------------------------------------------------------------------------------
+
+
+@kind(names=["beginning of guarded steps"], ranks=3)
+def a_rank_guards_its_step_alone(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    with guarded_step(run.model) if me.diverges() else contextlib.nullcontext():
+        run.loss().backward()
+    run.update()
+    run.go_on()
+
+
+@kind(names=["all_reduce"])
+def a_rank_fails_a_guarded_step_while_others_average(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    with guarded_step(run.model):
+        loss = run.loss()
+        if me.diverges():
+            raise ValueError("a bad sample")
+        dist.all_reduce(loss.detach())
+        loss.backward()
     run.go_on()

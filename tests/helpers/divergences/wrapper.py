@@ -127,3 +127,22 @@ def a_wrapped_rank_does_not_update(me: Rank) -> None:
     if not me.diverges():
         run.update()
     run.go_on()
+
+
+@kind(is_variant=True, api=WRAPPER, names=["(model 2)"])
+def a_wrapped_rank_runs_equal_models_in_another_order(me: Rank) -> None:
+    runs = [Training(me, wrap(Net())), Training(me, wrap(Net()))]
+    for run in runs:
+        run.steps(1)
+    for run in reversed(runs) if me.diverges() else runs:
+        run.steps(1)
+    runs[0].go_on()
+
+
+@kind(is_variant=True, api=WRAPPER, names=["lr 0.5"])
+def a_wrapped_rank_has_another_learning_rate(me: Rank) -> None:
+    run = Training(me, wrap(Net()))
+    run.steps(2)
+    if me.diverges():
+        run.optimizer.param_groups[0]["lr"] = 0.5
+    run.go_on()
