@@ -69,3 +69,21 @@ def test_ranks_with_other_updates_raise_the_same_error_and_can_go_on(
     assert goes_on
     assert "Optimizers must update the shards of all ranks in the same way" in message
     assert named in message
+
+
+def train_without_an_empty_group() -> float:
+    """Step with the wrapper's pieces in two groups, and leave out what this rank holds nothing of."""
+    torch.manual_seed(0)
+    model = fullshard.FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=True)
+    weight, bias = model.parameters()
+    groups = [{"params": [weight], "lr": 0.1}, {"params": [bias], "lr": 0.2}]
+    optimizer = torch.optim.SGD([group for group in groups if group["params"][0].numel()])
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return len(optimizer.param_groups)
+
+
+def test_a_rank_may_leave_out_a_group_of_which_it_holds_nothing(world) -> None:
+    assert world(2).run(train_without_an_empty_group) == [1, 2]

@@ -49,16 +49,13 @@ class Tag(NamedTuple):
     """Whether ranks that call it must be in the same step. Not if they compare more than that by themselves."""
 
 
-def new_tag(text: str, *, of_step: bool = True) -> Tag:
-    """Return the tag with this text; for texts that may be others in every step."""
+@functools.lru_cache(
+    maxsize=4096
+)  # a program may build many models, or clip to another norm in every step
+def tag(text: str, *, of_step: bool = True) -> Tag:
+    """Return the tag with this text."""
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) & _MASK
     return Tag(text, number, of_step)
-
-
-@functools.cache
-def tag(text: str, *, of_step: bool = True) -> Tag:
-    """Return the tag with this text, which is kept."""
-    return new_tag(text, of_step=of_step)
 
 
 class Update(NamedTuple):

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.comm.journal import new_tag
+from fullshard.comm.journal import tag
 from fullshard.comm.streams import is_capturing
 from fullshard.engine.gradient_norms import reduction_for, wide_dtype
 from fullshard.engine.param_group import FSDPParamGroup, groups_of
@@ -166,14 +166,12 @@ class Clipping:
         """Return the norm of all gradients on all ranks. ``max_norm``, to which they will be clipped, must be equal on all."""
         reduce = reduction_for(self._order)
         # To some digits: a program may have computed it, and its last bits scale nothing.
-        tag = new_tag(
-            f"gradient norm (clip_grad_norm_ to {float(max_norm):.4g}, order {self._order:g})"
-        )
+        name = f"gradient norm (clip_grad_norm_ to {float(max_norm):.4g}, order {self._order:g})"
         total: Tensor | None = None
         for (spread, device), parts in self._parts.items():
             own = reduce.own(parts.measured, wide_dtype(device), device, foreach=foreach)
             for process_group in spread:
-                reduce.over(own, process_group, tag)
+                reduce.over(own, process_group, tag(name))
             value = reduce.value(own)
             total = value if total is None else reduce.both(total, value.to(total.device))
         if total is None:

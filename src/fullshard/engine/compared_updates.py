@@ -7,7 +7,7 @@ they compare it with the count of steps (`meetings`).
     which optimizer     the name of its class
     which parameters    the names of those that the process group shards or replicates, of `fully_shard`. Of the wrapper, ranks
                         may leave out pieces that are empty
-    which options       `OPTIONS` of all its groups, to four digits: a program may have computed them
+    which options       `OPTIONS` of the groups that have such parameters, to four digits: a program may have computed them
 
 Options that are on a device are not compared: the host would have to wait for it.
 """
@@ -40,6 +40,8 @@ class UpdatedParams(NamedTuple):
 
     text: str
     number: int
+    groups: tuple[int, ...]
+    """Which groups of the optimizer have options that must be equal on all ranks."""
 
 
 def params_by_process_group(
@@ -59,8 +61,13 @@ def params_by_process_group(
         for process_group in (axes.shard_process_group, axes.replicate_process_group):
             if process_group is not None:
                 names.setdefault(process_group, []).extend(found)
+    compared = tuple(
+        index
+        for index, group in enumerate(optimizer.param_groups)
+        if any(isinstance(each, DTensor) for each in group["params"])
+    )
     return {
-        process_group: _updated(type(optimizer).__name__, sorted(each))
+        process_group: _updated(type(optimizer).__name__, sorted(each), compared)
         for process_group, each in names.items()
     }
 
@@ -69,9 +76,10 @@ def updates_of(
     optimizer: Optimizer, updated: Mapping[ProcessGroup, UpdatedParams]
 ) -> dict[ProcessGroup, Update]:
     """Return what the optimizer's step did over each process group, by its options as they are now."""
-    options = tuple(
-        [_plain(group.get(option)) for group in optimizer.param_groups for option in OPTIONS]
-    )
+    if not updated:
+        return {}
+    compared = [optimizer.param_groups[index] for index in next(iter(updated.values())).groups]
+    options = tuple([_plain(group.get(option)) for group in compared for option in OPTIONS])
     return {
         process_group: Update(
             hash((params.number, options)), functools.partial(_description, params.text, options)
@@ -96,12 +104,12 @@ def _description(text: str, options: Sequence[object]) -> str:
     return f"{text} ({'; '.join(texts)})"
 
 
-def _updated(optimizer: str, names: list[str]) -> UpdatedParams:
+def _updated(optimizer: str, names: list[str], groups: tuple[int, ...]) -> UpdatedParams:
     listed = ", ".join(name.removeprefix("all-gather of ") for name in names[:_NAMED])
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     text = f"{optimizer} of {listed}{more}" if names else optimizer
     digest = hashlib.sha256("\n".join([optimizer, *names]).encode()).digest()
-    return UpdatedParams(text, int.from_bytes(digest[:7]))
+    return UpdatedParams(text, int.from_bytes(digest[:7]), groups)
 
 
 def _plain(value: Any) -> Any:

@@ -72,7 +72,7 @@ def _install() -> None:
 
 # --- optimizers -----------------------------------------------------------------------------------
 
-_CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_CHECKED: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
 """How many parameters an optimizer had when it was checked."""
 
 
@@ -82,7 +82,7 @@ class _Communicating(NamedTuple):
     process_groups: Mapping[ProcessGroup, UpdatedParams]
     changes: int
     """`CHANGES.count` when they were looked up; a change may give parameters another group."""
-    num_params: int
+    group_sizes: tuple[int, ...]
     """How many parameters the optimizer had then."""
 
 
@@ -99,11 +99,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
     POSITION.phase = "optimizer"
     optimizer_checks.check(optimizer)
-    count = _num_params(optimizer)
-    if _CHECKED.get(optimizer) != count:
+    sizes = _group_sizes(optimizer)
+    if _CHECKED.get(optimizer) != sizes:
         _check_params(optimizer)
         optimizer_checks.warn_of_pieces(optimizer)
-        _CHECKED[optimizer] = count
+        _CHECKED[optimizer] = sizes
     unreduced = not_to_be_updated(lambda: params_of(optimizer))
     if unreduced:
         raise LifecycleError(
@@ -171,20 +171,18 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _process_groups(optimizer: Optimizer) -> Mapping[ProcessGroup, UpdatedParams]:
     """Return the process groups over which the optimizer's parameters are sharded or replicated, with those of each."""
     known = _COMMUNICATING.get(optimizer)
-    count = _num_params(optimizer)
-    if known is None or known.changes != CHANGES.count or known.num_params != count:
+    sizes = _group_sizes(optimizer)
+    if known is None or known.changes != CHANGES.count or known.group_sizes != sizes:
         params = params_of(optimizer)
         found = params_by_process_group(optimizer, params, groups_of(params))
-        known = _Communicating(found, CHANGES.count, count)
+        known = _Communicating(found, CHANGES.count, sizes)
         _COMMUNICATING[optimizer] = known
     return known.process_groups
 
 
-def _num_params(optimizer: Optimizer) -> int:
-    count = 0
-    for group in optimizer.param_groups:
-        count += len(group["params"])
-    return count
+def _group_sizes(optimizer: Optimizer) -> tuple[int, ...]:
+    """Return how many parameters each group has: what changes when parameters join or leave."""
+    return tuple([len(group["params"]) for group in optimizer.param_groups])
 
 
 # --- zero_grad ------------------------------------------------------------------------------------

@@ -137,12 +137,3 @@ def a_wrapped_rank_runs_equal_models_in_another_order(me: Rank) -> None:
     for run in reversed(runs) if me.diverges() else runs:
         run.steps(1)
     runs[0].go_on()
-
-
-@kind(is_variant=True, api=WRAPPER, names=["lr 0.5"])
-def a_wrapped_rank_has_another_learning_rate(me: Rank) -> None:
-    run = Training(me, wrap(Net()))
-    run.steps(2)
-    if me.diverges():
-        run.optimizer.param_groups[0]["lr"] = 0.5
-    run.go_on()
