@@ -133,10 +133,14 @@ def test_state_dicts_of_models_and_optimizers_round_trip(
     world(2).run(state_dict_round_trip, full, offload, broadcast)
 
 
-def save(path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def save(path: str, in_background: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     model, optimizer = trained()
     model_state, optim_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optim_state}, checkpoint_id=path)
+    state = {"model": model_state, "optimizer": optim_state}
+    if in_background:
+        dcp.async_save(state, checkpoint_id=path).result()
+    else:
+        dcp.save(state, checkpoint_id=path)
     return weights(model), optimizer_state(model, optimizer)
 
 
@@ -155,11 +159,13 @@ def load(path: str, expected: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
     assert_equal(optimizer_state(model, optimizer), expected[1])
 
 
-@pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("saved_on", "loaded_on", "in_background"), [(1, 3, False), (3, 2, False), (2, 1, True)]
+)
 def test_distributed_checkpoints_are_read_by_any_number_of_ranks(
-    world, tmp_path: Path, saved_on: int, loaded_on: int
+    world, tmp_path: Path, saved_on: int, loaded_on: int, in_background: bool
 ) -> None:
-    expected = world(saved_on).run(save, str(tmp_path))[0]
+    expected = world(saved_on).run(save, str(tmp_path), in_background)[0]
     world(loaded_on).run(load, str(tmp_path), expected)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import math
 import weakref
 from collections import OrderedDict
@@ -179,6 +180,35 @@ def test_a_state_dict_can_be_copied_deeply() -> None:
     memory = {value.to_local().untyped_storage().data_ptr() for value in saved.values()}
     assert not memory & {value.to_local().untyped_storage().data_ptr() for value in copied.values()}
     assert isinstance(param, nn.Parameter) and param.requires_grad
+
+
+def test_parameters_are_copied_with_their_gradients_and_optimizers() -> None:
+    with fake_world(2):
+        model = sharded_decoder()
+        model(tokens_for(0, 2)).backward()
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.step()
+        copied = copy.deepcopy(optimizer)
+    found = [param for group in copied.param_groups for param in group["params"]]
+    for param, twin in zip(model.parameters(), found, strict=True):
+        assert_equal(twin.to_local(), param.to_local())
+        assert_equal(twin.grad.to_local(), param.grad.to_local())
+        assert_equal(
+            copied.state[twin]["exp_avg"].to_local(), optimizer.state[param]["exp_avg"].to_local()
+        )
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_each_rank_may_write_its_shards_with_torch_save(weights_only: bool) -> None:
+    file = io.BytesIO()
+    with fake_world(2):
+        saved = sharded_decoder().state_dict()
+        torch.save(saved, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=weights_only)
+    assert any(value.to_local().storage_offset() for value in saved.values())
+    assert_equal(locals_in(loaded), locals_in(saved))
+    assert all(value.placements == saved[name].placements for name, value in loaded.items())
 
 
 def locals_in(state_dict: dict[str, DTensor]) -> dict[str, Tensor]:

@@ -114,28 +114,18 @@ def dtensor_parameter(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) 
     return param
 
 
-def _deepcopy(tensor: DTensor, memo: dict[int, Any]) -> Tensor:
-    """Copy a DTensor deeply, wherever its local tensor lies in its storage.
+def _no_memory(tensor: DTensor) -> int:
+    """Return 0, the address of a DTensor, which has no memory of its own.
 
-    A DTensor has the storage offset of its local tensor, but no storage. With an offset, torch takes it for a tensor with
-    memory of its own, and fails. Ours have offsets: the shards of a group lie in one storage.
+    By itself a DTensor has the storage offset of its local tensor, but no storage, and so the offset for its address. Torch
+    then takes it for a tensor with memory, and fails to copy, pickle or stage it. Ours have offsets: the shards of a
+    group lie in one storage.
     """
-    copy_by_torch: Callable[..., Tensor] = Tensor.__deepcopy__
-    is_understood = tensor.data_ptr() == 0 or not tensor.is_leaf or tensor.grad is not None
-    if is_understood or id(tensor) in memo:
-        return copy_by_torch(tensor, memo)
-    local = tensor._local_tensor
-    alias = dtensor(local.new_empty(0), tensor._spec)
-    replace_local(alias, local)
-    alias.requires_grad_(tensor.requires_grad)
-    vars(alias).update(vars(tensor))
-    memo[id(tensor)] = copied = copy_by_torch(alias, memo)
-    del memo[id(alias)]  # the next alias may get the same id
-    return copied
+    return 0
 
 
-if "__deepcopy__" not in vars(DTensor):
-    cast(Any, DTensor).__deepcopy__ = _deepcopy
+if "data_ptr" not in vars(DTensor):
+    cast(Any, DTensor).data_ptr = _no_memory
 
 
 def redistributed_local(
