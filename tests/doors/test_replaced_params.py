@@ -444,6 +444,62 @@ def test_parameters_that_cannot_be_taken_over_are_named(world) -> None:
         assert "first.weight: torch.float32 on ranks [0]" in message, message
 
 
+def tied_late() -> dict[str, str]:
+    """Parameters that are put in the place of others while these are sharded, and what is said to it."""
+    models = {
+        "one group": fully_shard(Net()),
+        "two groups": sharded_parts(),
+        "NO_SHARD": wrapped(True, "NO_SHARD"),
+        "FULL_SHARD": wrapped(True),
+    }
+    found = {}
+    for case, model in models.items():
+        own = model.second.weight
+        model.second.weight = model.first.weight
+        found[case] = said(lambda model=model: model(X))
+        model.second.weight = own
+        assert_close(model(X).detach(), Net()(X).detach(), rtol=1e-6, atol=1e-6)
+    model = fully_shard(Net())
+    new = nn.Parameter(model.second.weight.detach().clone())
+    model.first.weight = model.tied.weight = model.second.weight = new
+    found["new"] = said(lambda: model(X))
+    return found
+
+
+def sharded_parts() -> Net:
+    model = Net()
+    fully_shard(model.second)
+    return fully_shard(model)
+
+
+def test_parameters_that_are_tied_after_they_were_sharded_are_named(world) -> None:
+    first, second = world(2).run(tied_late)
+    assert first == second
+    for case in ("one group", "two groups", "NO_SHARD", "FULL_SHARD"):
+        assert re.search(
+            r"tied afterwards:\n  (second\.)?weight is first\.weight now\nTie them before",
+            first[case],
+        )
+    assert "second.weight is first.weight now" in first["new"]
+
+
+def exchanged() -> None:
+    model, reference = fully_shard(Net()), Net()
+    for net in (model, reference):
+        first, second = net.first.bias, net.second.bias
+        net.first.bias, net.second.bias = second, first
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in range(2):
+            net(X).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(model(X).detach(), reference(X).detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_parameters_may_change_places(world) -> None:
+    world(2).run(exchanged)
+
+
 # --- gradients -----------------------------------------------------------------------------------------
 
 

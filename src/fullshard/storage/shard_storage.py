@@ -26,7 +26,7 @@ from fullshard.storage.buffers import ShardBuffer, shard_of
 from fullshard.storage.flat_parameter import FlatShardedParam
 from fullshard.storage.param import FSDPParam, fits_in_buffers, has_all_gather_extension
 from fullshard.storage.shard_formats import ShardFormat
-from fullshard.storage.sharded_params import ShardedParam
+from fullshard.storage.sharded_params import ShardedParam, holder_of
 
 
 class ShardStorage:
@@ -177,6 +177,7 @@ class ShardStorage:
         """
         if not self.are_replaced(on_modules=True):
             return {}
+        self._check_not_tied()
         found = {sharded_param: sharded_param.found() for sharded_param in self.sharded_params}
         faults = [
             sharded_param.fault(candidate) or sharded_param.tie_fault()
@@ -204,6 +205,25 @@ class ShardStorage:
             )
         self._check_dtypes_of_segments(candidates, group)
         return candidates
+
+    def _check_not_tied(self) -> None:
+        """Refuse a parameter in two places, of which each has memory of its own: updates would reach one of them only."""
+        first: dict[int, ShardedParam] = {}
+        assigned = [
+            (each, new) for each in self.sharded_params for new in each.others() if new is not None
+        ]
+        pairs = [
+            f"{each.name} is {twin.name} now"
+            for each, new in assigned
+            if (twin := holder_of(new) or first.setdefault(id(new), each)) is not each
+        ]
+        if pairs:
+            raise ConfigurationError(
+                "Parameters must be tied before they are sharded, but these were tied afterwards:\n  "
+                + "\n  ".join(dict.fromkeys(pairs))
+                + "\nTie them before fully_shard or FullyShardedDataParallel. Modules that share a parameter belong to "
+                "the same call: fully_shard([a, b])."
+            )
 
     def adopt(self, replacements: Mapping[ShardedParam, Tensor], group: str) -> None:
         """Take what `replacements` has found as sharded parameters, with its data in a new buffer."""

@@ -13,6 +13,7 @@ This file, `flat_parameter` and `param` are the only ones that put parameters on
 from __future__ import annotations
 
 import operator
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,10 @@ class MemoryIdentity(NamedTuple):
     """Returns what identifies a parameter's memory: its local tensor, or an address."""
     is_same: Callable[[Any, Any], bool]
     """Compares two of these."""
+
+
+_HOLDERS: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
+"""The sharded parameters of this process, by the id of their parameters; one that was replaced may be there still."""
 
 
 class ShardedParam(ABC):
@@ -158,6 +163,11 @@ class ShardedParam(ABC):
         locals_ = [None if each is None else local_tensor(each) for each in self.others()]
         return None if are_equal(locals_) else f"{self.name}: {NOT_TIED}"
 
+    @property
+    def is_on_modules(self) -> bool:
+        """Whether any owner has its parameter."""
+        return any(owner.current() is self.param for owner in self.owners)
+
     def values_on_modules(self) -> list[tuple[ParamModuleInfo, Tensor]]:
         """Return all owners that have something of it while the group is sharded, with what they have."""
         return [(owner, self.param) for owner in self.owners]
@@ -179,6 +189,7 @@ class ShardedParam(ABC):
 
     def _set_param(self, param: nn.Parameter, group_name: str) -> None:
         self.param = param
+        _HOLDERS[id(param)] = self
         setattr(param, GROUP_MARK, group_name)
         self._install()
 
@@ -502,6 +513,12 @@ class ParallelOrigParamShard(OrigParamShard):
 
     def restore_sharded_gradient(self) -> None:
         """See `OrigParamShard`: it was never hidden."""
+
+
+def holder_of(param: Tensor) -> ShardedParam | None:
+    """Return what has this parameter on its modules, if it is a sharded one."""
+    found = _HOLDERS.get(id(param))
+    return found if found and found.param is param and found.is_on_modules else None
 
 
 def group_of(param: Tensor) -> str | None:
