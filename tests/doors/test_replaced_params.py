@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -456,7 +457,7 @@ def tied_late() -> dict[str, str]:
     for case, model in models.items():
         own = model.second.weight
         model.second.weight = model.first.weight
-        found[case] = said(lambda model=model: model(X))
+        found[case] = said(functools.partial(model, X))
         model.second.weight = own
         assert_close(model(X).detach(), Net()(X).detach(), rtol=1e-6, atol=1e-6)
     model = fully_shard(Net())
