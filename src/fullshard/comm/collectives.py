@@ -299,13 +299,13 @@ class _Carrier(NamedTuple):
     journal: Journal
 
 
-_CARRIERS: dict[tuple[int, str], _Carrier] = {}
-"""By a group's id and the type of device, until the group is gone."""
+_CARRIERS: dict[tuple[int, torch.device], _Carrier] = {}
+"""By a group's id and the device, until the group is gone."""
 
 
 def _carrier_of(group: ProcessGroup, device: torch.device) -> _Carrier:
     """Return what carries a group's collectives on a device, with one look into one table."""
-    key = id(group), device.type
+    key = id(group), device  # not its type: torch writes a new text for everyone who asks
     found = _CARRIERS.get(key)
     if found is None:
         found = _CARRIERS[key] = _Carrier(backend_of(group, device), journal_of(group))
