@@ -6,6 +6,7 @@ Ranks are threads. No model, no API.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from fullshard.comm.journal import tag
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.plan.layout import Layout, flat_layout, per_row_layout
 from fullshard.storage.buffers import FlatShard, ShardBuffer, UploadBuffer, shard_of
+from fullshard.torch_border import below_autograd
 from tests.helpers.compare import assert_equal
 from tests.helpers.fake import fake_world
 from tests.helpers.param_groups import make_group
@@ -290,3 +292,24 @@ def test_a_gather_on_the_meta_device_tells_its_sizes_without_memory() -> None:
         )
         assert all_gather.buffer.nbytes >= sum(param.numel() for param in full_params()) * 2
         assert all(param.is_meta for param in all_gather.params)
+
+
+def test_a_context_below_autograd_can_be_kept_and_entered_again() -> None:
+    leaf, written, below = torch.ones(2, requires_grad=True), torch.ones(2), below_autograd()
+
+    def compute() -> tuple[bool, bool]:
+        """Return whether autograd records an operator, and whether it counts a write."""
+        before = written._version
+        written.add_(1)
+        return (leaf * 2).requires_grad, written._version > before
+
+    def compute_below() -> tuple[bool, bool]:
+        with below:
+            return compute()
+
+    with ThreadPoolExecutor() as other_thread:  # backward is on one, on accelerators
+        for _ in range(2):
+            assert compute_below() == (False, False)
+            assert compute() == (True, True)
+            assert other_thread.submit(compute_below).result() == (False, False)
+            assert other_thread.submit(compute).result() == (True, True)

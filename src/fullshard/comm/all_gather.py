@@ -127,6 +127,8 @@ class GroupAllGather:
         """Bytes that come from other ranks, but for what is gathered beside the buffer's own."""
         self._staged: Tensor | None = None
         """Memory of the comm object, while something is in flight in it."""
+        self._below_autograd = torch_border.below_autograd()
+        """Made once, which takes longer than to enter it. `finish` comes after `start`, so nobody enters it twice."""
 
     def start(
         self, extra: Messages | None, tag: Tag, *, async_op: bool, span: CollectiveSpan | None
@@ -142,7 +144,7 @@ class GroupAllGather:
         # One call for all: each call costs the host, and a small message the network's latency.
         if extra is not None:
             outputs, inputs = outputs + extra.outputs, inputs + extra.inputs
-        with torch_border.below_autograd():
+        with self._below_autograd:
             # The cast into the buffer and the collective are on one stream, so no event is needed between them.
             buffer.fill(self._source)
             if group is None:  # there is one rank, and the cast was all there is to gather
@@ -212,7 +214,7 @@ class GroupAllGather:
             self.buffer.allocate_params()
             span.recorder.note_gathered(span.group)
         if state.rows is None:
-            with torch_border.below_autograd():
+            with self._below_autograd:
                 self.buffer.copy_out()
         else:
             assert self._custom is not None, "it staged the rows"

@@ -418,8 +418,7 @@ def reduce_scatter(
         outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
     backend, journal = _carrier_of(group, outputs[0].device)
     meet(group, tag, backend, inputs, journal=journal)
-    with torch_border.below_autograd():
-        work = torch_border.reduce_scatter_coalesced(group)(outputs, inputs, options)
+    work = torch_border.reduce_scatter_coalesced(group)(outputs, inputs, options)
     if backend == "gloo":
         work = _watched(work, group, backend)
     return work if async_op else _ordered(work, backend)

@@ -240,11 +240,10 @@ class ReduceBuffer(Buffer):
         """This rank's number among them."""
         self.layout, self._rank = layout, rank
         self._by_segment, self._wire_dtype = by_segment, wire_dtype
-        flat = any(slot.division is Division.FLAT for slot in layout.slots)
-        self._always_whole = flat
+        self._always_whole = any(slot.division is Division.FLAT for slot in layout.slots)
         """Whether all segments always travel. Ranks may use different parameters of a flat group, and must call the
         same collectives."""
-        self.rank_major = rank_major and not flat
+        self.rank_major = rank_major and not self._always_whole
         self._kinds: dict[int, tuple[torch.dtype, torch.dtype]] = {}
         """Per segment, dtypes of the reduction and of the result."""
         for param in sorted(params):
@@ -263,6 +262,7 @@ class ReduceBuffer(Buffer):
         self._splits = {param: self._split(param) for param in params}
         """Per parameter, a function that splits its gradient to match its targets; None if there is nothing to split."""
         self._one_for_each: dict[tuple[int, ...], list[Tensor]] = {}  # see `_targets_of`
+        self._below_autograd = torch_border.below_autograd()  # made once: that takes longest
         self._pads = [pad for segment in self._kinds for pad in self._padding(segment)]
 
     def _arrange(self) -> int:
@@ -409,7 +409,7 @@ class ReduceBuffer(Buffer):
             targets = self._one_for_each.get(key)
             if targets is None:
                 targets = self._one_for_each[key] = self._targets_of(key)
-            with torch_border.below_autograd():
+            with self._below_autograd:
                 if targets:
                     torch._foreach_copy_(targets, [*gradients.values()])
                 else:

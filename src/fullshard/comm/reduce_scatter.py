@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,6 +93,8 @@ class ReducedGroup:
     """... of those that are replicated over the same ranks."""
     tags: dict[tuple[tuple[int, ...], bool], ReduceTags] = field(default_factory=dict)
     """By the parameters in a bucket, and whether they have gradients already."""
+    below_autograd: AbstractContextManager[Any] = field(default_factory=torch_border.below_autograd)
+    """Made once, which takes longer than to enter it. Nobody enters it twice: only operators and collectives run within."""
 
     def tags_of(self, bucket: ReduceBucket) -> ReduceTags:
         """Return the tags of a bucket's collectives.
@@ -241,13 +244,13 @@ class ReduceScatterState:
         same_dtype = bucket.gradient_dtype is bucket.reduce_dtype
         if same_dtype and bucket.shaped_inputs and settings.replacement is None:
             # The collective writes the gradients themselves, so one set of views is enough.
-            with torch_border.below_autograd():
+            with self._group.below_autograd:
                 outputs = _views(reduce_output, bucket.gradients)
             shaped = bucket.shaped_inputs
             return _BucketState(
                 bucket, rule, shaped, outputs, reduce_output, reduce_output, gradients=outputs
             )
-        with torch_border.below_autograd():
+        with self._group.below_autograd:
             outputs = bucket.outputs_in(reduce_output)
         sharded_grads = reduce_output
         if not same_dtype:
@@ -388,7 +391,8 @@ class ReduceScatterState:
             return collectives.packed_reduce_scatter(
                 custom, outputs[0], inputs[0], group, op, tag, async_op=async_op
             )
-        return collectives.reduce_scatter(outputs, inputs, group, op, tag, async_op=async_op)
+        with self._group.below_autograd:
+            return collectives.reduce_scatter(outputs, inputs, group, op, tag, async_op=async_op)
 
     def _bring_out(self) -> None:
         """Bring results out of memory that is given back with the input; after the collectives, on their stream."""
@@ -462,7 +466,7 @@ class ReduceScatterState:
             if sharded_params[0].param.device != gradients.device:
                 gradients, views = self._download(gradients, sharded_params), ()
             if not views:
-                with torch_border.below_autograd():
+                with self._group.below_autograd:
                     views = _views(gradients, bucket.gradients)
             accumulate_gradients(sharded_params, views)
 

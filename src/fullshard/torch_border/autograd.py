@@ -41,7 +41,8 @@ below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = (
 """Returns a context in which operators do not pass through autograd, which takes them a part of their time.
 
 For operators on memory that autograd does not know. Nothing is recorded, autograd does not see views as views, and
-writes are not counted. User code must not run within.
+writes are not counted. User code must not run within. A context may be kept and entered
+any number of times, one after the other.
 """
 
 
