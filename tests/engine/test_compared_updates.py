@@ -71,13 +71,14 @@ def test_ranks_with_other_updates_raise_the_same_error_and_can_go_on(
     assert named in message
 
 
-def train_without_an_empty_group() -> float:
+def train_without_an_empty_group() -> int:
     """Step with the wrapper's pieces in two groups, and leave out what this rank holds nothing of."""
     torch.manual_seed(0)
     model = fullshard.FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=True)
-    weight, bias = model.parameters()
-    groups = [{"params": [weight], "lr": 0.1}, {"params": [bias], "lr": 0.2}]
-    optimizer = torch.optim.SGD([group for group in groups if group["params"][0].numel()])
+    pairs = zip(model.parameters(), (0.1, 0.2), strict=True)
+    optimizer = torch.optim.SGD(
+        [{"params": [param], "lr": lr} for param, lr in pairs if param.numel()]
+    )
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
