@@ -339,14 +339,29 @@ class Whitening(optim.Optimizer):
             param.sub_(update.view(param.shape), alpha=self.param_groups[0]["lr"])
 
 
+class Normed(optim.Adam):
+    """An update like Adam's, with steps as long as the parameter: it would take the norm of a piece."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.sub_(param.grad.sign() * param.norm(), alpha=1e-3)
+
+
+class Renamed(optim.AdamW):
+    """Torch's under another name."""
+
+
 class Aware(Whitening):
     takes_pieces = True
 
 
 def refusals() -> list[str]:
     net = make_net()
-    classes = (optim.Adafactor, SameStep, OwnStep, Whitening, Aware, Whitening, optim.SGD)
-    before = [cls(net.parameters(), lr=0.1) for cls in classes]
+    judged = (optim.Adafactor, SameStep, OwnStep, Whitening, Normed)
+    silent = (Aware, Whitening, Renamed, optim.SGD)
+    before = [cls(net.parameters(), lr=0.1) for cls in (*judged, *silent)]
     model = wrapped(net, use_orig_params=True)
     model(torch.ones(2, 5).double()).backward()
     found = []
@@ -363,15 +378,15 @@ def refusals() -> list[str]:
 
 def test_optimizers_that_may_need_whole_tensors_are_named_with_the_parameters(world):
     first, *others = world(2).run(refusals)
-    itself, derived, own_step, custom, *silent = first
+    itself, derived, own_step, custom, normed, *silent = first
     assert others == [first]
     assert itself.startswith("Adafactor computes with whole matrices")
     assert all(name in itself for name in ("scale", "a.weight", "a.bias", "b.weight"))
     assert derived == itself.replace("Adafactor", "SameStep")
-    for name, text in (("OwnStep", own_step), ("Whitening", custom)):
+    for name, text in (("OwnStep", own_step), ("Whitening", custom), ("Normed", normed)):
         assert f"{name} is not one of torch's optimizers, and it sees flat pieces" in text
         assert "a.weight" in text and f"{name}.takes_pieces = True" in text
-    assert silent == ["", "", ""], "known, or told before"
+    assert silent == [""] * 4, "known, or told before"
 
 
 def custom_steps(expected: dict[str, Tensor]) -> list[str]:

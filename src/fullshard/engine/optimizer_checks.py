@@ -180,10 +180,7 @@ def params_of(optimizer: optim.Optimizer) -> list[Tensor]:
 
 @functools.cache
 def _rule_of(cls: type[optim.Optimizer]) -> Rule | None:
-    for base, rule in RULES.items():
-        if issubclass(cls, base) and _step_of(cls) is _step_of(base):
-            return rule
-    return None
+    return next((rule for base, rule in RULES.items() if _steps_as(cls, base)), None)
 
 
 TAKES_PIECES = "takes_pieces"
@@ -192,8 +189,15 @@ TAKES_PIECES = "takes_pieces"
 
 def _is_known(cls: type[optim.Optimizer]) -> bool:
     """Return whether it is right on pieces, or refused."""
-    is_right = getattr(cls, TAKES_PIECES, False) or issubclass(cls, tuple(ELEMENTWISE))
+    is_right = getattr(cls, TAKES_PIECES, False) or any(
+        _steps_as(cls, base) for base in ELEMENTWISE
+    )
     return bool(is_right) or _rule_of(cls) is not None  # type: ignore[arg-type]
+
+
+def _steps_as(cls: type[optim.Optimizer], base: type[optim.Optimizer]) -> bool:
+    """Return whether a class is, or derives from, a class of torch's and has its step, not one of its own."""
+    return issubclass(cls, base) and _step_of(cls) is _step_of(base)
 
 
 def _step_of(cls: type[optim.Optimizer]) -> object:
