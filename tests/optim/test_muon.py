@@ -326,13 +326,30 @@ def refusals() -> list[str]:
     sparse = Muon(embedding)
     embedding(torch.tensor([1])).sum().backward()
     refuse(sparse.step, UnsupportedError)
+    wrong = {"params": [nn.Parameter(torch.ones(2, 2))], "adjust_lr_fn": "orignal", "ns_steps": 0}
+    refuse(lambda: Muon([wrong]), ConfigurationError)
+    refuse(lambda: later.add_param_group(wrong), ConfigurationError)
+    assert len(later.param_groups) == 2
+    linear: Any = fully_shard(nn.Linear(3, 4))
+    adamw = torch.optim.AdamW([linear.weight])
+    other = Muon([linear.weight])
+    linear(torch.ones(1, 3)).sum().backward()
+    adamw.step()
+    other.load_state_dict(adamw.state_dict())
+    before = full(linear)
+    refuse(other.step, ConfigurationError)
+    assert_near(full(linear), before, 0.0)
+    other = Muon([linear.weight])
+    other.step()
+    other.param_groups[0]["use_muon"] = False
+    refuse(other.step, ConfigurationError)
     return found
 
 
 def test_what_it_cannot_update_is_refused_with_all_names_on_every_rank(world) -> None:
     first, second = world(2).run(refusals)
     assert first == second
-    convolution, complex_, flat, numbers, scale, later, sparse = first
+    convolution, complex_, flat, numbers, scale, later, sparse, *groups, of_adamw, switched = first
     assert later == convolution
     assert "weight: shape (4, 3, 2, 2)" in convolution and "bias: shape (4,)" in convolution
     assert '"use_muon": False' in convolution
@@ -341,6 +358,10 @@ def test_what_it_cannot_update_is_refused_with_all_names_on_every_rank(world) ->
     assert "lr must be at least 0" in numbers and "momentum must be" in numbers
     assert "'other'" in scale
     assert "sparse=False" in sparse
+    for text in groups:
+        assert "'orignal'" in text and "ns_steps must be" in text
+    assert "group 0, parameter 0 of shape (4, 3): step, exp_avg, exp_avg_sq" in of_adamw
+    assert "group 0, parameter 0 of shape (4, 3): momentum_buffer" in switched
 
 
 def test_convolutions_embeddings_and_output_layers_are_adamw_s() -> None:
@@ -350,6 +371,37 @@ def test_convolutions_embeddings_and_output_layers_are_adamw_s() -> None:
     names = {id(param): name for name, param in model.named_parameters()}
     chosen = {names[id(p)] for g in optimizer.param_groups if g["use_muon"] for p in g["params"]}
     assert chosen == {name for name in names.values() if name.endswith(MATRICES)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"adjust_lr_fn": "match_rms_adamw", "nesterov": False, "weight_decay": 0.5},
+        {"momentum": 0.5, "ns_steps": 2, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 3.0},
+    ],
+    ids=str,
+)
+def test_options_and_state_dicts_are_those_of_torch_s_muon(options: dict[str, Any]) -> None:
+    """One goes on where the other was. Torch's rounds to bf16 at other places."""
+    options = {"lr": 1e-2, "adjust_lr_fn": None, **options}
+    makers = {
+        "torch": lambda params: torch.optim.Muon(params, **options),
+        "ours": lambda params: Muon(params, dtype=torch.bfloat16, **options),
+    }
+    found = {}
+    for first, second in (("torch", "torch"), ("torch", "ours"), ("ours", "torch")):
+        model = Model()
+        params = [p for n, p in model.named_parameters() if n.endswith(MATRICES) and p.ndim == 2]
+        saving, going_on = makers[first](params), makers[second](params)
+        train(model, saving, range(2))
+        going_on.load_state_dict(saving.state_dict())
+        train(model, going_on, range(2, 4))
+        found[first, second] = {n: p - Model().get_parameter(n) for n, p in full(model).items()}
+    expected = found.pop(("torch", "torch"))
+    for changes in found.values():
+        for name, change in changes.items():
+            assert (change - expected[name]).norm() <= 0.05 * expected[name].norm(), name
 
 
 def test_the_learning_rate_may_be_a_tensor_and_the_scale_the_original_one() -> None:

@@ -48,6 +48,9 @@ __all__ = ["Muon", "hidden_matrices"]
 
 Scale = Literal["match_rms_adamw", "original"]
 
+_STATE = {True: "momentum_buffer", False: "exp_avg"}
+"""A state that a parameter has, by its group's ``use_muon``."""
+
 _CONVOLUTIONS = (
     nn.Conv1d,
     nn.Conv2d,
@@ -86,7 +89,7 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
         eps: float = 1e-7,
         ns_steps: int = 5,
-        adjust_lr_fn: Scale = "match_rms_adamw",
+        adjust_lr_fn: Scale | None = "match_rms_adamw",
         *,
         betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
@@ -106,15 +109,13 @@ class Muon(torch.optim.Optimizer):
             eps: Least norm that a matrix is divided by.
             ns_steps: How often the polynomial is applied.
             adjust_lr_fn: ``match_rms_adamw`` multiplies updates by ``0.2 * sqrt(max(rows, columns))``, ``original`` by
-                ``sqrt(max(1, rows / columns))``.
+                ``sqrt(max(1, rows / columns))``; None is the original one, as in torch.
             betas: AdamW's.
             adamw_eps: AdamW's.
             capturable: Whether steps can be captured in CUDA graphs. AdamW counts its steps on the device then.
             dtype: In which matrices are exchanged and multiplied; by default bf16 on accelerators, fp32 on the CPU.
             bucket_numel: How many elements an owner has in a bucket, unless one matrix has more.
         """
-        _check_numbers(lr, weight_decay, momentum, ns_steps, bucket_numel)
-        _check_scale(adjust_lr_fn)
         self._bucket_numel, self._dtype = bucket_numel, dtype
         self._plans: dict[tuple[int, ...], _Plan] = {}
         self._is_built = False
@@ -133,6 +134,7 @@ class Muon(torch.optim.Optimizer):
             "capturable": capturable,
             "use_muon": True,
         }
+        _check_options({**defaults, "bucket_numel": bucket_numel})
         super().__init__(groups, defaults)
         self._check_params()
         self._is_built = True
@@ -143,7 +145,7 @@ class Muon(torch.optim.Optimizer):
         if self._is_built:  # the constructor checks all groups together
             try:
                 self._check_params()
-            except UnsupportedError:
+            except (ConfigurationError, UnsupportedError):
                 self.param_groups.pop()
                 raise
 
@@ -151,6 +153,7 @@ class Muon(torch.optim.Optimizer):
         complex_: list[str] = []
         shapeless: list[str] = []
         for number, group in enumerate(self.param_groups):
+            _check_options(group)
             cuts = param_cuts(group["params"])
             for index, cut in enumerate(cuts):
                 name = cut.name or f"group {number}, parameter {index}"
@@ -187,6 +190,7 @@ class Muon(torch.optim.Optimizer):
         if is_capturing():
             self._check_capture()
         refuse_sparse_gradients(self)
+        self._check_states()
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if group["use_muon"]:
@@ -195,6 +199,22 @@ class Muon(torch.optim.Optimizer):
                 self._adamw_step(group, params)
             torch.autograd.graph.increment_version(params)
         return loss
+
+    def _check_states(self) -> None:
+        """Refuse states of another optimizer, and those from before `use_muon` was changed."""
+        others = [
+            f"group {number}, parameter {index} of shape {tuple(param.shape)}: {', '.join(map(str, state))}"
+            for number, group in enumerate(self.param_groups)
+            for index, param in enumerate(group["params"])
+            if (state := self.state.get(param)) and _STATE[bool(group["use_muon"])] not in state
+        ]
+        for paragraph in fault_paragraphs(
+            others,
+            "Muon keeps a momentum_buffer of each hidden matrix, and AdamW's state of all other parameters; these have a state of "
+            "another kind:",
+            "Load a state of Muon with the same groups, or let them begin anew: optimizer.state.pop(parameter).",
+        ):
+            raise ConfigurationError(paragraph)
 
     def _check_capture(self) -> None:
         """Refuse to capture a step that would not be the same when it is replayed."""
@@ -303,9 +323,12 @@ class Muon(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what `load_state_dict`, or a copy, brings."""
+        options = {**state.get("defaults", {}), **self.__dict__.get("defaults", {})}
         super().__setstate__(state)
         for group in self.param_groups:
-            group.setdefault("capturable", False)  # of states that were saved before it existed
+            # What torch's Muon does not have, and what states have not that were saved before it existed.
+            for option, value in options.items():
+                group.setdefault(option, value)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"_bucket_numel": self._bucket_numel, "_dtype": self._dtype}
@@ -465,9 +488,9 @@ class _Exchange:
 
     def _scale(self, matrix: Matrix) -> float:
         rows, columns = self._cuts[matrix.param].in_model_order(matrix.shape)
-        if self._options["adjust_lr_fn"] == "original":
-            return math.sqrt(max(1.0, rows / columns))
-        return 0.2 * math.sqrt(max(rows, columns))
+        if self._options["adjust_lr_fn"] == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1.0, rows / columns))
 
     def _scatter(self, bucket: Bucket, matrices: Sequence[Tensor]) -> tuple[Tensor, Work | None]:
         message = self._packed(bucket.scattered.views(matrices))
@@ -513,29 +536,26 @@ def _chosen_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def _check_numbers(
-    lr: float | Tensor, weight_decay: float, momentum: float, ns_steps: int, bucket_numel: int
-) -> None:
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options, of a group or of all, that no update can be computed with."""
+    rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "lr": ("at least 0", lambda lr: bool(lr >= 0)),
+        "weight_decay": ("at least 0", lambda decay: bool(decay >= 0)),
+        "momentum": ("at least 0 and below 1", lambda momentum: bool(0 <= momentum < 1)),
+        "ns_steps": ("at least 1 and below 100", lambda steps: 1 <= steps < 100),
+        "bucket_numel": ("at least 1", lambda numel: numel >= 1),
+        "adjust_lr_fn": (
+            "'match_rms_adamw', 'original' or None",
+            lambda scale: scale in ("match_rms_adamw", "original", None),
+        ),
+    }
     wrong = [
-        f"{name} must be {rule}, got {value}."
-        for name, value, rule, fits in (
-            ("lr", lr, "at least 0", lr >= 0),
-            ("weight_decay", weight_decay, "at least 0", weight_decay >= 0),
-            ("momentum", momentum, "at least 0 and below 1", 0 <= momentum < 1),
-            ("ns_steps", ns_steps, "at least 1 and below 100", 1 <= ns_steps < 100),
-            ("bucket_numel", bucket_numel, "at least 1", bucket_numel >= 1),
-        )
-        if not fits
+        f"{name} must be {rule}, got {options[name]!r}."
+        for name, (rule, fits) in rules.items()
+        if name in options and not fits(options[name])
     ]
     if wrong:
         raise ConfigurationError(" ".join(wrong))
-
-
-def _check_scale(adjust_lr_fn: str) -> None:
-    if adjust_lr_fn not in ("match_rms_adamw", "original"):
-        raise ConfigurationError(
-            f"adjust_lr_fn must be 'match_rms_adamw' or 'original', got {adjust_lr_fn!r}."
-        )
 
 
 def _gradient(param: nn.Parameter) -> Tensor:
