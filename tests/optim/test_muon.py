@@ -343,13 +343,17 @@ def refusals() -> list[str]:
     other.step()
     other.param_groups[0]["use_muon"] = False
     refuse(other.step, ConfigurationError)
+    changed = Muon(linear)
+    changed.param_groups[1]["use_muon"] = True
+    refuse(changed.step, UnsupportedError)
     return found
 
 
 def test_what_it_cannot_update_is_refused_with_all_names_on_every_rank(world) -> None:
     first, second = world(2).run(refusals)
     assert first == second
-    convolution, complex_, flat, numbers, scale, later, sparse, *groups, of_adamw, switched = first
+    convolution, complex_, flat, numbers, scale, later, sparse, *others = first
+    *groups, of_adamw, switched, changed = others
     assert later == convolution
     assert "weight: shape (4, 3, 2, 2)" in convolution and "bias: shape (4,)" in convolution
     assert '"use_muon": False' in convolution
@@ -362,6 +366,7 @@ def test_what_it_cannot_update_is_refused_with_all_names_on_every_rank(world) ->
         assert "'orignal'" in text and "ns_steps must be" in text
     assert "group 0, parameter 0 of shape (4, 3): step, exp_avg, exp_avg_sq" in of_adamw
     assert "group 0, parameter 0 of shape (4, 3): momentum_buffer" in switched
+    assert "bias: shape (4,)" in changed
 
 
 def test_convolutions_embeddings_and_output_layers_are_adamw_s() -> None:

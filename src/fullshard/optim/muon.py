@@ -192,6 +192,9 @@ class Muon(torch.optim.Optimizer):
         refuse_sparse_gradients(self)
         self._check_states()
         for group in self.param_groups:
+            if group["use_muon"]:
+                self._plan_of(group["params"])
+        for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if group["use_muon"]:
                 self._orthogonal_step(group, params)
@@ -318,6 +321,7 @@ class Muon(torch.optim.Optimizer):
     def _plan_of(self, params: Sequence[nn.Parameter]) -> _Plan:
         key = tuple(map(id, params))
         if key not in self._plans:
+            self._check_params()  # users may have changed the groups
             self._plans[key] = _Plan(param_cuts(params), self._bucket_numel)
         return self._plans[key]
 
