@@ -192,7 +192,8 @@ def test_every_answer_runs_and_does_what_the_page_says(world, tmp_path: Path) ->
     questions = [question for question in ANSWERS if question != "use PEFT"]
     printed, _ = world(2).run(ask, questions, str(tmp_path))
     for question in questions:
-        check_output(ANSWERS[question].output, printed[question])
+        # The ranks have run other models before.
+        check_output(ANSWERS[question].output, re.sub(r" \(model \d+\)", "", printed[question]))
 
 
 def test_the_answer_for_peft_saves_adapters_that_peft_knows(world, tmp_path: Path) -> None:

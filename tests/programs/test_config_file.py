@@ -281,6 +281,10 @@ def test_what_may_only_follow_from_a_refused_value_is_not_told() -> None:
             "both say which weights to start from",
         ),
         (["checkpoint.only_trainable=true"], "leaves frozen parameters out, and all are trained"),
+        (
+            ["optimizer.muon_lr=8"],
+            "optimizer.muon_lr is for muon only, and optimizer.name is adamw",
+        ),
         (["evaluation.ema=true"], "evaluation.ema needs averages"),
         (["checkpoint.export_ema=true"], "checkpoint.export_ema needs averages"),
         (["sharding.offload=true", "run.device=cpu"], "sharding.offload needs CUDA"),

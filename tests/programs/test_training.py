@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ConfigurationError
+from fullshard.optim import AdamW8bit, ShardedOptimizer
 from fullshard.programs.train.config import RunConfig, ScheduleSection
 from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.model_source import open_model
@@ -228,6 +229,20 @@ def test_hidden_matrices_of_muon_may_have_a_learning_rate_of_their_own() -> None
     assert len(hidden) == 2 * 7
     assert all(name.startswith("blocks.") for name in hidden)
     assert all(found[name] == pytest.approx(1e-3) for name in found.keys() - hidden)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_replicas_divide_the_state_of_an_optimizer_if_the_run_asks_for_it(
+    name: str, asked: bool
+) -> None:
+    settings = [f"optimizer.name={name}", f"optimizer.shard_over_replicas={str(asked).lower()}"]
+    config = read_config(None, ["model.layers=1", "sharding.replicas=2", *settings])
+    with fake_world(4):
+        model = build_model(config, open_model(config), torch.device("cpu"))
+        optimizer = build_optimizer(config.optimizer, model)
+        assert isinstance(optimizer, AdamW8bit | ShardedOptimizer)
+        assert optimizer.shards_over_replicas is asked
 
 
 def test_clipping_bounds_the_update_and_not_the_norm_that_is_told(

@@ -5,7 +5,7 @@ makes a profile of it.
 
 A CPU is measured in processor time, for which other processes and other ranks on the same cores count nothing. What
 ranks take from each other is what a plan adds: `playback`. Only collectives are measured by the clock, as ranks wait for
-each other in them. Other processes make them slower at times, and never faster, so the fastest quarter counts.
+each other in them. Other processes make them slower at times, and never faster, so the faster half counts.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class Bench:
             all_reduce(torch.zeros(1), group, ReduceOp.SUM, CALIBRATION)
             samples.append(_once_on_cpu(call))
         # What is done before the call returns need not be waited for later, so they are chosen together.
-        fast = sorted(samples, key=lambda sample: sum(sample[:2]))[: len(samples) // 4]
+        fast = sorted(samples, key=lambda sample: sum(sample[:2]))[: len(samples) // 2]
         seconds, *others = (
             values_of_all_ranks(statistics.fmean(each), group, CALIBRATION)
             for each in zip(*fast, strict=True)

@@ -540,7 +540,7 @@ def smaller_microbatches(run: Run) -> Remedy | None:
     return _remedy(
         run,
         "smaller microbatches",
-        "Half of the windows at a time, and half of their activations",
+        "Half of the windows at a time: half of their activations, but gradients of the whole model between microbatches",
         settings=[Setting("train", "accumulate", 2 * accumulate)],
     )
 

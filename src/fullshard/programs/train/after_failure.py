@@ -17,7 +17,10 @@ from fullshard.programs.train.run_folder import RunFolder, step_of_checkpoint
 OUT_OF_MEMORY = re.compile("OutOfMemoryError|out of memory|can't allocate memory|MemoryError")
 """What torch, the allocator of CUDA and Python write when memory runs out."""
 
-LESS_MEMORY = "a larger train.accumulate or compute.checkpoint_activations=blocks takes less"
+LESS_MEMORY = (
+    "compute.checkpoint_activations=blocks takes less. So does a larger train.accumulate, if activations take more memory than "
+    "the gradients of the whole model, which each rank then keeps between microbatches"
+)
 
 
 def with_advice(

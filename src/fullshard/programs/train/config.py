@@ -456,6 +456,11 @@ class RunConfig:
                     f"{name} needs averages of the parameters, and optimizer.ema is not set. Set it, for instance to 0.999, "
                     f"or leave {name} out.",
                 )
+        if self.optimizer.muon_lr != 1.0 and self.optimizer.name != "muon":
+            yield Problem(
+                ("optimizer.muon_lr", "optimizer.name"),
+                f"optimizer.muon_lr is for muon only, and optimizer.name is {self.optimizer.name}. Leave it out, or choose muon.",
+            )
         yield from self._replica_problems()
         if self.sharding.offload and self.run.device == "cpu":
             yield Problem(("sharding.offload", "run.device"), OFFLOAD_ON_CPU)

@@ -468,8 +468,8 @@ def advice_after_failed_step(newest: Path | None) -> str:
     """Return advice for a run that too many failed steps in a row have stopped."""
     return (
         f"The same command with a larger train.max_bad_steps resumes from {_start_of(newest)}. If memory runs out, use "
-        "a "
-        "larger train.accumulate, compute.checkpoint_activations or more ranks; metrics.jsonl has the traceback."
+        "compute.checkpoint_activations, more ranks, or a larger train.accumulate (ranks then keep the gradients of the "
+        "whole model between microbatches); metrics.jsonl has the traceback."
     )
 
 
