@@ -28,16 +28,20 @@ MakeWorld = Callable[[int], World]
 @pytest.mark.parametrize(
     "settings",
     [
-        ("sharding.door=wrapper", "sharding.groups=plan"),
-        ("optimizer.flat=false", "train.accumulate=2"),
+        (
+            *("sharding.door=wrapper", "sharding.groups=plan"),
+            *("sharding.replicas=2", "optimizer.shard_over_replicas=true"),
+        ),
+        (
+            *("optimizer.name=adagrad", "optimizer.flat=false"),
+            *("train.accumulate=2", "compute.checkpoint_activations=blocks"),
+        ),
         ("optimizer.name=sgd", "compute.precision=bf16", "sharding.door=wrapper"),
         ("optimizer.name=muon", "sharding.groups=plan"),
         (
             *("optimizer.name=adamw8bit", "sharding.groups=plan"),
             *("sharding.replicas=2", "optimizer.shard_over_replicas=true"),
         ),
-        ("optimizer.name=adagrad", "compute.checkpoint_activations=blocks"),
-        ("sharding.replicas=2", "optimizer.shard_over_replicas=true"),
     ],
     ids=str,
 )

@@ -123,6 +123,7 @@ def a_thread_that_trains_raises_and_its_process_lives_on(me: Rank) -> None:
 
 
 @kind(
+    is_variant=True,
     odd_ends="FloatingPointError",
     names=["a_rank_raises_after_its_loss"],
 )
@@ -152,7 +153,7 @@ def a_rank_raises_before_its_model_is_built(me: Rank) -> None:
     Training(me).go_on()
 
 
-@kind(odd_ends="well", names=["agreement on the model"])
+@kind(is_variant=True, odd_ends="well", names=["agreement on the model"])
 def a_rank_ends_before_its_model_is_built(me: Rank) -> None:
     if not me.diverges():
         Training(me).go_on()
@@ -172,7 +173,7 @@ def a_rank_catches_an_error_and_skips_the_batch(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["layers", "root"])
+@kind(is_variant=True, names=["layers", "root"])
 def a_rank_catches_an_error_of_backward(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -288,7 +289,14 @@ def the_rank_with_the_store_is_killed(me: Rank) -> None:
     run.go_on()
 
 
-@kind(ranks=3, odd=0, odd_ends="SIGKILL", names=["layers", "root"], store_on_rank_0=True)
+@kind(
+    is_variant=True,
+    ranks=3,
+    odd=0,
+    odd_ends="SIGKILL",
+    names=["layers", "root"],
+    store_on_rank_0=True,
+)
 def the_rank_with_the_store_is_killed_in_its_first_forward(me: Rank) -> None:
     run = Training(me)
     if me.diverges():

@@ -46,7 +46,7 @@ def a_hybrid_rank_skips_a_layer(me: Rank) -> None:
     run.go_on()
 
 
-@kind(ranks=4, odd=3, odd_ends="Mishap", names=["layers.1"])
+@kind(is_variant=True, ranks=4, odd=3, odd_ends="Mishap", names=["layers.1"])
 def a_hybrid_rank_raises_in_forward(me: Rank) -> None:
     run = Training(me, shard(Net(), mesh=square("replicate", "shard")))
     run.steps(2)
@@ -104,7 +104,7 @@ def tensor_parallel(mesh: DeviceMesh) -> Net:
     return net
 
 
-@kind(others_end=TORCH, ranks=4, odd=3, odd_ends="Mishap", names=["layers.1"])
+@kind(is_variant=True, others_end=TORCH, ranks=4, odd=3, odd_ends="Mishap", names=["layers.1"])
 def a_tensor_parallel_rank_raises_in_forward(me: Rank) -> None:
     mesh = square("dp", "tp")
     run = Training(me, shard(tensor_parallel(mesh), mesh=mesh["dp"]))
@@ -124,7 +124,9 @@ def a_tensor_parallel_rank_skips_a_layer(me: Rank) -> None:
     run.go_on()
 
 
-@kind(others_end=TORCH, ranks=2, names=["layers.1", "all_reduce"], odd_ends="Mishap")
+@kind(
+    is_variant=True, others_end=TORCH, ranks=2, names=["layers.1", "all_reduce"], odd_ends="Mishap"
+)
 def a_rank_with_only_tensor_parallel_neighbours_raises(me: Rank) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     run = Training(me, shard(tensor_parallel(mesh), mesh=mesh["dp"]))

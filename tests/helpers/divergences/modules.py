@@ -98,7 +98,7 @@ def a_rank_has_another_placement(me: Rank) -> None:
     Training(me, shard(Net(), **options)).go_on()
 
 
-@kind(names=["layers.1"])
+@kind(is_variant=True, names=["layers.1"])
 def a_rank_has_other_groups(me: Rank) -> None:
     net = Net()
     skipped = net.layers[1] if me.diverges() else None
@@ -124,12 +124,12 @@ def a_rank_has_one_more_module(me: Rank) -> None:
     Training(me, shard(net)).go_on()
 
 
-@kind(names=["layers", "reshard_after_forward"])
+@kind(is_variant=True, names=["layers", "reshard_after_forward"])
 def a_rank_keeps_parameters_after_forward(me: Rank) -> None:
     Training(me, shard(Net(), reshard_after_forward=not me.diverges())).go_on()
 
 
-@kind(names=["offload_policy of layers.1"])
+@kind(is_variant=True, names=["offload_policy of layers.1"])
 def a_rank_offloads_to_the_host(me: Rank) -> None:
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if me.diverges() else {}
     Training(me, shard(Net(), **options)).go_on()
@@ -167,7 +167,7 @@ def a_rank_shards_over_fewer_ranks(me: Rank) -> None:
     Training(me, shard(Net(), mesh=pairs["inner"] if me.diverges() else everyone)).go_on()
 
 
-@kind(names=["layers.0", "prefetch"])
+@kind(is_variant=True, names=["layers.0", "prefetch"])
 def a_rank_prefetches_other_modules(me: Rank) -> None:
     run = Training(me)
     run.steps(2)

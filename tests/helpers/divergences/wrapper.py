@@ -51,13 +51,13 @@ def a_wrapped_rank_has_another_strategy(me: Rank) -> None:
     Training(me, wrap(Net(), sharding_strategy=strategy)).go_on()
 
 
-@kind(api=WRAPPER, names=["layers", "mixed_precision"])
+@kind(is_variant=True, api=WRAPPER, names=["layers", "mixed_precision"])
 def a_wrapped_rank_has_another_precision(me: Rank) -> None:
     precision = MixedPrecision(reduce_dtype=torch.bfloat16) if me.diverges() else None
     Training(me, wrap(Net(), mixed_precision=precision)).go_on()
 
 
-@kind(api=WRAPPER, names=["layers.1"])
+@kind(is_variant=True, api=WRAPPER, names=["layers.1"])
 def a_wrapped_rank_freezes_a_parameter(me: Rank) -> None:
     net = Net()
     layer = net.layers[1]
@@ -80,7 +80,7 @@ def a_wrapped_rank_summons_full_parameters_alone(me: Rank) -> None:
     run.go_on()
 
 
-@kind(api=WRAPPER, names=["state_dict", "state dict"], odd=0)
+@kind(is_variant=True, api=WRAPPER, names=["state_dict", "state dict"], odd=0)
 def a_wrapped_rank_asks_for_a_state_dict(me: Rank) -> None:
     run = Training(me, wrap(Net()))
     run.steps(2)
