@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -335,3 +338,30 @@ def test_a_search_prints_its_findings_and_writes_a_file_for_the_trainer(tmp_path
     config = read_config(file)
     assert config.sharding.replicas == 2 or not config.sharding.reshard_after_forward
     config.check(16)
+
+
+FORKABLE = """
+import sys
+from fullshard.programs import cli
+sys.argv = ["fullshard", "plan", "tiny", "--gpu", "none"]
+try:
+    cli.main()
+except SystemExit:
+    pass
+import numpy, torch
+from fullshard.programs.plan_tool.parallel_plans import _is_safe_to_fork
+print("forkable:", _is_safe_to_fork())
+"""
+
+
+@pytest.mark.slow
+def test_the_command_starts_no_threads_that_would_forbid_plans_on_several_cores() -> None:
+    environment = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
+    ran = subprocess.run(
+        [sys.executable, "-c", FORKABLE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "forkable: True" in ran.stdout, ran.stdout + ran.stderr
