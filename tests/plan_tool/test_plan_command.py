@@ -350,13 +350,15 @@ except SystemExit:
     pass
 import numpy, torch
 from fullshard.programs.plan_tool.parallel_plans import _is_safe_to_fork
+torch.ones(1000, 1000).sort()  # in several threads, where they are allowed
 print("forkable:", _is_safe_to_fork())
 """
 
 
 @pytest.mark.slow
 def test_the_command_starts_no_threads_that_would_forbid_plans_on_several_cores() -> None:
-    environment = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
+    environment = {**os.environ, "OMP_NUM_THREADS": "4"}
+    environment.pop("OPENBLAS_NUM_THREADS", None)
     ran = subprocess.run(
         [sys.executable, "-c", FORKABLE],
         env=environment,

@@ -85,8 +85,9 @@ def plan(
     The engine runs a step on a device that does not exist, and a virtual clock
     gives it times. Nothing is allocated, and no GPU is needed.
     """
-    # numpy comes with torch, and its OpenBLAS starts threads. A process with threads cannot be forked (`parallel_plans`).
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # OpenMP, and OpenBLAS of numpy, would start threads. A process with threads cannot be forked (`parallel_plans`), and
+    # nothing is computed here.
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     short = {"train.batch": batch, "data.context": seq}
     given = [f"{field}={value}" for field, value in short.items() if value is not None]
     given += ["compute.compile=blocks"] if compiled else []
