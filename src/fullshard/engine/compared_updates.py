@@ -75,9 +75,7 @@ def params_by_process_group(
 def updates_of(
     optimizer: Optimizer, updated: Mapping[ProcessGroup, UpdatedParams]
 ) -> dict[ProcessGroup, Update]:
-    """Return what the optimizer's step did over each process group, by its options as they are now."""
-    if not updated:
-        return {}
+    """Return what the optimizer's step did over each process group, of which there is one at least, by its options now."""
     compared = [optimizer.param_groups[index] for index in next(iter(updated.values())).groups]
     options = tuple([_plain(group.get(option)) for group in compared for option in OPTIONS])
     return {

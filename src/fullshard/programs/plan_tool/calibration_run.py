@@ -33,7 +33,8 @@ def calibrated(
         The profile on the first rank; None on others.
     """
     measured = None if run is None else _traced(run)
-    # All ranks of a host at once, as they train, and before they are a process group. They take half a minute on a CPU.
+    # All ranks of a host at once, as they train, and before they are a process group. On a CPU their steps take longer than
+    # all else that is measured quickly.
     is_too_long = quick and _device().type == "cpu"
     host = None if is_too_long else measure_steps(_device())
     with _ranks() as (rank, device):

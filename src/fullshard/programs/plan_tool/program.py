@@ -33,7 +33,8 @@ MemoryKind = Literal[
     "temporary",
     "workspace",
 ]
-"""What memory is for. Accumulated: gradients of whole parameters, from one microbatch to the next. Temporary: within an operation, the gradients of activations, and what the optimizer's step needs.
+"""What memory is for. Accumulated: gradients of whole parameters, from one microbatch to the next. Temporary: within an
+operation, the gradients of activations, and what the optimizer's step needs.
 Workspace: of the library for matrix products, and what the allocator rounds up."""
 
 
