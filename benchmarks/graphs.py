@@ -45,6 +45,7 @@ from benchmarks.contestants import (
     join_fake_group,
 )
 from benchmarks.estimate import Spread
+from benchmarks.measure import in_some_order
 from benchmarks.report import header, headline, markdown, milliseconds, write_json
 from benchmarks.transformer import PRESETS, count_parameters, local_tensor
 from fullshard import clip_grad_norm_, torch_border
@@ -54,7 +55,7 @@ Kind = Literal["fwd+bwd", "step"]
 KINDS: tuple[Kind, ...] = ("fwd+bwd", "step")
 DEFAULT_PRESETS = ("12x768", "1.2b", "3.8b")
 WARMUP = 3
-ROUND_S = 0.3
+ROUND_S = 0.5
 """How long a turn of one contestant takes, about."""
 REFERENCE = "unsharded"
 OURS = ("fullshard", "fused", "wrapper")
@@ -215,8 +216,7 @@ def captured(setting: Setting, kind: Kind, found: Mapping[str, Measured]) -> lis
 def take_turns(contestants: Sequence[Captured], rounds: int, *, eager: bool) -> None:
     """Let all take their turns, in each round in another order."""
     for number in range(rounds):
-        shift = number % max(len(contestants), 1)
-        for each in (*contestants[shift:], *contestants[:shift]):
+        for each in in_some_order(contestants, number):
             each.turn()
     for each in contestants if eager else ():
         for _ in range(3):

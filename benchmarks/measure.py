@@ -4,21 +4,23 @@
     together   build all, then rounds; in a round every contestant takes its turn of a few steps
 
     round 0    unsharded x k | fsdp2 x k     | fullshard x k
-    round 1    fsdp2 x k     | fullshard x k | unsharded x k
+    round 1    fullshard x k | fsdp2 x k     | unsharded x k
 
-So a drift of the machine hits all of them alike. A turn starts with one step that is not timed,
+So a drift of the machine hits all of them alike. The order is random: a GPU slows down under load, so it matters who
+came before, and that must not be the same contestant every time. A turn starts with one step that is not timed,
 which gives the allocator and the caches back to this contestant. With `isolate`
 nobody stays: each turn builds, warms up, measures and deletes.
 """
 
 import gc
+import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -27,6 +29,7 @@ from benchmarks.contestants import Contestant, Setting, Unavailable, adamw, buil
 
 __all__ = ["PLAIN_SHARDS", "Comparison", "Effort", "Memory", "Quantity", "Record"]
 
+T = TypeVar("T")
 PLAIN_SHARDS = "plain shards"
 """Name of the record with optimizer times only: AdamW over plain tensors of the shards' shapes."""
 
@@ -126,6 +129,11 @@ def timed(call: Callable[[], object], device: torch.device) -> Timing:
     return Timing(device_s=begin.elapsed_time(end) / 1000, host_s=host_s, wall_s=wall_s)
 
 
+def in_some_order(items: Sequence[T], turn: int) -> list[T]:
+    """Return the items in a random order, which is the same in every run."""
+    return random.Random(turn).sample(items, len(items))
+
+
 def compilations() -> int:
     """Count the frames that torch's compiler has compiled in this process."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
@@ -214,9 +222,8 @@ class Comparison:
             self._plain = adamw(plain_shards(self.setting))
 
     def take_round(self, turn: int) -> None:
-        """Let everyone have their turn; the one to begin changes with `turn`."""
-        shift = turn % len(self.names)
-        for name in self.names[shift:] + self.names[:shift]:
+        """Let everyone have their turn."""
+        for name in in_some_order(self.names, turn):
             if self.records[name].status == "measured":
                 with self._blamed_on(name), self._admitted(name) as contestant:
                     self._take_turn(contestant)

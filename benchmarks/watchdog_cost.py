@@ -1,17 +1,21 @@
 """What the watchdog's thread costs a training step.
 
-One process is rank 0 of a `fake` group, as in step.py. The same model takes turns: steps without a watchdog, and as many
-with one that does what it does in a healthy run: it looks at this process four times a second, and talks to a real store
-once a second. It has registered before its turn is timed, since a run does that once.
+One process is rank 0 of a `fake` group, as in step.py. The same model takes turns of about half a second: steps while
+the watchdog rests, and as many while it does what it does in a healthy run: it looks at this process four times a
+second, and talks to a real store once a second. It is the same thread in all turns, which registered before the first. In a
+turn without it, it waits for a lock.
 
     python benchmarks/watchdog_cost.py                          # 12x768 on a GPU, tiny on a CPU
 
+Turns are short since the speed of a shared host changes within seconds. The store is talked to once in each turn with the
+watchdog, so up to twice as often as in a run.
+
 host      until backward returns, from an idle device; on the CPU the processor time of the process, the watchdog's included
 step      until the current stream has done it all; on the CPU wall time
-on / off  median over rounds of the ratio of the two turns' mean steps; a step counts as twice the median at most, since
-          some meet another job of the host
+on / off  ratio of the two turns' mean steps: the median over rounds [interquartile range], and the mean with its standard
+          error. A step counts as twice the median of its turn at most, since some meet another job of the host
 thread    processor time of the watchdog's thread, by the time of its turns: what it can take from the main thread, which
-          waits for the interpreter lock meanwhile. Rounds differ by far more, so on / off is only a check of it.
+          waits for the interpreter lock meanwhile
 """
 
 import argparse
@@ -19,9 +23,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 
 import torch
 import torch.distributed as dist
@@ -32,34 +36,50 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.contestants import Contestant, Setting, build, join_fake_group
 from benchmarks.estimate import Spread, of_some
-from benchmarks.measure import collector_paused, timed
+from benchmarks.measure import collector_paused, in_some_order, timed
 from benchmarks.report import header, headline, markdown, milliseconds, write_json
 from benchmarks.transformer import PRESETS
 from fullshard import torch_border
 from fullshard.comm.watchdog.thread import Watchdog
 
 WARMUP = 8
-SETTLING = 4
-"""Steps of a turn that are not timed."""
-COLUMNS = ("model", "host off ms", "host on / off", "step off ms", "step on / off", "thread")
+COLUMNS = (
+    "model",
+    "host off ms",
+    "host on / off",
+    "mean",
+    "step off ms",
+    "step on / off",
+    "mean",
+    "thread",
+)
 
 
-@contextmanager
-def watched(shares: list[float]) -> Iterator[None]:
-    """Have a watchdog within, as `watchdog.start` makes it for groups of processes; note its share of the time."""
-    group = dist.group.WORLD
-    assert group is not None, "the fake group was joined"
-    watchdog = Watchdog(group, thread=threading.get_ident())
-    assert watchdog.thread.ident is not None, "it has been started"
-    watchdog.registered.wait()
-    clock = time.pthread_getcpuclockid(watchdog.thread.ident)
-    since, spent = time.perf_counter(), time.clock_gettime(clock)
-    try:
+class RestingWatchdog(Watchdog):
+    """A watchdog that can be told to rest; it begins awake."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.awake = threading.Event()
+        self.awake.set()
+        self.looks = 0
+        super().__init__(group, thread=threading.get_ident())
+        self.registered.wait()
+        assert self.thread.ident is not None, "it has been started"
+        self._clock = time.pthread_getcpuclockid(self.thread.ident)
+
+    def _look(self, now: float) -> None:
+        self.awake.wait()
+        self.looks += 1
+        super()._look(time.monotonic())
+
+    @contextmanager
+    def at_work(self, shares: list[float]) -> Iterator[None]:
+        """Be awake within; note the thread's share of the time."""
+        since, spent = time.perf_counter(), time.clock_gettime(self._clock)
+        self.awake.set()
         yield
-    finally:
-        shares.append((time.clock_gettime(clock) - spent) / (time.perf_counter() - since))
-        watchdog.end()
-        watchdog.thread.join()
+        self.awake.clear()
+        shares.append((time.clock_gettime(self._clock) - spent) / (time.perf_counter() - since))
 
 
 def take_turn(contestant: Contestant, device: torch.device, steps: int) -> tuple[float, float]:
@@ -68,11 +88,13 @@ def take_turn(contestant: Contestant, device: torch.device, steps: int) -> tuple
     A mean, since what the watchdog does falls on few of them.
     """
     timings = []
-    for _ in range(SETTLING + steps):
+    for _ in range(steps):
         contestant.zero_grad()
         timings.append(timed(contestant.forward_backward, device))
-    kept = timings[SETTLING:]
-    return capped_mean([each.host_s for each in kept]), capped_mean([each.device_s for each in kept])  # fmt: skip
+    return (
+        capped_mean([each.host_s for each in timings]),
+        capped_mean([each.device_s for each in timings]),
+    )
 
 
 def capped_mean(seconds: Sequence[float]) -> float:
@@ -91,14 +113,19 @@ def measure(
         contestant.forward_backward()
     samples: dict[str, list[tuple[float, float]]] = {"off": [], "on": []}
     shares: list[float] = []
+    group = dist.group.WORLD
+    assert group is not None, "the fake group was joined"
+    watchdog = RestingWatchdog(group)
+    watchdog.awake.clear()
     with collector_paused():
         for turn in range(rounds):
-            for kind in ("off", "on") if turn % 2 else ("on", "off"):
-                if kind == "off":
+            for kind in in_some_order(("off", "on"), turn):
+                with watchdog.at_work(shares) if kind == "on" else nullcontext():
                     samples[kind].append(take_turn(contestant, setting.device, steps))
-                else:
-                    with watched(shares):
-                        samples[kind].append(take_turn(contestant, setting.device, steps))
+    assert watchdog.looks >= rounds, "it has to work in its turns"
+    watchdog.awake.set()
+    watchdog.end()
+    watchdog.thread.join()
     return samples, shares
 
 
@@ -109,8 +136,14 @@ def cells(
     found = [preset]
     for index in range(2):
         off, on = ([turn[index] for turn in samples[kind]] for kind in ("off", "on"))
-        ratio = of_some([a / b for a, b in zip(on, off, strict=True)])
-        found += [milliseconds(Spread.of(off)), f"{ratio.median:.4f} [{ratio.iqr:.4f}]"]
+        ratios = [a / b for a, b in zip(on, off, strict=True)]
+        middle = of_some(ratios)
+        error = stdev(ratios) / len(ratios) ** 0.5
+        found += [
+            milliseconds(Spread.of(off)),
+            f"{middle.median:.4f} [{middle.iqr:.4f}]",
+            f"{mean(ratios):.4f} +- {error:.4f}",
+        ]
     return [*found, f"{mean(shares):.2%}"]
 
 
@@ -122,8 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--preset", choices=list(PRESETS), help="default: 12x768, or tiny on a CPU")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--rounds", type=int, default=30, help="turns of each kind (default 30)")
-    add("--steps", type=int, default=40, help="timed steps of a turn (default 40)")
+    add("--rounds", type=int, default=150, help="turns of each kind (default 150)")
+    add("--steps", type=int, default=16, help="timed steps of a turn (default 16)")
     add("--json", type=Path, metavar="FILE", help="write samples")
     add("--commit", help="name of the measured commit, where the checkout has no git")
     options = parser.parse_args(arguments)
@@ -147,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     samples, shares = measure(setting, options.rounds, options.steps)
     dist.destroy_process_group()
     write_json(options.json, head, {"preset": preset, "samples": samples, "shares": shares})
-    print(f"{headline(head)}\n\nMedians [interquartile range] of {options.rounds} rounds.\n")
+    print(f"{headline(head)}\n\n{options.rounds} rounds.\n")
     print(markdown(COLUMNS, [cells(preset, samples, shares)]))
 
 

@@ -5,6 +5,7 @@ Gradients are small whole numbers unless a test is about rounding, so every sum 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -264,11 +265,29 @@ def products_are_forgotten_or_withdrawn() -> None:
     group.has(6.0, 6.0)
 
 
+def a_captured_step_holds_gradients_until_the_input_was_read() -> None:
+    for in_capture in (True, False):
+        group = make_group()
+        group.reducer.write_products()  # or gradients lie rank after rank on the CPU
+        group.context.in_capture = in_capture
+        group.backward(2.0 + 4 * dist.get_rank(), None, 7.0)
+        write(group, 1, 3.0)
+        gradient: Any = group.params[0].unsharded_param
+        held = weakref.ref(gradient.grad)
+        group.reducer.reduce()
+        assert (held() is not None) is in_capture
+        group.context.finish_inputs()
+        assert held() is None
+        group.context.join()
+        group.has(4.0, 3.0, 7.0)
+
+
 def test_products_are_written_into_the_buffer_of_their_reduction(world) -> None:
     cases = (
         products_are_sent_off_with_the_rest,
         only_a_reduction_of_the_same_memory_is_waited_for,
         products_are_forgotten_or_withdrawn,
+        a_captured_step_holds_gradients_until_the_input_was_read,
     )
     world(2).run(each_of, cases)
 

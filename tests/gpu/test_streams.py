@@ -22,6 +22,7 @@ import fullshard.plan.layout
 from examples.int8_gather import Int8Gathered, gather_linear_weights_as_int8
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, replicate
 from fullshard.comm import collectives
+from fullshard.comm.reduce_buffer import ReduceBuffer
 from fullshard.comm.reduce_scatter import ReduceEvents, ReduceScatterState
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine.param_group import FSDPParamGroup
@@ -134,6 +135,8 @@ def disturbed(seed: int) -> Iterator[random.Random]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce"):
             patch.setattr(collectives, name, around(getattr(collectives, name)))
+        # On the compute stream, or in a captured step on the reduce-scatter stream.
+        patch.setattr(ReduceBuffer, "copy_in", around(ReduceBuffer.copy_in))
         handles = [
             nn.modules.module.register_module_forward_pre_hook(on_compute),
             nn.modules.module.register_module_forward_hook(on_compute),

@@ -12,6 +12,7 @@ unsharded parameters is taken here and nowhere else; that of sharded ones is wri
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -36,6 +37,9 @@ from fullshard.plan.mesh import DataParallelAxes
 from fullshard.plan.placement import local_gradient
 from fullshard.plan.policies import MixedPrecisionPolicy
 from fullshard.storage.param import FSDPParam
+
+COPIED_BESIDE = 64 * 2**20
+"""Bytes of a reduce buffer up to which a captured step copies gradients beside compute."""
 
 
 class ReduceTraffic(NamedTuple):
@@ -197,7 +201,14 @@ class GradientReducer:
         recorder = context.recorder
         if recorder is not None:
             recorder.note_reducing(buffer, buffer.nbytes)
-        buckets = buffer.fill(gradients, sorted(zeros), written=written)
+        copy_in = None
+        if context.in_capture and self._is_copied_beside(buffer):
+            buckets = buffer.take_memory(gradients, zeros, written=written)
+            copy_in = functools.partial(
+                buffer.copy_in, gradients, sorted(zeros), buckets, written=written
+            )
+        else:
+            buckets = buffer.fill(gradients, sorted(zeros), written=written)
         # They are copied. Memory for the results is taken next, and can be theirs: peak memory is often here.
         del gradients
         span = None
@@ -205,7 +216,18 @@ class GradientReducer:
             group = self._group()
             assert group is not None, "a group outlives its reductions"
             span = recorder.new_span("reduce", group)
-        ReduceScatterState.start(self._reduced_group, settings, buffer, buckets, span)
+        ReduceScatterState.start(self._reduced_group, settings, buffer, buckets, span, copy_in)
+
+    def _is_copied_beside(self, buffer: ReduceBuffer) -> bool:
+        """Return whether a captured step copies gradients beside compute: [Note: gradients copied beside].
+
+        Messages of a comm object, and those of parts of a buffer that lies rank after rank, are copied once more, by compute.
+        """
+        return (
+            buffer.nbytes <= COPIED_BESIDE
+            and not buffer.rank_major
+            and self.settings.custom is None
+        )
 
     def _take_gradients(self) -> dict[int, Tensor]:
         """Take `.grad` of the unsharded parameters, by index of the parameter: zeros, if this rank's do not count."""

@@ -9,8 +9,8 @@ the copy of all is one kernel on an accelerator, whose backends take many messag
 after rank is for backends that carry each message by itself, and for exchanges (`reduce_scatter`,
 [Note: narrow on the wire]), which no backend coalesces.
 
-This file is arithmetic and views. It calls no collective and knows no stream; `reduce_scatter` fills
-a buffer once per reduction, on the compute stream.
+This file is arithmetic and views. It calls no collective and knows no stream; `gradient_reducer` fills
+a buffer once per reduction, on the compute stream, or lets `reduce_scatter` do it on its own.
 
 [Note: one sum for all copies]
 Every rank holds a copy of a 0-d parameter, and needs the same gradient to the last bit. A reduce-scatter of copies
@@ -394,12 +394,30 @@ class ReduceBuffer(Buffer):
 
         Parameters ``zeros`` have no gradient and take part as zeros. If backward has ``written`` gradients into their
         slots, memory has been taken before, and what else these parameters have is added. On the compute stream,
-        which has computed the gradients; one fused cast-copy for all of them.
+        which has computed the gradients.
         """
+        buckets = self.take_memory(gradients, zeros, written=written)
+        self.copy_in(gradients, zeros, buckets, written=written)
+        return buckets
+
+    def take_memory(
+        self, gradients: Mapping[int, Tensor], zeros: Collection[int], *, written: Set[int]
+    ) -> tuple[ReduceBucket, ...]:
+        """Take memory, unless that has been done, and return the buckets to reduce; `copy_in` comes next."""
         if not written:
             self.allocate()
         used = frozenset((*gradients, *zeros, *written))
-        buckets = self._buckets.get(used) or self.buckets(used)
+        return self._buckets.get(used) or self.buckets(used)
+
+    def copy_in(
+        self,
+        gradients: Mapping[int, Tensor],
+        zeros: Collection[int],
+        buckets: Sequence[ReduceBucket],
+        *,
+        written: Set[int],
+    ) -> None:
+        """Copy gradients into memory that was taken, on the current stream: one fused cast-copy for all of them."""
         if again := written and written & gradients.keys():
             for param in again:
                 self.slot(param).add_(gradients[param])
@@ -421,7 +439,6 @@ class ReduceBuffer(Buffer):
             unfilled += bucket.unfilled
         if unfilled:
             torch._foreach_zero_(unfilled)
-        return buckets
 
     def _targets_of(self, params: Sequence[int]) -> list[Tensor]:
         """Return where gradients of parameters go, one target for each; empty if one has to be split."""

@@ -15,6 +15,12 @@ order every time, whatever algorithm the backend chooses. As many elements trave
 reduce-scatter. What is received is as large as what is sent, so both together take the memory of one
 fp32 input; they are kept and released together. Nothing can overflow before the sum, so all
 division comes after it.
+
+[Note: gradients copied beside]
+Gradients are usually copied into the reduce buffer by the compute stream, which can give their memory to others at once.
+In a step that is captured in a CUDA graph, gradients of small groups are copied by the reduce-scatter stream, while
+compute goes on. Their memory is the compute stream's, so the reduction holds them until compute has waited for the
+read of its input (`finish_input`).
 """
 
 from __future__ import annotations
@@ -181,17 +187,20 @@ class ReduceScatterState:
         buffer: ReduceBuffer,
         buckets: Sequence[ReduceBucket],
         span: CollectiveSpan | None,
+        copy_in: Callable[[], None] | None = None,
     ) -> None:
         """Start a reduction on the compute stream, and leave it to the context to finish it.
 
         Args:
             group: The group whose gradients are reduced.
             settings: How they are reduced; what a user changes counts from the next reduction on.
-            buffer: The reduce buffer, which has been filled.
+            buffer: The reduce buffer, which has memory.
             buckets: What of it is reduced.
             span: Told when the collective begins and ends, if a trace is recorded.
+            copy_in: Fills the buffer, on the reduce-scatter stream; None if it has been filled.
         """
         reduction = cls(group, settings, buffer)
+        reduction._copy_in = copy_in
         # The context knows it before anything can fail, and ends it after a failure, too: it may hold memory of a
         # comm object, and the collectives of its first buckets may be in flight.
         group.context.note_reduction(reduction)
@@ -210,6 +219,8 @@ class ReduceScatterState:
         self._settings = settings
         self._custom = settings.custom if settings.process_group is not None else None
         self._buffer = buffer
+        self._copy_in: Callable[[], None] | None = None
+        """Holds the gradients, if the reduce-scatter stream copies them: [Note: gradients copied beside]."""
         self._buckets: list[_BucketState] = []
         self._works: list[Work | None] = []
         self._brings_out = False
@@ -234,8 +245,6 @@ class ReduceScatterState:
         if settings.active is not None:
             rule = replace(rule, after=rule.after * settings.active_fraction)
         inputs = bucket.inputs or (bucket.join_messages(),)
-        if rule.before != 1:
-            torch._foreach_div_(inputs, rule.before)
         if self._custom is not None:
             self._brings_out = self._brings_out or self._custom.recycles
             return self._prepare_packed(bucket, rule, inputs, self._custom)
@@ -308,9 +317,12 @@ class ReduceScatterState:
         replicated = self._mesh_info.replicate_process_group is not None
         events.ready.record()
         with context.reduce_scatter:
-            # Compute fills the input, and may still use what was in the memory of the outputs before.
+            # Compute fills the input, or has the gradients to fill it with. It may still use what was in the memory of
+            # the outputs before.
             events.ready.wait()
             try:
+                if self._copy_in is not None:
+                    self._copy_in()
                 self._call_collectives(span)
                 if context.asynchronous and self._brings_out:
                     # Before the event: behind it, compute may reuse what was received or staged.
@@ -375,6 +387,8 @@ class ReduceScatterState:
         async_op = not self._context.asynchronous
         outputs, inputs = each.outputs, each.inputs
         group, custom = self._settings.process_group, self._custom
+        if each.rule.before != 1:
+            torch._foreach_div_([*inputs], each.rule.before)
         # Averaging over shards and then over replicas is averaging over all; a shard group of one
         # has nothing to average, and NCCL's AVG is not reliable there.
         op = each.rule.op if self._mesh_info.shard_mesh_size > 1 else ReduceOp.SUM
@@ -418,6 +432,7 @@ class ReduceScatterState:
         else:
             self._span.wait_for(self._events.input_read)
         # The compute stream is behind the last read now, so the memory may go back to its pool.
+        self._copy_in = None
         self._buffer.release()
         for each in self._buckets:
             if self._custom is not None:
