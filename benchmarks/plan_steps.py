@@ -10,8 +10,9 @@ and planning are apart: a file of measurements can be compared with plans on any
 
 allocated     most bytes of tensors at a time, within the second step
 reserved      most that the caching allocator has taken from the device by then
-gradients     device time of forward and backward of all microbatches, median of the steps after the second
-step          the same with clipping and the optimizer
+gradients     device time of forward and backward of all microbatches, median of some after the second step. No optimizer
+              runs between them: a GPU that has rested, or waited for an optimizer, is faster for a while
+step          the same with clipping and the optimizer, median of steps after that
 off           predicted over measured, less one. At most 5 % of allocated, 10 % of reserved and `--time-limit` of the
               gradients' time are promised; it exits 1 if one is further off
 """
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import header, headline, markdown, write_json
-from benchmarks.transformer import local_tensor
+from fullshard.programs.plan_tool.device_steps import seconds_of_gradients, seconds_on_device
 from fullshard.programs.plan_tool.machine import GIB, MILLI, Machine
 from fullshard.programs.plan_tool.planned_step import plan_step
 from fullshard.programs.plan_tool.profile_file import load_profile
@@ -52,7 +53,7 @@ UNITS = {
     "gradients": ("ms", MILLI),
     "step": ("ms", MILLI),
 }
-TIMED_STEPS = 8
+TIMED_STEPS = 6
 
 BF16 = "compute.precision=bf16"
 SIZES = {
@@ -131,35 +132,21 @@ def measured_here(configuration: Configuration) -> Figures:
     with fake_process_group(configuration.world):
         source = open_model(config)
         step = TrainingStep(config, configuration.world, source, device)
-        # Values matter: products of zeros take less power and time, and equal tokens queue up in an embedding's backward.
-        for each in (*step.model.module.parameters(), *step.model.module.buffers()):
-            if each.is_floating_point():
-                local_tensor(each).detach().normal_(std=0.02)
-        assert config.model.vocabulary is not None, "all sizes above have one"
-        step.windows.random_(config.model.vocabulary)
+        step.randomize()
         for _ in range(2):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             step.take()
         torch.cuda.synchronize()
         peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        timed = [_timed_step(step) for _ in range(TIMED_STEPS)]
-    gradients, whole = (statistics.median(each) for each in zip(*timed, strict=True))
-    return {"allocated": peaks[0], "reserved": peaks[1], "gradients": gradients, "step": whole}
-
-
-def _timed_step(step: TrainingStep) -> tuple[float, float]:
-    """Take a step from an idle device; return the seconds until the gradients, and until the parameters are there."""
-    event: Any = torch.cuda.Event  # its constructor has no types
-    begin, middle, end = (event(enable_timing=True) for _ in range(3))
-    torch.cuda.synchronize()
-    begin.record()
-    step.compute_gradients()
-    middle.record()
-    step.update()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(middle) * MILLI, begin.elapsed_time(end) * MILLI
+        gradients = [seconds_of_gradients(step) for _ in range(TIMED_STEPS)]
+        whole = [seconds_on_device(step.take) for _ in range(TIMED_STEPS)]
+    return {
+        "allocated": peaks[0],
+        "reserved": peaks[1],
+        "gradients": statistics.median(gradients),
+        "step": statistics.median(whole),
+    }
 
 
 def _measure_into(pipe: Connection, configuration: Configuration) -> None:

@@ -8,7 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fullshard.programs.plan_tool.calibrate import _Fit, calibrate, calibrate_from_trace
+from fullshard.programs.plan_tool.calibrate import (
+    _Fit,
+    _with_slower_kernels,
+    calibrate,
+    calibrate_from_trace,
+)
+from fullshard.programs.plan_tool.device_steps import (
+    LEAST,
+    MOST,
+    WORLD,
+    busy_config,
+    device_factor,
+)
 from fullshard.programs.plan_tool.host_measurements import HostRates, update_rates
 from fullshard.programs.plan_tool.host_steps import (
     LEAST_FACTOR,
@@ -22,8 +34,11 @@ from fullshard.programs.plan_tool.host_steps import (
 )
 from fullshard.programs.plan_tool.machine import Machine
 from fullshard.programs.plan_tool.measurements import Bench
+from fullshard.programs.plan_tool.playback import play
 from fullshard.programs.plan_tool.profile_file import load_profile, parse_profile, to_toml
 from fullshard.programs.plan_tool.program import Collective, Kernel, Transfer
+from fullshard.programs.plan_tool.step_program import record_step
+from fullshard.programs.train.model_source import open_model
 from fullshard.tracing.schema import Trace, parse_trace
 from tests.helpers.run_folders import Machine as MadeUp, simulated_trace
 
@@ -68,6 +83,21 @@ def test_the_host_is_known_by_what_small_steps_take() -> None:
     found = fitted_host(PROFILE, steps_of(machine, compute=0.0))
     assert found.times == pytest.approx(known)
     assert found.compute is None
+
+
+def test_a_step_that_keeps_a_gpu_busy_tells_how_long_kernels_take_in_a_model() -> None:
+    def slower(factor: float) -> Machine:
+        return _with_slower_kernels(PROFILE, factor, "in a step")
+
+    config = busy_config()
+    program = record_step(config, WORLD, open_model(config)).program
+    seconds = play(program, slower(1.1).with_fake_group()).gradient_seconds
+    assert device_factor(seconds, slower) == pytest.approx(1.1, rel=0.005)
+    assert device_factor(10 * seconds, slower) == MOST
+    assert device_factor(seconds / 10, slower) == LEAST
+    # A step that waits for the host tells nothing about the device.
+    late = replace(PROFILE, host=replace(PROFILE.host, launch_us=400.0))
+    assert device_factor(seconds, lambda factor: _with_slower_kernels(late, factor, "")) == 1.0
 
 
 def two_ranks(host: SmallSteps | None) -> Machine:

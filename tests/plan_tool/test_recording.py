@@ -263,7 +263,7 @@ def test_what_recomputation_costs_the_host_is_counted() -> None:
         found[what] = Counter(entry.kind for entry in step if isinstance(entry, HostWork))
     hooks = found["none"]["hook"]
     assert found["none"] == {"hook": hooks}
-    assert found["blocks"] == {"hook": hooks, "checkpoint": 3}
+    assert found["blocks"] == {"hook": hooks, "checkpoint": 3, "recomputation": 3}
     assert found["selective"].pop("decision") > 100
     assert found["selective"] == found["blocks"]
 

@@ -35,6 +35,8 @@ class Verdict:
         """Whether the thread that trains has raised the verdict."""
         self.watched = False
         """Whether a watchdog is running that gives verdicts."""
+        self.wake: threading.Event | None = None
+        """Lets the watchdog look at once."""
 
     def raise_if_diverged(self) -> None:
         """Raise what the watchdog has proven, if anything.
@@ -50,6 +52,8 @@ class Verdict:
         """Return the error for a rank that has lost another one: the watchdog's verdict, or ``otherwise`` if none comes."""
         self.is_sought, self.is_unknown = True, False
         self.wanted.set()
+        if self.wake is not None:
+            self.wake.set()
         end = time.monotonic() + EXPLANATION_S
         while self.watched and self.message is None and time.monotonic() < end:
             if self.is_unknown:

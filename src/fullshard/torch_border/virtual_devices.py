@@ -134,15 +134,21 @@ def watched_resizes(resized: Callable[[UntypedStorage], None]) -> Iterator[None]
 
 @contextmanager
 def watched_recomputation(
-    checkpointed: Callable[[], None], decided: Callable[[], None]
+    checkpointed: Callable[[], None],
+    recomputed: Callable[[], None],
+    decided: Callable[[], None],
 ) -> Iterator[None]:
-    """Call ``checkpointed`` when a call's activations are not kept, and ``decided`` for each operation that a policy decides about.
+    """Call functions when recomputation takes the host's time beside its operations.
 
-    Both take the host's time, and neither is an operation.
+    Args:
+        checkpointed: Called when a call's activations are not kept, in forward.
+        recomputed: Called when they are computed again, in backward.
+        decided: Called for each operation that a policy decides about.
     """
     with ExitStack() as stack:
         watch = partial(_called_before, stack)
         watch(checkpoint._CheckpointFrame, "__init__", checkpointed)
+        watch(checkpoint._recomputation_hook, "__init__", recomputed)
         for mode in (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode):
             watch(mode, "__torch_dispatch__", decided)
         yield

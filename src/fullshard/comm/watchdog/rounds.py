@@ -117,10 +117,14 @@ class Rounds:
             else:
                 self.poll()  # which asks in a round that a leaving rank has opened, if no other rank does
 
-    def poll(self) -> Judgement | None:
-        """Take the next step of the round; return the judgement at its end."""
+    def poll(self, news: tuple[str, str] | None = None) -> Judgement | None:
+        """Take the next step of the round; return the judgement at its end.
+
+        Before a round, ``news`` are stored in the same operation: a key and a value.
+        """
         if not self.is_running:
-            if self._store.has([f"round/{self._number}"]):
+            begun = f"round/{self._number}"
+            if self._store.has([begun]) if news is None else self._store.set_and_has(*news, begun):
                 self._enter(asks=self._asks_in_open_round())
             return None
         return self._hear() if self._asking is None else self._poll_asking(self._asking)

@@ -79,6 +79,16 @@ class StoreOperations(ABC):
             )
         )
 
+    def set_and_has(self, key: str, value: str, other: str) -> bool:
+        """Store a value, and return whether another key is there."""
+        name, sought = self._prefix + key, self._prefix + other
+
+        def operation(store: KeyStore) -> bool:
+            store.set(name, value)
+            return store.check([sought])
+
+        return self._do(operation)
+
     def claim(self, key: str, value: str, limit_s: float = LIMIT_S) -> bool:
         """Store a value unless there is one; return whether this value is there now."""
         name = self._prefix + key

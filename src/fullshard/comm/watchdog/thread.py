@@ -54,7 +54,10 @@ from fullshard.comm.watchdog.store_client import (
 logger = logging.getLogger("fullshard")
 
 LOOK_S = 0.25
-"""How often the thread looks at its own process."""
+"""How often the thread looks at its own process, if that stands still or if ranks ask each other."""
+REST_S = 1.0
+"""... and how often while all is well. Each time it takes the interpreter lock from the thread that trains, which then has to be
+woken up."""
 PATIENCE_S = 5.0
 MAX_PATIENCE_S = 7.0
 """The patience grows with the steps up to this limit, so that a proven divergence is found within 15 s."""
@@ -203,6 +206,7 @@ def _forget() -> None:
         _Process.forgotten.append(_Process.watchdog)
     _Process.lock = threading.Lock()
     _Process.watchdog = None
+    VERDICT.wake = None  # the thread may have held its lock
     VERDICT.message, VERDICT.taken, VERDICT.watched = None, False, False
 
 
@@ -279,7 +283,10 @@ class Watchdog:
         self._gaps: deque[float] = deque(maxlen=16)
         """How long the last times were in which nothing moved."""
         self._reports = StallReports()
+        self._stands_still = True
+        """Whether nothing has moved between the last two looks."""
 
+        VERDICT.wake = self._wake
         VERDICT.message, VERDICT.taken, VERDICT.watched = None, False, True
         VERDICT.wanted.clear()
         POSITION.raised = None  # with another process group
@@ -350,7 +357,7 @@ class Watchdog:
     def _run(self) -> None:
         try:
             while not self._has_to_end():
-                self._wake.wait(LOOK_S)
+                self._wake.wait(LOOK_S if self._is_alert else REST_S)
                 self._wake.clear()
                 if self._final is None and not self._is_over:
                     self._look(time.monotonic())
@@ -363,6 +370,19 @@ class Watchdog:
             self._said_farewell.set()
             self._store.close()
             self._mailbox.close()
+
+    @property
+    def _is_alert(self) -> bool:
+        """Whether something may be wrong, or is to be done soon."""
+        return (
+            self._stands_still
+            or self._rounds.is_running
+            or self._is_urgent
+            or self._is_suspicious
+            or self._rounds.must_ask_again
+            or self._failed_since is not None
+            or not self.registered.is_set()
+        )
 
     def _has_to_end(self) -> bool:
         return not self._watches_still() or self._final is not None or VERDICT.message is not None
@@ -398,7 +418,8 @@ class Watchdog:
 
     def _notice_moves(self, now: float) -> None:
         count = moves()
-        if count == self._moves:
+        self._stands_still = count == self._moves
+        if self._stands_still:
             self._reports.grow()
             return
         self._gaps.append(now - self._moved)
@@ -440,9 +461,8 @@ class Watchdog:
             if now - self._began < FINDING_S:
                 self._peers.find()
             self._peers.look()
-            self._rounds.poll()
-            if self._is_small or now >= self._next_beat:
-                self._publish_position()
+            news = self._position() if self._is_small or now >= self._next_beat else None
+            self._rounds.poll(news)
             if now >= self._next_beat or POSITION.step <= 2:
                 self._next_beat = now + 5 * self._tick_s
                 self._compare_journals()
@@ -477,19 +497,17 @@ class Watchdog:
 
     # --- the store ------------------------------------------------------------------------------------
 
-    def _publish_position(self) -> None:
-        """Publish the position, if it is another one: the last that is known if this process is killed."""
+    def _position(self) -> tuple[str, str] | None:
+        """Return the position as a key and a value to publish, if it has changed: the last that is known if this process is killed."""
         last = POSITION.journal.last_tag if POSITION.journal is not None else None
         called = f", last called {last.text}" if last is not None else ""
         text = f"{POSITION.text()}{called}"
         if text == self._published:
-            return
-        published = text
+            return None
+        self._published = text
         marks = {group_key(journal): marks_of(journal) for journal in journals()}
         text = f"{text}, at {time.strftime('%H:%M:%S')}"
-        position = json.dumps({"text": text, "marks": marks})
-        self._store.set(f"position/{self._own.rank}", position)
-        self._published = published
+        return f"position/{self._own.rank}", json.dumps({"text": text, "marks": marks})
 
     def _compare_journals(self) -> None:
         """Compare the journals with those of the ranks before this one, at the ends of equal steps."""

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from fullshard.comm.collectives import value_of_first_rank
 from fullshard.errors import ConfigurationError
+from fullshard.programs.plan_tool.device_steps import device_factor
 from fullshard.programs.plan_tool.host_measurements import HostRates, measure_host
 from fullshard.programs.plan_tool.host_steps import SCALED, SmallSteps, fitted_host
 from fullshard.programs.plan_tool.machine import GIB, GIGA, MIB, MICRO, MILLI, TERA, Machine
@@ -261,7 +262,7 @@ class _Fit:
         self._report(f"host: {seconds / MICRO:.3g} us for an operation")
 
     def steps(self, measured: SmallSteps) -> None:
-        """Set the host's times by steps that waited for nothing else; on a CPU also how long kernels take in a step."""
+        """Set the host's times by steps that waited for nothing else, and how long kernels take in a step."""
         self.knows_steps = True
         found = fitted_host(self.machine, measured)
         self._put("host", **found.times)
@@ -269,6 +270,15 @@ class _Fit:
         if found.compute is not None:
             self.machine = _with_slower_kernels(self.machine, found.compute, "in small steps")
             self._report(f"compute: {found.compute:.3g} of these times in a model")
+        if measured.busy_seconds is not None:
+            machine = self.machine
+            factor = device_factor(
+                measured.busy_seconds, lambda each: _with_slower_kernels(machine, each, "")
+            )
+            self.machine = _with_slower_kernels(
+                machine, factor, "in a step that keeps the GPU busy"
+            )
+            self._report(f"compute: kernels take {factor:.3g} of these times in a model")
 
     def offload(self, rates: HostRates) -> None:
         """Set what copies and updates of host memory reach. What several ranks measured has their sharing in it."""

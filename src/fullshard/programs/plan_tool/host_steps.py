@@ -14,10 +14,11 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from fullshard.programs.plan_tool.device_steps import measure_busy_step
 from fullshard.programs.plan_tool.machine import MICRO, Machine
 from fullshard.programs.plan_tool.program import Entry, HostWork, HostWorkKind, Kernel, Launch
 from fullshard.programs.plan_tool.step_program import record_step
@@ -41,7 +42,7 @@ CPU_SETTINGS = (
 NARROW = ("model.width=64", "train.batch=1")
 WIDE = ("model.width=384", "train.batch=8")
 RECOMPUTATIONS = ("none", "blocks", "selective")
-WARM_UP, STEPS, ROUNDS = 3, 15, 3
+WARM_UP, STEPS, ROUNDS = 3, 15, 5
 LEAST_FACTOR = 0.1
 """Noise may ask for less, also for a negative one."""
 
@@ -67,6 +68,8 @@ class SmallSteps:
     selective: SmallStep
     wide: SmallStep | None = None
     """On a CPU, a plain step of the wide decoder."""
+    busy_seconds: float | None = None
+    """On a GPU, what a step takes that keeps it busy; None if it was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +90,13 @@ def measure_steps(device: torch.device) -> SmallSteps:
     is_cpu = device.type == "cpu"
     configs = small_configs(is_cpu=is_cpu)
     rounds = [[_measured(config, device) for config in configs] for _ in range(ROUNDS)]
-    medians = map(statistics.median, zip(*rounds, strict=True))
+    # What recomputation costs is a small difference of two steps. So steps are compared within rounds.
+    plain = statistics.median(each[0] for each in rounds)
+    ratios = [[seconds / each[0] for seconds in each] for each in rounds]
+    medians = [plain * statistics.median(each) for each in zip(*ratios, strict=True)]
     entries = recorded_steps(is_cpu=is_cpu)
-    return SmallSteps(*map(SmallStep, medians, entries))
+    found = SmallSteps(*map(SmallStep, medians, entries))
+    return found if is_cpu else replace(found, busy_seconds=measure_busy_step(device))
 
 
 def small_configs(*, is_cpu: bool) -> list[RunConfig]:
@@ -180,7 +187,7 @@ def _host_seconds(machine: Machine, step: SmallStep) -> float:
     return sum(
         machine.host_seconds(entry)
         for entry in step.entries
-        if not (_is(entry, "checkpoint") or _is(entry, "decision"))
+        if not (isinstance(entry, HostWork) and entry.kind != "hook")
     )
 
 

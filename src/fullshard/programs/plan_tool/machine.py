@@ -40,6 +40,10 @@ GIB = 1 << 30
 MIB = 1 << 20
 BITS_PER_BYTE = 8
 
+CHECKPOINT_IN_FORWARD = 0.4
+"""Share of `checkpoint_us` in forward, where torch notes what it does not keep; in backward it restores the state of the
+random numbers and runs the call again."""
+
 FAKE_COPY = 0.22
 """What the host needs for each copy that the fake group makes, in operations of a model: it has no module and no gradient."""
 
@@ -129,7 +133,7 @@ class HostFacts:
     hook_us: float
     """A hook of the engine: one group in one pass."""
     checkpoint_us: float
-    """A call whose activations are recomputed, beside its operations."""
+    """A call whose activations are recomputed, beside its operations: in forward and in backward together."""
     decision_us: float
     """An operation about which a policy of selective recomputation decides, each time it runs; none in compiled blocks."""
     turn_us: float
@@ -485,7 +489,9 @@ class Machine:
             case Launch(work=Transfer()):
                 return MICRO * host.launch_us
             case HostWork(count=count, kind="checkpoint"):
-                return MICRO * host.checkpoint_us * count
+                return MICRO * host.checkpoint_us * CHECKPOINT_IN_FORWARD * count
+            case HostWork(count=count, kind="recomputation"):
+                return MICRO * host.checkpoint_us * (1 - CHECKPOINT_IN_FORWARD) * count
             case HostWork(count=count, kind="decision"):
                 return 0.0 if is_compiled else MICRO * host.decision_us * count
             case HostWork(count=count):

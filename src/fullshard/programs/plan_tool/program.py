@@ -135,9 +135,10 @@ class Free:
     memory: int
 
 
-HostWorkKind = Literal["hook", "checkpoint", "decision"]
-"""A hook of the engine: one group in one pass. A call whose activations are recomputed: what keeping none and computing them
-again costs beside the operations. An operation about which a policy of selective recomputation decides, each time it runs."""
+HostWorkKind = Literal["hook", "checkpoint", "recomputation", "decision"]
+"""A hook of the engine: one group in one pass. A call whose activations are recomputed: what it costs beside the operations to
+keep none in forward, and to compute them again in backward. An operation about which a policy of selective recomputation
+decides, each time it runs."""
 
 
 @dataclass(frozen=True, slots=True)

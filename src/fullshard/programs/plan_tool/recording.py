@@ -434,6 +434,7 @@ class Recorder(torch_border.OperatorMode):
             stack.enter_context(
                 torch_border.watched_recomputation(
                     partial(self.add, HostWork(1, "checkpoint")),
+                    partial(self.add, HostWork(1, "recomputation")),
                     partial(self.add, HostWork(1, "decision")),
                 )
             )

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.programs.plan_tool.program import Phase
 from fullshard.programs.train.config import RunConfig
@@ -43,6 +44,18 @@ class TrainingStep:
     def allocate(self, model: nn.Module, device: torch.device) -> None:
         """Give the shards of a model their memory."""
         materialise(model, device)
+
+    @torch.no_grad()
+    def randomize(self) -> None:
+        """Give parameters, buffers and tokens random values, so that a step takes the time of a real one.
+
+        Products of zeros take less power and time, and equal tokens queue up in an embedding's backward.
+        """
+        module = self.model.module
+        for each in (*module.parameters(), *module.buffers()):
+            if each.is_floating_point():
+                (each.to_local() if isinstance(each, DTensor) else each).normal_(std=0.02)
+        self.windows.random_(self._config.model.vocabulary or 2)
 
     def take(self) -> None:
         """Take a step."""
