@@ -30,6 +30,9 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Programs take all cores that they find, and threads of OpenMP that wait keep their core busy, which others need.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# torch's store looks up the name of each client that connects, and answers nobody meanwhile. Where no name server answers, that
+# takes 10 s by default, and a rank would seem to be lost.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # A thread that was woken waits until another one pauses, here and by inheritance in all processes that tests start.
 # Otherwise gloo's thread that receives often replaces the one that woke it by sending and still holds the lock that
 # both need. It then spins: a fifth of the processor time of all tests.

@@ -188,6 +188,44 @@ def test_a_store_that_does_not_answer_stops_nobody() -> None:
     client.thread.join()
 
 
+def test_what_was_given_up_is_not_done_when_a_slow_store_has_accepted_the_connection() -> None:
+    accepts, store = threading.Event(), dist.HashStore()
+
+    def connect() -> Any:
+        accepts.wait()
+        return store
+
+    client = StoreClient(connect, "test/")
+    with pytest.raises(StoreFailedError) as caught:
+        client.set("final/1", "", 0.01)
+    assert caught.value.is_late
+    assert client.num_done == 0
+    OpenStore(store, "test/").set(
+        "final/1", "last words"
+    )  # by another client, which has been accepted before
+    accepts.set()
+    while client.is_stuck:
+        time.sleep(0.001)
+    assert client.find("final/1") == b"last words"
+    for _ in range(1000):  # one after the other: none finds the one before it pending
+        client.add("count", 1)
+    client.close()
+    client.thread.join()
+
+
+def test_last_words_of_a_rank_that_could_not_register_are_read() -> None:
+    store = dist.HashStore()
+    ranks = [Rank(store, rank, answer_of(rank, count=6), {}) for rank in (0, 2)]
+    OpenStore(store, "test/").set("final/1", '["left", ""]')
+    ranks[0].client.add("finals", 1)
+    ranks[0].rounds.ask()
+    heard = all_hear(ranks)
+    assert len(set(heard)) == 1
+    assert "rank 1 left, while others wait" in heard[0].message
+    for each in ranks:
+        each.client.close()
+
+
 def test_a_round_of_many_ranks_takes_some_operations_of_each() -> None:
     cost = one_round(1024)
     assert {found.kind for found in cost.judgements} == {"diverged"}

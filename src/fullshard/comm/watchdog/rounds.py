@@ -258,12 +258,13 @@ class Rounds:
     def _absence(self, rank: int, answers: Mapping[int, Answer]) -> Absence:
         """Return why a rank has not answered."""
         registered = self._store.find(f"registration/{rank}")
-        if registered is None:
+        final = self._store.find(f"final/{rank}")
+        if registered is None and not final:
             return Absence(rank=rank, state="unregistered")
-        host = registration_from(registered).text()
+        # One that has left before it could register has sent its last words all the same.
+        host = registration_from(registered).text() if registered is not None else ""
         position = self._store.find(f"position/{rank}")
         last = json.loads(position)["text"] if position else ""
-        final = self._store.find(f"final/{rank}")
         # Its store may have been too slow for its last words. Those on its host have heard them.
         words = [answer.words[rank] for answer in answers.values() if rank in answer.words]
         if final or words:

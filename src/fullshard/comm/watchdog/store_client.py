@@ -6,11 +6,12 @@ never calls it. It hands operations to this client's thread, and waits for their
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, TimeoutError as LateError
+from concurrent.futures import Future, InvalidStateError, TimeoutError as LateError
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -128,15 +129,13 @@ class StoreClient(StoreOperations):
     def __init__(self, store: Callable[[], KeyStore], prefix: str) -> None:
         """Use the store that ``store`` returns, which is called in the client's thread; keys begin with ``prefix``."""
         super().__init__(prefix)
-        self._pending: Future[Any] | None = None
-        """An operation that has not come back in time."""
+        self._pending: _Call | None = None
+        """The last operation that was handed over."""
         self._failure: StoreFailedError | None = None
         """Why the store can never be used again: a connection that has broken is not made anew."""
         self.num_done = 0
         """How many operations have come back in time."""
-        self._calls: queue.SimpleQueue[tuple[Callable[[KeyStore], Any], Future[Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self.thread = threading.Thread(
             target=_serve, args=(store, self._calls), name="fullshard-watchdog-store", daemon=True
         )
@@ -145,7 +144,7 @@ class StoreClient(StoreOperations):
     @property
     def is_stuck(self) -> bool:
         """Whether an operation has not come back."""
-        return self._pending is not None and not self._pending.done()
+        return self._pending is not None and not self._pending.is_over
 
     def close(self) -> None:
         """Let the thread end after its present operation."""
@@ -156,14 +155,16 @@ class StoreClient(StoreOperations):
             raise self._failure
         if self.is_stuck:
             raise StoreFailedError("the store does not answer", is_late=True)
-        self._pending = result = Future[T]()
-        self._calls.put((operation, result))
+        self._pending = call = _Call(operation)
+        result: Future[T] = call.result
+        self._calls.put(call)
         try:
             found = result.result(limit_s)
             self.num_done += 1
             return found
         except Exception as error:
             if isinstance(error, LateError) and not result.done():
+                result.cancel()  # or it would be done much later, when other things are true
                 text = f"the store has not answered for {limit_s:.0f} s"
                 raise StoreFailedError(text, is_late=True) from None
             reason = str(error).partition("\n")[0]
@@ -171,16 +172,29 @@ class StoreClient(StoreOperations):
             raise self._failure from error
 
 
-def _serve(
-    store: Callable[[], KeyStore],
-    calls: queue.SimpleQueue[tuple[Callable[[KeyStore], Any], Future[Any]] | None],
-) -> None:
+class _Call:
+    """An operation that is handed to the thread."""
+
+    def __init__(self, operation: Callable[[KeyStore], Any]) -> None:
+        self.operation = operation
+        self.result: Future[Any] = Future()
+        self.is_over = False
+        """Whether the thread has done it, or left it out since it was cancelled."""
+
+
+def _serve(store: Callable[[], KeyStore], calls: queue.SimpleQueue[_Call | None]) -> None:
     opened: KeyStore | None = None
     while (call := calls.get()) is not None:
-        operation, result = call
         try:
             if opened is None:
-                opened = store()
-            result.set_result(operation(opened))
+                opened = store()  # which may take long
+            is_wanted = call.result.set_running_or_notify_cancel()
+            found = call.operation(opened) if is_wanted else None
         except BaseException as error:
-            result.set_exception(error)
+            call.is_over = True  # before the result, with which the next operation comes
+            with contextlib.suppress(InvalidStateError):  # it was cancelled
+                call.result.set_exception(error)
+        else:
+            call.is_over = True
+            if is_wanted:
+                call.result.set_result(found)

@@ -70,6 +70,8 @@ AGAIN_S = 1.0
 URGENT_S = 6.0
 URGENT_ROUNDS = 2
 """For how long, and in how many rounds, a rank that has lost another one asks why, before it gives up."""
+CONNECTED_S = 25.0
+"""For how long a store may be unreachable from the beginning."""
 FAREWELL_S = 4.0
 """How long the end of a process may be delayed by a store that does not answer."""
 KNOWN_S = 3.0
@@ -192,11 +194,15 @@ def _say_farewell(
     store: StoreOperations, rounds: Rounds, rank: int, error: BaseException | None
 ) -> None:
     """Tell the others why a rank takes part in no more rounds."""
-    store.set(f"final/{rank}", json.dumps(_last_words(error)), FAREWELL_S)
-    store.add("finals", 1)
+    _leave_last_words(store, rank, error)
     rounds.hand_over()
     if error is not None:
         rounds.open_for_others()
+
+
+def _leave_last_words(store: StoreOperations, rank: int, error: BaseException | None) -> None:
+    store.set(f"final/{rank}", json.dumps(_last_words(error)), FAREWELL_S)
+    store.add("finals", 1)
 
 
 def _forget() -> None:
@@ -401,8 +407,14 @@ class Watchdog:
             self._register()
             self._tell(error)
             _say_farewell(self._store, self._rounds, self._own.rank, error)
-        except StoreFailedError:
-            pass  # others will find out by themselves
+        except StoreFailedError as failure:
+            if failure.is_late and self._store.num_done == 0:
+                # The store has not even accepted this watchdog's connection yet, and nobody knows this process. What is sent
+                # by the client of the thread that trains reaches the store later, also if this process has ended by then.
+                with contextlib.suppress(Exception):
+                    store = OpenStore(torch_border.default_store(), PREFIX)
+                    _leave_last_words(store, self._own.rank, error)
+            # Otherwise others find out by themselves.
 
     # --- looking ------------------------------------------------------------------------------------
 
@@ -549,7 +561,11 @@ class Watchdog:
         """Judge by what is seen and heard on this host, since the store does not answer."""
         now = time.monotonic()
         self._failed_since = since = self._failed_since or now
-        is_given_up = now - since >= (LOST_S if error.is_late else 2.0)
+        limit_s = LOST_S if error.is_late else 2.0
+        if error.is_late and self._store.num_done == 0:
+            # It has not accepted a connection yet. torch's store looks up the names of those who connect, one after the other.
+            limit_s = CONNECTED_S
+        is_given_up = now - since >= limit_s
         self._peers.look(patiently=not is_given_up)
         if self._peers.verdict is not None:
             # The rank that reported it may have ended since. That is not a second divergence.
