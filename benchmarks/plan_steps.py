@@ -139,6 +139,7 @@ def measured_here(configuration: Configuration) -> Figures:
             step.take()
         torch.cuda.synchronize()
         peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        step.randomize()  # updates have made other weights of them, some far larger
         gradients = [seconds_of_gradients(step) for _ in range(TIMED_STEPS)]
         whole = [seconds_on_device(step.take) for _ in range(TIMED_STEPS)]
     return {

@@ -1,14 +1,14 @@
 """What the watchdog's thread costs a training step.
 
 One process is rank 0 of a `fake` group, as in step.py. The same model takes turns of about half a second: steps while
-the watchdog rests, and as many while it does what it does in a healthy run: it looks at this process four times a
-second, and talks to a real store once a second. It is the same thread in all turns, which registered before the first. In a
-turn without it, it waits for a lock.
+the watchdog rests, and as many while it does what it does in a healthy run: it looks at this process and talks to a
+real store once a second. It is the same thread in all turns, which registered before the first. In a turn without it, it
+waits for a lock.
 
     python benchmarks/watchdog_cost.py                          # 12x768 on a GPU, tiny on a CPU
 
-Turns are short since the speed of a shared host changes within seconds. The store is talked to once in each turn with the
-watchdog, so up to twice as often as in a run.
+Turns are short since the speed of a shared host changes within seconds. Only the first look of a turn may be late by a turn
+without it, so the watchdog works as much as in a run, in half of the time.
 
 host      until backward returns, from an idle device; on the CPU the processor time of the process, the watchdog's included
 step      until the current stream has done it all; on the CPU wall time
@@ -122,7 +122,7 @@ def measure(
             for kind in in_some_order(("off", "on"), turn):
                 with watchdog.at_work(shares) if kind == "on" else nullcontext():
                     samples[kind].append(take_turn(contestant, setting.device, steps))
-    assert watchdog.looks >= rounds, "it has to work in its turns"
+    assert watchdog.looks >= rounds / 4, "it has to work in its turns"
     watchdog.awake.set()
     watchdog.end()
     watchdog.thread.join()
