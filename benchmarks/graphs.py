@@ -1,6 +1,6 @@
 """Steps captured in CUDA graphs: the unsharded model, torch's FSDP2 and fullshard, each replayed.
 
-    python benchmarks/graphs.py                                  # 12x768, 1.2b and 3.8b: two to three minutes
+    python benchmarks/graphs.py                                  # 12x768, 1.2b and 3.8b: four minutes
     python benchmarks/graphs.py --preset 12x768 --eager          # and the same steps without a graph
 
 One process is rank 0 of a `fake` group. Every contestant is built, warmed up and captured; then all are replayed in

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from benchmarks import gloo_step, host_profile, plots, scaling, targets
+from benchmarks import gloo_step, host_profile, plots, scaling, targets, watchdog_cost
 from benchmarks.clock import Clock, silent_collectives
 from benchmarks.contestants import Setting
 from benchmarks.estimate import Ratio, Spread, of_some, over
 from benchmarks.measure import Record
 from benchmarks.transformer import PRESETS, Shape
+from fullshard import torch_border
 from tests.helpers.fake import fake_world
 from tests.helpers.groups import leave_group
 
@@ -103,6 +104,24 @@ def test_targets_measures_the_chosen_rows(
     assert (
         results["rows"]["memory-12x768"]["met"] == "not measured"
     )  # there is no GPU in a rehearsal
+
+
+def test_the_watchdog_of_its_benchmark_works_in_every_second_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_border, "default_store", torch_border.default_store)  # it is replaced
+    monkeypatch.setattr(watchdog_cost, "PRESETS", {**PRESETS, "tiny": SMALLEST})
+    file = tmp_path / "watchdog.json"
+    try:
+        watchdog_cost.main(
+            ["--device", "cpu", "--rounds", "3", "--steps", "2", "--json", str(file)]
+        )
+    finally:
+        leave_group()
+    results = json.loads(file.read_text())["results"]
+    assert len(results["samples"]["on"]) == len(results["samples"]["off"]) == 3
+    assert len(results["shares"]) == 3
+    assert "host on / off" in capsys.readouterr().out
 
 
 LIBRARY = """

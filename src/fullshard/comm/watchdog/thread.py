@@ -274,6 +274,16 @@ class Watchdog:
         self._published = ""
         """The position that was published last."""
 
+        self._init_observations()
+        VERDICT.wake = self._wake
+        VERDICT.message, VERDICT.taken, VERDICT.watched = None, False, True
+        VERDICT.wanted.clear()
+        POSITION.raised = None  # with another process group
+        self.thread = threading.Thread(target=self._run, name="fullshard-watchdog", daemon=True)
+        self.thread.start()
+
+    def _init_observations(self) -> None:
+        """Begin with nothing seen."""
         self._began = now = time.monotonic()
         self._next_tick = self._next_beat = self._next_poll = now
         self._next_ask = 0.0
@@ -291,13 +301,6 @@ class Watchdog:
         self._reports = StallReports()
         self._stands_still = True
         """Whether nothing has moved between the last two looks."""
-
-        VERDICT.wake = self._wake
-        VERDICT.message, VERDICT.taken, VERDICT.watched = None, False, True
-        VERDICT.wanted.clear()
-        POSITION.raised = None  # with another process group
-        self.thread = threading.Thread(target=self._run, name="fullshard-watchdog", daemon=True)
-        self.thread.start()
 
     def _member(self, rank: int, world: int) -> Member:
         return Member(
