@@ -209,7 +209,8 @@ class GradientReducer:
             )
         else:
             buckets = buffer.fill(gradients, sorted(zeros), written=written)
-        # They are copied. Memory for the results is taken next, and can be theirs: peak memory is often here.
+        # They are copied, or `copy_in` holds them. Memory for the results is taken next, and can be that of gradients that
+        # were copied: peak memory is often here.
         del gradients
         span = None
         if recorder is not None:

@@ -308,7 +308,7 @@ class ReduceScatterState:
     def issue(self, span: CollectiveSpan | None) -> None:
         """Start the reduction; on devices with streams, issue all of it.
 
-        Called on the compute stream, which has taken all memory and filled the input.
+        Called on the compute stream, which has taken all memory, and filled the input unless `_copy_in` does.
         """
         context, events, self._span = self._context, self._events, span
         if span is not None:
