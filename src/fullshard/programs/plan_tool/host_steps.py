@@ -14,7 +14,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -68,7 +68,7 @@ class SmallSteps:
     selective: SmallStep
     wide: SmallStep | None = None
     """On a CPU, a plain step of the wide decoder."""
-    busy_seconds: float | None = None
+    busy_seconds: float | None = field(default=None, kw_only=True)
     """On a GPU, what a step takes that keeps it busy; None if it was not measured."""
 
 
