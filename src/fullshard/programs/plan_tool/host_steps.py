@@ -42,7 +42,7 @@ CPU_SETTINGS = (
 NARROW = ("model.width=64", "train.batch=1")
 WIDE = ("model.width=384", "train.batch=8")
 RECOMPUTATIONS = ("none", "blocks", "selective")
-WARM_UP, STEPS, ROUNDS = 3, 15, 5
+WARM_UP, ROUNDS = 3, 45
 LEAST_FACTOR = 0.1
 """Noise may ask for less, also for a negative one."""
 
@@ -83,14 +83,22 @@ class FittedHost:
 
 
 def measure_steps(device: torch.device) -> SmallSteps:
-    """Take small steps, in turns, as a shared host is slower for a while.
+    """Take small steps of all decoders in turn, and return what was measured.
 
-    There must be no process group yet, as measuring and recording a step need one of their own.
+    In turn, since a shared host is slower for a while, and since a step that follows one of its own kind finds its code and data
+    in the caches. A layer of a large model does not. There must be no process group yet, as measuring and recording a step need
+    one of their own.
     """
     is_cpu = device.type == "cpu"
-    configs = small_configs(is_cpu=is_cpu)
-    rounds = [[_measured(config, device) for config in configs] for _ in range(ROUNDS)]
+    world = CPU_WORLD if is_cpu else WORLD
+    with fake_process_group(world):
+        steps = [
+            TrainingStep(config, world, open_model(config), device)
+            for config in small_configs(is_cpu=is_cpu)
+        ]
+        rounds = [[_seconds(step, device) for step in steps] for _ in range(WARM_UP + ROUNDS)]
     # What recomputation costs is a small difference of two steps. So steps are compared within rounds.
+    rounds = rounds[WARM_UP:]
     plain = statistics.median(each[0] for each in rounds)
     ratios = [[seconds / each[0] for seconds in each] for each in rounds]
     medians = [plain * statistics.median(each) for each in zip(*ratios, strict=True)]
@@ -109,25 +117,20 @@ def small_configs(*, is_cpu: bool) -> list[RunConfig]:
     return [*found, read_config(None, [*CPU_SETTINGS, *WIDE])] if is_cpu else found
 
 
-def _measured(config: RunConfig, device: torch.device) -> float:
-    """Return the median seconds until the host has issued forward and backward, from an idle device.
+def _seconds(step: TrainingStep, device: torch.device) -> float:
+    """Take a step; return the seconds until the host has issued forward and backward, from an idle device.
 
     On a CPU these are seconds of the processor, so other processes do not count.
     """
     is_cpu = device.type == "cpu"
     clock = time.thread_time if is_cpu else time.perf_counter
-    world = CPU_WORLD if is_cpu else WORLD
-    samples = []
-    with fake_process_group(world):
-        step = TrainingStep(config, world, open_model(config), device)
-        for _ in range(WARM_UP + STEPS):
-            if not is_cpu:
-                torch.accelerator.synchronize(device)
-            begin = clock()
-            step.compute_gradients()
-            samples.append(clock() - begin)
-            step.update()
-    return statistics.median(samples[WARM_UP:])
+    if not is_cpu:
+        torch.accelerator.synchronize(device)
+    begin = clock()
+    step.compute_gradients()
+    seconds = clock() - begin
+    step.update()
+    return seconds
 
 
 def fitted_host(machine: Machine, measured: SmallSteps) -> FittedHost:

@@ -40,9 +40,9 @@ GIB = 1 << 30
 MIB = 1 << 20
 BITS_PER_BYTE = 8
 
-CHECKPOINT_IN_FORWARD = 0.55
+CHECKPOINT_IN_FORWARD = 0.5
 """Share of `checkpoint_us` in forward, where torch notes the state of the random numbers and what it does not keep; in backward it
-restores that state and runs the call again. On an H200 0.9 ms of 1.6 were in forward."""
+restores that state and runs the call again. On an H200 0.9 of 1.8 ms were in forward."""
 
 FAKE_COPY = 0.22
 """What the host needs for each copy that the fake group makes, in operations of a model: it has no module and no gradient."""
