@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import repeat
 from typing import Any
@@ -207,8 +208,25 @@ def test_what_was_given_up_is_not_done_when_a_slow_store_has_accepted_the_connec
     while client.is_stuck:
         time.sleep(0.001)
     assert client.find("final/1") == b"last words"
-    for _ in range(1000):  # one after the other: none finds the one before it pending
-        client.add("count", 1)
+    client.close()
+    client.thread.join()
+
+
+def test_an_operation_does_not_find_the_one_before_it_pending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    goes_on, set_result = threading.Event(), Future.set_result
+
+    def set_result_and_pause(self: Future[Any], found: Any) -> None:
+        set_result(self, found)
+        goes_on.wait(1.0)  # the client's thread comes no further
+
+    monkeypatch.setattr(Future, "set_result", set_result_and_pause)
+    client = StoreClient(dist.HashStore, "test/")
+    client.add("count", 1)
+    assert not client.is_stuck
+    goes_on.set()
+    assert client.add("count", 1) == 2
     client.close()
     client.thread.join()
 
