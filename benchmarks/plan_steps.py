@@ -11,7 +11,7 @@ and planning are apart: a file of measurements can be compared with plans on any
 allocated     most bytes of tensors at a time, within the second step
 reserved      most that the caching allocator has taken from the device by then
 gradients     device time of forward and backward of all microbatches, median of some after the second step. No optimizer
-              runs between them: a GPU that has rested, or waited for an optimizer, is faster for a while
+              runs between them
 step          the same with clipping and the optimizer, median of steps after that
 off           predicted over measured, less one. At most 5 % of allocated, 10 % of reserved and `--time-limit` of the
               gradients' time are promised; it exits 1 if one is further off

@@ -7,8 +7,8 @@ waits for a lock.
 
     python benchmarks/watchdog_cost.py                          # 12x768 on a GPU, tiny on a CPU
 
-Turns are short since the speed of a shared host changes within seconds. Only the first look of a turn may be late by a turn
-without it, so the watchdog works as much as in a run, in half of the time.
+Turns are short since the speed of a shared host changes within seconds. A look that would fall into a turn without the watchdog
+is made at the beginning of the next turn with it. So it works as much as in a run, but in half of the time.
 
 host      until backward returns, from an idle device; on the CPU the processor time of the process, the watchdog's included
 step      until the current stream has done it all; on the CPU wall time

@@ -201,9 +201,8 @@ def test_what_was_given_up_is_not_done_when_a_slow_store_has_accepted_the_connec
         client.set("final/1", "", 0.01)
     assert caught.value.is_late
     assert client.num_done == 0
-    OpenStore(store, "test/").set(
-        "final/1", "last words"
-    )  # by another client, which has been accepted before
+    # By another client, which has been accepted before.
+    OpenStore(store, "test/").set("final/1", "last words")
     accepts.set()
     while client.is_stuck:
         time.sleep(0.001)

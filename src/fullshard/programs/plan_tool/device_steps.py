@@ -1,7 +1,7 @@
 """The device's times in a step, by a step that waits for nothing but the device.
 
-Products in a loop draw more power than a model, whose other operations let a GPU rest, so they run at a lower clock. And kernels of a
-step share the device with gathers. `measure_busy_step` takes a step of a decoder that is wide enough to keep a GPU busy, as rank
+A GPU's clock depends on the power that it draws, and kernels of a step share the device with gathers. So kernels in a loop do not take
+what they take in a model. `measure_busy_step` takes a step of a decoder that is wide enough to keep a GPU busy, as rank
 0 of a fake group. `device_factor` then finds how much longer or shorter kernels take there than a profile says.
 """
 
