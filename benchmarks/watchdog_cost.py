@@ -6,14 +6,20 @@ real store once a second. It is the same thread in all turns, which registered b
 waits for a lock.
 
     python benchmarks/watchdog_cost.py                          # 12x768 on a GPU, tiny on a CPU
+    python benchmarks/watchdog_cost.py --pace 20                # it looks and asks 20 times as often as in a run
 
 Turns are short since the speed of a shared host changes within seconds. A look that would fall into a turn without the watchdog
 is made at the beginning of the next turn with it. So it works as much as in a run, but in half of the time.
+
+Its cost is smaller than the noise of a shared host. If it looks 20 times as often, its looks cost 20 times as much, and the noise
+is the same: a twentieth of what is measured then is the cost of a run (`in a run`), known 20 times better.
 
 host      until backward returns, from an idle device; on the CPU the processor time of the process, the watchdog's included
 step      until the current stream has done it all; on the CPU wall time
 on / off  ratio of the two turns' mean steps: the median over rounds [interquartile range], and the mean with its standard
           error. A step counts as twice the median of its turn at most, since some meet another job of the host
+looks     how often it looked in a second of its turns
+in a run  what the host's mean becomes with one look a second, as in a run, with its standard error: 1 + (mean - 1) / looks
 thread    processor time of the watchdog's thread, by the time of its turns: what it can take from the main thread, which
           waits for the interpreter lock meanwhile
 """
@@ -40,6 +46,7 @@ from benchmarks.measure import collector_paused, in_some_order, timed
 from benchmarks.report import header, headline, markdown, milliseconds, write_json
 from benchmarks.transformer import PRESETS
 from fullshard import torch_border
+from fullshard.comm.watchdog import thread as watchdog_thread
 from fullshard.comm.watchdog.thread import Watchdog
 
 WARMUP = 8
@@ -52,18 +59,22 @@ COLUMNS = (
     "step on / off",
     "mean",
     "thread",
+    "looks",
+    "in a run",
 )
 
 
 class RestingWatchdog(Watchdog):
-    """A watchdog that can be told to rest; it begins awake."""
+    """A watchdog that can be told to rest; it begins awake. It looks and asks ``pace`` times as often as others."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, pace: float) -> None:
         self.awake = threading.Event()
         self.awake.set()
-        self.looks = 0
+        self.looks, self.awake_s = 0, 0.0
         super().__init__(group, thread=threading.get_ident())
         self.registered.wait()
+        self._tick_s /= pace
+        self._began -= watchdog_thread.FINDING_S  # as in a run that has begun some time ago
         assert self.thread.ident is not None, "it has been started"
         self._clock = time.pthread_getcpuclockid(self.thread.ident)
 
@@ -79,7 +90,9 @@ class RestingWatchdog(Watchdog):
         self.awake.set()
         yield
         self.awake.clear()
-        shares.append((time.clock_gettime(self._clock) - spent) / (time.perf_counter() - since))
+        seconds = time.perf_counter() - since
+        self.awake_s += seconds
+        shares.append((time.clock_gettime(self._clock) - spent) / seconds)
 
 
 def take_turn(contestant: Contestant, device: torch.device, steps: int) -> tuple[float, float]:
@@ -104,9 +117,9 @@ def capped_mean(seconds: Sequence[float]) -> float:
 
 
 def measure(
-    setting: Setting, rounds: int, steps: int
-) -> tuple[dict[str, list[tuple[float, float]]], list[float]]:
-    """Take turns, each round in another order; return their times, and the thread's shares."""
+    setting: Setting, rounds: int, steps: int, pace: float
+) -> tuple[dict[str, list[tuple[float, float]]], list[float], float]:
+    """Take turns, each round in another order; return their times, the thread's shares, and its looks per second."""
     contestant = build("fullshard", setting)
     contestant.check()
     for _ in range(WARMUP):
@@ -115,25 +128,28 @@ def measure(
     shares: list[float] = []
     group = dist.group.WORLD
     assert group is not None, "the fake group was joined"
-    watchdog = RestingWatchdog(group)
+    watchdog_thread.REST_S /= pace
+    watchdog_thread.LOOK_S /= pace
+    watchdog = RestingWatchdog(group, pace)
     watchdog.awake.clear()
+    watchdog.looks = 0
     with collector_paused():
         for turn in range(rounds):
             for kind in in_some_order(("off", "on"), turn):
                 with watchdog.at_work(shares) if kind == "on" else nullcontext():
                     samples[kind].append(take_turn(contestant, setting.device, steps))
-    assert watchdog.looks >= rounds / 4, "it has to work in its turns"
+    assert watchdog.looks >= 0.5 * pace * watchdog.awake_s - 1, "it has to work in its turns"
     watchdog.awake.set()
     watchdog.end()
     watchdog.thread.join()
-    return samples, shares
+    return samples, shares, watchdog.looks / watchdog.awake_s
 
 
 def cells(
-    preset: str, samples: dict[str, list[tuple[float, float]]], shares: list[float]
+    preset: str, samples: dict[str, list[tuple[float, float]]], shares: list[float], looks: float
 ) -> list[str]:
     """Write one row of the table."""
-    found = [preset]
+    found, in_a_run = [preset], []
     for index in range(2):
         off, on = ([turn[index] for turn in samples[kind]] for kind in ("off", "on"))
         ratios = [a / b for a, b in zip(on, off, strict=True)]
@@ -144,7 +160,10 @@ def cells(
             f"{middle.median:.4f} [{middle.iqr:.4f}]",
             f"{mean(ratios):.4f} +- {error:.4f}",
         ]
-    return [*found, f"{mean(shares):.2%}"]
+        in_a_run.append(
+            f"{1 + (mean(ratios) - 1) / looks:.4f} +- {error / looks:.4f}" if looks else "n/a"
+        )
+    return [*found, f"{mean(shares):.2%}", f"{looks:.1f}", in_a_run[0]]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -157,6 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--rounds", type=int, default=150, help="turns of each kind (default 150)")
     add("--steps", type=int, default=16, help="timed steps of a turn (default 16)")
+    add("--pace", type=float, default=1.0, help="how often it looks, relative to a run (default 1)")
     add("--json", type=Path, metavar="FILE", help="write samples")
     add("--commit", help="name of the measured commit, where the checkout has no git")
     options = parser.parse_args(arguments)
@@ -177,11 +197,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         precision="bf16" if on_cuda else "fp32",
         master="fp32",
     )
-    samples, shares = measure(setting, options.rounds, options.steps)
+    samples, shares, looks = measure(setting, options.rounds, options.steps, options.pace)
     dist.destroy_process_group()
-    write_json(options.json, head, {"preset": preset, "samples": samples, "shares": shares})
-    print(f"{headline(head)}\n\n{options.rounds} rounds.\n")
-    print(markdown(COLUMNS, [cells(preset, samples, shares)]))
+    write_json(
+        options.json,
+        head,
+        {"preset": preset, "samples": samples, "shares": shares, "looks": looks},
+    )
+    print(f"{headline(head)}\n\n{options.rounds} rounds, pace {options.pace:g}.\n")
+    print(markdown(COLUMNS, [cells(preset, samples, shares, looks)]))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from benchmarks.estimate import Ratio, Spread, of_some, over
 from benchmarks.measure import Record
 from benchmarks.transformer import PRESETS, Shape
 from fullshard import torch_border
+from fullshard.comm.watchdog import thread as watchdog_thread
 from tests.helpers.fake import fake_world
 from tests.helpers.groups import leave_group
 
@@ -110,17 +111,23 @@ def test_the_watchdog_of_its_benchmark_works_in_every_second_turn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_border, "default_store", torch_border.default_store)  # it is replaced
+    for name in ("REST_S", "LOOK_S"):  # a pace changes them
+        monkeypatch.setattr(watchdog_thread, name, getattr(watchdog_thread, name))
     monkeypatch.setattr(watchdog_cost, "PRESETS", {**PRESETS, "tiny": SMALLEST})
     file = tmp_path / "watchdog.json"
     try:
         watchdog_cost.main(
-            ["--device", "cpu", "--rounds", "3", "--steps", "2", "--json", str(file)]
+            [
+                *("--device", "cpu", "--rounds", "3", "--steps", "10"),
+                *("--pace", "100", "--json", str(file)),
+            ]
         )
     finally:
         leave_group()
     results = json.loads(file.read_text())["results"]
     assert len(results["samples"]["on"]) == len(results["samples"]["off"]) == 3
     assert len(results["shares"]) == 3
+    assert results["looks"] > 0
     assert "host on / off" in capsys.readouterr().out
 
 
