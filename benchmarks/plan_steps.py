@@ -4,15 +4,20 @@ One process is rank 0 of a `fake` group on a GPU, as in step.py, and takes the s
 Each configuration has a process of its own, since what one leaves in the allocator would be the next one's. Measuring
 and planning are apart: a file of measurements can be compared with plans on any machine.
 
+The host of a shared machine is faster in one minute than in the next, and so are steps that wait for it. With `--along`, the small
+steps by which `fullshard plan calibrate` knows the host take turns with the steps of each configuration, and the plan is made
+with the host's times that follow from them. So the plan is judged, and not the minute.
+
     python benchmarks/plan_steps.py benchmarks/results/plan-steps-h200.json --measure      # on a GPU, four minutes
     python benchmarks/plan_steps.py benchmarks/results/plan-steps-h200.json                # compare; a CPU is enough
     python benchmarks/plan_steps.py FILE --profile calibrated.toml --only large            # another profile, some rows
+    python benchmarks/plan_steps.py FILE --measure --along --only medium                   # then compare with --along, too
 
 allocated     most bytes of tensors at a time, within the second step
 reserved      most that the caching allocator has taken from the device by then
-gradients     device time of forward and backward of all microbatches, median of some after the second step. No optimizer
-              runs between them
-step          the same with clipping and the optimizer, median of steps after that
+gradients     device time of forward and backward of all microbatches: the median, once the device has been busy with them for
+              1.5 s. No optimizer runs between them
+step          the same with clipping and the optimizer, median of six steps after that
 off           predicted over measured, less one. At most 5 % of allocated, 10 % of reserved and `--time-limit` of the
               gradients' time are promised; it exits 1 if one is further off
 """
@@ -23,8 +28,10 @@ import multiprocessing
 import statistics
 import sys
 import traceback
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,10 +43,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import header, headline, markdown, write_json
-from fullshard.programs.plan_tool.device_steps import seconds_of_gradients, seconds_on_device
+from fullshard.programs.plan_tool.device_steps import (
+    seconds_of_gradients,
+    seconds_on_device,
+    steady_seconds,
+)
+from fullshard.programs.plan_tool.host_steps import (
+    SmallStep,
+    SmallSteps,
+    SmallStepTurns,
+    fitted_host,
+    recorded_steps,
+    typical_seconds,
+    world_of,
+)
 from fullshard.programs.plan_tool.machine import GIB, MILLI, Machine
 from fullshard.programs.plan_tool.planned_step import plan_step
 from fullshard.programs.plan_tool.profile_file import load_profile
+from fullshard.programs.plan_tool.program import Entry
 from fullshard.programs.plan_tool.training_step import TrainingStep
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import read_config
@@ -54,6 +75,10 @@ UNITS = {
     "step": ("ms", MILLI),
 }
 TIMED_STEPS = 6
+TURNS, TURN_ROUNDS, TURN_LOAD_S, TURN_S = 5, 5, 0.2, 0.8
+"""With small steps in between: how many turns, rounds of small steps in each, and seconds of a turn of the configuration."""
+SMALL = ("plain", "recomputed", "selective")
+"""Names of the small steps' seconds in the figures."""
 
 BF16 = "compute.precision=bf16"
 SIZES = {
@@ -111,7 +136,7 @@ CONFIGURATIONS = {
 
 
 Figures = dict[str, float]
-"""Bytes and seconds by the names of `UNITS`."""
+"""Bytes and seconds by the names of `UNITS`, and of `SMALL` if small steps were measured along."""
 
 
 def predicted(configuration: Configuration, machine: Machine) -> Figures:
@@ -125,66 +150,131 @@ def predicted(configuration: Configuration, machine: Machine) -> Figures:
     }
 
 
-def measured_here(configuration: Configuration) -> Figures:
-    """Take steps on the GPU of this process."""
-    config, device = configuration.config(), torch.device("cuda")
-    torch.manual_seed(0)
-    with fake_process_group(configuration.world):
-        source = open_model(config)
-        step = TrainingStep(config, configuration.world, source, device)
+class RowSteps:
+    """The steps of a configuration, on the GPU of this process; there must be a process group of its ranks."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        """Take two steps, and note the peaks of the second."""
+        config, device = configuration.config(), torch.device("cuda")
+        torch.manual_seed(0)
+        self._step = step = TrainingStep(config, configuration.world, open_model(config), device)
         step.randomize()
         for _ in range(2):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             step.take()
         torch.cuda.synchronize()
-        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        self.allocated = torch.cuda.max_memory_allocated()
+        self.reserved = torch.cuda.max_memory_reserved()
         step.randomize()  # updates have made other weights of them, some far larger
-        gradients = [seconds_of_gradients(step) for _ in range(TIMED_STEPS)]
-        whole = [seconds_on_device(step.take) for _ in range(TIMED_STEPS)]
-    return {
-        "allocated": peaks[0],
-        "reserved": peaks[1],
-        "gradients": statistics.median(gradients),
-        "step": statistics.median(whole),
-    }
+
+    def gradients(self, **how_long: float) -> float:
+        """Return the seconds of forward and backward."""
+        return steady_seconds(lambda: seconds_of_gradients(self._step), **how_long)
+
+    def whole(self) -> float:
+        """Return the seconds of whole steps."""
+        return statistics.median(seconds_on_device(self._step.take) for _ in range(TIMED_STEPS))
 
 
-def _measure_into(pipe: Connection, configuration: Configuration) -> None:
+Serve = Callable[[Connection], None]
+
+
+def serve_row(configuration: Configuration, pipe: Connection) -> None:
+    """Take steps of a configuration: send the peaks, then a time for each word that is received."""
+    with fake_process_group(configuration.world):
+        row = RowSteps(configuration)
+        pipe.send({"allocated": row.allocated, "reserved": row.reserved})
+        for word in iter(pipe.recv, "end"):
+            if word == "turn":
+                pipe.send(row.gradients(load_s=TURN_LOAD_S, timed_s=TURN_S))
+            else:
+                pipe.send(row.whole() if word == "step" else row.gradients())
+
+
+def serve_small_steps(pipe: Connection) -> None:
+    """Take small steps of a calibration: send the host's seconds of some rounds for each word that is received."""
+    device = torch.device("cuda")
+    with fake_process_group(world_of(device)):
+        small = SmallStepTurns(device)
+        for _ in iter(pipe.recv, "end"):
+            pipe.send(small.take(TURN_ROUNDS))
+
+
+def _serve(serve: Serve, pipe: Connection) -> None:
     try:
-        pipe.send(measured_here(configuration))
+        serve(pipe)
     except Exception:
         traceback.print_exc()
-        pipe.send(None)
 
 
-def measured(name: str) -> Figures | None:
-    """Measure in a process of its own; None if it failed, for lack of memory or otherwise.
+@contextmanager
+def served(serve: Serve) -> Iterator[Connection]:
+    """Serve in a process of its own; yield the pipe to it. It fails with EOFError if the process does.
 
-    It is forked, so that torch is imported once. So this process must not touch the GPU.
+    The process is forked, so that torch is imported once. So this one must not touch the GPU.
     """
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_measure_into, args=(theirs, CONFIGURATIONS[name]))
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(serve, theirs))
     process.start()
     theirs.close()
     try:
-        found: Figures | None = ours.recv()
-    except EOFError:
-        found = None
-    process.join()
+        yield ours
+        ours.send("end")
+    finally:
+        ours.close()
+        process.join()
+
+
+def asked(pipe: Connection, word: str) -> Any:
+    """Send a word, and return the answer."""
+    pipe.send(word)
+    return pipe.recv()
+
+
+def measured(name: str, small: Connection | None) -> Figures | None:
+    """Measure a configuration, with ``small`` in turn with small steps; None if it failed, for lack of memory or otherwise."""
+    try:
+        with served(partial(serve_row, CONFIGURATIONS[name])) as row:
+            found: Figures = row.recv()
+            if small is None:
+                found["gradients"] = asked(row, "gradients")
+            else:
+                rounds, turns = [], []
+                for _ in range(TURNS):
+                    rounds += asked(small, "turn")
+                    turns.append(asked(row, "turn"))
+                rounds += asked(small, "turn")
+                found["gradients"] = statistics.median(turns)
+                found.update(zip(SMALL, typical_seconds(rounds), strict=True))
+            found["step"] = asked(row, "step")
+    except (EOFError, ConnectionError):
+        return None
     return found
 
 
-def measure(file: Path, names: Sequence[str], commit: str | None, arguments: Any) -> int:
+def measure(
+    file: Path, names: Sequence[str], commit: str | None, arguments: Any, *, along: bool
+) -> int:
     """Write the figures of all configurations into the file; return 1 if some could not be measured."""
     results = []
-    for name in names:
-        found = measured(name)
-        print(f"{name}: {found or 'failed'}", file=sys.stderr, flush=True)
-        results.append({"name": name, **asdict(CONFIGURATIONS[name]), "measured": found})
+    with served(serve_small_steps) if along else nullcontext() as small:
+        for name in names:
+            found = measured(name, small)
+            print(f"{name}: {found or 'failed'}", file=sys.stderr, flush=True)
+            results.append({"name": name, **asdict(CONFIGURATIONS[name]), "measured": found})
     write_json(file, header("plan_steps.py", torch.device("cuda"), commit, arguments), results)
     return int(any(each["measured"] is None for each in results))
+
+
+def with_host_of(machine: Machine, truth: Figures, entries: Sequence[list[Entry]]) -> Machine:
+    """Return a machine whose host is as fast as it was during a measurement, by the small steps in between."""
+    steps = SmallSteps(
+        *(SmallStep(truth[kind], each) for kind, each in zip(SMALL, entries, strict=True))
+    )
+    times: dict[str, Any] = fitted_host(machine, steps).times
+    return replace(machine, host=replace(machine.host, **times))
 
 
 def cells_of(name: str, plan: Figures, truth: Figures) -> list[str]:
@@ -196,16 +286,21 @@ def cells_of(name: str, plan: Figures, truth: Figures) -> list[str]:
     return cells
 
 
-def compare(file: Path, names: Sequence[str], profile: str, time_limit: float) -> int:
+def compare(
+    file: Path, names: Sequence[str], profile: str, time_limit: float, *, along: bool
+) -> int:
     """Plan what was measured, print both, and return 1 if something is further off than promised."""
     written = json.loads(file.read_text())
     machine, promised = load_profile(profile), {**PROMISED, "gradients": time_limit}
+    entries = recorded_steps(is_cpu=False) if along else []
     rows, broken = [], []
     for row in written["results"]:
         name, truth = row["name"], row["measured"]
         if name not in names or truth is None:
             continue
-        plan = predicted(CONFIGURATIONS[name], machine)
+        plan = predicted(
+            CONFIGURATIONS[name], with_host_of(machine, truth, entries) if along else machine
+        )
         rows.append(cells_of(name, plan, truth))
         broken += [
             f"{name}: {kind} is {plan[kind] / truth[kind] - 1:+.1%} off, {most:.0%} are promised"
@@ -229,6 +324,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("file", type=Path, help="the measurements")
     add("--measure", action="store_true", help="write the file; needs a GPU")
+    add(
+        "--along",
+        action="store_true",
+        help="let small steps of a calibration take turns with each configuration",
+    )
     add("--only", action="append", choices=list(CONFIGURATIONS), help="may be repeated")
     add("--profile", default="h200", help="name or file of the profile to plan with")
     add("--time-limit", type=float, default=0.2, help="share by which times may be off")
@@ -236,8 +336,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     names = options.only or list(CONFIGURATIONS)
     if options.measure:
-        return measure(options.file, names, options.commit, arguments)
-    return compare(options.file, names, options.profile, options.time_limit)
+        return measure(options.file, names, options.commit, arguments, along=options.along)
+    return compare(options.file, names, options.profile, options.time_limit, along=options.along)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from benchmarks import plan_ranks, plan_steps, published_models, published_runs
+from fullshard.programs.plan_tool.host_steps import recorded_steps
 from fullshard.programs.plan_tool.planned_step import plan_step
 from fullshard.programs.plan_tool.planning import parameters_of
 from fullshard.programs.plan_tool.validation import band_of
@@ -56,6 +58,51 @@ def test_what_was_measured_on_an_h200_is_within_the_bands_of_answers(name: str) 
     ):
         band = band_of(planned, answer, parameters)
         assert band.is_validated and found == pytest.approx(measured[answer], rel=band.relative)
+
+
+def serve_steps_of_a_slow_minute(configuration: object, pipe: Connection) -> None:
+    pipe.send({"allocated": 1.0, "reserved": 2.0})
+    times = {"turn": [9.0, 3.0, 3.0, 3.0, 1.0], "gradients": [4.0], "step": [5.0]}
+    for word in iter(pipe.recv, "end"):
+        pipe.send(times[word].pop())
+
+
+def serve_small_steps_of_a_slow_minute(pipe: Connection) -> None:
+    for _ in iter(pipe.recv, "end"):
+        pipe.send([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0], [3.0, 6.0, 9.0]])
+
+
+def serve_nothing(configuration: object, pipe: Connection) -> None:
+    raise RuntimeError("There is no memory left.")
+
+
+def test_small_steps_take_turns_with_a_configuration(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan_steps, "serve_row", serve_steps_of_a_slow_minute)
+    assert plan_steps.measured("medium", None) == {
+        "allocated": 1.0,
+        "reserved": 2.0,
+        "gradients": 4.0,
+        "step": 5.0,
+    }
+    with plan_steps.served(serve_small_steps_of_a_slow_minute) as small:
+        found = plan_steps.measured("medium", small)
+        assert found is not None
+        assert [found[name] for name in ("gradients", *plan_steps.SMALL)] == [3.0, 2.0, 4.0, 6.0]
+        monkeypatch.setattr(plan_steps, "serve_row", serve_nothing)
+        assert plan_steps.measured("medium", small) is None
+    assert "There is no memory left." in capfd.readouterr().err
+
+
+def test_a_plan_follows_the_host_that_was_measured_along() -> None:
+    machine, entries = plan_steps.load_profile("h200"), recorded_steps(is_cpu=False)
+    usual = {"plain": 0.02, "recomputed": 0.03, "selective": 0.05}
+    slow = {name: 2 * seconds for name, seconds in usual.items()}
+    one, other = (plan_steps.with_host_of(machine, each, entries).host for each in (usual, slow))
+    assert other.launch_us == pytest.approx(2 * one.launch_us)
+    assert other.decision_us == pytest.approx(2 * one.decision_us)
+    assert one.decision_us > 0
 
 
 def test_waits_of_ranks_are_compared_with_those_of_the_plan() -> None:

@@ -8,6 +8,7 @@ what they take in a model. `measure_busy_step` takes a step of a decoder that is
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,8 @@ SETTINGS = (
     *("model.layers=6", "model.width=2048", "model.heads=16", "model.vocabulary=32000"),
     *("data.context=2048", f"train.batch={4 * WORLD}", "compute.precision=bf16"),
 )
-WARM_UP, STEPS = 3, 15
+LOAD_S, TIMED_S, LEAST_STEPS = 1.5, 1.5, 5
+"""For how long steps are taken before they are timed, for how long they are timed, and how many at least."""
 PLAYS = 3
 """How often the factor is corrected: the host's share of the step does not change with it."""
 LEAST, MOST = 0.8, 1.25
@@ -51,10 +53,24 @@ def measure_busy_step(device: torch.device) -> float | None:
         with fake_process_group(WORLD):
             step = TrainingStep(config, WORLD, open_model(config), device)
             step.randomize()
-            seconds = [seconds_of_gradients(step) for _ in range(WARM_UP + STEPS)]
+            return steady_seconds(lambda: seconds_of_gradients(step))
     except torch.OutOfMemoryError:
         return None
-    return statistics.median(seconds[WARM_UP:])
+
+
+def steady_seconds(
+    seconds_of_step: Callable[[], float], *, load_s: float = LOAD_S, timed_s: float = TIMED_S
+) -> float:
+    """Return the median of a step's seconds once the device has been busy for a while.
+
+    A GPU that comes from rest is faster for a moment, until it has reached the power that it may draw.
+    """
+    begin, timed = time.monotonic(), list[float]()
+    while time.monotonic() < begin + load_s:
+        seconds_of_step()
+    while len(timed) < LEAST_STEPS or time.monotonic() < begin + load_s + timed_s:
+        timed.append(seconds_of_step())
+    return statistics.median(timed)
 
 
 def seconds_of_gradients(step: TrainingStep) -> float:

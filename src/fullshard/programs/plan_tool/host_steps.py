@@ -82,28 +82,52 @@ class FittedHost:
     """Time of a kernel in a step, relative to the profile; None where the host does not compute."""
 
 
+class SmallStepTurns:
+    """Small steps of all decoders, which are taken in turn.
+
+    In turn, since a shared host is slower for a while, and since a step that follows one of its own kind finds its code and data
+    in the caches. A layer of a large model does not.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Build the decoders; there must be a process group of `world_of` ranks."""
+        self._device = device
+        self._steps = [
+            TrainingStep(config, world_of(device), open_model(config), device)
+            for config in small_configs(is_cpu=device.type == "cpu")
+        ]
+        self.take(WARM_UP)
+
+    def take(self, rounds: int) -> list[list[float]]:
+        """Take one step of each decoder in each round; return the host's seconds, by round."""
+        return [[_seconds(step, self._device) for step in self._steps] for _ in range(rounds)]
+
+
+def typical_seconds(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """Return the seconds of each decoder's step.
+
+    What recomputation costs is a small difference of two steps. So steps are compared within rounds.
+    """
+    plain = statistics.median(each[0] for each in rounds)
+    ratios = [[seconds / each[0] for seconds in each] for each in rounds]
+    return [plain * statistics.median(each) for each in zip(*ratios, strict=True)]
+
+
+def world_of(device: torch.device) -> int:
+    """Return of how many ranks the group of small steps pretends to be."""
+    return CPU_WORLD if device.type == "cpu" else WORLD
+
+
 def measure_steps(device: torch.device) -> SmallSteps:
     """Take small steps of all decoders in turn, and return what was measured.
 
-    In turn, since a shared host is slower for a while, and since a step that follows one of its own kind finds its code and data
-    in the caches. A layer of a large model does not. There must be no process group yet, as measuring and recording a step need
-    one of their own.
+    There must be no process group yet, as measuring and recording a step need one of their own.
     """
     is_cpu = device.type == "cpu"
-    world = CPU_WORLD if is_cpu else WORLD
-    with fake_process_group(world):
-        steps = [
-            TrainingStep(config, world, open_model(config), device)
-            for config in small_configs(is_cpu=is_cpu)
-        ]
-        rounds = [[_seconds(step, device) for step in steps] for _ in range(WARM_UP + ROUNDS)]
-    # What recomputation costs is a small difference of two steps. So steps are compared within rounds.
-    rounds = rounds[WARM_UP:]
-    plain = statistics.median(each[0] for each in rounds)
-    ratios = [[seconds / each[0] for seconds in each] for each in rounds]
-    medians = [plain * statistics.median(each) for each in zip(*ratios, strict=True)]
+    with fake_process_group(world_of(device)):
+        rounds = SmallStepTurns(device).take(ROUNDS)
     entries = recorded_steps(is_cpu=is_cpu)
-    found = SmallSteps(*map(SmallStep, medians, entries))
+    found = SmallSteps(*map(SmallStep, typical_seconds(rounds), entries))
     return found if is_cpu else replace(found, busy_seconds=measure_busy_step(device))
 
 
