@@ -17,7 +17,6 @@ import torch
 
 import fullshard
 import fullshard.plan.layout
-import fullshard.storage.buffers
 from fullshard import CPUOffloadPolicy, UsageError, clip_grad_norm_
 from tests.gpu.graph_cases import (
     BATCH,
@@ -59,7 +58,6 @@ def test_replayed_steps_equal_eager_ones(
     monkeypatch: pytest.MonkeyPatch, name: str, in_place: bool
 ) -> None:
     monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
-    monkeypatch.setattr(fullshard.storage.buffers, "CAST_APART_FROM", WIDTH)  # not all pieces
     with fake_world(4):
         assert_replays_equal(CASES[name])
 
@@ -158,7 +156,6 @@ def test_sleeps_in_a_graph_do_not_change_the_bits(
     monkeypatch: pytest.MonkeyPatch, name: str, in_place: bool
 ) -> None:
     monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
-    monkeypatch.setattr(fullshard.storage.buffers, "CAST_APART_FROM", WIDTH)  # not all pieces
     with fake_world(4):
         expected = eager_results(CASES[name]())
         for seed in range(3):

@@ -6,7 +6,7 @@ All ranks live in this process: each has buffers of its own, and collectives are
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-import fullshard.storage.buffers
 from fullshard.plan.layout import (
     ALIGNMENT,
     ROW_ALIGNMENT,
@@ -157,27 +156,6 @@ def all_gather(buffers: Sequence[GatherBuffer], shards: Sequence[ShardBuffer]) -
         if buffer.packed:
             buffer.allocate_params()
         buffer.copy_out()
-
-
-@pytest.mark.parametrize("smallest", [1, 12, 1 << 40])
-def test_pieces_that_are_cast_apart_are_those_that_are_cast_together(
-    monkeypatch: pytest.MonkeyPatch, smallest: int
-) -> None:
-    monkeypatch.setattr(fullshard.storage.buffers, "CAST_APART_FROM", smallest)
-    group = per_row(((8, 3), 0, SINGLE), ((5,), 0, SINGLE), ((4, 2), 0, SINGLE), world=2)
-    half = replace(group, dtypes=(HALF,) * 3)
-    wholes = [torch.randn(slot.shape) for slot in group.layout.slots]
-    shards = sharded(group, wholes)
-    together, apart = (gather_buffers(half, packed=False) for _ in range(2))
-    for rank, shard in enumerate(shards):
-        shard.flat_shard.copy_into(together[rank].own_shard)
-        for piece in apart[rank].own_shard.segments:
-            piece.fill_(float("nan"))
-        shard.flat_shard.copy_into(apart[rank].own_shard, apart=True)
-        for one, other in zip(
-            together[rank].own_shard.segments, apart[rank].own_shard.segments, strict=True
-        ):
-            assert_equal(other, one)
 
 
 def address(tensor: Tensor) -> int:

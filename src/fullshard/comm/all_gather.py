@@ -131,18 +131,11 @@ class GroupAllGather:
         """Made once, which takes longer than to enter it. `finish` comes after `start`, so nobody enters it twice."""
 
     def start(
-        self,
-        extra: Messages | None,
-        tag: Tag,
-        *,
-        async_op: bool,
-        span: CollectiveSpan | None,
-        in_capture: bool = False,
+        self, extra: Messages | None, tag: Tag, *, async_op: bool, span: CollectiveSpan | None
     ) -> AllGatherState:
         """Take memory, copy this rank's shard to it, and issue the collective, with ``extra`` beside it.
 
-        On the all-gather stream. If a trace is recorded, ``span`` notes the times. ``in_capture`` says that it is captured in a
-        CUDA graph.
+        On the all-gather stream. If a trace is recorded, ``span`` notes the times.
         """
         if self._custom is not None:
             return self._start_custom(self._custom, extra, tag, async_op, span)
@@ -153,7 +146,7 @@ class GroupAllGather:
             outputs, inputs = outputs + extra.outputs, inputs + extra.inputs
         with self._below_autograd:
             # The cast into the buffer and the collective are on one stream, so no event is needed between them.
-            buffer.fill(self._source, apart=in_capture)
+            buffer.fill(self._source)
             if group is None:  # there is one rank, and the cast was all there is to gather
                 if extra is not None:
                     extra.copy_to_outputs()
@@ -264,13 +257,7 @@ class UnshardedInPlace:
         self.params = shards.full_params()
 
     def start(
-        self,
-        extra: Messages | None,
-        tag: Tag,
-        *,
-        async_op: bool,
-        span: CollectiveSpan | None,
-        in_capture: bool = False,
+        self, extra: Messages | None, tag: Tag, *, async_op: bool, span: CollectiveSpan | None
     ) -> AllGatherState:
         """Bring ``extra`` to its outputs; the parameters are in memory."""
         if extra is not None:

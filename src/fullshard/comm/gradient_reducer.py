@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -38,8 +38,8 @@ from fullshard.plan.placement import local_gradient
 from fullshard.plan.policies import MixedPrecisionPolicy
 from fullshard.storage.param import FSDPParam
 
-COPIED_BESIDE = 32 * 2**20
-"""Bytes of a group's gradients up to which a captured step copies them beside compute."""
+COPIED_BESIDE = 64 * 2**20
+"""Bytes of a reduce buffer up to which a captured step copies gradients beside compute."""
 
 
 class ReduceTraffic(NamedTuple):
@@ -202,7 +202,7 @@ class GradientReducer:
         if recorder is not None:
             recorder.note_reducing(buffer, buffer.nbytes)
         copy_in = None
-        if context.in_capture and self._is_copied_beside(buffer, gradients):
+        if context.in_capture and self._is_copied_beside(buffer):
             buckets = buffer.take_memory(gradients, zeros, written=written)
             copy_in = functools.partial(
                 buffer.copy_in, gradients, sorted(zeros), buckets, written=written
@@ -219,14 +219,13 @@ class GradientReducer:
             span = recorder.new_span("reduce", group)
         ReduceScatterState.start(self._reduced_group, settings, buffer, buckets, span, copy_in)
 
-    def _is_copied_beside(self, buffer: ReduceBuffer, gradients: Mapping[int, Tensor]) -> bool:
+    def _is_copied_beside(self, buffer: ReduceBuffer) -> bool:
         """Return whether a captured step copies gradients beside compute: [Note: gradients copied beside].
 
-        Those that products have written are not copied. Messages of a comm object, and those of parts of a buffer that lies
-        rank after rank, are copied once more, by compute.
+        Messages of a comm object, and those of parts of a buffer that lies rank after rank, are copied once more, by compute.
         """
         return (
-            sum(gradient.nbytes for gradient in gradients.values()) <= COPIED_BESIDE
+            buffer.nbytes <= COPIED_BESIDE
             and not buffer.rank_major
             and self.settings.custom is None
         )

@@ -18,7 +18,7 @@ division comes after it.
 
 [Note: gradients copied beside]
 Gradients are usually copied into the reduce buffer by the compute stream, which can give their memory to others at once.
-In a step that is captured in a CUDA graph, few and small gradients of a group are copied by the reduce-scatter stream, while
+In a step that is captured in a CUDA graph, gradients of small groups are copied by the reduce-scatter stream, while
 compute goes on. Their memory is the compute stream's, so the reduction holds them until compute has waited for the
 read of its input (`finish_input`).
 """

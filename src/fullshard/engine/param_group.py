@@ -348,9 +348,8 @@ class FSDPParamGroup:
             try:
                 if gathers.unbuffered is not None and state is _SHARDED:
                     extra = gathers.unbuffered.messages()
-                async_op, in_capture = not context.asynchronous, context.in_capture
                 self._in_flight = all_gather.start(
-                    extra, self.gather_tag, async_op=async_op, span=span, in_capture=in_capture
+                    extra, self.gather_tag, async_op=not context.asynchronous, span=span
                 )
             except BaseException:
                 # No collective was issued, and nothing will wait for one.
@@ -365,7 +364,9 @@ class FSDPParamGroup:
             # A gather is finished at once where the stream alone can wait for it. It is not where the host must wait,
             # nor where finishing takes memory that others release before compute needs this one. In a CUDA graph the
             # device is the limit, and compute would stand still for the copy; so little memory is taken early there.
-            takes_late = all_gather.takes_memory_late and not (in_capture and all_gather.is_small)
+            takes_late = all_gather.takes_memory_late and not (
+                context.in_capture and all_gather.is_small
+            )
             if context.asynchronous and gathers.unbuffered is None and not takes_late:
                 all_gather.finish(self._in_flight)
                 self._in_flight = None

@@ -39,9 +39,6 @@ _CELL_DTYPE = torch.complex128
 INDEXED_UP_TO = 32 * 2**20
 """Bytes of full parameters that are copied by an index, which takes a quarter of their memory."""
 
-CAST_APART_FROM = 1 << 17
-"""Elements of a piece from which it has a kernel of its own where pieces are cast apart."""
-
 Indices = weakref.WeakValueDictionary[object, Tensor]
 """Indices of gather buffers, by all that they depend on: layers of a model are alike, and share one.
 
@@ -149,42 +146,20 @@ def rank_chunks(layout: Layout, param: int, full: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class FlatShard:
-    """One rank's shard of a group as flat tensors; what an all-gather sends, or reads before it casts.
-
-    [Note: casts beside compute]
-    A product of large matrices takes all processors of a GPU. Other kernels run only before it, and at its end, when there is
-    nothing left to begin. A cast of all pieces in one kernel keeps it waiting until the whole is done. Of casts that are apart, it
-    waits for one: it takes the processors before the next begins, and the others run at its end and at the ends of later products.
-    """
+    """One rank's shard of a group as flat tensors; what an all-gather sends, or reads before it casts."""
 
     segments: list[Tensor]
     """The rank's piece of each segment."""
     row: Tensor | None
     """All pieces with the gaps between them, if they lie one after the other (`layout.shard_offsets`) in one dtype."""
 
-    def copy_into(self, target: FlatShard, *, apart: bool = False) -> None:
-        """Cast and copy to another flat shard of the same layout, on the current stream.
-
-        With ``apart``, large pieces have a kernel each, where launches do not matter: [Note: casts beside compute].
-        """
+    def copy_into(self, target: FlatShard) -> None:
+        """Cast and copy to another flat shard of the same layout, on the current stream."""
         if self.row is not None and target.row is not None:
             # Pieces have the same offsets in every dtype, so one copy casts all of them, gaps included.
             target.row.copy_(self.row)
-        elif apart:
-            self._copy_apart(target)
         elif self.segments:
             torch._foreach_copy_(target.segments, self.segments)
-
-    def _copy_apart(self, target: FlatShard) -> None:
-        small: tuple[list[Tensor], list[Tensor]] = [], []
-        for theirs, own in zip(target.segments, self.segments, strict=True):
-            if own.numel() >= CAST_APART_FROM:
-                theirs.copy_(own)
-            else:
-                small[0].append(theirs)
-                small[1].append(own)
-        if small[0]:
-            torch._foreach_copy_(*small)
 
 
 class ShardBuffer:
@@ -274,12 +249,12 @@ class UploadBuffer:
         self._on_device = shards.empty_copy_on(device)
         self._on_device.release()
 
-    def copy_into(self, target: FlatShard, *, apart: bool = False) -> None:
+    def copy_into(self, target: FlatShard) -> None:
         """Upload the shards, then cast and copy them to ``target``; the host does not wait."""
         # All on one stream: its allocator gives the memory only to work that comes after these reads.
         self._on_device.allocate()
         self._on_device.bytes.copy_(self._shards.bytes, non_blocking=True)
-        self._on_device.flat_shard.copy_into(target, apart=apart)
+        self._on_device.flat_shard.copy_into(target)
         self._on_device.release()
 
 
@@ -541,10 +516,10 @@ class GatherBuffer:
         if self._staging.nbytes:
             self._staging.allocate()
 
-    def fill(self, source: FlatShard | UploadBuffer, *, apart: bool = False) -> None:
-        """Take memory to gather into and copy this rank's shard to it, on the current stream; see `FlatShard.copy_into`."""
+    def fill(self, source: FlatShard | UploadBuffer) -> None:
+        """Take memory to gather into and copy this rank's shard to it, on the current stream."""
         self.allocate()
-        source.copy_into(self.own_shard, apart=apart)
+        source.copy_into(self.own_shard)
 
     def allocate_params(self) -> None:
         """Take memory for the full parameters of a packed gather, unless they have it."""
