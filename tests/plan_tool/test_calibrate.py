@@ -4,10 +4,12 @@ import functools
 import os
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fullshard.programs.plan_tool import device_steps
 from fullshard.programs.plan_tool.calibrate import (
     _Fit,
     _with_slower_kernels,
@@ -16,10 +18,14 @@ from fullshard.programs.plan_tool.calibrate import (
 )
 from fullshard.programs.plan_tool.device_steps import (
     LEAST,
+    LEAST_STEPS,
+    LOAD_S,
     MOST,
+    TIMED_S,
     WORLD,
     busy_config,
     device_factor,
+    steady_seconds,
 )
 from fullshard.programs.plan_tool.host_measurements import HostRates, update_rates
 from fullshard.programs.plan_tool.host_steps import (
@@ -31,6 +37,7 @@ from fullshard.programs.plan_tool.host_steps import (
     _factors,
     fitted_host,
     recorded_steps,
+    typical_seconds,
 )
 from fullshard.programs.plan_tool.machine import Machine
 from fullshard.programs.plan_tool.measurements import Bench
@@ -102,6 +109,29 @@ def test_a_step_that_keeps_a_gpu_busy_tells_how_long_kernels_take_in_a_model() -
 
 def two_ranks(host: SmallSteps | None) -> Machine:
     return calibrate(device=torch.device("cpu"), quick=True, host=host)
+
+
+def test_a_gpu_is_timed_when_it_has_been_busy_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(device_steps, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def step(seconds: float) -> float:
+        nonlocal now
+        now += seconds
+        return 1.0 if now <= LOAD_S else 2.0 + now
+
+    quick = steady_seconds(lambda: step(0.125))
+    assert quick == pytest.approx(2.0 + LOAD_S + TIMED_S / 2, abs=0.125)
+    now = 0.0
+    slow = steady_seconds(lambda: step(2 * (LOAD_S + TIMED_S)))
+    assert slow == 2.0 + 2 * (LOAD_S + TIMED_S) * (1 + LEAST_STEPS // 2 + 1)
+
+
+def test_small_steps_are_compared_within_rounds() -> None:
+    fast, slow = [1.0, 1.5, 3.0], [2.0, 3.0, 6.0]
+    assert typical_seconds([fast, slow, slow]) == [2.0, 3.0, 6.0]
+    # The host was slower during one step of a round.
+    assert typical_seconds([fast, [1.0, 9.0, 3.0], slow]) == [1.0, 1.5, 3.0]
 
 
 def test_steps_of_two_widths_tell_operations_of_a_cpu_from_arithmetic(world) -> None:
