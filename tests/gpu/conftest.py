@@ -33,6 +33,15 @@ def exchange(output: Any, sizes: Any, tensor: Any, group: Any, tag: Any) -> None
         output.copy_(tensor[index] if tensor.numel() else torch.zeros_like(output))
 
 
+def pytest_exception_interact(
+    node: pytest.Item | pytest.Collector, call: pytest.CallInfo[Any], report: Any
+) -> None:
+    """Say at once which test has failed, and why: a run on a lent GPU may be cut off before its summary."""
+    reporter: Any = node.config.pluginmanager.getplugin("terminalreporter")
+    if reporter is not None and call.excinfo is not None:
+        reporter.write_line(f"\nFAILED {node.nodeid} - {call.excinfo.exconly(tryshort=True)}")
+
+
 TO_ITSELF = property(lambda axes: axes.shard_process_group)
 """For `DataParallelAxes.shard_peers`: a rank alone communicates with itself, so that one GPU has NCCL to test."""
 
