@@ -96,12 +96,14 @@ def test_the_newest_complete_one_survives_every_kill(world: Any, tmp_path: Path)
         lives, _ = world(2).run(live, tmp_path, lives, None)
     steps = [newest_step(tmp_path)]
     assert steps == [2 * SAVES]
-    for seed in range(KILLS):
+    seeds = itertools.count()
+    while len(steps) <= KILLS or steps[-1] == steps[0]:  # some must be completed between kills
+        if len(steps) > KILLS:  # the machine is slower than it was
+            lives = {phase: 2 * seconds for phase, seconds in lives.items()}
         with pytest.raises(RankError, match="SIGKILL"):
-            world(2).run(live, tmp_path, lives, seed)
+            world(2).run(live, tmp_path, lives, next(seeds))
         steps.append(newest_step(tmp_path))
     assert steps == sorted(steps)  # what was complete is never lost
-    assert steps[-1] > steps[0]  # some were completed between kills
     # After the next save, all that is left is its run's last checkpoints, and nothing of the killed ones.
     world(2).run(save_once, tmp_path)
     assert len(list(tmp_path.iterdir())) <= 3
