@@ -29,7 +29,7 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -212,7 +212,8 @@ def _serve(serve: Serve, pipe: Connection) -> None:
 def served(serve: Serve) -> Iterator[Connection]:
     """Serve in a process of its own; yield the pipe to it. It fails with EOFError if the process does.
 
-    The process is forked, so that torch is imported once. So this one must not touch the GPU.
+    The process is forked, so that torch is imported once. So this one must not touch the GPU. It is always told to end: as it has
+    both ends of the pipe, it would not notice that this one is gone.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -221,8 +222,9 @@ def served(serve: Serve) -> Iterator[Connection]:
     theirs.close()
     try:
         yield ours
-        ours.send("end")
     finally:
+        with suppress(ConnectionError):  # it has failed
+            ours.send("end")
         ours.close()
         process.join()
 

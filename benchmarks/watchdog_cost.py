@@ -149,21 +149,20 @@ def cells(
     preset: str, samples: dict[str, list[tuple[float, float]]], shares: list[float], looks: float
 ) -> list[str]:
     """Write one row of the table."""
-    found, in_a_run = [preset], []
+    found, means = [preset], []
     for index in range(2):
         off, on = ([turn[index] for turn in samples[kind]] for kind in ("off", "on"))
         ratios = [a / b for a, b in zip(on, off, strict=True)]
         middle = of_some(ratios)
-        error = stdev(ratios) / len(ratios) ** 0.5
+        means.append((mean(ratios), stdev(ratios) / len(ratios) ** 0.5))
         found += [
             milliseconds(Spread.of(off)),
             f"{middle.median:.4f} [{middle.iqr:.4f}]",
-            f"{mean(ratios):.4f} +- {error:.4f}",
+            "{:.4f} +- {:.4f}".format(*means[-1]),
         ]
-        in_a_run.append(
-            f"{1 + (mean(ratios) - 1) / looks:.4f} +- {error / looks:.4f}" if looks else "n/a"
-        )
-    return [*found, f"{mean(shares):.2%}", f"{looks:.1f}", in_a_run[0]]
+    host, error = means[0]
+    in_a_run = f"{1 + (host - 1) / looks:.4f} +- {error / looks:.4f}" if looks else "n/a"
+    return [*found, f"{mean(shares):.2%}", f"{looks:.1f}", in_a_run]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -34,7 +34,7 @@ def exchange(output: Any, sizes: Any, tensor: Any, group: Any, tag: Any) -> None
 
 
 def pytest_exception_interact(
-    node: pytest.Item | pytest.Collector, call: pytest.CallInfo[Any], report: Any
+    node: pytest.Item | pytest.Collector, call: pytest.CallInfo[Any]
 ) -> None:
     """Say at once which test has failed, and why: a run on a lent GPU may be cut off before its summary."""
     reporter: Any = node.config.pluginmanager.getplugin("terminalreporter")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -91,6 +92,9 @@ def test_small_steps_take_turns_with_a_configuration(
         assert found is not None
         assert [found[name] for name in ("gradients", *plan_steps.SMALL)] == [3.0, 2.0, 4.0, 6.0]
         monkeypatch.setattr(plan_steps, "serve_row", serve_nothing)
+        assert plan_steps.measured("medium", small) is None
+    monkeypatch.setattr(plan_steps, "serve_row", serve_steps_of_a_slow_minute)
+    with plan_steps.served(partial(serve_nothing, None)) as small:
         assert plan_steps.measured("medium", small) is None
     assert "There is no memory left." in capfd.readouterr().err
 

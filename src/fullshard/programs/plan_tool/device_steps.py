@@ -63,7 +63,7 @@ def steady_seconds(
 ) -> float:
     """Return the median of a step's seconds once the device has been busy for a while.
 
-    A GPU that comes from rest is faster for a moment: on an H200, by 4 % in a step of 0.1 s.
+    A GPU that comes from rest is mostly faster for a moment: an H200 by 3 to 5 %, in steps of 0.1 s.
     """
     begin, timed = time.monotonic(), list[float]()
     while time.monotonic() < begin + load_s:
