@@ -108,7 +108,9 @@ def _pre_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Inputs:
     if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # as of most modules
         tensor = args[0]
-        return (tensor.to(dtype) if tensor.is_floating_point() else tensor,), kwargs
+        if tensor.dtype is dtype or not tensor.is_floating_point():
+            return args, kwargs
+        return (tensor.to(dtype),), kwargs
     return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
 
