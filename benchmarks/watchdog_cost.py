@@ -138,7 +138,6 @@ def measure(
             for kind in in_some_order(("off", "on"), turn):
                 with watchdog.at_work(shares) if kind == "on" else nullcontext():
                     samples[kind].append(take_turn(contestant, setting.device, steps))
-    assert watchdog.looks >= 0.5 * pace * watchdog.awake_s - 1, "it has to work in its turns"
     watchdog.awake.set()
     watchdog.end()
     watchdog.thread.join()
@@ -205,6 +204,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     print(f"{headline(head)}\n\n{options.rounds} rounds, pace {options.pace:g}.\n")
     print(markdown(COLUMNS, [cells(preset, samples, shares, looks)]))
+    if looks < options.pace / 2:
+        print(
+            "\nThe watchdog looked less than half as often as the pace says: the machine is too busy to tell."
+        )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,26 @@ def test_the_watchdog_of_its_benchmark_works_in_every_second_turn(
     for name in ("REST_S", "LOOK_S"):  # a pace changes them
         monkeypatch.setattr(watchdog_thread, name, getattr(watchdog_thread, name))
     monkeypatch.setattr(watchdog_cost, "PRESETS", {**PRESETS, "tiny": SMALLEST})
+    watchdogs, in_rest, take_turn = [], [], watchdog_cost.take_turn
+
+    class Known(watchdog_cost.RestingWatchdog):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            watchdogs.append(self)
+
+    def turn_with_a_look(*args: Any) -> tuple[float, float]:
+        """Take a turn. On a busy machine it can be over before the watchdog has had a processor: wait for its look."""
+        (watchdog,) = watchdogs
+        before = watchdog.looks
+        found = take_turn(*args)
+        if not watchdog.awake.is_set():
+            in_rest.append(watchdog.looks - before)
+        while watchdog.awake.is_set() and watchdog.looks == before:
+            time.sleep(0.001)
+        return found
+
+    monkeypatch.setattr(watchdog_cost, "RestingWatchdog", Known)
+    monkeypatch.setattr(watchdog_cost, "take_turn", turn_with_a_look)
     file = tmp_path / "watchdog.json"
     try:
         watchdog_cost.main(
@@ -128,6 +149,8 @@ def test_the_watchdog_of_its_benchmark_works_in_every_second_turn(
     assert len(results["samples"]["on"]) == len(results["samples"]["off"]) == 3
     assert len(results["shares"]) == 3
     assert results["looks"] > 0
+    assert len(in_rest) == 3
+    assert max(in_rest) <= 1, "but for a look that had begun, it rests in every second turn"
     assert "host on / off" in capsys.readouterr().out
 
 
