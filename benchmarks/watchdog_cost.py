@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(markdown(COLUMNS, [cells(preset, samples, shares, looks)]))
     if looks < options.pace / 2:
         print(
-            "\nThe watchdog looked less than half as often as the pace says: the machine is too busy to tell."
+            "\nThe watchdog looked less than half as often as the pace says: do not trust this run."
         )
 
 
