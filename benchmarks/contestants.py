@@ -142,7 +142,7 @@ def build_fullshard(setting: Setting) -> nn.Module:
     return build_functional("fullshard", setting)
 
 
-def build_wrapped(module_name: str, setting: Setting, *, flat: bool) -> nn.Module:
+def build_wrapped(module_name: str, setting: Setting, *, flat: bool, **options: Any) -> nn.Module:
     """Build with `module_name`'s wrapper class: every block a flat array, of one parameter or of all."""
     door: Any = importlib.import_module(module_name)
     wrap: Any = importlib.import_module(f"{module_name}.wrap")
@@ -160,6 +160,7 @@ def build_wrapped(module_name: str, setting: Setting, *, flat: bool) -> nn.Modul
             param_init_fn=materialise,
             device_id=setting.device,
             use_orig_params=not flat,
+            **options,
         )
     except RuntimeError as error:
         if setting.device.type == "cuda":
@@ -178,11 +179,12 @@ BUILDERS: Mapping[str, Callable[[Setting], nn.Module]] = MappingProxyType(
         "unmet": build_fullshard,
         "fsdp1": partial(build_wrapped, "torch.distributed.fsdp", flat=False),
         "wrapper": partial(build_wrapped, "fullshard", flat=False),
+        "wrapper-fused": partial(build_wrapped, "fullshard", flat=False, fuse_gradients=True),
         "fsdp1-flat": partial(build_wrapped, "torch.distributed.fsdp", flat=True),
         "wrapper-flat": partial(build_wrapped, "fullshard", flat=True),
     }
 )
-"""`fused` is fullshard with gradients written once. `unmet` is fullshard without the meetings of ranks before each collective (`gloo_step.py`). `fsdp1` and `wrapper` have ``use_orig_params=True``, the flat ones a `FlatParameter` per block."""
+"""`fused` and `wrapper-fused` have gradients written once. `unmet` is fullshard without the meetings of ranks before each collective (`gloo_step.py`). `fsdp1` and `wrapper` have ``use_orig_params=True``, the flat ones a `FlatParameter` per block."""
 
 RIVALS: Mapping[str, str] = MappingProxyType(
     {
@@ -190,6 +192,7 @@ RIVALS: Mapping[str, str] = MappingProxyType(
         "unmet": "fullshard",
         "fsdp1": "fsdp1",
         "wrapper": "fsdp1",
+        "wrapper-fused": "fsdp1",
         "fsdp1-flat": "fsdp1-flat",
         "wrapper-flat": "fsdp1-flat",
     }

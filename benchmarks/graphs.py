@@ -5,7 +5,8 @@
 
 One process is rank 0 of a `fake` group. Every contestant is built, warmed up and captured; then all are replayed in
 interleaved rounds (whole steps of large models: one contestant after the other, since they do not fit together). `fused` is
-fullshard with gradients written once. Two kinds of steps are measured, one after the other:
+fullshard with gradients written once, and `wrapper-fused` is the same by `FullyShardedDataParallel`. Two kinds of steps are
+measured, one after the other:
 
     fwd+bwd   forward and backward
     step      forward, backward, clipping to a norm of 1 and AdamW(fused, capturable)
@@ -58,7 +59,7 @@ WARMUP = 3
 ROUND_S = 0.5
 """How long a turn of one contestant takes, about."""
 REFERENCE = "unsharded"
-OURS = ("fullshard", "fused", "wrapper")
+OURS = ("fullshard", "fused", "wrapper", "wrapper-fused")
 ALONE_FROM = 2_000_000_000
 """Parameters from which whole steps of all contestants are too large to be in memory together."""
 
@@ -275,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--contestants",
         nargs="+",
         choices=list(BUILDERS),
-        default=["unsharded", "fsdp2", "fullshard", "fused"],
+        default=["unsharded", "fsdp2", "fullshard", "fused", "wrapper-fused"],
     )
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     add("--rounds", type=int, default=6)

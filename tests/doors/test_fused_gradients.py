@@ -19,9 +19,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard import (
+    FullyShardedDataParallel as FSDP,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from fullshard.engine import fused_linear
 from fullshard.engine.state import state_of
+from fullshard.plan.placement import local_tensor
 from tests.helpers.compare import assert_close
 
 WIDTH, INNER = 6, 7
@@ -104,12 +111,46 @@ class Net:
 
     def look(self) -> None:
         grads = [param.grad for param in self.model.parameters()]
-        self.seen += [grad.to_local().clone() for grad in grads if grad is not None]
+        self.seen += [local_tensor(grad).clone() for grad in grads if grad is not None]
         self.seen.append(torch.tensor([float(grad is not None) for grad in grads]))
 
     def step(self, number: int = 0) -> None:
         self.loss(number).backward()
         self.look()
+
+
+class WrappedNet(Net):
+    """The same with wrappers over original parameters."""
+
+    use_orig_params = True
+
+    def build(
+        self,
+        use: Callable[[Block, Tensor], Tensor] = Block.plain,
+        change: Callable[[Block], object] = lambda _: None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        **options: Any,
+    ) -> Any:
+        torch.manual_seed(0)
+        if mp_policy is not None:
+            options["mixed_precision"] = MixedPrecision(
+                param_dtype=mp_policy.param_dtype, reduce_dtype=mp_policy.reduce_dtype
+            )
+        wrap: Any = functools.partial(
+            FSDP, use_orig_params=self.use_orig_params, fuse_gradients=self.fuse, **options
+        )
+        blocks = [Block(), Block()]
+        for block in blocks:
+            block.use = use
+            change(block)
+        self.model = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), *map(wrap, blocks)))
+        return self.model
+
+
+class FlatNet(WrappedNet):
+    """The same with a `FlatParameter` for each wrapper."""
+
+    use_orig_params = False
 
 
 # --- what users do: each case returns how many products are written on the way -----------------------
@@ -311,6 +352,101 @@ def hooked(net: Net) -> int:
     return 2  # of the other weight
 
 
+def not_synchronised(net: Net) -> int:
+    """`.grad` shows what is not reduced yet, so it goes the ordinary way; the last backward adds to it."""
+    model = net.build(mp_policy=BF16)
+    with model.no_sync():
+        net.step(0)
+        net.step(1)
+    net.step(2)
+    return 4
+
+
+def not_synchronised_and_cleared(net: Net) -> int:
+    model = net.build()
+    with model.no_sync():
+        net.loss(0).backward()
+    model.zero_grad()
+    net.step(1)
+    return 4
+
+
+def nothing_sharded(net: Net) -> int:
+    model = net.build(sharding_strategy=ShardingStrategy.NO_SHARD)
+    with model.no_sync():
+        net.step(0)
+    net.step(1)
+    return 4
+
+
+def kept_after_forward(net: Net) -> int:
+    net.build(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    net.step(0)
+    net.step(1)
+    return 8
+
+
+def wrapped_hybrid(net: Net) -> int:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("r", "s"))
+    net.build(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    net.step()
+    return 4
+
+
+def in_low_precision(net: Net) -> int:
+    """Sharded gradients stay in the compute dtype."""
+    dtype = torch.bfloat16
+    net.build(mixed_precision=MixedPrecision(param_dtype=dtype, keep_low_precision_grads=True))
+    net.step()
+    return 4
+
+
+def sent_in_bf16(net: Net) -> int:
+    net.build(
+        mixed_precision=MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, wire_dtype=torch.bfloat16
+        )
+    )
+    net.step()
+    return 4
+
+
+def reduced_by_a_hook(net: Net) -> int:
+    def reduce(_: object, gradient: Tensor, output: Tensor) -> None:
+        dist.reduce_scatter_tensor(output, gradient)
+
+    net.build().register_comm_hook(None, reduce)
+    net.step()
+    return 4
+
+
+def without_some(net: Net) -> int:
+    """A wrapper sends all its gradients: those of unused parameters are zero."""
+    net.build(lambda block, x: x + block.up(x).mean())
+    net.step()
+    return 2
+
+
+WRAPPED: list[Callable[[Net], int]] = [
+    added_up,
+    mixed_precision,
+    used_twice,
+    used_otherwise,
+    recomputed,
+    without_gradients,
+    one_row,
+    not_synchronised,
+    not_synchronised_and_cleared,
+    nothing_sharded,
+    kept_after_forward,
+    wrapped_hybrid,
+    in_low_precision,
+    sent_in_bf16,
+    reduced_by_a_hook,
+    without_some,
+]
+
+
 ORDINARY: list[Callable[[Net], int]] = [
     autocast,
     named_inputs,
@@ -336,9 +472,9 @@ def counted_products() -> Iterator[list[int]]:
         yield written
 
 
-def compare(cases: list[Callable[[Net], int]]) -> None:
+def compare(cases: list[Callable[[Net], int]], kind: type[Net] = Net) -> None:
     for case in cases:
-        ordinary, fused = Net(fuse=False, seen=[]), Net(fuse=True, seen=[])
+        ordinary, fused = kind(fuse=False, seen=[]), kind(fuse=True, seen=[])
         with counted_products() as written:
             case(ordinary)
             assert not written, case.__name__
@@ -350,6 +486,16 @@ def compare(cases: list[Callable[[Net], int]]) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_written_gradients_are_the_ordinary_ones(world: Any, size: int) -> None:
     world(size).run(compare, WRITTEN if size == 2 else WRITTEN[:3])
+
+
+def test_wrappers_have_the_ordinary_gradients(world: Any) -> None:
+    world(2).run(compare, [*WRAPPED, frozen], WrappedNet)
+    world(3).run(compare, WRAPPED[:4], WrappedNet)
+
+
+def test_flat_parameters_have_the_ordinary_gradients(world: Any) -> None:
+    world(2).run(compare, WRAPPED, FlatNet)
+    world(3).run(compare, WRAPPED[:4], FlatNet)
 
 
 def test_what_cannot_be_written_goes_the_ordinary_way(world: Any) -> None:
@@ -410,8 +556,26 @@ def check_reasons() -> None:
         }
 
 
+def check_reasons_of_wrappers() -> None:
+    for kind in (WrappedNet, FlatNet):
+        net = kind(fuse=True, seen=[])
+        net.build(change=derive)
+        net.step()
+        found = net.model.fused_gradients()
+        assert found.pop("0.weight").startswith("it belongs to the outermost module")
+        assert found == {
+            f"{block}.{name}.weight": reason
+            for block in (1, 2)
+            for name, reason in (
+                ("up", ""),
+                ("down", "its module is a Doubled, which has a forward of its own"),
+            )
+        }
+
+
 def test_a_summary_says_which_weights_and_why(world: Any) -> None:
     world(2).run(check_reasons)
+    world(2).run(check_reasons_of_wrappers)
 
 
 def check_modules_look_the_same() -> None:

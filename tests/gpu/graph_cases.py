@@ -331,6 +331,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "wrapper, muon": lambda: muon_case(wrapper_model(use_orig_params=True)),
     "wrapper, flat": lambda: no_sync_step(wrapper_model()),
     "wrapper": lambda: no_sync_step(wrapper_model(use_orig_params=True)),
+    "wrapper, flat, fused gradients": lambda: no_sync_step(wrapper_model(fuse_gradients=True)),
+    "wrapper, fused gradients": lambda: no_sync_step(
+        wrapper_model(use_orig_params=True, fuse_gradients=True)
+    ),
     "wrapper, grad op": lambda: plain_step(
         wrapper_model(use_orig_params=True, sharding_strategy="SHARD_GRAD_OP")
     ),

@@ -97,6 +97,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"sharding_strategy": "NO_SHARD", "low": False},  # computes with its shards
     {"sharding_strategy": "HYBRID_SHARD", "use_orig_params": True},
     {"offload": True},
+    {"fuse_gradients": True},
+    {"fuse_gradients": True, "use_orig_params": True},
+    {"fuse_gradients": True, "sharding_strategy": "HYBRID_SHARD", "use_orig_params": True},
 ]
 
 

@@ -165,8 +165,10 @@ class ReduceBucket:
 
 def lies_in_one_piece(slot: Slot, *, rank_major: bool) -> bool:
     """Return whether a reduce buffer holds a parameter's gradient as one contiguous tensor of its shape."""
-    contiguous = tuple(slot.strides) == contiguous_strides(slot.shape)
-    return slot.division is Division.ROWS and contiguous and not rank_major
+    if tuple(slot.strides) != contiguous_strides(slot.shape):
+        return False
+    # A flat segment lies rank after rank in any case, and its parameters one after the other.
+    return slot.division is Division.FLAT or (slot.division is Division.ROWS and not rank_major)
 
 
 class _Cuts(NamedTuple):
@@ -537,7 +539,8 @@ class ReduceBuffer(Buffer):
             slot = layout.slots[params[0]]
             whole = slot.numel == self._message_numel(index) * layout.world
             one_piece = lies_in_one_piece(slot, rank_major=self.rank_major)
-            if len(params) > 1 or not whole or not one_piece:
+            in_rows = slot.division is Division.ROWS  # a rank's gradient has the parameter's shape
+            if len(params) > 1 or not whole or not one_piece or not in_rows:
                 return []
             shaped.append(self.slot(params[0]))
         return shaped

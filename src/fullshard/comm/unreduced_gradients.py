@@ -104,11 +104,14 @@ class UnreducedGradients:
             self._add_shown(gradients, dtypes)
         self.changed()
 
-    def place_for(self, index: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    def place_for(self, index: int, dtype: torch.dtype) -> tuple[Tensor, bool] | None:
         """Return memory for a parameter's gradient, and whether it has one, to which others are to be added.
 
-        Of DTensors. The caller fills new memory at once, on the compute stream.
+        None for a parameter whose `.grad` will show the gradient. The caller fills new memory at once, on the compute
+        stream.
         """
+        if isinstance(self._params[index].sharded_param, PlainShardedParam):
+            return None
         place = self._hidden.get(index)
         if place is not None:
             return place, True

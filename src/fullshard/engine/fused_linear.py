@@ -65,6 +65,8 @@ class FusedForward:
         module = self._module()
         assert module is not None, "it was called through it"
         weight = torch_border.parameter_table(module).get(WEIGHT)
+        if weight is None:  # a part of a `FlatParameter` is no parameter
+            weight = module.__dict__.get(WEIGHT)
         if weight is None or not self._fits(weight, input):
             return type(module).forward(module, input)
         output: Tensor = _Product.apply(input, weight, module.bias, self._reference)  # type: ignore[no-untyped-call]
@@ -264,5 +266,5 @@ def _reason(group: FSDPParamGroup, index: int, compiled: Collection[nn.Module]) 
     if param.placement.unsharded_mesh is not None:
         return "it is tensor-parallel"
     if not group.reducer.takes_product(index):
-        return "it is not one piece in the reduce buffer: its shard dimension is not 0, or its group is small and has a wire_dtype"
+        return "it is not one piece in the reduce buffer: its shard dimension is not 0, its group is small and has a wire_dtype, or its memory is not in the order of its dimensions"
     return ""

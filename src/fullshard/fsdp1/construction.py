@@ -207,6 +207,7 @@ def shard(wrapper: nn.Module, wrapped: nn.Module, options: WrapperOptions) -> FS
             cast_root_inputs=options.precision.cast_root_forward_inputs,
             backward_prefetch=() if options.backward_prefetch is None else None,
             prefetches_late=options.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
+            fuse_gradients=options.fuse_gradients,
         ),
         ignored=ignored_below([wrapper], options.ignored.params, options.ignored.modules),
     )

@@ -30,7 +30,7 @@ from fullshard.api import (
     StateDictSettings,
     StateDictType,
 )
-from fullshard.engine import module_hooks, skipped_forward
+from fullshard.engine import fused_linear, module_hooks, skipped_forward
 from fullshard.engine.clip_grad import Clipping
 from fullshard.engine.ownership import has_forward, managed_modules
 from fullshard.engine.state import state_of
@@ -93,6 +93,9 @@ class FullyShardedDataParallel(
         ignored_states: Parameters, or modules, to leave alone.
         device_mesh: The ranks as a mesh, instead of ``process_group``: (shard,), or (replicate, shard) for hybrid
             strategies.
+        fuse_gradients: Let the backward of linear layers write weight gradients straight into the reduce-scatter
+            buffer, as `fully_shard` does. `fused_gradients` says for which weights. In `no_sync` gradients go the ordinary
+            way, as `.grad` shows them.
     """
 
     def __init__(
@@ -113,6 +116,8 @@ class FullyShardedDataParallel(
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
+        *,
+        fuse_gradients: bool = False,
     ) -> None:
         super().__init__()
         arguments = {
@@ -130,6 +135,7 @@ class FullyShardedDataParallel(
             "use_orig_params": use_orig_params,
             "ignored_states": reiterable(ignored_states),
             "device_mesh": device_mesh,
+            "fuse_gradients": fuse_gradients,
         }
         options = read_options(type(self), module, arguments)
         if auto_wrap_policy is not None:
@@ -204,6 +210,13 @@ class FullyShardedDataParallel(
             self._direct_calls.through_wrapper -= 1
             output = module_hooks.post_forward(state, self, args, output)
         return output
+
+    def fused_gradients(self) -> dict[str, str]:
+        """Return, by name, why weight gradients in this wrapper and below are not fused; "" for those that are.
+
+        It covers wrappers with ``fuse_gradients``. The first forward decides, so call it after that.
+        """
+        return fused_linear.reasons(self._fsdp_state)
 
     def skip_forward(self, output: Any = None, *, inputs_require_grad: bool = False) -> Any:
         """Take part in this wrapper's collectives, and in those of wrappers in it, without computing.

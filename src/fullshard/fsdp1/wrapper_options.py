@@ -60,6 +60,7 @@ class WrapperOptions:
     sync_module_states: bool
     forward_prefetch: bool
     limit_all_gathers: bool
+    fuse_gradients: bool
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -92,6 +93,7 @@ def read_options(
             "forward_prefetch",
             "limit_all_gathers",
             "use_orig_params",
+            "fuse_gradients",
         )
     }
     param_init_fn = arguments["param_init_fn"]
