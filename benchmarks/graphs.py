@@ -13,6 +13,8 @@ measured, one after the other:
 
 time      device time of a replay, from events around several: median over rounds [interquartile range]
 x         median of the ratios to unsharded's within rounds
+x energy  the same for power times time
+W, MHz    power and clock of the multiprocessors during replays, medians; * if the power limit lowered the clock
 reserved  what the allocator holds for the contestant when it has been captured: weights, the optimizer's state, the pool
           of the graph. Nothing else is cached then
 
@@ -47,6 +49,7 @@ from benchmarks.contestants import (
 )
 from benchmarks.estimate import Spread
 from benchmarks.measure import in_some_order
+from benchmarks.power import Draw, PowerMeter
 from benchmarks.report import header, headline, markdown, milliseconds, write_json
 from benchmarks.transformer import PRESETS, count_parameters, local_tensor
 from fullshard import clip_grad_norm_, torch_border
@@ -73,7 +76,27 @@ class Measured:
     failure: str | None = None
     replay_s: list[float] = field(default_factory=list)
     """By round."""
+    watts: list[float] = field(default_factory=list)
+    """By round; empty where power cannot be measured."""
+    megahertz: list[float] = field(default_factory=list)
+    capped: bool = False
+    """Whether the power limit lowered the clock in any round."""
     eager_s: list[float] = field(default_factory=list)
+
+    @property
+    def replay_joules(self) -> list[float]:
+        """Energy of a replay, by round."""
+        return [s * watts for s, watts in zip(self.replay_s, self.watts, strict=False)]
+
+    def note(self, draw: Draw | None) -> None:
+        """Note the power of one round. A round without it spoils all: they would not be parallel any more."""
+        if draw is None:
+            self.watts, self.megahertz = [], []
+            return
+        if len(self.watts) == len(self.replay_s) - 1:
+            self.watts.append(draw.watts)
+            self.megahertz.append(draw.megahertz)
+        self.capped = self.capped or draw.capped
 
 
 def step_of(contestant: Contestant, kind: Kind) -> Callable[[], object]:
@@ -152,10 +175,15 @@ class Captured:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         measured.reserved_bytes = torch.cuda.memory_reserved(device) - before
-        self.replays = max(2, min(100, round(ROUND_S / self._time(self.graph.replay, 2))))
+        self.replays = max(2, round(ROUND_S / self._time(self.graph.replay, 2)))
 
-    def _time(self, call: Callable[[], object], times: int) -> float:
-        """Return the seconds of device time of each of some calls, one after the other."""
+    def _time(
+        self, call: Callable[[], object], times: int, wait: Callable[[Any], object] | None = None
+    ) -> float:
+        """Return the seconds of device time of each of some calls, one after the other.
+
+        ``wait`` is called with the event at their end, when all have been issued.
+        """
         event: Any = torch.cuda.Event  # its constructor has no types
         begin, end = event(enable_timing=True), event(enable_timing=True)
         call()
@@ -164,12 +192,20 @@ class Captured:
         for _ in range(times):
             call()
         end.record()
+        if wait is not None:
+            wait(end)
         torch.cuda.synchronize(self.device)
         return float(begin.elapsed_time(end)) / 1e3 / times
 
-    def turn(self) -> None:
+    def turn(self, meter: PowerMeter | None) -> None:
         """Measure one turn."""
-        self.measured.replay_s.append(self._time(self.graph.replay, self.replays))
+        draws: list[Draw | None] = []
+
+        def wait(end: Any) -> None:
+            draws.append(None if meter is None else meter.watch(end.query))
+
+        self.measured.replay_s.append(self._time(self.graph.replay, self.replays, wait))
+        self.measured.note(draws[0])
 
     def eager_turn(self) -> None:
         """Measure one turn without the graph."""
@@ -216,35 +252,47 @@ def captured(setting: Setting, kind: Kind, found: Mapping[str, Measured]) -> lis
 
 def take_turns(contestants: Sequence[Captured], rounds: int, *, eager: bool) -> None:
     """Let all take their turns, in each round in another order."""
+    meter = PowerMeter.of(contestants[0].device) if contestants else None
     for number in range(rounds):
         for each in in_some_order(contestants, number):
-            each.turn()
+            each.turn(meter)
     for each in contestants if eager else ():
         for _ in range(3):
             each.eager_turn()
 
 
-def ratio(measured: Measured, reference: Measured | None) -> str:
+def ratio(samples: Sequence[float], reference: Sequence[float]) -> str:
     """Write the median of the ratios within rounds."""
-    if reference is None or reference.failure or measured.failure:
+    if not samples or len(samples) != len(reference):
         return "n/a"
-    pairs = zip(measured.replay_s, reference.replay_s, strict=True)
+    pairs = zip(samples, reference, strict=True)
     return f"{statistics.median(ours / theirs for ours, theirs in pairs):.3f}"
+
+
+def power(measured: Measured) -> str:
+    """Write power and clock."""
+    if not measured.watts:
+        return "n/a"
+    watts, mhz = statistics.median(measured.watts), statistics.median(measured.megahertz)
+    return f"{watts:.0f}, {mhz:.0f}{'*' if measured.capped else ''}"
 
 
 def rows(kind: Kind, found: Mapping[str, Measured]) -> list[list[str]]:
     """Write one line for each contestant."""
     lines = []
+    reference = found.get(REFERENCE, Measured())
     for name, each in found.items():
         if each.failure is not None:
-            lines.append([name, kind, "failed", "n/a", "n/a", "n/a", "n/a"])
+            lines.append([name, kind, "failed", *["n/a"] * (len(COLUMNS) - 3)])
             continue
         lines.append(
             [
                 name,
                 kind,
                 milliseconds(Spread.of(each.replay_s)),
-                ratio(each, found.get(REFERENCE)),
+                ratio(each.replay_s, reference.replay_s),
+                ratio(each.replay_joules, reference.replay_joules),
+                power(each),
                 f"{each.reserved_bytes / 2**30:.2f}",
                 milliseconds(Spread.of(each.eager_s)),
                 f"{each.capture_s:.1f}",
@@ -258,6 +306,8 @@ COLUMNS = (
     "what",
     "captured, ms [iqr]",
     "x",
+    "x energy",
+    "W, MHz",
     "reserved, GiB",
     "eager, ms [iqr]",
     "capture, s",

@@ -15,7 +15,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from benchmarks import gloo_step, host_profile, plots, scaling, targets, watchdog_cost
+from benchmarks import (
+    gloo_step,
+    graphs,
+    host_profile,
+    plots,
+    power,
+    scaling,
+    targets,
+    watchdog_cost,
+)
 from benchmarks.clock import Clock, silent_collectives
 from benchmarks.contestants import Setting
 from benchmarks.estimate import Ratio, Spread, of_some, over
@@ -326,3 +335,63 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
         "scaling-padding.svg",
         "targets.svg",
     }
+
+
+class Counters:
+    """Stands for the driver's library; energy is counted in ticks of a second."""
+
+    def __init__(self, watts: float, failing: str = "") -> None:
+        self.seconds, self.watts, self.failing = 0.0, watts, failing
+
+    def clock(self) -> float:
+        return self.seconds
+
+    def __getattr__(self, name: str) -> Any:
+        def read(handle: object, found: Any) -> int:
+            found._obj.value = {
+                "nvmlDeviceGetTotalEnergyConsumption": int(self.seconds) * int(1000 * self.watts),
+                "nvmlDeviceGetCurrentClocksThrottleReasons": power.POWER_CAP * (self.seconds > 2),
+            }.get(name, 1500)
+            return int(name == self.failing)
+
+        def read_clock(handle: object, kind: int, found: Any) -> int:
+            assert kind == power.SM_CLOCK
+            return read(handle, found)
+
+        return read_clock if name == "nvmlDeviceGetClockInfo" else read
+
+    def goes_on_for(self, seconds: float) -> Any:
+        """A question that is answered with yes after some time, a quarter of a second at a time."""
+
+        def is_done() -> bool:
+            self.seconds += 0.25
+            return self.seconds > seconds
+
+        return is_done
+
+
+def test_power_is_taken_between_ticks_of_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(power, "POLL_S", 0)
+    for seconds, expected in ((4.9, (600.0, 1500.0, True)), (1.9, None), (0.5, None)):
+        counters = Counters(watts=600)
+        draw = power.PowerMeter(counters, None, counters.clock).watch(counters.goes_on_for(seconds))
+        assert (draw and (draw.watts, draw.megahertz, draw.capped)) == expected
+    counters = Counters(watts=600, failing="nvmlDeviceGetClockInfo")
+    assert power.PowerMeter(counters, None).watch(counters.goes_on_for(4.9)) is None
+
+
+def test_graphs_are_compared_by_time_and_energy() -> None:
+    found = {name: graphs.Measured() for name in ("unsharded", "ours", "failed")}
+    for second, watts in ((0.5, 600.0), (0.25, 700.0)):
+        for name, factor in (("unsharded", 1.0), ("ours", 1.1)):
+            found[name].replay_s.append(second * factor)
+            found[name].note(power.Draw(watts=watts * factor, megahertz=1500, capped=True))
+    found["failed"].failure = "RuntimeError: no"
+    reference, ours, failed = graphs.rows("fwd+bwd", found)
+    assert reference[3:6] == ["1.000", "1.000", "650, 1500*"]
+    assert ours[3:6] == ["1.100", "1.210", "715, 1500*"]
+    assert len(failed) == len(graphs.COLUMNS) == len(ours)
+    found["ours"].replay_s.append(1.0)
+    found["ours"].note(None)  # rounds would not be parallel any more
+    found["unsharded"].replay_s.append(1.0)
+    assert graphs.rows("fwd+bwd", found)[1][3:6] == ["1.100", "n/a", "n/a"]
