@@ -22,7 +22,7 @@ from fullshard import torch_border
 from fullshard.programs.inspect_tool.without_values import without_values
 from fullshard.programs.plan_tool.allocator import CachingAllocator
 from fullshard.programs.plan_tool.profile_file import load_profile
-from fullshard.programs.plan_tool.program import Allocate, Entry, Free
+from fullshard.programs.plan_tool.program import Allocate, Collective, Entry, Free, Launch
 from fullshard.programs.plan_tool.recording import META, Recorder
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "targets-h200.json"
@@ -84,3 +84,27 @@ def test_a_step_takes_the_memory_that_it_took_on_an_h200(preset: str, name: str)
         measured["peak_allocated_bytes"], rel=0.01
     )
     assert found["peak_reserved_bytes"] == pytest.approx(measured["peak_reserved_bytes"], rel=0.05)
+
+
+def test_forward_copies_small_groups_out_at_once_and_backward_when_memory_is_free() -> None:
+    setting = Setting(
+        shape=PRESETS["12x768"], device=META, world=8, precision="bf16", master="fp32"
+    )
+    entries, begin = entries_of("fullshard", setting)
+    lags: list[int] = []  # kernels of compute between the end of a gather and its copy
+    since: int | None = None
+    for entry in entries[begin:]:
+        if not isinstance(entry, Launch):
+            continue
+        if isinstance(entry.work, Collective):
+            if entry.work.kind == "all_gather" and entry.work.messages == 1:
+                since = 0
+        elif "index_select" in entry.work.name and since is not None:
+            lags.append(since)
+            since = None
+        elif entry.stream == 0 and since is not None:
+            since += 1
+    layers = setting.shape.layers
+    for step in (lags[: 2 * layers], lags[2 * layers :]):
+        assert step[:layers] == [0] * layers
+        assert len(step) == 2 * layers and min(step[layers:]) > 0

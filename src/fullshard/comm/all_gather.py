@@ -32,7 +32,7 @@ from fullshard.storage.buffers import (
 )
 
 SMALL = 32 * 2**20
-"""Bytes of full parameters that a captured step takes memory for early: see `GroupAllGather.is_small`."""
+"""Bytes of full parameters that are little memory: see `GroupAllGather.is_small`."""
 
 
 @dataclass(frozen=True, slots=True)

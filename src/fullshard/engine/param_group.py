@@ -362,11 +362,10 @@ class FSDPParamGroup:
             self._may_stay = may_stay
             self.sharded_state = _GATHERING
             # A gather is finished at once where the stream alone can wait for it. It is not where the host must wait,
-            # nor where finishing takes memory that others release before compute needs this one. In a CUDA graph the
-            # device is the limit, and compute would stand still for the copy; so little memory is taken early there.
-            takes_late = all_gather.takes_memory_late and not (
-                context.in_capture and all_gather.is_small
-            )
+            # nor where finishing takes memory that others release before compute needs this one. Little memory is taken at
+            # once in forward, as memory peaks in backward, and in a CUDA graph, where compute would wait for the copy.
+            at_once = context.in_capture or torch_border.backward_pass_id() == -1
+            takes_late = all_gather.takes_memory_late and not (all_gather.is_small and at_once)
             if context.asynchronous and gathers.unbuffered is None and not takes_late:
                 all_gather.finish(self._in_flight)
                 self._in_flight = None

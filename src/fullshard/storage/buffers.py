@@ -264,8 +264,8 @@ class GatherBuffer:
     In place, `outputs` are segments of this buffer and `inputs` this rank's pieces of them; what
     cannot be gathered in place (`Division.CHUNKS`) goes through a staging buffer of its own.
     Packed, everything goes through one staging buffer, (world, bytes of a shard): one output, one
-    input. The full parameters then take their memory only when the staging buffer is copied out: by that
-    time the group used before has given its own memory back, so staging costs no peak.
+    input. The full parameters then take their memory only when the staging buffer is copied out. Where memory counts, that
+    is late: by that time the group used before has given its own memory back, so staging costs no peak.
     """
 
     def __init__(

@@ -18,6 +18,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim import optimizer
 from torch.utils import checkpoint
 
+from fullshard.torch_border.cuda_streams import CUDAStream
+
 _SUPPORTED_DEVICES = (
     "_get_fused_kernels_supported_devices",
     "_get_foreach_kernels_supported_devices",
@@ -88,9 +90,10 @@ def has_streams(device: torch.device) -> bool:
 def new_stream(device: torch.device, *, priority: int) -> Any:
     """Return a new stream of a device."""
     virtual = _virtual(device)
-    if virtual is None:
-        return torch.Stream(device, priority=priority)
-    return virtual.new_stream(priority=priority)
+    if virtual is not None:
+        return virtual.new_stream(priority=priority)
+    kind = CUDAStream if device.type == "cuda" else torch.Stream
+    return kind(device, priority=priority)
 
 
 def new_event(device: torch.device) -> Any:
