@@ -1,6 +1,6 @@
 """Steps captured in CUDA graphs: the unsharded model, torch's FSDP2 and fullshard, each replayed.
 
-    python benchmarks/graphs.py                                  # 12x768, 1.2b and 3.8b: four minutes
+    python benchmarks/graphs.py                                  # 12x768, 1.2b and 3.8b: five minutes
     python benchmarks/graphs.py --preset 12x768 --eager          # and the same steps without a graph
 
 One process is rank 0 of a `fake` group. Every contestant is built, warmed up and captured; then all are replayed in
@@ -13,7 +13,7 @@ measured, one after the other:
 
 time      device time of a replay, from events around several: median over rounds [interquartile range]
 x         median of the ratios to unsharded's within rounds
-x energy  the same for power times time
+x energy  the ratio of median power times median time
 W, MHz    power and clock of the multiprocessors during replays, medians; * if the power limit lowered the clock
 reserved  what the allocator holds for the contestant when it has been captured: weights, the optimizer's state, the pool
           of the graph. Nothing else is cached then
@@ -28,7 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,27 +76,17 @@ class Measured:
     failure: str | None = None
     replay_s: list[float] = field(default_factory=list)
     """By round."""
-    watts: list[float] = field(default_factory=list)
-    """By round; empty where power cannot be measured."""
-    megahertz: list[float] = field(default_factory=list)
-    capped: bool = False
-    """Whether the power limit lowered the clock in any round."""
+    draws: list[Draw] = field(default_factory=list)
+    """Of the rounds in which power could be measured."""
     eager_s: list[float] = field(default_factory=list)
 
     @property
-    def replay_joules(self) -> list[float]:
-        """Energy of a replay, by round."""
-        return [s * watts for s, watts in zip(self.replay_s, self.watts, strict=False)]
-
-    def note(self, draw: Draw | None) -> None:
-        """Note the power of one round. A round without it spoils all: they would not be parallel any more."""
-        if draw is None:
-            self.watts, self.megahertz = [], []
-            return
-        if len(self.watts) == len(self.replay_s) - 1:
-            self.watts.append(draw.watts)
-            self.megahertz.append(draw.megahertz)
-        self.capped = self.capped or draw.capped
+    def replay_joules(self) -> float | None:
+        """Energy of a replay; None if it is not known."""
+        if not self.draws:
+            return None
+        watts = statistics.median(draw.watts for draw in self.draws)
+        return watts * statistics.median(self.replay_s)
 
 
 def step_of(contestant: Contestant, kind: Kind) -> Callable[[], object]:
@@ -199,13 +189,13 @@ class Captured:
 
     def turn(self, meter: PowerMeter | None) -> None:
         """Measure one turn."""
-        draws: list[Draw | None] = []
 
         def wait(end: Any) -> None:
-            draws.append(None if meter is None else meter.watch(end.query))
+            draw = None if meter is None else meter.watch(end.query)
+            if draw is not None:
+                self.measured.draws.append(draw)
 
         self.measured.replay_s.append(self._time(self.graph.replay, self.replays, wait))
-        self.measured.note(draws[0])
 
     def eager_turn(self) -> None:
         """Measure one turn without the graph."""
@@ -261,20 +251,27 @@ def take_turns(contestants: Sequence[Captured], rounds: int, *, eager: bool) -> 
             each.eager_turn()
 
 
-def ratio(samples: Sequence[float], reference: Sequence[float]) -> str:
+def ratio(measured: Measured, reference: Measured) -> str:
     """Write the median of the ratios within rounds."""
-    if not samples or len(samples) != len(reference):
+    if not measured.replay_s or len(measured.replay_s) != len(reference.replay_s):
         return "n/a"
-    pairs = zip(samples, reference, strict=True)
+    pairs = zip(measured.replay_s, reference.replay_s, strict=True)
     return f"{statistics.median(ours / theirs for ours, theirs in pairs):.3f}"
+
+
+def energy_ratio(measured: Measured, reference: Measured) -> str:
+    """Write the ratio of the energies of a replay."""
+    ours, theirs = measured.replay_joules, reference.replay_joules
+    return "n/a" if ours is None or theirs is None else f"{ours / theirs:.3f}"
 
 
 def power(measured: Measured) -> str:
     """Write power and clock."""
-    if not measured.watts:
+    if not measured.draws:
         return "n/a"
-    watts, mhz = statistics.median(measured.watts), statistics.median(measured.megahertz)
-    return f"{watts:.0f}, {mhz:.0f}{'*' if measured.capped else ''}"
+    watts = statistics.median(draw.watts for draw in measured.draws)
+    mhz = statistics.median(draw.megahertz for draw in measured.draws)
+    return f"{watts:.0f}, {mhz:.0f}{'*' if any(draw.capped for draw in measured.draws) else ''}"
 
 
 def rows(kind: Kind, found: Mapping[str, Measured]) -> list[list[str]]:
@@ -290,8 +287,8 @@ def rows(kind: Kind, found: Mapping[str, Measured]) -> list[list[str]]:
                 name,
                 kind,
                 milliseconds(Spread.of(each.replay_s)),
-                ratio(each.replay_s, reference.replay_s),
-                ratio(each.replay_joules, reference.replay_joules),
+                ratio(each, reference),
+                energy_ratio(each, reference),
                 power(each),
                 f"{each.reserved_bytes / 2**30:.2f}",
                 milliseconds(Spread.of(each.eager_s)),
@@ -362,10 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             lines += rows(kind, found)
             failures += [f"- {n}, {kind}: {m.failure}" for n, m in found.items() if m.failure]
-            results[f"{preset} {kind}"] = {
-                name: {slot: getattr(each, slot) for slot in each.__slots__}
-                for name, each in found.items()
-            }
+            results[f"{preset} {kind}"] = {name: asdict(each) for name, each in found.items()}
         print(f"\n**{preset}**, world {options.world} ({time.perf_counter() - began:.0f} s)\n")
         print(markdown(COLUMNS, lines))
         print("\n".join(failures), flush=True)
