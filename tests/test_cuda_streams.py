@@ -45,6 +45,13 @@ def test_device_and_stream_are_those_of_before_again(
     with pytest.raises(ValueError, match="on purpose"), stream:
         raise ValueError("on purpose")
     assert process.state() == before
+    with stream:
+        process.set_stream(9, -1, 0)  # a user's own
+        within = process.state()
+        with stream:
+            assert process.streams[-1] == own
+        assert process.state() == within
+    assert process.state() == before
 
 
 @pytest.mark.gpu
