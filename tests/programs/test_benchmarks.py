@@ -341,7 +341,7 @@ class Counters:
     """Stands for the driver's library; energy is counted in ticks of a second."""
 
     def __init__(self, watts: float, failing: str = "") -> None:
-        self.seconds, self.watts, self.failing = 0.0, watts, failing
+        self.seconds, self.watts, self.failing = 0.6, watts, failing  # between two ticks
 
     def clock(self) -> float:
         return self.seconds
@@ -372,10 +372,11 @@ class Counters:
 
 def test_power_is_taken_between_ticks_of_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(power, "POLL_S", 0)
-    for seconds, expected in ((4.9, (600.0, 1500.0, True)), (1.9, None), (0.5, None)):
+    for seconds, expected in ((4.9, (600, 1500, True)), (1.9, None), (0.7, None)):
         counters = Counters(watts=600)
         draw = power.PowerMeter(counters, None, counters.clock).watch(counters.goes_on_for(seconds))
-        assert (draw and (draw.watts, draw.megahertz, draw.capped)) == expected
+        found = draw and (round(draw.watts, 6), draw.megahertz, draw.capped)
+        assert found == expected
     counters = Counters(watts=600, failing="nvmlDeviceGetClockInfo")
     assert power.PowerMeter(counters, None).watch(counters.goes_on_for(4.9)) is None
 
