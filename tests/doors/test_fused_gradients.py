@@ -26,6 +26,7 @@ from fullshard import (
     ShardingStrategy,
     fully_shard,
 )
+from fullshard.comm import collectives
 from fullshard.engine import fused_linear
 from fullshard.engine.state import state_of
 from fullshard.plan.placement import local_tensor
@@ -70,6 +71,19 @@ class Block(nn.Module):
         return self.use(self, x)
 
 
+class Chain(nn.Sequential):
+    """A layer, and blocks that are run one after the other, all of them several times."""
+
+    times = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *blocks = self
+        x = first(x)
+        for block in blocks * self.times:
+            x = block(x)
+        return x
+
+
 class Doubled(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
@@ -93,7 +107,7 @@ class Net:
         **options: Any,
     ) -> Any:
         torch.manual_seed(0)
-        self.model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block())
+        self.model: Any = Chain(nn.Linear(WIDTH, WIDTH), Block(), Block())
         for block in self.model[1:]:
             block.use = use
             change(block)
@@ -143,7 +157,7 @@ class WrappedNet(Net):
         for block in blocks:
             block.use = use
             change(block)
-        self.model = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), *map(wrap, blocks)))
+        self.model = wrap(Chain(nn.Linear(WIDTH, WIDTH), *map(wrap, blocks)))
         return self.model
 
 
@@ -211,6 +225,27 @@ def frozen(net: Net) -> int:
 def used_twice(net: Net) -> int:
     net.build(Block.twice)
     net.step()
+    return 8
+
+
+def used_again_later(net: Net) -> int:
+    """Backward leaves a module and comes back; it is reduced once, when all its calls are done."""
+    model = net.build()
+    (model.module if isinstance(net, WrappedNet) else model).times = 3
+    net.step(0)
+    net.step(1)
+    return 24
+
+
+def untold(net: Net) -> int:
+    """Nobody is told of arrivals: what was written is reduced at the end of backward."""
+    model = net.build()
+    net.step(0)
+    for block in model[1:]:
+        for group in state_of(block).groups:  # type: ignore[union-attr]
+            for param in group.params:
+                param.unsharded_param._post_accumulate_grad_hooks.clear()  # type: ignore[union-attr]
+    net.step(1)
     return 8
 
 
@@ -292,6 +327,7 @@ WRITTEN: list[Callable[[Net], int]] = [
     synchronised_by_chance,
     frozen,
     used_twice,
+    used_again_later,
     used_otherwise,
     recomputed,
     without_gradients,
@@ -431,6 +467,7 @@ WRAPPED: list[Callable[[Net], int]] = [
     added_up,
     mixed_precision,
     used_twice,
+    used_again_later,
     used_otherwise,
     recomputed,
     without_gradients,
@@ -472,20 +509,48 @@ def counted_products() -> Iterator[list[int]]:
         yield written
 
 
-def compare(cases: list[Callable[[Net], int]], kind: type[Net] = Net) -> None:
+@contextmanager
+def counted_reductions() -> Iterator[list[str]]:
+    """Yield a list with the tag of every reduce-scatter."""
+    called: list[str] = []
+    original = collectives.reduce_scatter
+
+    def count(outputs: Any, inputs: Any, group: Any, op: Any, tag: Any, **options: Any) -> Any:
+        called.append(tag.text)
+        return original(outputs, inputs, group, op, tag, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "reduce_scatter", count)
+        yield called
+
+
+def compare(
+    cases: list[Callable[[Net], int]], kind: type[Net] = Net, *, in_any_order: bool = False
+) -> None:
     for case in cases:
         ordinary, fused = kind(fuse=False, seen=[]), kind(fuse=True, seen=[])
         with counted_products() as written:
-            case(ordinary)
+            with counted_reductions() as usual:
+                case(ordinary)
             assert not written, case.__name__
-            expected = case(fused)
+            with counted_reductions() as called:
+                expected = case(fused)
         assert len(written) == expected, f"{case.__name__}: {len(written)} products"
+        # Models of a process are numbered in tags.
+        plain = [[tag.partition(" (model ")[0] for tag in tags] for tags in (called, usual)]
+        if in_any_order:
+            plain = [*map(sorted, plain)]
+        assert plain[0] == plain[1], case.__name__
         assert_close(fused.seen, ordinary.seen, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_written_gradients_are_the_ordinary_ones(world: Any, size: int) -> None:
     world(size).run(compare, WRITTEN if size == 2 else WRITTEN[:3])
+
+
+def test_gradients_that_nobody_tells_of_are_reduced_at_the_end(world: Any) -> None:
+    world(2).run(functools.partial(compare, in_any_order=True), [untold])
 
 
 def test_wrappers_have_the_ordinary_gradients(world: Any) -> None:

@@ -31,7 +31,7 @@ from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
 from tests.helpers.training import FULLSHARD, TORCH, ShardOptimizer
 
 NUM_CONFIGURATIONS = 10
-NUM_NARROW = 4
+NUM_NARROW = NUM_FUSED = 4
 KEPT_SEEDS = (35,)
 """Found by longer searches: 35 aborted a rank twice in some 600 runs; see tests/communication/test_gloo.py."""
 NUM_STEPS = 2
@@ -63,15 +63,18 @@ class Configuration:
     optimizer: str
     kind: str
     """sharded, replicated, or tensor parallel: the mesh's last axis is the blocks' tensor parallelism then."""
+    fuse_gradients: bool = False
+    """Only fullshard has it. Gradients of several calls are summed in the reduce dtype."""
 
     @property
     def bit_for_bit(self) -> bool:
         """Sums of more than two depend on their order, and that on how the data is cut for the wire."""
-        return max(self.mesh) == 2
+        return max(self.mesh) == 2 and not self.fuse_gradients
 
     @property
     def precision(self) -> float:
-        return torch.finfo(self.reduce_dtype or self.param_dtype or FP32).eps
+        reduce_dtype = None if self.fuse_gradients else self.reduce_dtype
+        return torch.finfo(reduce_dtype or self.param_dtype or FP32).eps
 
 
 def draw_configuration(seed: int) -> Configuration:
@@ -142,6 +145,13 @@ def test_so_does_one_with_bf16_on_the_wire_where_that_rounds_nothing(world, seed
         kind="sharded" if drawn.kind == "replicated" else drawn.kind,
     )
     run(world, seed, narrow)
+
+
+@pytest.mark.parametrize("seed", range(200, 200 + NUM_FUSED))
+def test_so_does_one_whose_gradients_are_written_once(world, seed: int) -> None:
+    drawn = draw_configuration(seed)
+    kind = "sharded" if drawn.kind == "replicated" else drawn.kind
+    run(world, seed, replace(drawn, fuse_gradients=True, kind=kind, optimizer="SGD"))
 
 
 def run(world: Any, seed: int, configuration: Configuration) -> None:
@@ -243,6 +253,8 @@ def shard(model: Decoder, api: str, configuration: Configuration) -> None:
         door = importlib.import_module(home).replicate
     else:
         options["reshard_after_forward"] = configuration.reshard_after_forward
+        if configuration.fuse_gradients and api == FULLSHARD:
+            options["fuse_gradients"] = True
     if configuration.kind == "tensor parallel":
         options["mesh"], tensor_parallel = options["mesh"]["dp"], options["mesh"]["tp"]
         for block in model.blocks:

@@ -6,7 +6,7 @@ Each configuration is drawn from its seed, and a failure prints it.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -22,6 +22,7 @@ from tests.helpers.training import FULLSHARD, TORCH
 from tests.helpers.wrapping import CPU, Case, train
 
 NUM_CONFIGURATIONS = 8
+NUM_FUSED = 4
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -43,16 +44,18 @@ class Configuration:
     sync_every_microbatch: bool
     clip: tuple[float, float] | None
     sync_module_states: bool
+    fuse_gradients: bool = False
+    """Only fullshard has it. Gradients of several calls are summed in the reduce dtype."""
 
     @property
     def bit_for_bit(self) -> bool:
         """Sums of two, once or twice; not of norms, which torch adds up in the order of a set."""
         again = self.strategy == "NO_SHARD" and self.microbatches > 1
-        return self.ranks != 3 and self.clip is None and not again
+        return self.ranks != 3 and self.clip is None and not again and not self.fuse_gradients
 
     @property
     def low(self) -> torch.dtype | None:
-        return self.reduce_dtype or self.param_dtype
+        return (None if self.fuse_gradients else self.reduce_dtype) or self.param_dtype
 
 
 def draw_configuration(seed: int) -> Configuration:
@@ -108,7 +111,9 @@ def case_of(configuration: Configuration) -> Case:
         microbatches=configuration.microbatches,
         sync_every_microbatch=configuration.sync_every_microbatch,
         # Adam's first steps are as long for a small gradient as for a large one.
-        optimizer="SGD" if low and configuration.ranks > 2 else "AdamW",
+        optimizer="SGD"
+        if low and (configuration.ranks > 2 or configuration.fuse_gradients)
+        else "AdamW",
         clip=configuration.clip,
     )
 
@@ -131,6 +136,8 @@ def _wrap(configuration: Configuration, lib: Any, model: nn.Module, **options: A
         for param in model.parameters():
             param.detach().fill_(dist.get_rank())
     prefetch = configuration.prefetch
+    if configuration.fuse_gradients and lib.api == FULLSHARD:
+        options["fuse_gradients"] = True
     return lib.FSDP(
         model,
         device_id=CPU,
@@ -149,7 +156,15 @@ def _wrap(configuration: Configuration, lib: Any, model: nn.Module, **options: A
 
 @pytest.mark.parametrize("seed", range(NUM_CONFIGURATIONS))
 def test_a_random_configuration_trains_as_with_torch(world, seed: int) -> None:
-    configuration = draw_configuration(seed)
+    run(world, seed, draw_configuration(seed))
+
+
+@pytest.mark.parametrize("seed", range(200, 200 + NUM_FUSED))
+def test_so_does_one_whose_gradients_are_written_once(world, seed: int) -> None:
+    run(world, seed, replace(draw_configuration(seed), fuse_gradients=True))
+
+
+def run(world: Any, seed: int, configuration: Configuration) -> None:
     try:
         world(configuration.ranks).run(train_both_and_compare, configuration)
     except AssertionError as error:

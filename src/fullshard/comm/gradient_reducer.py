@@ -331,8 +331,9 @@ class GradientReducer:
         otherwise the gradient waits with those of other microbatches, and a sum that waits is added to there.
 
         The place is the slot in the buffer that this backward's `reduce` sends off. It has memory from the first
-        gradient on, beside the inputs of reductions in flight: at most one more than `max_reductions` of them. No
-        reduction reads it, since an earlier one of this group is waited for here.
+        gradient on, beside the inputs of reductions in flight: at most one more than `max_reductions` of them, and one for
+        each group that backward will come back to. No reduction reads it, since an earlier one of this group is waited
+        for here.
         """
         if self.settings.active is not None:
             return None
@@ -346,6 +347,11 @@ class GradientReducer:
         again = index in self._written
         self._written.add(index)
         return self._open.slot(index), again
+
+    @property
+    def has_products(self) -> bool:
+        """Whether backward has written gradients into a buffer that has not been sent off."""
+        return self._open is not None
 
     def _withdraw_products(self, gradients: dict[int, Tensor]) -> None:
         """Add what was written into the open buffer to ``gradients``, and give its memory back."""

@@ -83,6 +83,8 @@ class BackwardPasses:
         """States that backward has reached and not left, in that order."""
         self._reduced: set[FSDPState] = set()
         """States that have sent gradients off since the outermost pass began."""
+        self._to_be_reduced: set[FSDPState] = set()
+        """States that backward has left with gradients that it was to come back to."""
         self._has_run = False
         """Whether a pass has ended."""
         self._graphs: BackwardGraphs[FSDPState] | None = None
@@ -213,8 +215,12 @@ class BackwardPasses:
 
     # --- a state is left --------------------------------------------------------------------------
 
-    def _finish(self, state: FSDPState) -> None:
-        """Backward has left ``state``: give the memory back, reduce what has not been sent off."""
+    def _finish(self, state: FSDPState, *, at_end: bool = False) -> None:
+        """Backward has left ``state``: give the memory back, reduce what has not been sent off.
+
+        Gradients of a module that backward comes back to, for an earlier call of it, have not arrived then. What
+        `fused_linear` has written of them waits, too, unless the pass is ``at_end``.
+        """
         recorder = self._runtime.context.recorder
         if recorder is not None:
             recorder.backward_ends(state)
@@ -241,8 +247,10 @@ class BackwardPasses:
                     group.reshard()
                 else:
                     group.use_sharded_params()
-        if unsent:
+        if unsent and (any_arrived or at_end or not _has_products(state)):
             self._reduce(state)
+        elif unsent:
+            self._to_be_reduced.add(state)
 
     def _finish_in_graphs(
         self, graphs: BackwardGraphs[FSDPState], state: FSDPState, reached: ReachedState
@@ -266,7 +274,7 @@ class BackwardPasses:
         # where all of them have arrived. Ranks may differ in that, but must reduce in one order.
         for state, reached in reversed(tuple(self.reached.items())):
             if reached.backward_pass == this_pass:
-                self._finish(state)
+                self._finish(state, at_end=True)
         self.running.remove(this_pass)
         if self.running:
             return
@@ -276,14 +284,16 @@ class BackwardPasses:
         for state in runtime.states:
             if state.runtime is not runtime:
                 continue
-            # Backward did not reach it here, but may have on other ranks.
-            if state not in self._reduced and any(
-                group.reducer.settings.zero_unused for group in state.groups
+            # Backward did not reach it here, but may have on other ranks; or nobody told of its last products.
+            if (state in self._to_be_reduced and _has_products(state)) or (
+                state not in self._reduced
+                and any(group.reducer.settings.zero_unused for group in state.groups)
             ):
                 self._reduce(state)
             if state.training_state is TrainingState.POST_BACKWARD:
                 state.training_state = TrainingState.IDLE
         self._reduced.clear()
+        self._to_be_reduced.clear()
         self._has_run = True
         runtime.end_backward()
 
@@ -311,6 +321,7 @@ class BackwardPasses:
             state.awaited.clear()
         self.reached.clear()
         self._reduced.clear()
+        self._to_be_reduced.clear()
         self._graphs = None
 
     # --- gradients of gradients: see the note in `schedule` ----------------------------------------
@@ -353,6 +364,11 @@ def _weights_have_changed(state: FSDPState) -> LifecycleError:
         "optimizer step, a load or another write. Gradients would mix old weights with new ones. Run backward "
         "before the weights are changed, or forward again after it; then reset_iter_state() on the root module."
     )
+
+
+def _has_products(state: FSDPState) -> bool:
+    """Whether backward has written gradients of the state that have not been sent off."""
+    return any(group.reducer.has_products for group in state.groups)
 
 
 def _is_first(calls: Sequence[Call[FSDPState]]) -> bool:

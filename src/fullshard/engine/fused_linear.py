@@ -10,7 +10,8 @@ A second product of the same weight in a backward, or in a later microbatch, is 
 Backward returns no gradient for the weight. Autograd runs the parameter's hook nevertheless, when all nodes that use
 the weight are done. So arrivals are counted as they always are (`backward_hooks.gradient_arrived`), also for weights that are
 used twice, or by other operators, too. Those give the parameter an ordinary gradient, which the reducer adds to what is written.
-Where autograd does not run the hook, gradients are sent off when backward leaves the state, or at its end.
+Gradients of a state are sent off when backward leaves it, if one of its hooks has run. If none has, the weights are used by an
+earlier call, to which backward will come; whatever is left is sent off at its end.
 
 Whatever is not exactly a product for this reduction goes the ordinary way; `_fits` and `_place` decide for each
 call. The node can do both, so a graph may be used by passes of both kinds.
