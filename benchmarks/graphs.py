@@ -1,6 +1,6 @@
 """Steps captured in CUDA graphs: the unsharded model, torch's FSDP2 and fullshard, each replayed.
 
-    python benchmarks/graphs.py                                  # 12x768, 1.2b and 3.8b: five minutes
+    python benchmarks/graphs.py                                  # 12x768, 1.2b and 3.8b: some minutes
     python benchmarks/graphs.py --preset 12x768 --eager          # and the same steps without a graph
 
 One process is rank 0 of a `fake` group. Every contestant is built, warmed up and captured; then all are replayed in
@@ -81,12 +81,14 @@ class Measured:
     eager_s: list[float] = field(default_factory=list)
 
     @property
+    def watts(self) -> float | None:
+        """Median power; None if it is not known."""
+        return statistics.median(draw.watts for draw in self.draws) if self.draws else None
+
+    @property
     def replay_joules(self) -> float | None:
         """Energy of a replay; None if it is not known."""
-        if not self.draws:
-            return None
-        watts = statistics.median(draw.watts for draw in self.draws)
-        return watts * statistics.median(self.replay_s)
+        return None if self.watts is None else self.watts * statistics.median(self.replay_s)
 
 
 def step_of(contestant: Contestant, kind: Kind) -> Callable[[], object]:
@@ -267,11 +269,11 @@ def energy_ratio(measured: Measured, reference: Measured) -> str:
 
 def power(measured: Measured) -> str:
     """Write power and clock."""
-    if not measured.draws:
+    if measured.watts is None:
         return "n/a"
-    watts = statistics.median(draw.watts for draw in measured.draws)
     mhz = statistics.median(draw.megahertz for draw in measured.draws)
-    return f"{watts:.0f}, {mhz:.0f}{'*' if any(draw.capped for draw in measured.draws) else ''}"
+    capped = any(draw.capped for draw in measured.draws)
+    return f"{measured.watts:.0f}, {mhz:.0f}{'*' if capped else ''}"
 
 
 def rows(kind: Kind, found: Mapping[str, Measured]) -> list[list[str]]:

@@ -84,7 +84,7 @@ class BackwardPasses:
         self._reduced: set[FSDPState] = set()
         """States that have sent gradients off since the outermost pass began."""
         self._to_be_reduced: set[FSDPState] = set()
-        """States that backward has left with gradients that it was to come back to."""
+        """States that backward has left, to come back to them, while gradients that it has written wait."""
         self._has_run = False
         """Whether a pass has ended."""
         self._graphs: BackwardGraphs[FSDPState] | None = None
