@@ -4,9 +4,10 @@
     python benchmarks/graphs.py --preset 12x768 --eager          # and the same steps without a graph
 
 One process is rank 0 of a `fake` group. Every contestant is built, warmed up and captured; then all are replayed in
-interleaved rounds (whole steps of large models: one contestant after the other, since they do not fit together). `fused` is
-fullshard with gradients written once, and `wrapper-fused` is the same by `FullyShardedDataParallel`. Two kinds of steps are
-measured, one after the other:
+interleaved rounds (whole steps of large models: one contestant after the other, since they do not fit together). A turn
+begins with untimed replays (`--settle`), until power and clock are those of this contestant. `fused` is fullshard with
+gradients written once, and `wrapper-fused` is the same by `FullyShardedDataParallel`. Two kinds of steps are measured, one
+after the other:
 
     fwd+bwd   forward and backward
     step      forward, backward, clipping to a norm of 1 and AdamW(fused, capturable)
@@ -14,7 +15,7 @@ measured, one after the other:
 time      device time of a replay, from events around several: median over rounds [interquartile range]
 x         median of the ratios to unsharded's within rounds
 x energy  the ratio of median power times median time
-W, MHz    power and clock of the multiprocessors during replays, medians; * if the power limit lowered the clock
+W, MHz    power and clock of the multiprocessors during turns, medians; * if the power limit lowered the clock
 reserved  what the allocator holds for the contestant when it has been captured: weights, the optimizer's state, the pool
           of the graph. Nothing else is cached then
 
@@ -28,6 +29,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -59,8 +61,14 @@ Kind = Literal["fwd+bwd", "step"]
 KINDS: tuple[Kind, ...] = ("fwd+bwd", "step")
 DEFAULT_PRESETS = ("12x768", "1.2b", "3.8b")
 WARMUP = 3
-ROUND_S = 0.5
-"""How long a turn of one contestant takes, about."""
+TIMED_S = 1.0
+"""How long the timed replays of a turn take, about."""
+SETTLED_S = 1.0
+"""How long a contestant is replayed before its timed replays, about.
+
+Large steps run at the power limit. So the clock, and with it the time, depends on how warm the device is and on what ran
+before; it takes a while to settle.
+"""
 REFERENCE = "unsharded"
 OURS = ("fullshard", "fused", "wrapper", "wrapper-fused")
 ALONE_FROM = 2_000_000_000
@@ -167,37 +175,36 @@ class Captured:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         measured.reserved_bytes = torch.cuda.memory_reserved(device) - before
-        self.replays = max(2, round(ROUND_S / self._time(self.graph.replay, 2)))
+        self.replay_s = self._time(self.graph.replay, 2)
+        """About, for the length of turns."""
 
-    def _time(
-        self, call: Callable[[], object], times: int, wait: Callable[[Any], object] | None = None
-    ) -> float:
-        """Return the seconds of device time of each of some calls, one after the other.
-
-        ``wait`` is called with the event at their end, when all have been issued.
-        """
+    def _time(self, call: Callable[[], object], times: int, *, untimed: int = 1) -> float:
+        """Return the seconds of device time of each of some calls, one after the other, after some untimed ones."""
         event: Any = torch.cuda.Event  # its constructor has no types
         begin, end = event(enable_timing=True), event(enable_timing=True)
-        call()
+        for _ in range(untimed):
+            call()
         torch.cuda.synchronize(self.device)
         begin.record()
         for _ in range(times):
             call()
         end.record()
-        if wait is not None:
-            wait(end)
         torch.cuda.synchronize(self.device)
         return float(begin.elapsed_time(end)) / 1e3 / times
 
-    def turn(self, meter: PowerMeter | None) -> None:
+    def turn(self, meter: PowerMeter | None, settled_s: float) -> None:
         """Measure one turn."""
-
-        def wait(end: Any) -> None:
-            draw = None if meter is None else meter.watch(end.query)
-            if draw is not None:
-                self.measured.draws.append(draw)
-
-        self.measured.replay_s.append(self._time(self.graph.replay, self.replays, wait))
+        draws: list[Draw] = []
+        with ExitStack() as watched:
+            if meter is not None:
+                draws = watched.enter_context(meter.watching())
+            replay_s = self._time(
+                self.graph.replay,
+                max(2, round(TIMED_S / self.replay_s)),
+                untimed=max(1, round(settled_s / self.replay_s)),
+            )
+        self.measured.replay_s.append(replay_s)
+        self.measured.draws += draws
 
     def eager_turn(self) -> None:
         """Measure one turn without the graph."""
@@ -215,6 +222,7 @@ def measure(
     contestants: Sequence[str],
     rounds: int,
     *,
+    settled_s: float,
     alone: bool,
     eager: bool,
 ) -> dict[str, Measured]:
@@ -222,9 +230,9 @@ def measure(
     found = {name: Measured() for name in contestants}
     if alone:
         for name in contestants:
-            take_turns(captured(setting, kind, {name: found[name]}), rounds, eager=eager)
+            take_turns(captured(setting, kind, {name: found[name]}), rounds, settled_s, eager=eager)
     else:
-        take_turns(captured(setting, kind, found), rounds, eager=eager)
+        take_turns(captured(setting, kind, found), rounds, settled_s, eager=eager)
     return found
 
 
@@ -242,12 +250,14 @@ def captured(setting: Setting, kind: Kind, found: Mapping[str, Measured]) -> lis
     return good
 
 
-def take_turns(contestants: Sequence[Captured], rounds: int, *, eager: bool) -> None:
+def take_turns(
+    contestants: Sequence[Captured], rounds: int, settled_s: float, *, eager: bool
+) -> None:
     """Let all take their turns, in each round in another order."""
     meter = PowerMeter.of(contestants[0].device) if contestants else None
     for number in range(rounds):
         for each in in_some_order(contestants, number):
-            each.turn(meter)
+            each.turn(meter, settled_s)
     for each in contestants if eager else ():
         for _ in range(3):
             each.eager_turn()
@@ -329,6 +339,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     add("--rounds", type=int, default=6)
+    add(
+        "--settle",
+        type=float,
+        default=SETTLED_S,
+        metavar="SECONDS",
+        help=f"replays before the timed ones of a turn (default {SETTLED_S})",
+    )
     add("--eager", action="store_true", help="time the steps without graphs, too")
     add("--json", type=Path, metavar="FILE", help="write all samples")
     add("--commit", help="name of the measured commit, where the checkout has no git")
@@ -356,6 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 kind,
                 options.contestants,
                 options.rounds,
+                settled_s=options.settle,
                 alone=kind == "step" and count_parameters(setting.shape) >= ALONE_FROM,
                 eager=options.eager,
             )

@@ -9,8 +9,10 @@ busy stretch: a reading between two ticks would miss a part of one.
 """
 
 import ctypes
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +57,25 @@ class PowerMeter:
         if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)):
             return None
         return cls(library, handle)
+
+    @contextmanager
+    def watching(self) -> Iterator[list[Draw]]:
+        """Watch while this is open, in a thread of its own; then the list has what was drawn, if that is known."""
+        found: list[Draw] = []
+        closed = threading.Event()
+
+        def watch() -> None:
+            draw = self.watch(closed.is_set)
+            if draw is not None:
+                found.append(draw)
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield found
+        finally:
+            closed.set()
+            thread.join()
 
     def watch(self, is_done: Callable[[], bool]) -> Draw | None:
         """Read the counters until ``is_done``; None if there were not two ticks, or the counters cannot be read."""

@@ -251,11 +251,23 @@ def planned_model() -> Any:
     return model
 
 
+class Gated(Layer):
+    """Two linear layers read one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(torch.relu(self.up(y)) * self.gate(y))  # type: ignore[no-any-return]
+
+
 def fused_model() -> Any:
     """Backward of linear layers writes into the reduce buffer."""
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Layer() for _ in range(3)))
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Gated() for _ in range(3)))
     policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model[1:]:
         fullshard.fully_shard(layer, mp_policy=policy, fuse_gradients=True)

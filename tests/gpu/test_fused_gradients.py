@@ -29,6 +29,25 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))  # type: ignore[no-any-return]
 
 
+class OnTwoStreams(nn.Module):
+    """Three layers read one tensor. One runs on another stream; in backward the others are late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.stream = torch.cuda.Stream()
+
+    def forward(self, x: Tensor) -> Tensor:
+        current, y = torch.cuda.current_stream(), x * 2
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            key = self.key(y)
+        current.wait_stream(self.stream)
+        query, value = self.query(y), self.value(y)
+        query.register_hook(lambda _: torch.cuda._sleep(20_000_000))  # type: ignore[no-untyped-call]
+        return query * key + value  # type: ignore[no-any-return]
+
+
 def make_model(fuse: bool, dtype: torch.dtype = BF16, reduce_dtype: torch.dtype = FP32) -> Any:
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -117,6 +136,24 @@ def test_equal_dtypes_give_equal_bits() -> None:
         ordinary = gradients(make_model(False, reduce_dtype=BF16), inputs)
         written = gradients(make_model(True, reduce_dtype=BF16), inputs)
     assert all(torch.equal(written[name], ordinary[name]) for name in ordinary)
+
+
+def test_layers_on_several_streams_add_nothing_to_each_others_gradients() -> None:
+    found = []
+    for fuse in (False, True):
+        torch.manual_seed(0)
+        with fake_world(WORLD), torch.device("cuda"):
+            model = nn.Sequential(OnTwoStreams())
+            mesh = init_device_mesh("cuda", (WORLD,))
+            fully_shard(model[0], mesh=mesh, fuse_gradients=fuse)
+            fully_shard(model, mesh=mesh, fuse_gradients=fuse)
+            x = batches(1)[0].requires_grad_()
+            for _ in range(3):
+                model(x).sum().backward()
+            torch.cuda.synchronize()
+            assert x.grad is not None
+            found.append(x.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
 def test_written_gradients_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:

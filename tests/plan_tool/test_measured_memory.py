@@ -19,6 +19,8 @@ from torch import nn
 from benchmarks.contestants import BUILDERS, Contestant, Setting
 from benchmarks.transformer import PRESETS, local_tensor
 from fullshard import torch_border
+from fullshard.engine import backward_passes
+from fullshard.engine.backward_passes import LEFT_AT_PEAK
 from fullshard.programs.inspect_tool.without_values import without_values
 from fullshard.programs.plan_tool.allocator import CachingAllocator
 from fullshard.programs.plan_tool.profile_file import load_profile
@@ -86,7 +88,7 @@ def test_a_step_takes_the_memory_that_it_took_on_an_h200(preset: str, name: str)
     assert found["peak_reserved_bytes"] == pytest.approx(measured["peak_reserved_bytes"], rel=0.05)
 
 
-def test_forward_copies_small_groups_out_at_once_and_backward_when_memory_is_free() -> None:
+def test_small_groups_are_copied_out_at_once_but_not_while_memory_is_at_its_peak() -> None:
     setting = Setting(
         shape=PRESETS["12x768"], device=META, world=8, precision="bf16", master="fp32"
     )
@@ -105,6 +107,21 @@ def test_forward_copies_small_groups_out_at_once_and_backward_when_memory_is_fre
         elif entry.stream == 0 and since is not None:
             since += 1
     layers = setting.shape.layers
+    assert len(lags) == 2 * 2 * layers
+    at_peak = LEFT_AT_PEAK + 1  # one is gathered before any is left
     for step in (lags[: 2 * layers], lags[2 * layers :]):
-        assert step[:layers] == [0] * layers
-        assert len(step) == 2 * layers and min(step[layers:]) > 0
+        forward, backward = step[:layers], step[layers:]
+        assert forward == [0] * layers
+        assert min(backward[:at_peak]) > 0
+        assert backward[at_peak:] == [0] * (layers - at_peak)
+
+
+def test_copying_small_groups_out_at_once_takes_no_more_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setting = Setting(
+        shape=PRESETS["12x768"], device=META, world=8, precision="bf16", master="fp32"
+    )
+    found = peaks(*entries_of("fullshard", setting))
+    monkeypatch.setattr(backward_passes, "LEFT_AT_PEAK", 1000)  # all of backward
+    assert found == peaks(*entries_of("fullshard", setting))

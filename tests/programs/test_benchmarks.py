@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -379,6 +380,28 @@ def test_power_is_taken_between_ticks_of_the_counter(monkeypatch: pytest.MonkeyP
         assert found == expected
     counters = Counters(watts=600, failing="nvmlDeviceGetClockInfo")
     assert power.PowerMeter(counters, None).watch(counters.goes_on_for(4.9)) is None
+
+
+def test_power_is_watched_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(power, "POLL_S", 0)
+    counters, seen = Counters(watts=600), threading.Event()
+    meter = power.PowerMeter(counters, None, counters.clock)
+
+    def megahertz() -> int:  # time passes with every look
+        counters.seconds += 0.25
+        if counters.seconds > 4:
+            seen.set()
+        return 1500
+
+    monkeypatch.setattr(meter, "_megahertz", megahertz)
+    with meter.watching() as draws:
+        assert seen.wait(30)
+    (draw,) = draws
+    assert (round(draw.watts), draw.megahertz, draw.capped) == (600, 1500, True)
+    monkeypatch.setattr(meter, "_megahertz", lambda: None)
+    with meter.watching() as draws:
+        pass
+    assert not draws
 
 
 def test_graphs_are_compared_by_time_and_energy() -> None:

@@ -114,6 +114,8 @@ class FSDPCommContext:
         """Indices that the all-gather stream copies by."""
         self.releases: list[Event] = []
         """Events that mark the last read of each released gather buffer on the compute stream."""
+        self.has_room = True
+        """Whether memory for one more small group raises no peak; see `BackwardPasses`."""
         self.reduce_inputs: deque[InFlight] = deque()
         """Reductions whose input may still be read, oldest first."""
         self._reductions: deque[InFlight] = deque()

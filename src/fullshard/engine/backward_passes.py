@@ -10,7 +10,10 @@
 Gradients could be sent off as soon as all of a state have arrived. But its unsharded parameters are in memory then,
 and may still be needed. A moment later backward reaches the output of the state before it, and they are not needed any
 more. So their memory is released first, and only then is memory for the reduction allocated: memory often peaks here.
-The first state of forward has no state before it, and does not wait.
+The first state of forward has no state before it, and does not wait. Gathers, too, take memory as late as they can
+while memory peaks: at the beginning of backward, when all activations are there. When backward has left the first
+`LEFT_AT_PEAK` states, their activations are released, and small gathers may take memory early (`has_room` of the context):
+that saves host time.
 
 [Note: recomputation]
 Activation checkpointing runs forward again within backward. If backward has reached the state (its
@@ -42,6 +45,9 @@ from fullshard.storage.param import FSDPParam
 
 if TYPE_CHECKING:
     from fullshard.engine.runtime import Runtime
+
+LEFT_AT_PEAK = 2
+"""States that backward leaves while a step's memory is about at its peak."""
 
 
 class ReachedState:
@@ -85,6 +91,8 @@ class BackwardPasses:
         """States that have sent gradients off since the outermost pass began."""
         self._to_be_reduced: set[FSDPState] = set()
         """States that backward has left, to come back to them, while gradients that it has written wait."""
+        self._num_left = 0
+        """States that were left since the outermost pass began."""
         self._has_run = False
         """Whether a pass has ended."""
         self._graphs: BackwardGraphs[FSDPState] | None = None
@@ -136,6 +144,8 @@ class BackwardPasses:
     def _begin_pass(self, this_pass: int) -> None:
         """Note that a pass has reached this model, and ask for a call at its end."""
         context = self._runtime.context
+        if not self.running:
+            self._num_left, context.has_room = 0, False
         if not self.running and context.asynchronous:
             if context.at_border():
                 captures.cross_border(self._runtime, is_known=self._has_run)
@@ -221,9 +231,12 @@ class BackwardPasses:
         Gradients of a module that backward comes back to, for an earlier call of it, have not arrived then. What
         `fused_linear` has written of them waits, too, unless the pass is ``at_end``.
         """
-        recorder = self._runtime.context.recorder
-        if recorder is not None:
-            recorder.backward_ends(state)
+        context = self._runtime.context
+        if context.recorder is not None:
+            context.recorder.backward_ends(state)
+        self._num_left += 1
+        if self._num_left == LEFT_AT_PEAK:
+            context.has_room = True
         reached = self.reached.pop(state)
         for call in reached.calls:
             call.finished_in = reached.backward_pass
@@ -295,6 +308,7 @@ class BackwardPasses:
         self._reduced.clear()
         self._to_be_reduced.clear()
         self._has_run = True
+        runtime.context.has_room = True
         runtime.end_backward()
 
     def reduce_microbatches(self, states: Sequence[FSDPState]) -> None:
@@ -316,6 +330,7 @@ class BackwardPasses:
     def abandon(self) -> None:
         """Forget passes that did not end, after a failed step."""
         self.running.clear()
+        self._runtime.context.has_room = True
         for state in self.reached:
             state.training_state = TrainingState.IDLE
             state.awaited.clear()

@@ -5,7 +5,8 @@
 
 The modules keep their class. `install` gives each `nn.Linear` that it is for a forward of its own (`FusedForward`),
 which computes the same output, and whose backward asks the group's reducer for the place of the weight's gradient.
-A second product of the same weight in a backward, or in a later microbatch, is added there by the product itself.
+A second product of the same weight in a backward, or in a later microbatch, is added there by the product itself. So are
+gradients of an input that several such layers read (`shared_inputs`).
 
 Backward returns no gradient for the weight. Autograd runs the parameter's hook nevertheless, when all nodes that use
 the weight are done. So arrivals are counted as they always are (`backward_hooks.gradient_arrived`), also for weights that are
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard import torch_border
+from fullshard.engine.shared_inputs import SharedInput, SharedInputs
 from fullshard.errors import LifecycleError
 from fullshard.plan.names import clean_name
 
@@ -47,7 +49,12 @@ class FusedForward:
     """The forward of one `nn.Linear`; on the module as an attribute, as long as it lives."""
 
     def __init__(
-        self, module: nn.Linear, state: FSDPState, group: FSDPParamGroup, index: int
+        self,
+        module: nn.Linear,
+        state: FSDPState,
+        group: FSDPParamGroup,
+        index: int,
+        inputs: SharedInputs,
     ) -> None:
         self._module = weakref.ref(module)
         self._state = weakref.ref(state)
@@ -55,6 +62,7 @@ class FusedForward:
         self._param = group.params[index]
         self._index = index
         self._device = group.device
+        self._inputs = inputs
         self._reference = weakref.ref(self)  # for graphs, which must not keep the model
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -70,7 +78,8 @@ class FusedForward:
             weight = module.__dict__.get(WEIGHT)
         if weight is None or not self._fits(weight, input):
             return type(module).forward(module, input)
-        output: Tensor = _Product.apply(input, weight, module.bias, self._reference)  # type: ignore[no-untyped-call]
+        shared = self._inputs.of(input)
+        output: Tensor = _Product.apply(input, weight, module.bias, self._reference, shared)  # type: ignore[no-untyped-call]
         return output
 
     def _fits(self, weight: Tensor, input: Tensor) -> bool:
@@ -131,30 +140,43 @@ class _Product(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         fused: weakref.ref[FusedForward],
+        shared: SharedInput | None,
     ) -> Tensor:
         # As of an ordinary linear layer: without a gradient for its input, backward does not need the weight.
         ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
-        ctx.fused = fused
+        ctx.fused, ctx.shared, ctx.input_shape = fused, shared, input.shape
+        if shared is not None:
+            shared.add_reader(ctx)
         ctx.set_materialize_grads(False)
         return F.linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        if gradient is None:
-            return None, None, None, None
-        input, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        inputs = input.reshape(-1, input.shape[-1])
-        of_input = rows.mm(weight).view(input.shape) if needs_input else None
-        of_bias = rows.sum(0) if needs_bias else None
-        of_weight = None
-        if needs_weight:
-            fused = ctx.fused()
-            if fused is None or not fused.write(rows, inputs):
-                of_weight = rows.t().mm(inputs)
-        return of_input, of_weight, of_bias, None
+        shared: SharedInput | None = ctx.shared
+        if torch.is_grad_enabled():
+            shared = None  # a sum in place could not be differentiated
+        of_input = of_weight = of_bias = None
+        if gradient is not None:
+            input, weight = ctx.saved_tensors
+            needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            inputs = input.reshape(-1, input.shape[-1])
+            if input.is_complex():
+                inputs, weight = inputs.conj(), None if weight is None else weight.conj()
+            if needs_input:
+                of_input = rows.mm(weight) if shared is None else shared.add_product(rows, weight)
+            if needs_bias:
+                of_bias = rows.sum(0)
+            if needs_weight:
+                fused = ctx.fused()
+                if fused is None or not fused.write(rows, inputs):
+                    of_weight = rows.t().mm(inputs)
+        elif shared is not None:
+            of_input = shared.add_product(None, None)
+        if of_input is not None:
+            of_input = of_input.view(ctx.input_shape)
+        return of_input, of_weight, of_bias, None, None
 
 
 def _write_product(one: Tensor, other: Tensor, target: Tensor, *, add: bool) -> None:
@@ -197,7 +219,7 @@ def without_fusing(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 def install(runtime: Runtime) -> None:
     """Give linear layers their forwards, where options say so; between steps."""
-    compiled = _compiled_modules(runtime)
+    compiled, inputs = _compiled_modules(runtime), SharedInputs()
     for state in runtime.states:
         if not state.options.fuse_gradients:
             continue
@@ -211,7 +233,7 @@ def install(runtime: Runtime) -> None:
                 if isinstance(module.__dict__.get(FORWARD), FusedForward):
                     del module.forward  # of another root, or of a module that was compiled since
                 if state is not runtime.root and not _reason(group, index, compiled):
-                    forward = FusedForward(module, state, group, index)
+                    forward = FusedForward(module, state, group, index, inputs)
                     module.forward = forward  # type: ignore[method-assign]
 
 

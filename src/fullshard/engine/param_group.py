@@ -363,8 +363,8 @@ class FSDPParamGroup:
             self.sharded_state = _GATHERING
             # A gather is finished at once where the stream alone can wait for it. It is not where the host must wait,
             # nor where finishing takes memory that others release before compute needs this one. Little memory is taken at
-            # once in forward, as memory peaks in backward, and in a CUDA graph, where compute would wait for the copy.
-            at_once = context.in_capture or torch_border.backward_pass_id() == -1
+            # once where there is room, and in a CUDA graph, where compute would wait for the copy.
+            at_once = context.in_capture or context.has_room
             takes_late = all_gather.takes_memory_late and not (all_gather.is_small and at_once)
             if context.asynchronous and gathers.unbuffered is None and not takes_late:
                 all_gather.finish(self._in_flight)

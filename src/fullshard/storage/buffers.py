@@ -158,6 +158,9 @@ class FlatShard:
         if self.row is not None and target.row is not None:
             # Pieces have the same offsets in every dtype, so one copy casts all of them, gaps included.
             target.row.copy_(self.row)
+        elif len(self.segments) == 1:
+            # One copy that rounds fp32 to bf16 has 1.2 to 1.6 times the bandwidth of a fused one (H200).
+            target.segments[0].copy_(self.segments[0])
         elif self.segments:
             torch._foreach_copy_(target.segments, self.segments)
 

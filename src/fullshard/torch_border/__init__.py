@@ -16,6 +16,7 @@ from fullshard.torch_border.autograd import (
     move_hooks as move_hooks,
     observe_backward as observe_backward,
     opaque_to_compiler as opaque_to_compiler,
+    pass_executes as pass_executes,
     post_accumulate_grad_hooks as post_accumulate_grad_hooks,
     profiler_enabled as profiler_enabled,
     profiler_range as profiler_range,

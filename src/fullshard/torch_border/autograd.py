@@ -30,6 +30,8 @@ tensor_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], Tensor | None]] | 
 backward_pass_id: Callable[[], int] = torch._C._current_graph_task_id
 """A number that is unique to the backward pass running on this thread, or -1 outside of one."""
 
+pass_executes: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether the backward pass running on this thread executes a node of the graph, or has done so."""
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 """How often a tensor was written in place, by operators that count; inference tensors have no count."""
