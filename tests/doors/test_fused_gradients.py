@@ -382,6 +382,13 @@ def transformed(net: Net) -> int:
     return 0
 
 
+def sparse(net: Net) -> int:
+    """Products with sparse inputs are other operators."""
+    net.build(lambda block, x: x + block.up(x.flatten(0, 1).to_sparse()).mean())
+    net.step()
+    return 0
+
+
 def hooked(net: Net) -> int:
     net.build(Block.hooked)
     net.step()
@@ -490,6 +497,7 @@ ORDINARY: list[Callable[[Net], int]] = [
     of_gradients,
     with_a_graph,
     transformed,
+    sparse,
     hooked,
 ]
 

@@ -92,6 +92,7 @@ class FusedForward:
             and type(weight) in _PLAIN
             and input.dtype == weight.dtype
             and input.ndim > 0
+            and input.layout is torch.strided
             and not input.is_nested
             and not torch_border.tensor_hooks(weight)
             # Ours, which notes arrivals, and no other.

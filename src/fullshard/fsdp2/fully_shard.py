@@ -144,7 +144,8 @@ def fully_shard(
             parallelism, and all parameters are DTensors on it.
         fuse_gradients: Let the backward of linear layers write weight gradients straight into the reduce-scatter
             buffer, in the reduce dtype: no gradient in the compute dtype, no cast, no copy. This takes memory for one more
-            reduction. `FSDPModule.fused_gradients` says for which weights.
+            reduction. `FSDPModule.fused_gradients` says for which weights. The products of such layers also add up the gradient
+            of a tensor that several of them read.
 
     Returns:
         The same object, now also an `FSDPModule`.
