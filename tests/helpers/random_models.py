@@ -44,6 +44,8 @@ class Leaf(nn.Module):
         super().__init__()
         self.fuse = fuse
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self.gate: nn.Linear | None = None
+        """Reads what the layer reads, if there is one."""
         self.scale = nn.Parameter(torch.tensor(1.1))
         self.unused = nn.Parameter(torch.ones(2)) if draw.random() < 0.3 else None
         self.empty = nn.Parameter(torch.empty(0, 2)) if draw.random() < 0.2 else None
@@ -53,6 +55,8 @@ class Leaf(nn.Module):
     def forward(self, x: Tensor, route: int = 0) -> Any:
         self.fuse.burn()
         y = torch.tanh(self.linear(x)) * self.scale
+        if self.gate is not None:
+            y = y * self.gate(x)
         if self.in_place:
             y = y.clone().mul_(1.5)
         containers: dict[str, Any] = {
@@ -119,12 +123,16 @@ class Branch(nn.Module):
         return "\n".join(map(str, self.calls))
 
 
-def draw_model(draw: Random) -> Branch:
-    """A model in float64, some of whose parameters are frozen.
+def draw_model(draw: Random, *, gated: bool = False) -> Branch:
+    """A model in float64, some of whose parameters are frozen; all leaves have a gate, or none has.
 
     In float64, what is equal but for the order of sums stays far closer than what is not.
     """
-    model = Branch(draw, Fuse()).double()
+    model = Branch(draw, Fuse())
+    for module in model.modules():
+        if gated and isinstance(module, Leaf):
+            module.gate = nn.Linear(WIDTH, WIDTH)
+    model.double()
     for param in model.parameters():
         # Drawn here and not by torch, so that the model depends on nothing but `draw`.
         values = [draw.uniform(-0.6, 0.6) for _ in range(param.numel())]

@@ -179,6 +179,18 @@ def test_a_forward_that_ends_early_was_on_track(schedule: Schedule[str]) -> None
     assert run(schedule, CHAIN).forecast == ["a", None, None, None]
 
 
+def test_what_is_recomputed_after_a_shorter_forward_is_not_looked_for_in_its_order(
+    schedule: Schedule[str],
+) -> None:
+    run(schedule, CHAIN)
+    schedule.begin_forward()
+    call, expected = schedule.enter(unit_of("root"), lambda unit: unit == "c")
+    assert expected == "c", "the others need no gather"
+    schedule.leave(call)
+    schedule.end_forward()
+    assert not schedule.leave(schedule.recompute(unit_of("root"), backward_pass=0))
+
+
 def test_a_forward_that_never_ended_leaves_the_last_whole_order_as_forecast(
     schedule: Schedule[str],
 ) -> None:

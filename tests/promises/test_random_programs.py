@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -37,6 +37,7 @@ from tests.helpers.random_models import (
 )
 
 NUM_PROGRAMS = 40
+NUM_FUSED = 20
 NUM_STEPS = 4
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 """Sums over several calls or backwards may be added in another order, and Adam magnifies that."""
@@ -49,14 +50,27 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+# 68: recomputation after a forward that was shorter than the one before.
 # 469: a group kept gathered over a step, then a backward of another part; its age was forgotten.
-@pytest.mark.parametrize("seed", [*range(NUM_PROGRAMS), 469])
+@pytest.mark.parametrize("seed", [*range(NUM_PROGRAMS), 68, 469])
 def test_a_random_program_computes_what_it_does_unsharded(seed: int, monkeypatch) -> None:
+    run(seed, monkeypatch, fuse_gradients=False)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("seed", range(1000, 1000 + NUM_FUSED))
+def test_so_does_one_whose_gradients_are_written_once(seed: int, monkeypatch) -> None:
+    run(seed, monkeypatch, fuse_gradients=True)
+
+
+def run(seed: int, monkeypatch: pytest.MonkeyPatch, *, fuse_gradients: bool) -> None:
     draw = Random(seed)
     if draw.random() < 0.5:
         monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0)
-    plain = draw_model(draw)
-    sharding = draw_sharding(draw, plain)
+    plain = draw_model(draw, gated=fuse_gradients)
+    sharding = [
+        replace(sharded, fuse_gradients=fuse_gradients) for sharded in draw_sharding(draw, plain)
+    ]
     program = draw_program(draw, sharding, plain)
     try:
         pair = Pair(plain, sharding)
@@ -82,6 +96,7 @@ class Sharded:
     """Cut matrices along their last dimension."""
     unshard_in_backward: bool
     """Whether to say again that it is."""
+    fuse_gradients: bool = False
 
     def apply(self, model: nn.Module) -> None:
         module = model.get_submodule(self.part)
@@ -90,6 +105,7 @@ class Sharded:
             mesh=init_device_mesh("cpu", (1,)),
             reshard_after_forward=self.reshard_after_forward,
             shard_placement_fn=_along_last_dim if self.last_dim else None,
+            fuse_gradients=self.fuse_gradients,
         )
         if self.unshard_in_backward:
             module.set_unshard_in_backward(True)

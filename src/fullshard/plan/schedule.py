@@ -239,7 +239,9 @@ class Schedule(Generic[Unit]):
         call.end = next(_CLOCK)
         unit = call.living_unit()
         assert unit is not None, "a unit is alive while its forward runs"
-        if self._in_forward and self._latest.get(unit) is call:
+        if not self._in_forward:
+            return False  # recomputed: the places are those of an order before the previous one
+        if self._latest.get(unit) is call:
             call.previous = call.gathered_before = self._last_ended
             self._last_ended = call
         if not self.on_track:
