@@ -71,7 +71,7 @@ def run(seed: int, monkeypatch: pytest.MonkeyPatch, *, fuse_gradients: bool) -> 
     sharding = [
         replace(sharded, fuse_gradients=fuse_gradients) for sharded in draw_sharding(draw, plain)
     ]
-    program = draw_program(draw, sharding, plain)
+    program = draw_program(draw, sharding, plain, penalties=fuse_gradients)
     try:
         pair = Pair(plain, sharding)
         for operation in program:
@@ -149,13 +149,16 @@ class Operation:
         )
 
 
-def draw_program(draw: Random, sharding: list[Sharded], model: nn.Module) -> list[Operation]:
+def draw_program(
+    draw: Random, sharding: list[Sharded], model: nn.Module, *, penalties: bool
+) -> list[Operation]:
+    of_inputs = ["input_gradient", "penalty"] if penalties else ["input_gradient"]
     author = Author(draw, [sharded.part for sharded in sharding if sharded.part])
     verbs = [
         *(["forward"] * 4),
         *(["backward"] * 3),
         *["drop", "evaluate", "forward_that_fails", "load", "reset", "gradient_sync", "keep"],
-        *([] if has_reentrant_checkpoint(model) else ["input_gradient"]),  # refused by torch
+        *([] if has_reentrant_checkpoint(model) else of_inputs),  # refused by torch
     ]
     for _ in range(NUM_STEPS):
         for _ in range(draw.randint(1, 8)):
@@ -228,6 +231,11 @@ class Author:
     def input_gradient(self) -> None:
         self._write("input_gradient")
         self._has_run = True
+
+    def penalty(self) -> None:
+        if self._sync:
+            self._write("penalty", route=self._draw.randrange(2))
+            self._has_run = True
 
     def load(self) -> None:
         self._write("load")
@@ -319,6 +327,12 @@ class Pair:
             for model, x in zip(self._models, inputs, strict=True)
         ]
         assert_close(*gradients, **TOLERANCE)
+
+    def penalty(self, route: int) -> None:
+        """A backward through the gradient of the input."""
+        for model, x in zip(self._models, self._inputs(requires_grad=True), strict=True):
+            (slope,) = torch.autograd.grad(model(x, route).square().sum(), x, create_graph=True)
+            slope.square().sum().backward()
 
     def load(self) -> None:
         self._losses.clear()
