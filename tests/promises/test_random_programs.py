@@ -3,13 +3,13 @@
 Models and programs are drawn from a seed. A program is a list of operations, the methods of `Pair`;
 each is done to a sharded model and to a plain one, and their results are compared. A failure says
 the seed and prints model and program. There is one rank, where a sharded model goes the same way as
-with many and where collectives need nobody else.
+with many and where collectives need nobody else. Some programs run on three ranks, with the same data.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from random import Random
@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -38,6 +39,7 @@ from tests.helpers.random_models import (
 
 NUM_PROGRAMS = 40
 NUM_FUSED = 20
+NUM_ON_RANKS = 12
 NUM_STEPS = 4
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 """Sums over several calls or backwards may be added in another order, and Adam magnifies that."""
@@ -61,6 +63,16 @@ def test_a_random_program_computes_what_it_does_unsharded(seed: int, monkeypatch
 @pytest.mark.parametrize("seed", range(1000, 1000 + NUM_FUSED))
 def test_so_does_one_whose_gradients_are_written_once(seed: int, monkeypatch) -> None:
     run(seed, monkeypatch, fuse_gradients=True)
+
+
+def run_all(seeds: Sequence[int]) -> None:
+    for number, seed in enumerate(seeds):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            run(seed, monkeypatch, fuse_gradients=number % 2 == 1)
+
+
+def test_so_do_some_on_three_ranks(world) -> None:
+    world(3).run(run_all, range(2000, 2000 + NUM_ON_RANKS))
 
 
 def run(seed: int, monkeypatch: pytest.MonkeyPatch, *, fuse_gradients: bool) -> None:
@@ -102,7 +114,7 @@ class Sharded:
         module = model.get_submodule(self.part)
         fully_shard(
             module,
-            mesh=init_device_mesh("cpu", (1,)),
+            mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
             reshard_after_forward=self.reshard_after_forward,
             shard_placement_fn=_along_last_dim if self.last_dim else None,
             fuse_gradients=self.fuse_gradients,
@@ -353,7 +365,7 @@ class Pair:
     def step(self, then: str) -> None:
         self._losses.clear()
         gradients = [
-            {name: _local(param.grad) for name, param in params.items() if param.grad is not None}
+            {name: _whole(param.grad) for name, param in params.items() if param.grad is not None}
             for params in self._params
         ]
         assert_close(*gradients, **TOLERANCE)
@@ -361,7 +373,7 @@ class Pair:
             optimizer.step()
             if then != "accumulate":
                 optimizer.zero_grad(set_to_none=then == "clear")
-        params = [{name: _local(param) for name, param in p.items()} for p in self._params]
+        params = [{name: _whole(param) for name, param in p.items()} for p in self._params]
         assert_close(*params, **TOLERANCE)
 
     def _inputs(self, requires_grad: bool) -> list[Tensor]:
@@ -369,9 +381,9 @@ class Pair:
         return [x.clone().requires_grad_(requires_grad) for _ in self._models]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """What one of one ranks holds, which is everything."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _whole(tensor: Tensor) -> Tensor:
+    """What all ranks hold of it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def test_every_sharded_module_of_a_pair_is_one() -> None:
