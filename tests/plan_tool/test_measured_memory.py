@@ -20,7 +20,6 @@ from benchmarks.contestants import BUILDERS, Contestant, Setting
 from benchmarks.transformer import PRESETS, local_tensor
 from fullshard import torch_border
 from fullshard.engine import backward_passes
-from fullshard.engine.backward_passes import LEFT_AT_PEAK
 from fullshard.programs.inspect_tool.without_values import without_values
 from fullshard.programs.plan_tool.allocator import CachingAllocator
 from fullshard.programs.plan_tool.profile_file import load_profile
@@ -108,7 +107,7 @@ def test_small_groups_are_copied_out_at_once_but_not_while_memory_is_at_its_peak
             since += 1
     layers = setting.shape.layers
     assert len(lags) == 2 * 2 * layers
-    at_peak = LEFT_AT_PEAK + 1  # one is gathered before any is left
+    at_peak = backward_passes.LEFT_AT_PEAK + 1  # one is gathered before any is left
     for step in (lags[: 2 * layers], lags[2 * layers :]):
         forward, backward = step[:layers], step[layers:]
         assert forward == [0] * layers

@@ -115,7 +115,7 @@ class FSDPCommContext:
         self.releases: list[Event] = []
         """Events that mark the last read of each released gather buffer on the compute stream."""
         self.has_room = True
-        """Whether memory for one more small group raises no peak; see `BackwardPasses`."""
+        """Whether memory for one more small group raises no peak: [Note: memory first] in `engine.backward_passes`."""
         self.reduce_inputs: deque[InFlight] = deque()
         """Reductions whose input may still be read, oldest first."""
         self._reductions: deque[InFlight] = deque()

@@ -146,10 +146,10 @@ class BackwardPasses:
         context = self._runtime.context
         if not self.running:
             self._num_left, context.has_room = 0, False
-        if not self.running and context.asynchronous:
-            if context.at_border():
-                captures.cross_border(self._runtime, is_known=self._has_run)
-            context.gathers_wait_for()
+            if context.asynchronous:
+                if context.at_border():
+                    captures.cross_border(self._runtime, is_known=self._has_run)
+                context.gathers_wait_for()
         POSITION.phase = "backward"
         self.running.append(this_pass)
         torch_border.queue_end_of_backward(

@@ -240,7 +240,7 @@ class Schedule(Generic[Unit]):
         unit = call.living_unit()
         assert unit is not None, "a unit is alive while its forward runs"
         if not self._in_forward:
-            return False  # recomputed: the places are those of an order before the previous one
+            return False  # recomputed, or alone; after a forward, places are not those of its order
         if self._latest.get(unit) is call:
             call.previous = call.gathered_before = self._last_ended
             self._last_ended = call
