@@ -106,7 +106,7 @@ RUNS: Mapping[str, Run] = {
         world=8,
         device="cuda",
         contestants=ALL,
-        rounds=24,
+        rounds=48,
         steps=4,
         optimizer=True,
     ),

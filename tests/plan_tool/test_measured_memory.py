@@ -53,12 +53,11 @@ def entries_of(name: str, setting: Setting) -> tuple[list[Entry], int]:
         return list(recorder.entries), begin
 
 
-def peaks(entries: list[Entry], begin: int) -> dict[str, int]:
+def peaks(entries: list[Entry], begin: int, num_threads: int = 1) -> dict[str, int]:
     """Return the most that was allocated and reserved from an entry on, after the allocator gave back what was free."""
     memory = CachingAllocator()
-    workspace = load_profile("h200").workspace_bytes
-    for number in (-1, -2):  # one for the thread of forward, one for that of backward
-        memory.allocate(number, workspace // 2)
+    for thread in range(num_threads):
+        memory.allocate(-1 - thread, load_profile("h200").workspace_bytes)
     for index, entry in enumerate(entries):
         if index == begin:
             memory.give_back_free_segments()
@@ -80,7 +79,8 @@ def test_a_step_takes_the_memory_that_it_took_on_an_h200(preset: str, name: str)
     records: Any = json.loads(MEASURED.read_text())["results"]["records"]
     measured = records[preset][name]["memory"]
     setting = Setting(shape=PRESETS[preset], device=META, world=8, precision="bf16", master="fp32")
-    found = peaks(*entries_of(name, setting))
+    # Autograd has a thread of its own for what is on a device, unless a model is sharded.
+    found = peaks(*entries_of(name, setting), num_threads=2 if name == "unsharded" else 1)
     assert found["peak_allocated_bytes"] == pytest.approx(
         measured["peak_allocated_bytes"], rel=0.01
     )

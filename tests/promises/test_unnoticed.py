@@ -447,6 +447,6 @@ def changed_weights() -> None:
     loss_of(model).backward()
 
 
-@pytest.mark.filterwarnings("ignore:The last backward pass did not finish")
+@pytest.mark.filterwarnings("ignore:The last forward or backward pass did not finish")
 def test_a_step_between_forward_and_backward_is_refused(world):
     world(2).run(changed_weights)

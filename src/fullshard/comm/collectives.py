@@ -358,9 +358,10 @@ def all_gather(
     if joined is not None:
         joined.start(group, options)
         work = cast(Work, joined)
-    elif backend == "gloo":
+    elif len(outputs) == 1:
         work = torch_border.all_gather_single(group)(outputs[0], inputs[0], options)
-        work = cast(Work, WatchedWork(work, group))
+        if backend == "gloo":
+            work = cast(Work, WatchedWork(work, group))
     else:
         work = torch_border.all_gather_coalesced(group)(outputs, inputs, options)
     return work if async_op else _ordered(work, backend)

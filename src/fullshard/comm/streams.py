@@ -114,6 +114,8 @@ class FSDPCommContext:
         """Indices that the all-gather stream copies by."""
         self.releases: list[Event] = []
         """Events that mark the last read of each released gather buffer on the compute stream."""
+        self.latest_graph: weakref.ref[object] | None = None
+        """Refers to what lives as long as the backward graph of the model's latest forward."""
         self.has_room = True
         """Whether memory for one more small group raises no peak: [Note: memory first] in `engine.backward_passes`."""
         self.reduce_inputs: deque[InFlight] = deque()
@@ -250,6 +252,11 @@ class FSDPCommContext:
         return not all(
             stream.query() for stream in (self.all_gather, self.reduce_scatter, self.all_reduce)
         )
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether a backward pass may come through the model."""
+        return self.latest_graph is not None and self.latest_graph() is not None
 
     @property
     def may_be_capturing(self) -> bool:

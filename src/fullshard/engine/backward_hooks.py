@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fullshard import torch_border
 from fullshard.comm.journal import POSITION
+from fullshard.comm.streams import comm_contexts
 from fullshard.engine import captures, fused_linear
 from fullshard.engine.param_group import group_without_memory, groups_of
 from fullshard.errors import LifecycleError
@@ -48,9 +49,11 @@ def run_backward(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
             args, functools.partial(_graph_inputs, bool(options.get("accumulate_grad")))
         )
         run = functools.partial(fused_linear.without_fusing, run)
+    if any(context.has_graph for context in comm_contexts()):
+        run = functools.partial(torch_border.on_calling_thread, run)
     try:
         gradients = run(*args, **options)
-    except Exception as error:
+    except BaseException as error:
         POSITION.note_exception(error)
         captures.end_failed_pass()
         if not isinstance(error, RuntimeError):

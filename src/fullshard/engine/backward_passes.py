@@ -281,6 +281,13 @@ class BackwardPasses:
 
     def end_of_pass(self, this_pass: int) -> None:
         """A backward pass has executed its last node."""
+        try:
+            self._end_pass(this_pass)
+        except BaseException as error:
+            self._runtime.break_off(error)
+            raise
+
+    def _end_pass(self, this_pass: int) -> None:
         if self._graphs is not None and self._graphs.latest is not None:
             backward_hooks.note_added_at_end(self._added_to_graph(this_pass))
         # The state reached last is finished first. It is the first of forward, whose gradients are sent before the end
@@ -313,6 +320,13 @@ class BackwardPasses:
 
     def reduce_microbatches(self, states: Sequence[FSDPState]) -> None:
         """Reduce what the backwards of a pipeline's step have added up; see `pipelines`."""
+        try:
+            self._reduce_microbatches(states)
+        except BaseException as error:
+            self._runtime.break_off(error)
+            raise
+
+    def _reduce_microbatches(self, states: Sequence[FSDPState]) -> None:
         POSITION.phase = "backward"
         # About the order of a backward pass, and the same on all ranks.
         for state in reversed(states):

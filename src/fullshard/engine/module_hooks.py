@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from fullshard.errors import LifecycleError
 from fullshard.plan.schedule import Call
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def pre_forward(
@@ -65,6 +68,23 @@ def post_forward(state: FSDPState, module: nn.Module, args: tuple[Any, ...], out
     return _post_forward(state, module, output)
 
 
+def _noting_exceptions(
+    hook: Callable[Concatenate[FSDPState, P], R],
+) -> Callable[Concatenate[FSDPState, P], R]:
+    """Have the runtime told of exceptions that leave a hook. In backward, they may be what ends a recomputation early."""
+
+    @functools.wraps(hook)
+    def call(state: FSDPState, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return hook(state, *args, **kwargs)
+        except BaseException as error:
+            if state.runtime is not None and torch_border.backward_pass_id() == -1:
+                state.runtime.break_off(error)
+            raise
+
+    return call
+
+
 # --- inputs ---------------------------------------------------------------------------------------
 
 
@@ -83,6 +103,7 @@ def _runtime_of(state: FSDPState) -> Runtime:
         return lazy_init(state)
 
 
+@_noting_exceptions
 def _pre_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     runtime = state.runtime or _runtime_of(state)
     if runtime.root.call is None and state.device.type != "cpu":
@@ -139,6 +160,7 @@ def _profiled_post_forward(state: FSDPState, module: nn.Module, output: Any) -> 
         return _post_forward(state, module, output)
 
 
+@_noting_exceptions
 def _post_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
     runtime = state.runtime
     if runtime is None:
@@ -166,12 +188,12 @@ def _post_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
         state.use.had_backward = bool(parts)
     if torch_border.innermost_transform() is None:
         if parts and state.call is not None:
-            _watch_outputs(state.call, parts)
+            _watch_outputs(runtime, state.call, parts)
         runtime.leave(state)
     else:
         with torch_border.outside_transforms():
             if parts and state.call is not None:
-                _watch_outputs(state.call, parts)
+                _watch_outputs(runtime, state.call, parts)
             runtime.leave(state)
     if refusal is not None:
         raise refusal
@@ -190,10 +212,11 @@ def _note_exception(state: FSDPState, runtime: Runtime, error: BaseException) ->
         captures.end_failed_pass()
 
 
-def _watch_outputs(call: Call[FSDPState], parts: Sequence[Tensor]) -> None:
+def _watch_outputs(runtime: Runtime, call: Call[FSDPState], parts: Sequence[Tensor]) -> None:
     """Let `pre_backward` run when the gradient of any output has arrived, before backward continues from it."""
     hook = functools.partial(backward_hooks.pre_backward, call)
     call.has_backward = True
+    runtime.context.latest_graph = weakref.ref(hook)  # the graph alone refers to it
     for tensor in parts:
         torch_border.hook_gradient(tensor, hook)
         # If the caller changes a view in place, backward comes through its base instead.

@@ -430,8 +430,8 @@ class FSDPParamGroup:
         if [*map(_requires_grad_of, shards.leaves)] != shards.trainable:
             self._follow_requires_grad()
         if self.sharded_state is _GATHERED:
+            self.sharded_state = _UNSHARDED  # before the swap: half of one is undone as a whole one
             swap.to_unsharded()
-            self.sharded_state = _UNSHARDED
 
     def _make_unsharded_params(self) -> ParamSwap:
         gathers = self.all_gathers

@@ -39,7 +39,7 @@ from fullshard.engine.model_description import process_groups
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import FSDPState, unmanaged_params
 from fullshard.engine.training_state import TrainingState
-from fullshard.errors import ConfigurationError
+from fullshard.errors import ConfigurationError, LifecycleError
 from fullshard.plan.schedule import Call, Schedule
 
 # Read on the hot path, where an enum's own lookup takes longer than what it decides.
@@ -73,6 +73,8 @@ class Runtime:
         """Whether a forward has ended."""
         self._may_have_dropout = True
         """Whether nobody has looked yet for dropout that is active without gradients."""
+        self._broke_off = False
+        """Whether an exception has ended work of the engine's own halfway: see `break_off`."""
 
     # --- the model --------------------------------------------------------------------------------
 
@@ -134,6 +136,34 @@ class Runtime:
         """Whether a forward or backward is running."""
         return bool(self.backward.running) or any(state.call is not None for state in self.states)
 
+    def break_off(self, error: BaseException) -> None:
+        """Note an exception that leaves the engine's own code: the next forward resets the model before it begins.
+
+        It can come at any line (a signal handler's, `KeyboardInterrupt` for example), and then records are half of one
+        state and half of another. Only misuse is refused before anything has changed.
+        """
+        if not isinstance(error, (ConfigurationError, LifecycleError)):
+            self._broke_off = True
+
+    def _is_unfinished(self, state: FSDPState) -> bool:
+        """Whether the pass before the forward that begins now with ``state`` was left without an end.
+
+        Torch calls no hooks after a `KeyboardInterrupt`, so such a forward counts as running still.
+        """
+        return (
+            self._broke_off
+            or bool(self.backward.running)
+            or (state.depth > 0 and torch_border.num_running(state.modules) < 2)
+        )
+
+    def _reset_unfinished(self) -> None:
+        warnings.warn(
+            "The last forward or backward pass did not finish (an exception?): gradients that were not reduced are dropped. "
+            "Call reset_iter_state() on the root module after a failed step.",
+            stacklevel=2,
+        )
+        self.reset()
+
     def reset(self, *, together: bool = False) -> None:
         """Return to the state between steps, whatever happened: see `FSDPModule.reset_iter_state`.
 
@@ -162,6 +192,7 @@ class Runtime:
             self.schedule = Schedule()
             for state in self.states:
                 state.recomputes = False
+        self._broke_off = False
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -171,6 +202,8 @@ class Runtime:
             self.backward.enter_recomputation(state)
             return
         POSITION.phase = "forward"
+        if (state is self.root or self.root.call is None) and self._is_unfinished(state):
+            self._reset_unfinished()
         if state is self.root and state.depth == 0:
             self._begin_forward()
         elif self.root.call is None and state.depth == 0:  # a part of the model is run on its own
@@ -213,13 +246,6 @@ class Runtime:
 
     def _begin_forward(self) -> None:
         POSITION.raised = None
-        if self.backward.running:
-            warnings.warn(
-                "The last backward pass did not finish (an exception?): its gradients that were not reduced "
-                "are dropped. Call reset_iter_state() on the root module after a failed step.",
-                stacklevel=2,
-            )
-            self.reset()
         self._reshard_now()
         for state in self.states:
             if state.call is not None or state.depth or state.modules_run:

@@ -114,6 +114,12 @@ def observe_backward(run_observed: Callable[..., Any]) -> None:
     )
 
 
+def on_calling_thread(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run a backward pass on the thread that calls it. By default, a thread of autograd's runs what is on a device."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return run(*args, **options)
+
+
 inputs_of_backward: Callable[[tuple[Any, ...]], tuple[Any, ...]] = operator.itemgetter(slice(4, 5))
 """The named inputs among the arguments of a backward pass: one tuple of them, maybe empty, or none."""
 

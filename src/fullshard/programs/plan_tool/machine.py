@@ -65,7 +65,7 @@ class MemoryFacts:
     outside_gib: float
     """Taken outside of torch: the context of the device, kernels, buffers of the collectives' library."""
     workspace_mib: float
-    """That the library for matrix products holds inside of torch's memory."""
+    """That the library for matrix products holds inside of torch's memory, for each thread that multiplies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,7 +264,7 @@ class Machine:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory of torch's allocator that the library for matrix products holds."""
+        """Memory of torch's allocator that the library for matrix products holds for a thread."""
         return int(self.memory.workspace_mib * MIB)
 
     # --- kernels

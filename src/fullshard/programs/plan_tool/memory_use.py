@@ -19,8 +19,8 @@ from fullshard.programs.plan_tool.program import (
     Program,
 )
 
-_MULTIPLYING: dict[Phase, int] = {"forward": -1, "backward": -2}
-"""Phases whose threads multiply, and the number of the memory that the matrix library then holds for each, from the first product on.
+_WORKSPACE = -1
+"""The number of the memory that the matrix library holds from the first product on; forward and backward run on one thread.
 
 When it is taken matters: it may lie in the middle of what was a large free block, which large tensors then no longer fit into."""
 
@@ -55,7 +55,7 @@ def memory_use(program: Program, machine: Machine, *, kept: float = 1.0) -> Memo
         kept: The share of the recorded activations that is kept for backward; less than 1 if a compiler recomputes some.
     """
     allocator = CachingAllocator()
-    workspaces = dict.fromkeys(_MULTIPLYING, machine.workspace_bytes // len(_MULTIPLYING))
+    has_multiplied = False
     host = _HostUse(program)
     at_rest = peak = 0
     peak_entry = program.begin
@@ -78,11 +78,12 @@ def memory_use(program: Program, machine: Machine, *, kept: float = 1.0) -> Memo
         elif isinstance(entry, Launch):
             phase = entry.phase
             if (
-                phase in workspaces
+                not has_multiplied
                 and isinstance(entry.work, Kernel)
                 and entry.work.kind == "matmul"
             ):
-                allocator.allocate(_MULTIPLYING[phase], workspaces.pop(phase), COMPUTE)
+                has_multiplied = True
+                allocator.allocate(_WORKSPACE, machine.workspace_bytes, COMPUTE)
     by_kind = _live_by_kind(program, peak_entry, kept)
     by_kind["workspace"] = peak - by_kind.total()
     return MemoryUse(
