@@ -106,8 +106,9 @@ RUNS: Mapping[str, Run] = {
         world=8,
         device="cuda",
         contestants=ALL,
-        rounds=48,
-        steps=4,
+        # A host thread is about as fast in all steps of a turn, but not in the next turn. So there are many short ones.
+        rounds=120,
+        steps=1,
         optimizer=True,
     ),
     "1.2b": Run(preset="1.2b", world=8, device="cuda", contestants=ALL, rounds=12, steps=4),

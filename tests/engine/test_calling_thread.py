@@ -5,11 +5,13 @@ On the CPU they do so anyway, so these tests look at what autograd was told. `te
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fullshard import fully_shard
 from tests.helpers.fake import fake_world
@@ -66,6 +68,19 @@ def test_passes_of_other_models_are_left_alone_once_the_graph_is_gone(seen: list
             model(torch.ones(2, 4))
         loss_of(other).backward()
         assert seen == [True, False, True, True]
+
+
+def test_reentrant_checkpoints_hide_the_graph_only_around_a_whole_model(seen: list[bool]) -> None:
+    with fake_world(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        x = torch.ones(2, 4, requires_grad=True)
+        Noted.apply(checkpoint(model, x, use_reentrant=True)).sum().backward()
+        model[1].forward = partial(checkpoint, model[1].forward, use_reentrant=True)
+        loss_of(model).backward()
+        assert seen == [True, False]
 
 
 def test_a_failed_pass_leaves_autograd_as_it_was() -> None:

@@ -104,9 +104,15 @@ def test_where_compute_takes_long_nothing_is_waited_for(tmp_path: Path) -> None:
         model: Any = make_model()
         for layer in list(model)[1:]:
             layer.norm = nn.Sequential(SlowLayer(), layer.norm)
-        trace = record(model, tmp_path)
-    waits = [w for w in trace.of("wait") if w["args"]["group"] not in ("root", "1")]
-    assert waits and max(wait["dur"] for wait in waits) < 0.1 * pause
+        trace = record(model, tmp_path, steps=4)
+    # The shortest of four steps: in one of them, another process may have had the GPU during a wait.
+    waits: dict[tuple[str, str, str], float] = {}
+    for wait in trace.of("wait"):
+        about = wait["args"]
+        if about["group"] not in ("root", "1"):
+            place = about["group"], about["for"], about["pass"]
+            waits[place] = min(wait["dur"], waits.get(place, wait["dur"]))
+    assert waits and max(waits.values()) < 0.1 * pause
     inner = [e for e in trace.of("compute") if e["args"]["group"] != "root"]
     assert min(compute["dur"] for compute in inner) > 0.8 * pause
 

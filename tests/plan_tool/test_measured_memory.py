@@ -26,7 +26,7 @@ from fullshard.programs.plan_tool.profile_file import load_profile
 from fullshard.programs.plan_tool.program import Allocate, Collective, Entry, Free, Launch
 from fullshard.programs.plan_tool.recording import META, Recorder
 
-MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "targets-h200.json"
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "memory-h200.json"
 
 
 def build(name: str, setting: Setting) -> nn.Module:

@@ -255,7 +255,7 @@ class FSDPCommContext:
 
     @property
     def has_graph(self) -> bool:
-        """Whether a backward pass may come through the model."""
+        """Whether a backward pass may come through the model; False for one that is recomputed as a whole."""
         return self.latest_graph is not None and self.latest_graph() is not None
 
     @property

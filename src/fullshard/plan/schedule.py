@@ -53,7 +53,7 @@ flowed out of the unit in the first pass. So in such a pass
     when a later pass comes through one, the units that were in backward then are gathered again.
 
 The order of the note above does not hold for such a later pass: autograd counts nodes per thread, and
-on accelerators a thread of its own runs backward. While a pass may execute calls of another
+on accelerators a thread of its own may have run backward. While a pass may execute calls of another
 (`BackwardGraphs.awaited`), no unit counts as left before the end of the pass.
 """
 
