@@ -99,7 +99,7 @@ def test_targets_measures_the_chosen_rows(
     rows = ["host-12x768", "own-12x768", *optimizers, "memory-12x768"]
     try:
         status = targets.main(
-            ["--rehearse", "--rounds", "2", "--rows", *rows, "--json", str(file), "--commit", "abc"]
+            ["--rehearse", "--rounds", "8", "--rows", *rows, "--json", str(file), "--commit", "abc"]
         )
     finally:
         leave_group()
@@ -109,7 +109,7 @@ def test_targets_measures_the_chosen_rows(
     for row in rows[:-1]:
         assert results["rows"][row]["value"] > 0
     samples = results["records"]["12x768"]["fullshard"]["samples"]
-    assert len(samples["host_s"]) == len(samples["collective_s"]) == 2 * 4
+    assert len(samples["host_s"]) == len(samples["collective_s"]) == 8
     assert all(0 < c < h for c, h in zip(samples["collective_s"], samples["host_s"], strict=True))
     printed = capsys.readouterr().out
     assert "commit abc" in printed
