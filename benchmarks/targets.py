@@ -106,7 +106,7 @@ RUNS: Mapping[str, Run] = {
         world=8,
         device="cuda",
         contestants=ALL,
-        # A host thread is about as fast in all steps of a turn, but not in the next turn. So there are many short ones.
+        # Ours is about as fast in all steps of a turn, but not in the next turn. So there are many short ones.
         rounds=120,
         steps=1,
         optimizer=True,
