@@ -12,7 +12,7 @@ from fullshard.plan.mesh import DataParallelAxes
 
 
 def reduce_scatter(
-    outputs: Any, inputs: Any, group: Any, op: Any, tag: Any, *, async_op: bool
+    outputs: Any, inputs: Any, group: Any, op: Any, tag: Any, **options: Any
 ) -> None:
     """A stand-in for the fake group's, which writes nothing in torch 2.11: every input element counts."""
     for output, source in zip(outputs, inputs, strict=True):

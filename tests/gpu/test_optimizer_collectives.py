@@ -67,10 +67,12 @@ class SideStream:
         self.issued: list[torch.cuda.Event] = []
         self.ended: list[torch.cuda.Event] = []
 
-    def all_gather(self, outputs: Any, inputs: Any, group: Any, tag: Any, *, async_op: bool) -> Any:
+    def all_gather(
+        self, outputs: Any, inputs: Any, group: Any, tag: Any, *, async_op: bool, **options: Any
+    ) -> Any:
         """Every rank sends what this one does; the engine's gathers are left alone."""
         if not async_op:
-            return self._all_gather(outputs, inputs, group, tag, async_op=False)
+            return self._all_gather(outputs, inputs, group, tag, async_op=False, **options)
 
         def copy() -> None:
             for output, each in zip(outputs, inputs, strict=True):

@@ -125,6 +125,8 @@ class GroupAllGather:
         """Whether one more of its buffers is no matter for a step's memory."""
         self.received_bytes = self.buffer.received_bytes if process_group is not None else 0
         """Bytes that come from other ranks, but for what is gathered beside the buffer's own."""
+        self._carrier: collectives.Carrier | None = None
+        """What carries its collectives; None before the first."""
         self._staged: Tensor | None = None
         """Memory of the comm object, while something is in flight in it."""
         self._below_autograd = torch_border.below_autograd()
@@ -154,12 +156,19 @@ class GroupAllGather:
             if span is not None:
                 extra_bytes = extra.received_bytes if extra is not None else 0
                 span.begins(self.received_bytes + extra_bytes)
-            work = collectives.all_gather(outputs, inputs, group, tag, async_op=async_op)
+            carrier = self._carrier or self._find_carrier(group)
+            work = collectives.all_gather(
+                outputs, inputs, group, tag, async_op=async_op, carrier=carrier
+            )
         if span is not None:
             span.called((work,))
         elif work is None:
             return _NOTHING_LEFT
         return AllGatherState(work, span)
+
+    def _find_carrier(self, group: ProcessGroup) -> collectives.Carrier:
+        self._carrier = collectives.carrier_of(group, self._device)
+        return self._carrier
 
     def _start_custom(
         self,

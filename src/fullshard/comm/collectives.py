@@ -104,7 +104,7 @@ class DefaultAllGather(AllGather):
         async_op: bool = False,
     ) -> Work | None:
         """Gather through the process group."""
-        options = _gather_options(async_op=async_op)
+        options = _GATHER_OPTIONS[async_op]
         work = torch_border.all_gather_single(group)(output_tensor, input_tensor, options)
         backend = backend_of(group, output_tensor.device)
         work = _watched(work, group, backend)
@@ -292,25 +292,19 @@ def backend_of(group: ProcessGroup, device: torch.device) -> str:
     return backends.get(device.type, "nothing")
 
 
-class _Carrier(NamedTuple):
-    """What every group of parameters asks for in every step about the process group that carries its collectives."""
+class Carrier(NamedTuple):
+    """What carries a process group's collectives on a device.
+
+    Who calls a collective in every step keeps it: to look it up takes the host as long as all else before the call.
+    """
 
     backend: str
     journal: Journal
 
 
-_CARRIERS: dict[tuple[int, torch.device], _Carrier] = {}
-"""By a group's id and the device, until the group is gone."""
-
-
-def _carrier_of(group: ProcessGroup, device: torch.device) -> _Carrier:
-    """Return what carries a group's collectives on a device, with one look into one table."""
-    key = id(group), device  # not its type: torch writes a new text for everyone who asks
-    found = _CARRIERS.get(key)
-    if found is None:
-        found = _CARRIERS[key] = _Carrier(backend_of(group, device), journal_of(group))
-        weakref.finalize(group, _CARRIERS.pop, key, None).atexit = False
-    return found
+def carrier_of(group: ProcessGroup, device: torch.device) -> Carrier:
+    """Return what carries a group's collectives on a device."""
+    return Carrier(backend_of(group, device), journal_of(group))
 
 
 _CONNECTED: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
@@ -333,11 +327,12 @@ def all_gather(
     tag: Tag,
     *,
     async_op: bool,
+    carrier: Carrier | None = None,
 ) -> Work | None:
     """Gather ``inputs[i]`` of all ranks into ``outputs[i]``, in one call; all are bytes.
 
     With ``async_op`` False the current stream is ordered after the gather; the host waits for a
-    backend that has no streams.
+    backend that has no streams. ``carrier`` is what `carrier_of` returns, if the caller has it at hand.
 
     [Note: names of gloo's work]
     Never a coalesced gather on gloo. torch's ProcessGroupGloo has two threads, and each notes the
@@ -349,12 +344,12 @@ def all_gather(
     """
     if not outputs:
         return None
-    options = _gather_options(async_op=async_op)
-    backend, journal = _carrier_of(group, outputs[0].device)
+    backend, journal = carrier or carrier_of(group, outputs[0].device)
     joined = None
     if backend == "gloo" and len(outputs) > 1:
         joined = _JoinedGather(outputs, inputs, group)  # takes memory, so before the ranks meet
     meet(group, tag, backend, inputs, journal=journal)
+    options = _GATHER_OPTIONS[async_op]
     if joined is not None:
         joined.start(group, options)
         work = cast(Work, joined)
@@ -407,17 +402,18 @@ def reduce_scatter(
     tag: Tag,
     *,
     async_op: bool,
+    carrier: Carrier | None = None,
 ) -> Work | None:
     """Reduce ``inputs[i]`` over ranks and leave this rank's shard in ``outputs[i]``, in one call.
 
-    With ``async_op`` False the current stream is ordered after it, as for `all_gather`.
+    With ``async_op`` False the current stream is ordered after it. ``carrier`` is as for `all_gather`, too.
     """
     if not outputs:
         return None
     options = _reduce_options(op, async_op=async_op)
     if outputs[0].is_complex():  # as are all others, then
         outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
-    backend, journal = _carrier_of(group, outputs[0].device)
+    backend, journal = carrier or carrier_of(group, outputs[0].device)
     meet(group, tag, backend, inputs, journal=journal)
     work = torch_border.reduce_scatter_coalesced(group)(outputs, inputs, options)
     if backend == "gloo":
@@ -641,6 +637,6 @@ def _in_order(
 
 
 # Options are the same for every call, so each is made once.
-_gather_options = functools.cache(torch_border.all_gather_options)
+_GATHER_OPTIONS = {flag: torch_border.all_gather_options(async_op=flag) for flag in (False, True)}
 _reduce_options = functools.cache(torch_border.reduce_scatter_options)
 _exchange_options = functools.cache(torch_border.all_to_all_options)

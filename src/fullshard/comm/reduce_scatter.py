@@ -60,9 +60,9 @@ class ReduceEvents:
     ready: Event
     """Compute has filled the input."""
     input_read: Event
-    """The reduce-scatter has read it."""
+    """The reduce-scatter has read it; the sharded gradients are final, too, unless something long follows."""
     done: Event
-    """The sharded gradients are final."""
+    """The sharded gradients are final; only if something long follows the reduce-scatter."""
 
     @classmethod
     def new(cls, context: FSDPCommContext) -> ReduceEvents:
@@ -99,8 +99,18 @@ class ReducedGroup:
     """... of those that are replicated over the same ranks."""
     tags: dict[tuple[tuple[int, ...], bool], ReduceTags] = field(default_factory=dict)
     """By the parameters in a bucket, and whether they have gradients already."""
+    carriers: dict[ProcessGroup, collectives.Carrier] = field(default_factory=dict)
+    """Of the process groups over which it has been reduced: users may change it."""
     below_autograd: AbstractContextManager[Any] = field(default_factory=torch_border.below_autograd)
     """Made once, which takes longer than to enter it. Nobody enters it twice: only operators and collectives run within."""
+
+    def carrier_of(self, process_group: ProcessGroup) -> collectives.Carrier:
+        """Return what carries collectives of a process group."""
+        found = self.carriers.get(process_group)
+        if found is None:
+            found = collectives.carrier_of(process_group, self.context.device)
+            self.carriers[process_group] = found
+        return found
 
     def tags_of(self, bucket: ReduceBucket) -> ReduceTags:
         """Return the tags of a bucket's collectives.
@@ -218,6 +228,13 @@ class ReduceScatterState:
         self._group = group
         self._settings = settings
         self._custom = settings.custom if settings.process_group is not None else None
+        self._is_followed = (
+            group.mesh_info.replicate_process_group is not None
+            or settings.hook is not None
+            or group.context.host_reads_results
+        )
+        """Whether something long may follow the reduce-scatter, for which the input must not wait: an all-reduce, a user's
+        hook, a copy to the host. Its end has an event of its own then. Every event costs the host time."""
         self._buffer = buffer
         self._copy_in: Callable[[], None] | None = None
         """Holds the gradients, if the reduce-scatter stream copies them: [Note: gradients copied beside]."""
@@ -327,12 +344,14 @@ class ReduceScatterState:
                 if context.asynchronous and self._brings_out:
                     # Before the event: behind it, compute may reuse what was received or staged.
                     self._bring_out()
+                if context.asynchronous and not self._is_followed:
+                    self._accumulate()
             except BaseException:
                 events.done.record()  # nothing follows, but collectives of some buckets may be in flight
                 raise
             finally:
                 events.input_read.record()
-            if context.asynchronous and not replicated:
+            if context.asynchronous and self._is_followed and not replicated:
                 self._accumulate_until(events.done)
         if context.asynchronous and replicated:
             # The all-reduce has a stream of its own, so that the next group's reduce-scatter does not queue
@@ -406,7 +425,15 @@ class ReduceScatterState:
                 custom, outputs[0], inputs[0], group, op, tag, async_op=async_op
             )
         with self._group.below_autograd:
-            return collectives.reduce_scatter(outputs, inputs, group, op, tag, async_op=async_op)
+            return collectives.reduce_scatter(
+                outputs,
+                inputs,
+                group,
+                op,
+                tag,
+                async_op=async_op,
+                carrier=self._group.carrier_of(group),
+            )
 
     def _bring_out(self) -> None:
         """Bring results out of memory that is given back with the input; after the collectives, on their stream."""
@@ -446,10 +473,11 @@ class ReduceScatterState:
         """See `InFlight`."""
         if accumulate and self._issued and not self._accumulated:
             self._accumulate()
-        if self._span is None or self._mesh_info.replicate_process_group is None:
-            self._events.done.wait()  # without replicas, right behind the read of the input
-        else:
-            self._span.wait_for(self._events.done)
+        if self._is_followed:
+            if self._span is None or self._mesh_info.replicate_process_group is None:
+                self._events.done.wait()
+            else:
+                self._span.wait_for(self._events.done)
         self._buckets.clear()
         self._kept.clear()
 
