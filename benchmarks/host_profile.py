@@ -55,7 +55,7 @@ class Samples:
         known = [each for each in callers if any(part in _file(each) for part in LIBRARIES)]
         if not known:
             self.own[MODEL] += 1
-        elif callers[0] is known[-1] and callers[0].f_lineno == callers[0].f_code.co_firstlineno:
+        elif _is_entered_by_autograd(callers):
             self.own[AUTOGRAD] += 1
         else:
             self.own[_name(known[0])] += 1
@@ -71,6 +71,16 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def _is_entered_by_autograd(callers: Sequence[FrameType]) -> bool:
+    """Whether the innermost frame is a hook of the library at its first line: what ended then was autograd's work."""
+    hook, *outer = callers
+    if not any(part in _file(hook) for part in LIBRARIES):
+        return False
+    runs_autograd = not outer or outer[0].f_code.co_name == "on_calling_thread"
+    from_outside = runs_autograd or not any(part in _file(outer[0]) for part in LIBRARIES)
+    return from_outside and hook.f_lineno == hook.f_code.co_firstlineno
 
 
 def _file(frame: FrameType) -> str:

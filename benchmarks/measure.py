@@ -59,7 +59,7 @@ class Effort:
     isolate: bool
     optimizer: bool
     parts: tuple[Part, ...] = ()
-    """Parts of the host time that are also measured on their own."""
+    """Parts of the host time that are measured, too: in further steps, as a clock takes time itself."""
 
     def __post_init__(self) -> None:
         for name in ("rounds", "steps", "warmup"):
@@ -306,27 +306,36 @@ class Comparison:
     def _take_turn(self, contestant: Contestant) -> None:
         """Time one contestant's steps of one round."""
         record, device = self.records[contestant.name], self.setting.device
-        contestant.zero_grad()
-        contestant.forward_backward()
-        clocks = {part: Clock(part, device) for part in self.effort.parts}
-        with collector_paused(), ExitStack() as running:
-            for clock in clocks.values():
-                running.enter_context(clock.running())
+        with collector_paused():
+            contestant.zero_grad()
+            contestant.forward_backward()
             before = compilations()
             for _ in range(self.effort.steps):
                 contestant.zero_grad()
                 timing = timed(contestant.forward_backward, device)
-                for part, clock in clocks.items():
-                    record.add(part, clock.take_s())
                 record.add("forward_backward_s", timing.device_s)
                 record.add("host_s", timing.host_s)
                 record.add("wall_s", timing.wall_s)
             record.timed_compilations += compilations() - before
+            if self.effort.parts:
+                self._time_parts(record, contestant)
             if self.effort.optimizer:
                 contestant.fill_gradients()
                 self._time_optimizer(record, contestant.optimizer)
                 self._time_torch_optimizer(record, contestant.torch_optimizer)
         contestant.zero_grad()
+
+    def _time_parts(self, record: Record, contestant: Contestant) -> None:
+        """Time parts of the host time, with the clocks of all parts running."""
+        clocks = {part: Clock(part, self.setting.device) for part in self.effort.parts}
+        with ExitStack() as running:
+            for clock in clocks.values():
+                running.enter_context(clock.running())
+            for _ in range(self.effort.steps):
+                contestant.zero_grad()
+                timed(contestant.forward_backward, self.setting.device)
+                for part, clock in clocks.items():
+                    record.add(part, clock.take_s())
 
     def _time_optimizer(self, record: Record, optimizer: torch.optim.Optimizer) -> None:
         """Time steps on the gradients that are there; the first one is not timed."""

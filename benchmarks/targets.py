@@ -10,8 +10,8 @@ rounds; `of medians` and `of lower quartiles` are the same ratio over all sample
 Memory is measured once, with each contestant alone.
 
     step-*       forward and backward, device time
-    host-*       host time of forward and backward beyond unsharded's; on the CPU the processor time, in
-                 which both sides have the fake group's copies. `own` leaves the collectives out
+    host-*       host time of forward and backward beyond unsharded's, on one core; on the CPU the processor
+                 time, in which both sides have the fake group's copies. `own` leaves the collectives out
     optimizer-*  AdamW over the sharded parameters, over plain tensors of the same shards
     memory-*     peak of forward and backward, allocated or reserved, over FSDP2's
     gloo         whole steps on two CPU ranks; `cost` is the processor time of both ranks
@@ -19,10 +19,11 @@ Memory is measured once, with each contestant alone.
 
 import argparse
 import gc
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -68,6 +69,8 @@ class Run:
     rounds: int
     steps: int
     optimizer: bool = False
+    one_core: bool = False
+    """With all threads on one core: see `on_one_core`."""
     real_ranks: bool = False
     """Over gloo, in processes of their own."""
 
@@ -110,6 +113,7 @@ RUNS: Mapping[str, Run] = {
         rounds=120,
         steps=1,
         optimizer=True,
+        one_core=True,
     ),
     "1.2b": Run(preset="1.2b", world=8, device="cuda", contestants=ALL, rounds=12, steps=4),
     "3.8b": Run(preset="3.8b", world=8, device="cuda", contestants=ALL, rounds=12, steps=4),
@@ -324,9 +328,40 @@ def compared_on_fake_group(run: Run) -> Iterator[Comparison]:
     )
     be_in_fake_world(run.world)
     comparison = Comparison(run.contestants, setting, effort)
-    comparison.run()
-    yield comparison
+    with on_one_core() if run.one_core else nullcontext():
+        comparison.prepare()
+        gc.collect()
+        gc.freeze()  # what was built stays for now, and is not searched before every turn
+        for turn in range(run.rounds):
+            comparison.take_round(turn)
+        gc.unfreeze()
+        yield comparison
     comparison.close()
+
+
+@contextmanager
+def on_one_core() -> Iterator[None]:
+    """Keep all threads of this process on one core, where the system can.
+
+    Cores of a shared host differ by half: by what others do on the same chip. On one core, all contestants meet the
+    same, in forward and in backward, whichever threads they run them on.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    _keep_on({max(allowed)})  # the first core often has the system's own work
+    try:
+        yield
+    finally:
+        _keep_on(allowed)
+
+
+def _keep_on(cores: Collection[int]) -> None:
+    """Let all threads there are, and those that they start, run on these cores."""
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended since
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def be_in_fake_world(size: int) -> None:
@@ -388,6 +423,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     here = [row for row, target in TARGETS.items() if measured_here(RUNS[target.run])]
     add("--rows", nargs="+", choices=list(TARGETS), default=here, metavar="ROW")
     add("--rounds", type=int, help="turns of each contestant, instead of each run's own number")
+    add("--all-cores", action="store_true", help="keep no run on one core")
     add("--json", type=Path, metavar="FILE", help="write samples and rows")
     add("--profile", type=Path, metavar="DIR", help="trace the models whose targets are missed")
     add("--commit", help="name of the measured commit, where the checkout has no git")
@@ -404,6 +440,8 @@ def chosen_runs(options: argparse.Namespace) -> dict[str, Run]:
     runs = {TARGETS[row].run: RUNS[TARGETS[row].run] for row in options.rows}
     if options.rounds is not None:
         runs = {key: replace(run, rounds=options.rounds) for key, run in runs.items()}
+    if options.all_cores:
+        runs = {key: replace(run, one_core=False) for key, run in runs.items()}
     if options.rehearse:
         runs = {key: replace(run, preset="tiny", device="cpu") for key, run in runs.items()}
     return runs
@@ -420,7 +458,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     head = header(
         "targets.py", torch.device("cuda" if on_cuda else "cpu"), options.commit, arguments
     )
-    gc.freeze()  # what was imported stays, and is not searched before every turn
     begin = time.monotonic()
     rows: dict[str, Measured | None] = {}
     all_records: dict[str, Mapping[str, Record]] = {}
@@ -437,7 +474,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.profile is not None and missed:
                 comparison.visit(profiler_of(options.profile, key, comparison.setting.device))
             rows |= found
-    gc.unfreeze()
     if dist.is_initialized():
         dist.destroy_process_group()
     shown = {row: rows[row] for row in TARGETS if row in options.rows}

@@ -147,9 +147,9 @@ def steps_table(shape: Shape, device: torch.device, world: int, rounds: int, ste
         shift = turn % len(contestants)
         for contestant in contestants[shift:] + contestants[:shift]:
             device_ms, host_ms = samples.setdefault(contestant.name, ([], []))
-            contestant.zero_grad()
-            contestant.forward_backward()
             with collector_paused():
+                contestant.zero_grad()
+                contestant.forward_backward()  # not timed: the collection has emptied the caches
                 for _ in range(steps):
                     contestant.zero_grad()
                     timing = timed(contestant.forward_backward, device)

@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+import os
 import signal
 import threading
 import time
@@ -116,6 +117,29 @@ def test_targets_measures_the_chosen_rows(
     assert (
         results["rows"]["memory-12x768"]["met"] == "not measured"
     )  # there is no GPU in a rehearsal
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system cannot choose cores")
+def test_a_run_on_one_core_keeps_all_threads_there_and_gives_all_cores_back() -> None:
+    allowed = os.sched_getaffinity(0)
+    meet, seen = threading.Barrier(2), []
+
+    def look() -> None:
+        for _ in range(3):
+            meet.wait()
+            seen.append(os.sched_getaffinity(0))
+            meet.wait()
+
+    def looked() -> set[int]:
+        meet.wait()
+        meet.wait()
+        return seen[-1]
+
+    threading.Thread(target=look, daemon=True).start()
+    assert looked() == allowed
+    with targets.on_one_core():
+        assert looked() == os.sched_getaffinity(0) == {max(allowed)}
+    assert looked() == os.sched_getaffinity(0) == allowed
 
 
 def test_the_watchdog_of_its_benchmark_works_in_every_second_turn(
