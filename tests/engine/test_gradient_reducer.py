@@ -20,7 +20,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fullshard import MixedPrecisionPolicy
 from fullshard.comm.gradient_reducer import GradientReducer
+from fullshard.comm.journal import journal_of
 from fullshard.comm.reduce_buffer import ReduceBuffer
+from fullshard.comm.reduce_scatter import ReduceEvents
 from fullshard.comm.reduce_settings import DivideRule, divide_rule
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.comm.unreduced_gradients import gradients_were_cleared
@@ -194,6 +196,70 @@ def test_a_reduction_averages_over_ranks_and_each_rank_gets_its_rows(world) -> N
 def each_of(cases: Sequence[Any]) -> None:
     for case in cases:
         case()
+
+
+# --- its marks in the streams -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event that logs what is done with it, and whether the gradients are final then."""
+
+    name: str
+    group: Group
+    log: list[str]
+
+    def record(self) -> None:
+        final = all(each is not None for each in self.group.sharded)
+        self.log.append(f"{self.name}{', final' * final}")
+
+    def wait(self) -> None:
+        self.log.append(f"wait for {self.name}")
+
+    def query(self) -> bool:
+        return True
+
+
+ALONE = ["ready", "wait for ready", "input_read, final", "wait for input_read"]
+FOLLOWED = ["ready", "wait for ready", "input_read", "done, final"]
+FOLLOWED += ["wait for input_read", "wait for done"]
+REPLICATED = [*FOLLOWED[:3], "wait for input_read", *FOLLOWED[3:]]
+
+
+@pytest.mark.parametrize(
+    ("follows", "expected"),
+    [("nothing", ALONE), ("hook", FOLLOWED), ("host", FOLLOWED), ("all-reduce", REPLICATED)],
+)
+def test_one_mark_ends_a_reduction_unless_something_long_follows_the_read_of_its_input(
+    monkeypatch: pytest.MonkeyPatch, follows: str, expected: list[str]
+) -> None:
+    monkeypatch.setattr(FSDPCommContext, "synchronize", lambda _: None)
+    with fake_world(4):
+        group = make_group(replicas=2 if follows == "all-reduce" else 1)
+        group.context.asynchronous = True
+        group.context.host_reads_results = follows == "host"
+        if follows == "hook":
+            group.reducer.settings = replace(group.reducer.settings, hook=lambda _: None)
+        log: list[str] = []
+        marks = (Mark(name, group, log) for name in ("ready", "input_read", "done"))
+        reduced = replace(group.reducer._reduced_group, events=ReduceEvents(*marks))
+        group.reducer._reduced_group = reduced
+        group.reduce_now(1.0, 2.0, 3.0)
+    assert log == expected
+
+
+def test_a_reduction_over_another_process_group_is_noted_in_its_journal() -> None:
+    with fake_world(4):
+        group = make_group()
+        shared, other = group.reducer.settings.process_group, dist.new_group(list(range(4)))
+        assert shared is not None
+        for process_group in (shared, other, shared):
+            counts = journal_of(shared).count, journal_of(other).count
+            settings = replace(group.reducer.settings, process_group=process_group)
+            group.reducer.settings = settings
+            group.reduce_now(1.0, 2.0, 3.0)
+            noted = journal_of(shared).count - counts[0], journal_of(other).count - counts[1]
+            assert noted == ((1, 0) if process_group is shared else (0, 1))
 
 
 # --- gradients that backward writes in place --------------------------------------------------------
