@@ -194,6 +194,8 @@ def outer(look):
     inner(look)
 def inner(look):
     look()
+def on_calling_thread(look):
+    entered(look)
 """
 
 
@@ -207,9 +209,10 @@ def test_samples_are_of_the_library_of_autograd_or_of_the_model() -> None:
 
     look()
     library["entered"](look)  # a hook's first line: what came before has just ended
+    library["on_calling_thread"](look)  # which runs the pass in whose midst a hook is entered
     library["outer"](look)
     library["model"](library["outer"], look)
-    assert samples.own == {host_profile.MODEL: 1, host_profile.AUTOGRAD: 1, "hooks.inner": 2}
+    assert samples.own == {host_profile.MODEL: 1, host_profile.AUTOGRAD: 2, "hooks.inner": 2}
     assert samples.whole == {"hooks.inner": 2, "hooks.outer": 2}
 
 

@@ -295,7 +295,7 @@ def backend_of(group: ProcessGroup, device: torch.device) -> str:
 class Carrier(NamedTuple):
     """What carries a process group's collectives on a device.
 
-    Who calls a collective in every step keeps it: to look it up takes the host as long as all else before the call.
+    Who calls a collective in every step keeps it: to look it up takes the host longer than all else around the call.
     """
 
     backend: str

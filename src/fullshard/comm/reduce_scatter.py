@@ -234,7 +234,8 @@ class ReduceScatterState:
             or group.context.host_reads_results
         )
         """Whether something long may follow the reduce-scatter, for which the input must not wait: an all-reduce, a user's
-        hook, a copy to the host. Its end has an event of its own then. Every event costs the host time."""
+        hook, a copy to the host. Its end has an event of its own then. Every event costs the host time. Hooks of parameters
+        do not count: what they issue has the time of the next group's backward."""
         self._buffer = buffer
         self._copy_in: Callable[[], None] | None = None
         """Holds the gradients, if the reduce-scatter stream copies them: [Note: gradients copied beside]."""
