@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup, Work
 
 from fullshard import torch_border
 from fullshard.comm import collectives
-from fullshard.comm.journal import Tag
+from fullshard.comm.journal import Carrier, Tag
 from fullshard.comm.spans import CollectiveSpan
 from fullshard.plan.layout import Layout, gathers_in_place
 from fullshard.storage.buffers import (
@@ -125,7 +125,7 @@ class GroupAllGather:
         """Whether one more of its buffers is no matter for a step's memory."""
         self.received_bytes = self.buffer.received_bytes if process_group is not None else 0
         """Bytes that come from other ranks, but for what is gathered beside the buffer's own."""
-        self._carrier: collectives.Carrier | None = None
+        self._carrier: Carrier | None = None
         """What carries its collectives; None before the first."""
         self._staged: Tensor | None = None
         """Memory of the comm object, while something is in flight in it."""
@@ -166,7 +166,7 @@ class GroupAllGather:
             return _NOTHING_LEFT
         return AllGatherState(work, span)
 
-    def _find_carrier(self, group: ProcessGroup) -> collectives.Carrier:
+    def _find_carrier(self, group: ProcessGroup) -> Carrier:
         self._carrier = collectives.carrier_of(group, self._device)
         return self._carrier
 

@@ -20,7 +20,7 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.comm.journal import IMAGINED_RANKS, Journal, Tag, journal_of, tag as make_tag
+from fullshard.comm.journal import IMAGINED_RANKS, Carrier, Tag, journal_of, tag as make_tag
 from fullshard.comm.meetings import WatchedWork, meet, waiting_for
 from fullshard.errors import CommunicationError, ConfigurationError
 from fullshard.plan.mesh import DataParallelAxes, global_rank
@@ -290,16 +290,6 @@ def backend_of(group: ProcessGroup, device: torch.device) -> str:
         pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
         backends = _BACKENDS[group] = {kind: name for kind, _, name in pairs}
     return backends.get(device.type, "nothing")
-
-
-class Carrier(NamedTuple):
-    """What carries a process group's collectives on a device.
-
-    Who calls a collective in every step keeps it: to look it up takes the host longer than all else around the call.
-    """
-
-    backend: str
-    journal: Journal
 
 
 def carrier_of(group: ProcessGroup, device: torch.device) -> Carrier:

@@ -158,6 +158,16 @@ class Journal:
         return [(count, tag.text) for count, tag in found if tag is not None]
 
 
+class Carrier(NamedTuple):
+    """What carries a process group's collectives on a device.
+
+    Who calls a collective in every step keeps it: to look it up takes the host longer than all else around the call.
+    """
+
+    backend: str
+    journal: Journal
+
+
 class Waiting(NamedTuple):
     """A wait of the thread that trains for other ranks."""
 

@@ -37,7 +37,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from fullshard import torch_border
 from fullshard.comm import collectives
-from fullshard.comm.journal import Tag, tag
+from fullshard.comm.journal import Carrier, Tag, tag
 from fullshard.comm.reduce_buffer import OutputView, ReduceBucket, ReduceBuffer
 from fullshard.comm.reduce_settings import UNDIVIDED, DivideRule, ReduceSettings, divide_rule
 from fullshard.comm.spans import CollectiveSpan
@@ -99,12 +99,12 @@ class ReducedGroup:
     """... of those that are replicated over the same ranks."""
     tags: dict[tuple[tuple[int, ...], bool], ReduceTags] = field(default_factory=dict)
     """By the parameters in a bucket, and whether they have gradients already."""
-    carriers: dict[ProcessGroup, collectives.Carrier] = field(default_factory=dict)
+    carriers: dict[ProcessGroup, Carrier] = field(default_factory=dict)
     """Of the process groups over which it has been reduced: users may change it."""
     below_autograd: AbstractContextManager[Any] = field(default_factory=torch_border.below_autograd)
     """Made once, which takes longer than to enter it. Nobody enters it twice: only operators and collectives run within."""
 
-    def carrier_of(self, process_group: ProcessGroup) -> collectives.Carrier:
+    def carrier_of(self, process_group: ProcessGroup) -> Carrier:
         """Return what carries collectives of a process group."""
         found = self.carriers.get(process_group)
         if found is None:
