@@ -149,7 +149,7 @@ def steps_table(shape: Shape, device: torch.device, world: int, rounds: int, ste
             device_ms, host_ms = samples.setdefault(contestant.name, ([], []))
             with collector_paused():
                 contestant.zero_grad()
-                contestant.forward_backward()  # not timed: the collection has emptied the caches
+                contestant.forward_backward()  # not timed: it fills the caches again
                 for _ in range(steps):
                     contestant.zero_grad()
                     timing = timed(contestant.forward_backward, device)
