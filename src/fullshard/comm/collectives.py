@@ -24,6 +24,7 @@ from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.tensor import DTensor
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import torch_border
 from fullshard.comm.journal import IMAGINED_RANKS, Carrier, Tag, journal_of, tag as make_tag
 from fullshard.comm.meetings import WatchedWork, meet, waiting_for
+from fullshard.comm.messages import length_of, message_of, value_in
 from fullshard.errors import CommunicationError, ConfigurationError
 from fullshard.plan.mesh import DataParallelAxes, global_rank
 
@@ -513,10 +515,11 @@ def whole_of_dtensor(tensor: DTensor, tag: Tag) -> Tensor:
 
 def values_of_all_ranks(value: T, group: ProcessGroup, tag: Tag) -> list[T]:
     """Return a small picklable value of every rank, by rank; the host waits for it."""
-    values: list[Any] = [None] * group.size()
+    own = _message(value, group)
     with _in_order(group, tag, None):
-        dist.all_gather_object(values, value, group)
-    return values
+        lengths = torch.stack(_of_all_ranks(length_of(own), group)).flatten().tolist()
+        messages = _of_all_ranks(F.pad(own, (0, max(lengths) - len(own))), group)
+    return [value_in(each[:length]) for each, length in zip(messages, lengths, strict=True)]
 
 
 def values_by_rank(value: T, groups: Iterable[ProcessGroup], tag: Tag) -> dict[int, T]:
@@ -535,11 +538,26 @@ def value_of_first_rank(value: T, group: ProcessGroup, tag: Tag) -> T:
 
 def value_of_rank(value: T, source: int, group: ProcessGroup, tag: Tag) -> T:
     """Return the value of the rank at place ``source`` of the group, on all of them; the host waits for it."""
-    values: list[Any] = [value]
+    sends = group.rank() == source
+    message = _message(value if sends else None, group)
     # Another name than that of `values_of_all_ranks`: the two would wait for each other's messages.
     with _in_order(group, make_tag(f"{tag.text}, from one rank", of_step=tag.of_step), None):
-        dist.broadcast_object_list(values, group=group, group_src=source)
-    return cast("T", values[0])
+        dist.broadcast(length := length_of(message), group=group, group_src=source)
+        message = message if sends else message.new_empty(int(length))
+        dist.broadcast(message, group=group, group_src=source)
+    return value if sends else value_in(message)
+
+
+def _message(value: object, group: ProcessGroup) -> Tensor:
+    """Return a value's bytes where the group can send them: in host memory, if it has a backend for that."""
+    device = "cpu" if backend_of(group, _CPU) != "nothing" else next(iter(_BACKENDS[group]))
+    return message_of(value, torch.device(device))
+
+
+def _of_all_ranks(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
+    tensors = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(tensors, tensor, group=group)
+    return tensors
 
 
 def texts_of_all_ranks(

@@ -307,6 +307,6 @@ def waiting_for(group: ProcessGroup, tag: Tag) -> Iterator[None]:
 def lost_within(text: str, error: RuntimeError) -> DivergenceError:
     """Return the error for a collective that has failed after all ranks had called it."""
     return VERDICT.explain(
-        f"A collective failed after all ranks had called it: {text}. A rank has ended, or the network between ranks is cut. "
-        f"See what the other ranks printed last. The backend says: {error}"
+        f"A collective failed after all ranks had called it: {text}. The backend says: {error}. If it lost a connection, a "
+        "rank has ended, or the network between ranks is cut: see what the other ranks printed last."
     )

@@ -266,7 +266,8 @@ class FSDPCommContext:
 
 def is_capturing() -> bool:
     """Return whether the current stream is being captured in a CUDA graph."""
-    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+    # A torch that is built for CUDA, on a machine without a GPU, fails when it is asked for a stream.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 _CONTEXTS: weakref.WeakSet[FSDPCommContext] = weakref.WeakSet()
