@@ -277,3 +277,24 @@ def test_replicas_write_in_turn_and_once(world: Any, tmp_path: Path) -> None:
     )
     headers = 4 * 20_000
     assert data <= sum(sizes) < data + headers
+
+
+def test_a_relative_path_is_one_in_the_folder_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = Setting(door="plain").build()
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+    moved, wait = threading.Event(), Snapshot.wait
+
+    def wait_longer(self: Snapshot) -> None:
+        assert moved.wait(30)
+        wait(self)
+
+    monkeypatch.setattr(Snapshot, "wait", wait_longer)
+    monkeypatch.chdir(tmp_path / "here")
+    pending = checkpoint.async_save("step-1", model, keep_last=1)
+    monkeypatch.chdir(tmp_path / "there")
+    moved.set()
+    assert pending.wait().path == tmp_path / "here" / "step-1"
+    assert list((tmp_path / "there").iterdir()) == []

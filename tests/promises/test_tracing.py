@@ -379,6 +379,18 @@ def test_a_block_left_by_an_exception_leaves_its_trace(tmp_path: Path) -> None:
             pass
 
 
+def test_a_relative_folder_is_one_in_the_folder_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with fake_world(2):
+        with fullshard.trace(fully_shard(nn.Linear(4, 4)), "traces") as recording:
+            monkeypatch.chdir(tmp_path / "there")
+    assert recording.path == tmp_path / "traces" / "rank_00000.json"
+    assert recording.path.is_file()
+
+
 def test_the_first_forward_can_be_recorded(tmp_path: Path) -> None:
     with fake_world(2):
         model: Any = shard(make_decoder(), FULLSHARD, Run())

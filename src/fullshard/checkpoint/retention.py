@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import secrets
 import warnings
 import weakref
@@ -41,6 +42,7 @@ class TrainingRun:
 
     def __init__(self) -> None:
         self.id = secrets.token_hex(6)
+        self.pid = os.getpid()
         self._loaded: dict[Path, dict[str, int]] = {}
         """By the folder of the checkpoints: earlier runs that this one continues, with the last serial number of each."""
         self._newest: IO[str] | None = None
@@ -64,10 +66,13 @@ class TrainingRun:
         self._newest = manifest
 
     def release(self) -> None:
-        """Unlock the newest manifest: the run has ended."""
-        if self._newest is not None:
+        """Unlock the newest manifest: the run has ended.
+
+        A forked process has the same lock, and must not take it from the one that saves.
+        """
+        if self._newest is not None and self.pid == os.getpid():
             unlock(self._newest)
-            self._newest = None
+        self._newest = None
 
 
 _WRAPPED = (
@@ -84,9 +89,9 @@ _OWN_IDS: set[str] = set()
 
 
 def training_run_of(model: nn.Module) -> TrainingRun:
-    """Return the training run of a model; the first call begins it."""
+    """Return the training run of a model; the first call begins it. A forked process begins its own."""
     model = _unwrapped(model)
-    if model not in _RUNS:
+    if model not in _RUNS or _RUNS[model].pid != os.getpid():
         run = _RUNS[model] = TrainingRun()
         _OWN_IDS.add(run.id)
         weakref.finalize(model, run.release)

@@ -126,6 +126,7 @@ class PendingSave:
         """Start the thread."""
         self._finish = finish
         self._snapshot = snapshot
+        self._pid = os.getpid()
         self._saved: Saved | None = None
         self._error: Exception | None = None
         self._error_was_raised = False
@@ -147,12 +148,22 @@ class PendingSave:
         """Return whether the thread has ended, well or not."""
         return not self._thread.is_alive()
 
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether the thread is here. A process that is forked has a copy of this object, and no thread."""
+        return self._pid == os.getpid()
+
     def wait_for_copies(self) -> None:
         """Let the host wait until parameters and optimizer state may be changed."""
         self._snapshot.wait()
 
     def wait(self, timeout: float | None = None) -> Saved:
         """Wait until the checkpoint is complete, for at most ``timeout`` seconds; raise the thread's error if it had one."""
+        if not self.is_of_this_process:
+            raise CheckpointError(
+                f"Only the process that began a save can wait for it: process {self._pid}. This one, {os.getpid()}, was forked "
+                "from it, and has no thread that saves. Wait in the other process."
+            )
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"The checkpoint was not complete after {timeout} s.")
@@ -180,6 +191,8 @@ _host_memory = HostMemory()
 
 def _finish_previous(rank_group: RankGroup, when_busy: str) -> None:
     pending = _InFlight.save
+    if pending is not None and not pending.is_of_this_process:
+        pending = None  # this process was forked while another one saved, and that one goes on
     if when_busy == "refuse":
         rank_group.on_each(lambda: _refuse_if_busy(pending))
     _InFlight.save = None

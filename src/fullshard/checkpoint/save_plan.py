@@ -81,6 +81,7 @@ class Plan:
     """A checkpoint to be written, as one rank sees it."""
 
     path: Path
+    """Absolute on the first rank, whose path is used: a thread may write after the program has changed its working folder."""
     keep_last: int | None
     run: TrainingRun | None
     """The model's training run, if older checkpoints of it will be removed."""
@@ -107,6 +108,7 @@ class Plan:
 class _LocalContent:
     """What one rank has to save, before it has compared that with other ranks."""
 
+    path: Path
     tensors: list[LocalTensor]
     outline: Outline
     extra: Any
@@ -124,7 +126,7 @@ def make_plan(
 ) -> Plan:
     """Return what will be written, and by which ranks. It is the same on all ranks, or an error on all."""
     own = rank_group.on_each(
-        lambda: _collect(rank_group, model, optimizer, extra, keep_last, ema, base)
+        lambda: _collect(rank_group, path, model, optimizer, extra, keep_last, ema, base)
     )
     outline = _agreed(rank_group, own)
     turns = {key: turn for turn, key in enumerate(sorted(outline.tensors))}
@@ -133,7 +135,7 @@ def make_plan(
         for key, stored in outline.tensors.items()
     }
     return Plan(
-        path=Path(path),
+        path=own.path,
         keep_last=keep_last,
         run=None if keep_last is None else training_run_of(model),
         tensors=tensors,
@@ -147,6 +149,7 @@ def make_plan(
 
 def _collect(
     rank_group: RankGroup,
+    path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizer | None,
     extra: Any,
@@ -191,7 +194,9 @@ def _collect(
         )
     outline = outline_of(tensors, tied, tree, local_state.updated_together)
     # Decoding makes a copy: the caller may change the original before it is written.
-    return _LocalContent(tensors, outline, json_values.decode(encoded))
+    # Only the first rank's path is used, so it need not be one elsewhere.
+    where = Path(os.path.abspath(path) if rank_group.is_first else path)
+    return _LocalContent(where, tensors, outline, json_values.decode(encoded))
 
 
 def _check_trains(
@@ -255,7 +260,7 @@ def write(rank_group: RankGroup, plan: Plan, on_progress: OnProgress | None = No
     def begin() -> tuple[str, bool]:
         nonlocal save
         # All ranks use the first rank's path: others may have another argument or another working folder.
-        save = publication.begin(Path(os.path.abspath(plan.path)))
+        save = publication.begin(plan.path)
         return str(save.folder), (save.path / MANIFEST).exists()
 
     try:

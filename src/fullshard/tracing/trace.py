@@ -70,7 +70,9 @@ def trace(
     """
     if limit < 1:
         raise ConfigurationError(f"limit must be at least 1, got {limit}.")
-    return Recording(model, Path(folder), first_step=first_step, limit=limit)
+    # The file is written later, and the program may change its working folder meanwhile.
+    path = Path(os.path.abspath(folder))
+    return Recording(model, path, first_step=first_step, limit=limit)
 
 
 class Recording:
