@@ -38,7 +38,9 @@ def test_a_process_that_is_forked_during_a_save_saves_by_itself(tmp_path: Path) 
 
         def save() -> None:
             gate.open.set()
-            with pytest.raises(CheckpointError, match=f"that began a save .*process {os.getppid()}"):
+            with pytest.raises(
+                CheckpointError, match=f"that began a save .*process {os.getppid()}"
+            ):
                 pending.wait()
             checkpoint.save(tmp_path / "child", model)
             checkpoint.async_save(tmp_path / "later", model).wait()

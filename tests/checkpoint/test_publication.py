@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -13,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
-from fullshard import CheckpointError
-from fullshard.checkpoint import manifest as manifests, publication, retention
+from fullshard import CheckpointError, checkpoint
+from fullshard.checkpoint import manifest as manifests, publication, retention, save_plan
 from fullshard.checkpoint.manifest import FileRecord, Manifest, file_name
 from fullshard.checkpoint.unfinished_save import unlock
+from tests.helpers.failing_files import FailingFiles
 
 
 def write(path: Path, content: bytes = b"data") -> Manifest:
     """A checkpoint of one file."""
-    serial = publication.next_serial(path)
+    serial = publication.survey(path.parent).next_serial
     save = publication.begin(path)
     (save.folder / file_name(0)).write_bytes(content)
     manifest = Manifest(
@@ -140,6 +143,72 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(e.name for e in (tmp_path / "old").iterdir()) == [manifest.data, "manifest.json"]
 
 
+def test_the_error_of_a_save_is_not_hidden_by_those_of_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fails while a rank writes also fails when the first rank removes what was written."""
+    fails = FailingFiles(tmp_path, lambda call, path: True)
+
+    def write_file(*_: Any, **__: Any) -> None:
+        fails.__enter__()
+        raise OSError(errno.ENOSPC, "The first error")
+
+    monkeypatch.setattr(save_plan, "write_file", write_file)
+    for name in ("new", "old"):
+        with pytest.raises(CheckpointError, match="The first error") as caught:
+            try:
+                checkpoint.save(tmp_path / name, nn.Linear(2, 2))
+            finally:
+                fails.__exit__()
+        assert "Input/output" not in str(caught.value)
+    # What is buffered is written at the end, too, and a full disk has no room for it.
+    save = publication.begin(tmp_path / "full")
+    save._file.write("a manifest")
+    os.dup2(os.open("/dev/full", os.O_WRONLY), save._file.fileno())
+    save.abandon()
+    assert save._file.closed and not (tmp_path / "full").exists()
+
+
+# --- folders of others ---------------------------------------------------------------------------------------------
+
+
+def test_empty_folders_and_modes_of_others_stay_as_they_are(tmp_path: Path) -> None:
+    """A folder that many share has the sticky bit, be it empty or not."""
+    for name in ("empty", "shared", "given", "abandoned"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(0o1777)
+    (tmp_path / "shared" / "theirs").touch()
+    publication.begin(tmp_path / "abandoned").abandon()
+    model = nn.Linear(2, 2)
+    for path in ("step-1", "step-2", "given"):
+        checkpoint.save(tmp_path / path, model, keep_last=1)
+    found = {path.name: path.stat().st_mode & 0o7777 for path in tmp_path.iterdir()}
+    assert found == dict.fromkeys(("abandoned", "empty", "given", "shared"), 0o1777)
+
+
+def test_a_mark_of_an_emptied_folder_is_of_that_folder_only(tmp_path: Path) -> None:
+    for name in ("other", "full", "emptied"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "full" / "theirs").touch()
+
+    def mark(name: str, more: int = 0) -> Path:
+        inode = (tmp_path / name).stat().st_ino + more
+        mark = tmp_path / f".empty-checkpoint-{inode:x}-{name}"
+        mark.mkdir()
+        return mark
+
+    marks = [mark("other", 1), mark("emptied"), mark("full")]
+    (tmp_path / ".new-checkpoint-0123456789ab").mkdir()
+    (tmp_path / ".new-checkpoint-of-mine").mkdir()
+    checkpoint.save(tmp_path / "step-1", nn.Linear(2, 2), keep_last=1)
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(
+        [".new-checkpoint-of-mine", "full", "other", "step-1", marks[2].name]
+    )
+    shutil.rmtree(tmp_path / "full")
+    checkpoint.save(tmp_path / "step-2", nn.Linear(2, 2), keep_last=1)
+    assert not marks[2].exists()
+
+
 def test_a_manifest_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = write(tmp_path / "a")
 
@@ -177,8 +246,11 @@ def test_a_checkpoint_that_is_published_stays_if_only_the_last_flush_fails(
 
 # --- kills --------------------------------------------------------------------------------------------------------
 
-CHANGES = ("open", "os.chmod", "os.mkdir", "os.remove", "os.rename", "os.rmdir")
-"""Audit events that may change a folder."""
+CALLS = (
+    *("open", "os.chmod", "os.mkdir", "os.remove", "os.rename", "os.rmdir"),
+    *("os.listdir", "os.scandir"),
+)
+"""Audit events of calls that list or may change a folder."""
 
 
 def go_on(path: Path) -> None:
@@ -191,27 +263,29 @@ def go_on(path: Path) -> None:
         run.continue_from(newest, manifest.run, manifest.serial)
     save = publication.begin(path)
     (save.folder / file_name(0)).write_bytes(b"data")
-    record = run.record_for(path)
+    beside = publication.survey(path.parent, with_files=False)
+    record = run.record_for(path, beside)
     manifest = Manifest(
         data=save.folder.name, world=1, tensors={}, files={0: FileRecord(4, 0)}, run=record
     )
-    file = publication.publish(save, publication.stamped(path, manifest), keep_lock=True)
-    run.keep_locked(file)
-    retention.remove_old_checkpoints(path, record, 3)
+    manifest = publication.stamped(manifest, beside)
+    run.keep_locked(publication.publish(save, manifest, keep_lock=True))
+    retention.remove_old_checkpoints(path, manifest, 3)
     run.release()
 
 
-def dies_before_change(number: int, path: Path) -> bool:
-    """Save in a process that is killed before it changes something for this time; return whether it was."""
+def dies_before_call(number: int, path: Path) -> bool:
+    """Save in a process that is killed before this call that lists or changes the folder; return whether it was."""
     process = os.fork()
     if process == 0:
-        changes = itertools.count()
+        calls = itertools.count()
 
         def die(event: str, args: tuple[Any, ...]) -> None:
             reads = event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR)
-            if event not in CHANGES or reads or str(path.parent) not in str(args[0]):
+            if event not in CALLS or reads:
                 return
-            if next(changes) == number:
+            where = os.readlink(f"/proc/self/fd/{args[0]}") if type(args[0]) is int else args[0]
+            if str(path.parent) in str(where) and next(calls) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(die)
@@ -232,7 +306,7 @@ def test_nothing_of_a_save_is_left_wherever_it_is_killed(
     for number in itertools.count():
         folder = tmp_path / str(number)
         shutil.copytree(tmp_path / "before", folder)
-        was_killed = dies_before_change(number, folder / "step-3")
+        was_killed = dies_before_call(number, folder / "step-3")
         newest = publication.latest(folder)
         assert newest is not None and newest.name in ("step-2", "step-3")
         go_on(folder / "step-4")
@@ -247,4 +321,4 @@ def test_nothing_of_a_save_is_left_wherever_it_is_killed(
         }
         if not was_killed:
             break
-    assert number > 10
+    assert number > 20

@@ -30,6 +30,8 @@ from fullshard.plan.sharding import Cuts, Sharding
 MANIFEST = "manifest.json"
 FORMAT = "fullshard.checkpoint"
 VERSION = 1
+"""All versions have the entries "format", "serial" and "crc32" with the same meaning: when a fullshard is downgraded and
+upgraded again, each version must number its checkpoints above those of the other."""
 DATA_FOLDER = re.compile(r"data-[0-9a-f]{12}")
 MAX_BYTES = 1 << 30
 """Bytes of a manifest that is read: far more than any has, and no more than fits into memory."""
@@ -217,6 +219,26 @@ def read_bytes(path: Path) -> bytes:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
+def text_in(path: Path) -> bytes | None:
+    """Return the text of the manifest in the folder ``path``, or None if it is certain that there is none.
+
+    Raises:
+        OSError: there may be one, which cannot be read.
+    """
+    try:
+        return content_of(path / MANIFEST, max_bytes=MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def serial_in(text: bytes) -> int:
+    """Return the serial number in a manifest of any version, or 0 if it is damaged: see `VERSION`."""
+    try:
+        return _count(_parts(text, any_version=True)["serial"], "serial")
+    except _FAULTS:
+        return 0
+
+
 def parse(text: bytes, path: Path) -> Manifest:
     """Return the manifest that a text has, after checking everything that can be checked without the files."""
     file = path / MANIFEST
@@ -233,14 +255,14 @@ _FAULTS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, Ove
 """Errors that may be raised when a file is not a valid manifest."""
 
 
-def _parts(text: bytes) -> dict[str, Any]:
+def _parts(text: bytes, *, any_version: bool = False) -> dict[str, Any]:
     """Return the entries of a manifest, after checking format, version and checksum."""
     parts = json.loads(
         text, object_pairs_hook=json_values.without_repetition, parse_constant=_refuse
     )
     if not isinstance(parts, dict) or parts.get("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
-    if parts.get("version") != VERSION:
+    if parts.get("version") != VERSION and not any_version:
         raise ValueError(f"this fullshard reads version {VERSION}, not {parts.get('version')!r}")
     if parts.pop("crc32", None) != _checksum(parts):
         raise ValueError("its checksum is wrong, so it was changed after it was written")

@@ -14,7 +14,9 @@ Other things beside a checkpoint may be unreadable, and may come and go at any t
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import time
 import warnings
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -29,6 +31,8 @@ from fullshard.checkpoint.manifest import MANIFEST, Manifest, file_name
 from fullshard.checkpoint.unfinished_save import (
     MAX_TRIES,
     UnfinishedSave,
+    data_in_use,
+    emptying,
     folder_entries,
     manifest_lock,
     remove_leftovers,
@@ -64,31 +68,15 @@ def file_system_time(path: Path) -> float:
         return 0.0
 
 
-def stamped(path: Path, manifest: Manifest) -> Manifest:
-    """Return a manifest with the time, the versions, and a serial number above those of all checkpoints beside ``path``."""
+def stamped(manifest: Manifest, beside: Survey) -> Manifest:
+    """Return a manifest with the time, the versions, and a serial number above those of the checkpoints beside it."""
     return replace(
         manifest,
-        serial=next_serial(path),
+        serial=beside.next_serial,
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         fullshard=__version__,
         torch=torch.__version__,
     )
-
-
-def next_serial(path: Path) -> int:
-    """Return a serial number above those of all checkpoints beside ``path``, and of the one at ``path``."""
-    serials = [manifest.serial for manifest in manifests_in(path.absolute().parent).values()]
-    return max(serials, default=0) + 1
-
-
-def manifests_in(folder: Path) -> dict[Path, Manifest]:
-    """Return the manifests of all checkpoints in a folder that can be read, by the path of the checkpoint."""
-    found = {}
-    with contextlib.suppress(OSError):  # a folder may be writable and not readable
-        for name in folder_entries(folder):
-            with contextlib.suppress(CheckpointError):
-                found[folder / name] = manifests.read(folder / name)
-    return found
 
 
 def remove(path: Path, manifest: Manifest, now: float) -> None:
@@ -102,19 +90,27 @@ def remove(path: Path, manifest: Manifest, now: float) -> None:
     Raises:
         OSError: it cannot be removed.
     """
-    with manifest_lock(path):
-        try:
-            if manifests.read(path).data != manifest.data:
-                return
-        except CheckpointError:
-            return  # another process has removed it
-        (path / MANIFEST).unlink()
-    with contextlib.suppress(FileNotFoundError):  # another process has removed the rest
-        flush(path)
-    remove_leftovers(path, now)
+    with emptying(path):
+        with manifest_lock(path):
+            if data_in_use(path) != manifest.data:
+                return  # another process has removed or replaced it
+            (path / MANIFEST).unlink()
+        with contextlib.suppress(FileNotFoundError):  # another process has removed the rest
+            flush(path)
+        remove_leftovers(path, now)
 
 
 # --- finding checkpoints -----------------------------------------------------------------------------------
+
+
+TRIES = 3
+"""How often a folder is searched if something in it cannot be read for a reason that may pass."""
+
+_LASTING = (
+    *(errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EISDIR, errno.EINVAL, errno.EFBIG, errno.ENXIO),
+)
+"""Errors that say what a file is, or whose. All others (EIO, ESTALE, ETIMEDOUT) may pass: the file may be good."""
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -125,94 +121,119 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     file is missing or cut short. Other processes may save in the folder at the same time.
 
     Raises:
-        CheckpointError: the folder itself cannot be listed.
+        CheckpointError: the folder itself cannot be listed; or no checkpoint is complete, and one cannot be read for a
+            reason that may pass.
     """
-    scan = _settled_scan(Path(folder))
-    for path, fault in scan.faults.items():
+    found = survey(Path(folder))
+    if found.unlisted is not None:
+        raise CheckpointError(f"{folder} cannot be searched for checkpoints: {found.unlisted}")
+    if found.unsettled and not found.complete:
+        raise CheckpointError(
+            f"{folder} has no complete checkpoint, as far as can be seen; these cannot be read now:\n  "
+            + "\n  ".join(f"{path}: {found.faults[path]}" for path in sorted(found.unsettled))
+            + "\nTry again. If they are damaged for good, move them away."
+        )
+    for path, fault in found.faults.items():
         warnings.warn(f"{path} is skipped: {fault}", stacklevel=2)
-    return max(scan.serials)[1] if scan.serials else None
+    return max(found.serials)[1] if found.serials else None
 
 
-def _settled_scan(folder: Path) -> _Scan:
-    """Scan a folder again and again until nothing changed during a scan."""
+def survey(folder: Path, *, with_files: bool = True) -> Survey:
+    """Search a folder again and again until nothing changed meanwhile, and, a few times, until all could be read.
+
+    Without ``with_files`` a checkpoint is taken for complete if it has a manifest.
+    """
     before = None
-    for _ in range(MAX_TRIES):
-        try:
-            scan = _Scan(folder)
-        except OSError as error:
-            raise CheckpointError(
-                f"{folder} cannot be searched for checkpoints: {error}"
-            ) from error
+    for turn in range(MAX_TRIES):
+        found = Survey(folder, with_files=with_files)
         # A writer may publish a checkpoint where this scan has been, then remove the one it comes to next. So an empty
         # result counts only if two scans saw the same.
-        if scan.is_settled and (scan.complete or scan.seen == before):
+        is_settled = not found.has_changed and (found.complete or found.seen == before)
+        if is_settled and (turn + 1 >= TRIES or found.is_certain):
             break
-        before = scan.seen
-    return scan
+        before = found.seen
+    return found
 
 
-class _Scan:
+class Survey:
     """What one pass over a folder found, while other processes may change it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, with_files: bool) -> None:
+        self._with_files = with_files
+        self.manifests: dict[Path, Manifest] = {}
+        """By the path of the checkpoint; files may be missing."""
         self.complete: dict[Path, Manifest] = {}
+        """The checkpoints of which all files are there."""
         self.faults: dict[Path, str] = {}
+        """Why other entries are not complete checkpoints, although they may look like some."""
+        self.unsettled: set[Path] = set()
+        """Those of which nothing is known, because an error may pass."""
+        self.unlisted: OSError | None = None
+        """Why the folder cannot be listed."""
         self.seen: dict[str, bytes | None] = {}
         """The text of each manifest by the name of its folder; None where there is none."""
-        self.is_settled = True
-        """Whether nothing was replaced or removed during the pass."""
-        for name in folder_entries(folder):
-            self._add(folder / name)
+        self.has_changed = False
+        """Whether something was replaced or removed during the pass."""
+        self._highest_serial = 0
+        try:
+            for name in folder_entries(folder):
+                self._add(folder / name)
+        except OSError as error:
+            self.unlisted = error
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether no error hides a checkpoint. Without that, nothing may be removed."""
+        return self.unlisted is None and not self.unsettled
 
     @property
     def serials(self) -> list[tuple[int, Path]]:
         """Serial numbers of the complete checkpoints, with their paths."""
         return [(manifest.serial, path) for path, manifest in self.complete.items()]
 
+    @property
+    def next_serial(self) -> int:
+        """A serial number above all others in the folder.
+
+        If an error hides some of them, it is the time in microseconds: far above all that were counted, and above all
+        that were such times.
+        """
+        least = 1 if self.is_certain else time.time_ns() // 1000
+        return max(self._highest_serial + 1, least)
+
     def _add(self, path: Path) -> None:
         text = None
         try:
-            text = _text_of_manifest(path)
+            text = manifests.text_in(path)
             if text is not None:
-                manifest = manifests.parse(text, path)
-                lost = [
-                    str(file)
-                    for rank, record in manifest.files.items()
-                    if not _has_length(
-                        file := path / manifest.data / file_name(rank), record.nbytes
-                    )
-                ]
-                if lost:
-                    raise CheckpointError(f"missing or cut short: {lost[:5]}")
+                self._highest_serial = max(self._highest_serial, manifests.serial_in(text))
+                self.manifests[path] = manifest = manifests.parse(text, path)
+                if self._with_files:
+                    _raise_if_incomplete(path, manifest)
                 self.complete[path] = manifest
         except (OSError, CheckpointError) as error:
-            with contextlib.suppress(OSError, CheckpointError):
-                if _text_of_manifest(path) != text:
-                    self.is_settled = False
+            with contextlib.suppress(OSError):
+                if manifests.text_in(path) != text:
+                    self.has_changed = True
                     return
+            if isinstance(error, OSError) and error.errno not in _LASTING:
+                self.unsettled.add(path)
             self.faults[path] = str(error)
         self.seen[path.name] = text
 
 
-def _text_of_manifest(path: Path) -> bytes | None:
-    """Return the manifest's text, or None if there is none. Raise if it cannot be read, or if that cannot be known."""
-    try:
-        (path / MANIFEST).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return manifests.read_bytes(path)
-
-
-def complete_checkpoints(folder: Path) -> dict[Path, Manifest]:
-    """Return the complete checkpoints in a folder that can be read; none if the folder cannot be listed."""
-    try:
-        return _Scan(folder).complete
-    except OSError:
-        return {}
+def _raise_if_incomplete(path: Path, manifest: Manifest) -> None:
+    lost = [
+        str(file)
+        for rank, record in manifest.files.items()
+        if not _has_length(file := path / manifest.data / file_name(rank), record.nbytes)
+    ]
+    if lost:
+        raise CheckpointError(f"missing or cut short: {lost[:5]}")
 
 
 def _has_length(file: Path, nbytes: int) -> bool:
     try:
         return file.stat().st_size == nbytes
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False

@@ -13,7 +13,6 @@ its process has locked the manifest of its newest checkpoint (see `unfinished_sa
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import secrets
@@ -27,13 +26,9 @@ from torch import nn
 
 from fullshard import torch_border
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, RunRecord
-from fullshard.checkpoint.publication import (
-    complete_checkpoints,
-    file_system_time,
-    manifests_in,
-    remove,
-)
-from fullshard.checkpoint.unfinished_save import folder_entries, is_locked, remove_leftovers, unlock
+from fullshard.checkpoint.publication import Survey, file_system_time, remove, survey
+from fullshard.checkpoint.unfinished_save import is_locked, remove_all_leftovers, unlock
+from fullshard.errors import CheckpointError
 from fullshard.plan.names import FSDP_WRAPPED_MODULE
 
 
@@ -52,11 +47,11 @@ class TrainingRun:
         """Continue the run of the checkpoint at ``path``, an absolute path, that the model was loaded from."""
         self._loaded[path.parent.resolve()] = {**record.before, record.run: serial}
 
-    def record_for(self, path: Path) -> RunRecord:
+    def record_for(self, path: Path, beside: Survey) -> RunRecord:
         """Return what a checkpoint at ``path`` says of this run. Earlier runs without checkpoints are left out."""
         loaded = self._loaded.get(path.parent.resolve(), {})
-        beside = manifests_in(path.parent).values() if loaded else ()
-        left = {found.run.run for found in beside if found.run is not None}
+        found = {each.run.run for each in beside.manifests.values() if each.run is not None}
+        left = found if beside.is_certain else loaded.keys()
         before = {run: serial for run, serial in loaded.items() if run in left and run != self.id}
         return RunRecord(self.id, path.name, before)
 
@@ -116,31 +111,48 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 # --- removal -----------------------------------------------------------------------------------------------
 
 
-def remove_old_checkpoints(path: Path, record: RunRecord, keep: int) -> None:
-    """Remove the run's checkpoints beside the one just written to ``path``, except the newest ``keep``.
+def remove_old_checkpoints(path: Path, manifest: Manifest, keep: int) -> None:
+    """Remove the run's checkpoints beside the one just written to ``path``, except the newest ``keep``, of which it is one.
 
-    Leftovers of dead writers are removed, too. A checkpoint that cannot be removed stays, with a warning.
+    Leftovers of dead writers are removed, too. A checkpoint that cannot be removed stays, with a warning. If an error
+    hides a checkpoint, all stay: it may be one by which another run shows that it is alive.
     """
     folder, now = path.parent, file_system_time(path)
-    found = complete_checkpoints(folder)
-    living = {run for run in record.before if _is_alive(run, found)}
-    old = sorted(
-        (manifest.serial, each)
-        for each, manifest in found.items()
-        if manifest.run is not None
-        and manifest.run.name == each.name
-        and manifest.run.run not in living
-        and manifest.serial
-        <= {**record.before, record.run: manifest.serial}.get(manifest.run.run, -1)
-    )[:-keep]
-    for _, each in old:
+    found = survey(folder)
+    if not found.is_certain:
+        reasons = [f"{each}: {found.faults[each]}" for each in sorted(found.unsettled)]
+        warnings.warn(
+            f"No old checkpoint in {folder} is removed, because it is not certain which are there: "
+            f"{'; '.join(reasons) or found.unlisted}",
+            stacklevel=2,
+        )
+        return
+    for each in _old_checkpoints(path, manifest, keep, found):
         try:
-            remove(each, found[each], now)
-        except OSError as error:
+            remove(each, found.complete[each], now)
+        except (OSError, CheckpointError) as error:
             warnings.warn(f"An old checkpoint cannot be removed, and stays: {error}", stacklevel=2)
-    with contextlib.suppress(OSError):
-        for name in folder_entries(folder):
-            remove_leftovers(folder / name, now)
+    remove_all_leftovers(folder, now)
+
+
+def _old_checkpoints(path: Path, manifest: Manifest, keep: int, found: Survey) -> list[Path]:
+    """Return the run's older checkpoints, the oldest first, without the newest ``keep - 1`` of them."""
+    record = manifest.run
+    assert record is not None, "it was saved with keep_last"
+    living = {run for run in record.before if _is_alive(run, found.manifests)}
+    limits = {**record.before, record.run: manifest.serial}
+    older = sorted(
+        (each.serial, place)
+        for place, each in found.complete.items()
+        if place != path
+        and each.run is not None
+        and each.run.name == place.name
+        and each.run.run not in living
+        and each.serial <= limits.get(each.run.run, -1)
+    )
+    newer = [manifest.serial, *(serial for serial, _ in reversed(older))][keep - 1 : keep]
+    # Of equal numbers it is not certain which is older.
+    return [place for serial, place in older if newer and serial < newer[0]]
 
 
 def _is_alive(run: str, found: Mapping[Path, Manifest]) -> bool:

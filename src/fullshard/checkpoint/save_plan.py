@@ -21,17 +21,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fullshard.checkpoint import json_values, publication
+from fullshard.checkpoint import json_values, manifest as manifests, publication
 from fullshard.checkpoint.agreement import Outline, agreed, outline_of, parts_to_write
 from fullshard.checkpoint.base_weights import Base
 from fullshard.checkpoint.local_state import LocalModelState, LocalTensor
-from fullshard.checkpoint.manifest import (
-    MANIFEST,
-    FileRecord,
-    Manifest,
-    StoredTensor,
-    file_name,
-)
+from fullshard.checkpoint.manifest import FileRecord, Manifest, StoredTensor, file_name
 from fullshard.checkpoint.optimizer_local_state import optimizer_tree
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.retention import TrainingRun, remove_old_checkpoints, training_run_of
@@ -261,7 +255,7 @@ def write(rank_group: RankGroup, plan: Plan, on_progress: OnProgress | None = No
         nonlocal save
         # All ranks use the first rank's path: others may have another argument or another working folder.
         save = publication.begin(plan.path)
-        return str(save.folder), (save.path / MANIFEST).exists()
+        return str(save.folder), manifests.text_in(save.path) is not None
 
     try:
         begun, replaces = rank_group.on_first(begin)
@@ -274,8 +268,11 @@ def write(rank_group: RankGroup, plan: Plan, on_progress: OnProgress | None = No
         thorough = replaces or plan.run is not None
         rank_group.on_each(lambda: _read_back(rank_group, folder.parent, manifest, thorough))
         rank_group.on_first(lambda: None if save is None else _publish(save, plan, manifest))
-    except FullshardError:  # the same on all ranks
-        rank_group.on_first(lambda: None if save is None else save.abandon())
+    except FullshardError as error:  # the same on all ranks
+        try:
+            rank_group.on_first(lambda: None if save is None else save.abandon())
+        except Exception as another:  # of the exchange: it must not hide the first one
+            raise error from another
         raise
     except BaseException:  # other ranks may not answer any more, so do not communicate
         if save is not None:
@@ -354,10 +351,11 @@ def _read_back(rank_group: RankGroup, path: Path, manifest: Manifest, thorough: 
 
 def _publish(save: UnfinishedSave, plan: Plan, manifest: Manifest) -> None:
     run = plan.run
-    record = None if run is None else run.record_for(save.path)
-    manifest = publication.stamped(save.path, replace(manifest, run=record))
-    if run is None or record is None or plan.keep_last is None:
+    beside = publication.survey(save.path.parent, with_files=False)
+    record = None if run is None else run.record_for(save.path, beside)
+    manifest = publication.stamped(replace(manifest, run=record), beside)
+    if run is None or plan.keep_last is None:
         publication.publish(save, manifest)
         return
     run.keep_locked(publication.publish(save, manifest, keep_lock=True))
-    remove_old_checkpoints(save.path, record, plan.keep_last)
+    remove_old_checkpoints(save.path, manifest, plan.keep_last)

@@ -16,16 +16,20 @@ Writers, cleaners and readers do not wait for each other. This order keeps them 
 The rename comes before the unlock. So a cleaner that finds no lock finds this manifest, or a later one.
 
 [Note: empty folders]
-The folder of a checkpoint is empty for a moment when it has just been made, and before it is removed. A process that is
-killed then leaves an empty folder, and an empty folder may as well be the user's. So ours is marked in these moments,
-with the sticky bit: `mkdir` sets it in the same step, and nobody else sets it on an empty folder. A cleaner removes
-marked empty folders; a writer whose folder is removed in that moment makes it again. Where the file system has no such
-bit, an empty folder stays.
+An empty folder may be the user's, and is left alone. So a process that is killed must not leave an empty folder of ours
+without a sign of it:
+
+    parent/.new-checkpoint-<id>/             a new folder, until it has its first file; then it gets its own name
+    parent/.empty-checkpoint-<inode>-<name>  made before the folder of this name and inode is emptied and removed
+
+A cleaner removes these, and the empty folder that the latter names. A writer whose new folder is removed in that moment
+makes another one. The modes of folders are never changed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -33,7 +37,6 @@ import platform
 import re
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -50,6 +53,11 @@ PATIENCE_S = 3600.0
 MAX_TRIES = 100
 """How often to try again when other processes change the same folder."""
 
+_CHANGED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT)
+"""Errors of a writer where another process has made or removed the folder."""
+
+_NEW_FOLDER = re.compile(r"\.new-checkpoint-[0-9a-f]{12}")
+_EMPTY_FOLDER = re.compile(r"\.empty-checkpoint-([0-9a-f]+)-(.+)", re.DOTALL)
 _UNFINISHED_MANIFEST = re.compile(re.escape(MANIFEST) + r"\.([0-9a-f]{12})\.tmp")
 _NAMES_WITH_ID = re.compile(rf"(?:data-|{re.escape(MANIFEST)}\.)([0-9a-f]{{12}})(?:\.tmp)?")
 
@@ -70,9 +78,11 @@ class UnfinishedSave:
         self._is_published = False
         try:
             _refuse_other_folders(path)
-            self._file, self.folder = _claim(path)
+            id_, self._file, self._is_new_folder = _claim(path)
         except OSError as error:
             raise CheckpointError(f"No checkpoint can be written to {path}: {error}") from error
+        self.folder = path / f"data-{id_}"
+        self._unfinished = _unfinished(path, id_)
 
     def publish(self, manifest: Manifest) -> IO[str]:
         """Make ``manifest`` the checkpoint's manifest. Its data must be complete and flushed.
@@ -99,52 +109,75 @@ class UnfinishedSave:
         return self._file
 
     def _rename(self) -> None:
-        unfinished = Path(self._file.name)
         try:
-            rename_into_place(unfinished, self.path / MANIFEST, durable=True)
+            rename_into_place(self._unfinished, self.path / MANIFEST, durable=True)
         finally:
             # The rename may have worked and the flush after it failed. In doubt keep the data: a later save removes
             # what no manifest names.
-            self._is_published = not os.path.exists(unfinished)
+            self._is_published = not os.path.exists(self._unfinished)
 
     def abandon(self) -> None:
-        """Remove the data, and the folder if it is empty then. A published checkpoint stays."""
+        """Remove the data, and the folder if this save has made it and nothing else is in it. A published checkpoint stays.
+
+        What cannot be removed stays, without an error: the caller raises the one that ended the save.
+        """
         if not self._is_published:
-            if not (self.path / MANIFEST).exists():
-                _mark(self.path)
-            shutil.rmtree(self.folder, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                os.unlink(self._file.name)
+            with emptying(self.path) if self._is_new_folder else contextlib.nullcontext():
+                _discard(self._file, self._unfinished, self.folder)
         unlock(self._file)
-        _remove_if_empty(self.path)
 
 
-def _claim(path: Path) -> tuple[IO[str], Path]:
-    """Make and lock the file of a new save, then make the folder for its data."""
+def _claim(path: Path) -> tuple[str, IO[str], bool]:
+    """Make and lock the file of a new save, then make the folder for its data.
+
+    Returns:
+        The save's id, its file, and whether the folder ``path`` was made for it.
+    """
     for _ in range(MAX_TRIES):
-        name = _machine() + secrets.token_hex(3)
+        id_ = _machine() + secrets.token_hex(3)
+        is_new = not os.path.lexists(path)
+        place = path.parent / f".new-checkpoint-{id_}" if is_new else path
         try:
-            _make_folder(path)
-            file = (path / f"{MANIFEST}.{name}.tmp").open("x+")
+            if is_new:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                place.mkdir()
+            file = _unfinished(place, id_).open("x+")
         except (FileExistsError, FileNotFoundError):
-            if path.exists() and not path.is_dir():
+            if not is_new and path.exists() and not path.is_dir():
                 raise
             continue  # a cleaner removed the folder while it was empty; or the name is taken
+        except OSError:
+            if is_new:
+                _remove_if_empty(place)
+            raise
         try:
             # Before it was locked, a cleaner may have taken the file for a dead writer's.
             if _lock(file) is not False and _is_there(file):
-                (path / f"data-{name}").mkdir()
-                _unmark(path)
-                return file, path / f"data-{name}"
-        except FileExistsError:
-            os.unlink(file.name)
-        except BaseException:
-            file.close()
-            raise
-        file.close()
+                (place / f"data-{id_}").mkdir()
+                if is_new:
+                    place.rename(
+                        path
+                    )  # fails if another writer has made the folder, and has something in it
+                return id_, file, is_new
+        except BaseException as error:
+            _discard(file, _unfinished(place, id_), place / f"data-{id_}")
+            if not isinstance(error, OSError) or error.errno not in _CHANGED:
+                raise
+        finally:
+            if is_new:
+                _remove_if_empty(place)
+        unlock(file)
     raise CheckpointError(
         f"No checkpoint can be written to {path}: other processes keep removing the folder. Choose another folder."
     )
+
+
+def _discard(file: IO[str], unfinished: Path, data: Path) -> None:
+    """Remove what a writer has begun, as far as that is possible."""
+    shutil.rmtree(data, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        unfinished.unlink()
+    unlock(file)
 
 
 def _refuse_other_folders(path: Path) -> None:
@@ -159,82 +192,81 @@ def _refuse_other_folders(path: Path) -> None:
 # --- leftovers of dead writers -----------------------------------------------------------------------------
 
 
+def remove_all_leftovers(folder: Path, now: float) -> None:
+    """Remove what dead writers have left in and beside the checkpoints in a folder; ``now`` as in `remove_leftovers`."""
+    with contextlib.suppress(OSError):
+        for name in folder_entries(folder):
+            if mark := _EMPTY_FOLDER.fullmatch(name):
+                _remove_marked(folder / name, folder / mark[2], int(mark[1], 16))
+                continue
+            remove_leftovers(folder / name, now)
+            if _NEW_FOLDER.fullmatch(name):
+                _remove_if_empty(folder / name)
+
+
 def remove_leftovers(path: Path, now: float) -> None:
     """Remove data that no manifest names and no running save writes. Remove the folder if that leaves it empty.
-
-    A folder that is empty already is removed if it is marked as ours.
 
     Args:
         path: The folder of a checkpoint or of a killed save. Other folders are left alone.
         now: The time by the file system's clock.
     """
-    try:
+    # What cannot be read or removed is left alone.
+    with contextlib.suppress(OSError, CheckpointError):
         names = folder_entries(path)
-        if not all(_is_ours(path / name) for name in names):
+        ids = {found[1] for name in names if (found := _NAMES_WITH_ID.fullmatch(name))}
+        if not ids or not all(_is_ours(path / name) for name in names):
             return
-        if not names:
-            if _is_marked(path):
-                _remove_if_empty(path)
-            return
-        if MANIFEST not in names:
-            _mark(path)
-        for id_ in {found[1] for name in names if (found := _NAMES_WITH_ID.fullmatch(name))}:
-            with _writer_ended(path, id_, now) as has_ended:
-                # The manifest must be read after the lock was seen: see the order above.
-                if has_ended and data_in_use(path) != f"data-{id_}":
-                    shutil.rmtree(path / f"data-{id_}", ignore_errors=True)
-                    _unfinished(path, id_).unlink(missing_ok=True)
+        with emptying(path) if MANIFEST not in names else contextlib.nullcontext():
+            for id_ in ids:
+                with _writer_ended(path, id_, now) as has_ended:
+                    # The manifest must be read after the lock was seen: see the order above.
+                    if has_ended and data_in_use(path) != f"data-{id_}":
+                        shutil.rmtree(path / f"data-{id_}", ignore_errors=True)
+                        _unfinished(path, id_).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def emptying(path: Path) -> Iterator[None]:
+    """Remove the folder after the block if it is empty then. A process that dies leaves a mark: [Note: empty folders]."""
+    mark = None
+    with contextlib.suppress(
+        OSError
+    ):  # the folder is gone, or beside it nothing can be written, or its name is too long
+        mark = path.parent / f".empty-checkpoint-{path.stat().st_ino:x}-{path.name}"
+        mark.mkdir()
+    try:
+        yield
+    finally:
         _remove_if_empty(path)
-    except (OSError, CheckpointError):
-        # Something in the folder cannot be read or removed: leave it alone.
-        _unmark(path)
+        if mark is not None:
+            _remove_if_empty(mark)
 
 
-def _make_folder(path: Path) -> None:
-    """Make a folder that is marked until it has something in it, unless there is one: [Note: empty folders]."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(0o1777, exist_ok=True)
+def _remove_marked(mark: Path, path: Path, inode: int) -> None:
+    """Remove the folder that a process was emptying when it died, if it is empty and still the same; then the mark."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_ino == inode:
+            _remove_if_empty(path)
+            if path.is_dir() and not (path / MANIFEST).exists():
+                return  # it is not empty yet
+    _remove_if_empty(mark)
 
 
 def _remove_if_empty(path: Path) -> None:
-    try:
+    with contextlib.suppress(OSError):  # it is not empty: a save has begun in it
         path.rmdir()
-    except OSError:  # it is not empty: a save has begun in it
-        _unmark(path)
-
-
-def _mark(path: Path) -> None:
-    with contextlib.suppress(OSError):  # it is gone, or another user's
-        path.chmod(stat.S_IMODE(path.stat().st_mode) | stat.S_ISVTX)
-
-
-def _unmark(path: Path) -> None:
-    if _is_marked(path):
-        with contextlib.suppress(OSError):
-            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~stat.S_ISVTX)
-
-
-def _is_marked(path: Path) -> bool:
-    try:
-        return bool(path.stat().st_mode & stat.S_ISVTX)
-    except OSError:
-        return False
 
 
 def data_in_use(path: Path) -> str | None:
     """Return the data folder that the manifest names, or None if there is no manifest.
 
     Raises:
-        CheckpointError: the manifest cannot be read.
+        OSError: there may be a manifest, which cannot be read now.
+        CheckpointError: the manifest is damaged.
     """
-    if not (path / MANIFEST).exists():
-        return None
-    try:
-        return manifests.read(path).data
-    except CheckpointError:
-        if not (path / MANIFEST).exists():
-            return None
-        raise
+    text = manifests.text_in(path)
+    return None if text is None else manifests.parse(text, path).data
 
 
 @contextlib.contextmanager
@@ -310,7 +342,10 @@ def unlock(file: IO[str]) -> None:
     if not file.closed:
         with contextlib.suppress(OSError):
             fcntl.flock(file.fileno(), fcntl.LOCK_UN)
-        file.close()
+        with contextlib.suppress(
+            OSError
+        ):  # what is not written yet cannot be: the disk is full, and the save has failed
+            file.close()
 
 
 def _lock(file: IO[str]) -> bool | None:
