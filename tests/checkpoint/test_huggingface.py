@@ -6,9 +6,14 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import itertools
 import json
 import os
+import shutil
+import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,7 @@ from fullshard.checkpoint.source import TensorInfo
 from fullshard.checkpoint.torch_files import TorchFile
 from fullshard.plan.blocks import Block, whole
 from tests.helpers.compare import assert_equal
+from tests.helpers.failing_files import FailingFiles, Nth
 
 ONE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -374,7 +380,7 @@ def test_a_reader_sees_the_old_folder_or_the_new_one(
     write_huggingface(source, path, overwrite=True)
     look()
     new = list(load_file(path / ONE))
-    assert seen == [["old"]] * 5 + ([new] if exchanges else [["old"], None, new])
+    assert seen == [["old"]] * 6 + ([new] if exchanges else [["old"], ["old"], None, new])
     assert "old" not in new
 
 
@@ -420,6 +426,155 @@ def test_something_that_came_into_the_folder_meanwhile_is_not_lost(
     with pytest.raises(CheckpointError, match="not empty"):
         write_huggingface(source, path)
     assert (path / ONE).read_text() == "of another process"
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_what_others_write_while_weights_are_replaced_stays(
+    links: bool,
+    exchanges: bool,
+    source: TorchFile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = folder_of({ONE: {"old": torch.ones(2)}}, tmp_path / "model")
+    (path / "logs").mkdir()
+    for name in ("notes", "logs/1", "gone", "state"):
+        (path / name).write_text("first")
+    (path / "link").symlink_to("nowhere")
+    log = (path / "logs" / "1").open("a")
+    exchange = replacement._exchange
+
+    def exchanging(one: Path, other: Path) -> bool:
+        """Another process writes between the linking of files and the exchange, and goes on in the folder it knows."""
+        log.write("+ second")
+        log.flush()
+        (path / "notes.tmp").write_text("second")
+        (path / "notes.tmp").rename(path / "notes")
+        (path / "state").write_text("second")
+        (path / "logs" / "2").write_text("new")
+        (path / "more" / "below").mkdir(parents=True)
+        (path / "more" / "below" / "file").write_text("new")
+        monkeypatch.chdir(path)
+        done = exchanges and exchange(one, other)
+        if done:
+            Path("late").write_text("new")
+            (path / "gone").unlink()
+        return done
+
+    def no_links(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(replacement, "_exchange", exchanging)
+    write_huggingface(source, path, overwrite=True)
+    monkeypatch.chdir(tmp_path)
+    log.close()
+    found = {str(file.relative_to(path)): file for file in path.rglob("*") if file.is_file()}
+    assert_equal(load_file(found.pop(ONE)), weights())
+    assert {name: file.read_text() for name, file in found.items()} == {
+        "notes": "second",
+        "state": "second",
+        "logs/1": "first+ second",
+        "logs/2": "new",
+        "more/below/file": "new",
+        **({"late": "new"} if exchanges else {"gone": "first"}),
+    }
+    assert (path / "link").is_symlink()
+    assert folder_entries(tmp_path) == ["model", "source.pt"]
+
+
+def killed_at(fault: Nth, folder: Path, write: Callable[[], None]) -> bool:
+    """Write in a process that is killed where ``fault`` says; return whether it was."""
+
+    def kill(call: str, path: Path) -> bool:
+        if fault(call, path):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
+
+    process = os.fork()
+    if process == 0:
+        try:
+            with FailingFiles(folder, kill):
+                write()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("how", ["fails", "kills"])
+@pytest.mark.filterwarnings("ignore:.*is complete, but files", "ignore:.*fork:DeprecationWarning")
+def test_whichever_call_fails_or_kills_the_folder_is_the_old_or_the_new_one(
+    how: str, source: TorchFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    for number in itertools.count():
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        path = folder_of({ONE: {"old": torch.ones(2)}}, folder / "model")
+        (path / "notes").write_text("kept")
+        fault, was_written = Nth(number), True
+        write = partial(write_huggingface, source, path, overwrite=True)
+        if how == "kills":
+            was_written = went_through = not killed_at(fault, folder, write)
+        else:
+            with FailingFiles(folder, fault):
+                try:
+                    write()
+                except CheckpointError:
+                    was_written = False
+            went_through = fault.site is None
+        found = load_file(path / ONE)
+        assert "old" not in found or not was_written, (number, fault.site)
+        assert_equal(found, {"old": torch.ones(2)} if "old" in found else weights())
+        assert (path / "notes").read_text() == "kept", (number, fault.site)
+        write_huggingface(source, path, overwrite=True)
+        assert folder_entries(path) == [ONE, "notes"]
+        shutil.rmtree(folder)
+        if went_through:
+            break
+    assert number > 20
+
+
+def test_what_cannot_be_moved_out_of_the_old_folder_is_left_and_said(
+    source: TorchFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder_of({ONE: {"old": torch.ones(2)}}, tmp_path / "model")
+    exchange = replacement._exchange
+
+    def exchanging(one: Path, other: Path) -> bool:
+        (path / "theirs").write_text("new")
+        return exchange(one, other)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(replacement, "_exchange", exchanging)
+    monkeypatch.setattr(replacement, "_remove_or_move", refuse)
+    with pytest.warns(
+        UserWarning, match=r"model is complete, but files .* left in .*/old: .*Input"
+    ):
+        write_huggingface(source, path, overwrite=True)
+    assert_equal(load_file(path / ONE), weights())
+    (left,) = tmp_path.glob(".model.*.tmp/old/theirs")
+    assert left.read_text() == "new"
+
+
+def test_a_mounted_file_system_is_refused_before_any_work(
+    source: TorchFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "read", lambda *_: pytest.fail("the work has begun"))
+    with pytest.raises(
+        CheckpointError, match=r"/proc is replaced .* at these points one is: /proc"
+    ):
+        write_huggingface(source, "/proc", overwrite=True)
+    path = folder_of({ONE: {"old": torch.ones(2)}}, tmp_path / "model")
+    for below in (path, path / "volume"):
+        monkeypatch.setattr(replacement, "_mount_points", lambda point=below: [point])
+        with pytest.raises(CheckpointError, match="no file system may be mounted there or below"):
+            write_huggingface(source, path, overwrite=True)
+    assert folder_entries(path) == [ONE] and folder_entries(tmp_path) == ["model", "source.pt"]
 
 
 def test_damage_and_wrong_options_are_said_before_anything_is_written(

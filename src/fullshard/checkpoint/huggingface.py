@@ -235,7 +235,8 @@ def write_huggingface(
         max_file_bytes: Larger models are written as several files with an index. A larger tensor gets its own file.
         dtype: Dtype of floating-point weights in the folder; None for those of the checkpoint.
         rename: From names in the checkpoint to names in the folder.
-        overwrite: Whether to replace weights that the folder has. Its other files stay.
+        overwrite: Whether to replace weights that the folder has. Its other files stay, also those that other processes write
+            meanwhile.
         process_group: The ranks that write together, to one file system; all by default.
 
     Raises:
@@ -273,7 +274,8 @@ def save_huggingface(
         max_file_bytes: Larger models are written as several files with an index. A larger tensor gets its own file.
         dtype: Dtype of floating-point weights in the folder; None for those of the model.
         rename: From names in the model to names in the folder, or None for a weight to leave out.
-        overwrite: Whether to replace weights that the folder has. Its other files stay.
+        overwrite: Whether to replace weights that the folder has. Its other files stay, also those that other processes write
+            meanwhile.
         process_group: The ranks that hold the model; all by default.
 
     Raises:
@@ -443,7 +445,7 @@ def _companions(
     given = config_from if isinstance(config_from, list | tuple) else [config_from]
     found = [each for each in given if each is not None]
 
-    def check() -> None:
+    def check() -> bool:
         wrong = [
             type(each).__name__ if isinstance(each, nn.Module) else each
             for each in found
@@ -455,10 +457,10 @@ def _companions(
                 "config_from must be a folder, an object with save_pretrained that is not a model, or a list of these; it has "
                 f"{wrong}. Pass a model's config."
             )
+        return _is_folder(folder)
 
-    rank_group.on_first(check)
     # A folder that is overwritten keeps its files. It is listed here because the dtype in its config.json may change.
-    return [folder, *found] if _is_folder(folder) else found
+    return [folder, *found] if rank_group.on_first(check) else found
 
 
 def _is_folder(path: Any) -> bool:
