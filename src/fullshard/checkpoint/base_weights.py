@@ -1,9 +1,13 @@
 """Checkpoints of only what training changes, and the base: the checkpoint that has the frozen parameters.
 
 Such a checkpoint (of adapters, say) leaves frozen parameters out, and names the base that has them. To read it is to read
-the base with the checkpoint laid over it. The base is known again by its **digest**: all names, shapes and dtypes, and the
-first elements of every tensor. It does not depend on the format, so a converted base is the same base. Reading all
-elements would take as long as loading them.
+the base with the checkpoint laid over it. The base is known again in three steps:
+
+    digest     of all names, shapes and dtypes, and of the first elements of every tensor: quick, refuses most others
+    save       the very save of our own format, by the checksums of its files: then its data are verified as they are read
+    content    otherwise the digest of all elements, which does not depend on the format: a converted base is the same base
+
+For the last one ranks read the base once, together.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -20,13 +25,20 @@ from torch import Tensor
 
 from fullshard.checkpoint.local_state import LocalTensor
 from fullshard.checkpoint.manifest import BaseRecord
+from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.source import MODEL, Source, TensorInfo
+from fullshard.checkpoint.staging import Staging, rows_of
+from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import memory_of
+from fullshard.checkpoint.tensor_memory import contiguous_values
 from fullshard.errors import CheckpointError, fault_paragraphs
-from fullshard.plan.blocks import Block
+from fullshard.plan.blocks import Block, whole
 
 SAMPLED = 1024
-"""Most elements of a tensor that a digest has, and that are compared with a model."""
+"""Most elements of a tensor that the quick digest has."""
+
+AT_ONCE = 1 << 20
+"""Elements of a tensor that are read at once. The digest of the content depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +47,20 @@ class Base:
 
     path: Path
     digest: str
-    """Digest of its model; see `digest_of`."""
+    """Digest of the first elements of its model."""
+    content: str
+    """Digest of all elements of its model."""
+    save: str
+    """What tells one save of our own format from all others; empty for other formats."""
 
     def record(self, checkpoint: Path) -> BaseRecord:
         """Return what a checkpoint that leaves the frozen parameters out says of it."""
         relative = os.path.relpath(self.path, os.path.abspath(checkpoint))
-        return BaseRecord(str(self.path), relative, self.digest)
+        return BaseRecord(str(self.path), relative, self.digest, self.content, self.save)
 
 
-def digest_of(source: Source) -> str:
-    """Return a text that is the same for checkpoints with the same model."""
+def quick_digest(source: Source) -> str:
+    """Return a text that is the same for checkpoints with the same model, and different for most others."""
     digest = hashlib.sha256()
     for key in sorted(key for key in source.tensors if key.startswith(MODEL)):
         info = source.tensors[key]
@@ -54,6 +70,43 @@ def digest_of(source: Source) -> str:
             source.read(key, block, out)
             digest.update(memory_of(out))
     return digest.hexdigest()
+
+
+def content_digest(source: Source, rank_group: RankGroup) -> str:
+    """Return a text that only checkpoints with the same model have. Ranks read the model once, together."""
+    turn, turns = rank_group.ranks.index(rank_group.rank), len(rank_group.ranks)
+    shares = rank_group.collect(rank_group.on_each(lambda: _digest_of_share(source, turn, turns)))
+    # A sum does not depend on who has read what.
+    return f"{sum(int(share, 16) for share in shares) % (1 << 256):064x}"
+
+
+def _digest_of_share(source: Source, turn: int, turns: int) -> str:
+    total, staging = 0, Staging()
+    blocks = (
+        (key, block)
+        for key in sorted(key for key in source.tensors if key.startswith(MODEL))
+        for block in rows_of(whole(source.tensors[key].shape), AT_ONCE)
+    )
+    for key, block in islice(blocks, turn, None, turns):
+        info = source.tensors[key]
+        out = staging.of(block.shape, info.dtype)
+        source.read(key, block, out)
+        digest = hashlib.sha256(
+            json.dumps([key, str(info.dtype), info.shape, block.start]).encode()
+        )
+        digest.update(memory_of(out))
+        total += int.from_bytes(digest.digest(), "big")
+    return f"{total:x}"
+
+
+def save_of(source: Source) -> str:
+    """Return what tells this save from all others, or "" if it is not of our own format."""
+    if not isinstance(source, StoredCheckpoint):
+        return ""
+    manifest = source.manifest
+    files = {rank: [file.nbytes, file.header_crc32] for rank, file in manifest.files.items()}
+    text = json.dumps([manifest.data, manifest.created, files], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _first_elements(start: Sequence[int], shape: Sequence[int]) -> Iterator[Block]:
@@ -110,25 +163,34 @@ class OverlaidSource:
         self._base.close()
 
 
-def find_base(record: BaseRecord, checkpoint: Path, given: Path | None) -> Path:
-    """Return where the base of a checkpoint is.
+def places_of_base(record: BaseRecord, checkpoint: Path, given: Path | None) -> list[str]:
+    """Return where the base of a checkpoint may be: beside it, as it was, and then where it was.
+
+    So a run that was copied with its base uses its own.
 
     Raises:
-        CheckpointError: it is not there.
+        CheckpointError: it is at none of these places.
     """
-    places = [Path(record.path), checkpoint / record.relative] if given is None else [given]
-    for place in places:
-        if place.exists():
-            return place
-    raise CheckpointError(
-        f"{checkpoint} has only what training has changed, and needs its base, which has the frozen parameters. It is not at "
-        f"{' or '.join(dict.fromkeys(map(os.path.abspath, places)))}. Pass the path of the base: load(..., base=...)."
-    )
+    places = [checkpoint / record.relative, Path(record.path)] if given is None else [given]
+    texts = list(dict.fromkeys(map(os.path.abspath, places)))
+    found = [text for text in texts if os.path.exists(text)]
+    if not found:
+        raise CheckpointError(
+            f"{checkpoint} has only what training has changed, and needs its base, which has the frozen parameters. It is not at "
+            f"{' or '.join(texts)}. Pass the path of the base: load(..., base=...)."
+        )
+    return found
 
 
-def check_digest(record: BaseRecord, checkpoint: Path, base: Source) -> None:
-    """Raise unless ``base`` is the base that a checkpoint was saved with."""
-    if digest_of(base) != record.digest:
+def check_base(record: BaseRecord, checkpoint: Path, base: Source, rank_group: RankGroup) -> None:
+    """Raise unless ``base`` is the base that a checkpoint was saved with. All ranks call it."""
+    is_same = rank_group.on_each(lambda: quick_digest(base)) == record.digest
+    if all(rank_group.collect(is_same)):
+        # A record of an older fullshard has only the quick digest.
+        if record.save == save_of(base) != "" or not record.content:
+            return
+        is_same = content_digest(base, rank_group) == record.content
+    if not all(rank_group.collect(is_same)):
         raise CheckpointError(
             f"The base of {checkpoint} must have the frozen parameters that it was trained with; {base.path} has other names, "
             "shapes, dtypes or values. Nothing was loaded. Pass the path of the right base: load(..., base=...)."
@@ -136,7 +198,7 @@ def check_digest(record: BaseRecord, checkpoint: Path, base: Source) -> None:
 
 
 def check_frozen(frozen: Iterable[LocalTensor], base: Source) -> None:
-    """Raise unless a base has this rank's part of the frozen parameters, as far as their first elements show.
+    """Raise unless a base has this rank's part of the frozen parameters.
 
     Raises:
         CheckpointError: names, shapes or values differ; all are named.
@@ -165,9 +227,12 @@ def check_frozen(frozen: Iterable[LocalTensor], base: Source) -> None:
 
 
 def _are_equal(base: Source, key: str, block: Block, own: Tensor) -> bool:
-    for sample in _first_elements(block.start, block.shape):
-        out = torch.empty(sample.shape, dtype=base.tensors[key].dtype)
-        base.read(key, sample, out)
-        mine = own[sample.slices_in(block)].to("cpu")
-        return torch.equal(out.to(mine.dtype), mine)
+    staging = Staging()
+    for rows in rows_of(block, AT_ONCE):
+        out = staging.of(rows.shape, base.tensors[key].dtype)
+        base.read(key, rows, out)
+        mine = contiguous_values(own[rows.slices_in(block)].detach().to("cpu"))
+        # Bytes, because a value that is not a number does not equal itself.
+        if memory_of(out.to(mine.dtype)) != memory_of(mine):
+            return False
     return True

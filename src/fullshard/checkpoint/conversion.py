@@ -111,7 +111,7 @@ def write_checkpoint(source: Source, path: str | os.PathLike[str], *, files: int
 
     It needs memory for the largest part of a tensor in one file.
     """
-    path = Path(path)
+    path = Path(os.path.abspath(path))
     _refuse_what_cannot_be_written(source)
     tensors = {
         key: StoredTensor(info.dtype, _in_rows(info.shape, files))
@@ -133,7 +133,8 @@ def write_checkpoint(source: Source, path: str | os.PathLike[str], *, files: int
             optimizer=source.optimizer,
             extra=source.extra,
         )
-        publication.publish(save, publication.stamped(path, manifest))
+        beside = publication.survey(path.parent, with_files=False)
+        publication.publish(save, publication.stamped(manifest, beside))
     except BaseException:
         save.abandon()
         raise

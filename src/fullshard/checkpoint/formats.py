@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,10 +23,12 @@ from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.base_weights import (
     Base,
     OverlaidSource,
-    check_digest,
+    check_base,
     check_frozen,
-    digest_of,
-    find_base,
+    content_digest,
+    places_of_base,
+    quick_digest,
+    save_of,
 )
 from fullshard.checkpoint.dcp import DcpCheckpoint
 from fullshard.checkpoint.dcp_metadata import METADATA
@@ -33,7 +36,7 @@ from fullshard.checkpoint.found_checkpoint import FoundCheckpoint, read_alone, r
 from fullshard.checkpoint.huggingface import HuggingFaceFolder
 from fullshard.checkpoint.load_plan import Loaded, load_source
 from fullshard.checkpoint.local_state import LocalModelState
-from fullshard.checkpoint.manifest import MANIFEST
+from fullshard.checkpoint.manifest import MANIFEST, BaseRecord
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.retention import note_loaded
 from fullshard.checkpoint.save_plan import OnProgress
@@ -89,8 +92,8 @@ def load(
         optimizer: Gets the state and the options of its parameter groups. It has the saved class, or one with the same
             state (docs/checkpoints.md).
         ema: Gets the averages, if the checkpoint has them.
-        base: Where the base is now, for a checkpoint of only what training has changed: by default where it was when the
-            checkpoint was saved. It must be the same base.
+        base: Where the base is now, for a checkpoint of only what training has changed: by default at the same place beside
+            the checkpoint, or where it was when the checkpoint was saved. It must be the same base.
         without_optimizer: Do not load a saved optimizer's state: to evaluate, or to begin with a new optimizer. Averages are
             then loaded only if ``ema`` is passed.
         cast: Let tensors have another dtype than the saved ones.
@@ -101,7 +104,7 @@ def load(
 
     def load_once(found: FoundCheckpoint) -> Loaded:
         own = rank_group.on_each(lambda: open_found(found))
-        source = rank_group.on_each(lambda: with_base(own, base))
+        source = with_base(own, base, rank_group=rank_group)
         loaded = load_source(
             source,
             model,
@@ -119,35 +122,56 @@ def load(
     return read_together(path, rank_group, load_once)
 
 
-def with_base(source: Source, base: str | os.PathLike[str] | None = None) -> Source:
+def with_base(
+    source: Source,
+    base: str | os.PathLike[str] | None = None,
+    *,
+    rank_group: RankGroup | None = None,
+) -> Source:
     """Return a checkpoint with the parameters that it leaves out, from its base; the checkpoint itself if it has all.
 
     Args:
         source: An open checkpoint. If an error is raised, it is closed.
-        base: Where the base is now; by default where it was.
+        base: Where the base is now; by default beside the checkpoint as it was, or where it was.
+        rank_group: Ranks that all call it, and share the reading; by default this process by itself.
 
     Raises:
         CheckpointError: the base is missing or another one; or the checkpoint has none, and one was passed.
     """
+    ranks = RankGroup.alone() if rank_group is None else rank_group
     record = source.base if isinstance(source, StoredCheckpoint) else None
+    if record is None and base is None:
+        return source
     try:
-        if record is None and base is None:
-            return source
         if record is None:
             raise CheckpointError(
                 f"{source.path} has all parameters, and needs no base. Leave base out."
             )
-        place = find_base(record, source.path, None if base is None else Path(base))
-        under = with_base(open_source(place))
-        try:
-            check_digest(record, source.path, under)
-        except BaseException:
-            under.close()
-            raise
+        under = _open_base(record, source.path, None if base is None else Path(base), ranks)
     except BaseException:
         source.close()
         raise
     return OverlaidSource(source, under)
+
+
+def _open_base(
+    record: BaseRecord, checkpoint: Path, given: Path | None, ranks: RankGroup
+) -> Source:
+    """Open the base of a checkpoint: the first that is the right one, of those that are there."""
+    faults = []
+    for place in ranks.on_first(lambda: places_of_base(record, checkpoint, given)):
+        try:
+            opened = ranks.on_each(partial(open_source, place))
+            under = with_base(opened, rank_group=ranks)
+            try:
+                check_base(record, checkpoint, under, ranks)
+            except BaseException:
+                under.close()
+                raise
+            return under
+        except CheckpointError as error:
+            faults.append(str(error))
+    raise CheckpointError("\n".join(faults))
 
 
 def _keys_of_base(source: Source) -> Collection[str]:
@@ -168,20 +192,21 @@ def base_of(
         process_group: The ranks that save together; all by default.
 
     Raises:
-        CheckpointError: the base cannot be read, or has other parameters; all are named, as far as their first elements
-            show.
+        CheckpointError: the base cannot be read, or has other parameters; all are named.
     """
     rank_group = RankGroup(process_group)
     place = Path(rank_group.on_first(lambda: os.path.abspath(path)))
+    opened = rank_group.on_each(lambda: open_source(place))
 
-    def compared_digest() -> str:
+    def checked_digest(source: Source) -> str:
         state = LocalModelState(model, "fullshard.checkpoint.base_of")
         frozen = state.frozen
-        with closing(with_base(open_source(place))) as source:
-            check_frozen([t for t in state.tensors if t.key.removeprefix(MODEL) in frozen], source)
-            return digest_of(source)
+        check_frozen([t for t in state.tensors if t.key.removeprefix(MODEL) in frozen], source)
+        return quick_digest(source)
 
-    return Base(place, rank_group.on_each(compared_digest))
+    with closing(with_base(opened, rank_group=rank_group)) as source:
+        digest = rank_group.on_each(lambda: checked_digest(source))
+        return Base(place, digest, content_digest(source, rank_group), save_of(source))
 
 
 def open_found(found: FoundCheckpoint) -> Source:

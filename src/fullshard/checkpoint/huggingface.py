@@ -31,12 +31,13 @@ from torch.distributed import ProcessGroup
 from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.found_checkpoint import FoundCheckpoint, read_together
 from fullshard.checkpoint.json_values import without_repetition
-from fullshard.checkpoint.load_plan import Loaded, Staging, load_source, rows_of
+from fullshard.checkpoint.load_plan import Loaded, load_source
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.replacement import NEW, replacing
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.save_plan import OnProgress
 from fullshard.checkpoint.source import MODEL, Source, TensorInfo
+from fullshard.checkpoint.staging import Staging, rows_of
 from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import NewEntry, TensorFile, write_file
 from fullshard.checkpoint.verified_reads import raise_if_damaged

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.checkpoint.agreement import check_optimizer_classes
@@ -29,9 +29,10 @@ from fullshard.checkpoint.optimizer_target import OptimizerTarget
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.save_plan import OnProgress, log, speed
 from fullshard.checkpoint.source import MODEL, Source, averages_in
+from fullshard.checkpoint.staging import Staging, rows_of
 from fullshard.errors import CheckpointError
 from fullshard.optim import EMA
-from fullshard.plan.blocks import Block, whole
+from fullshard.plan.blocks import whole
 
 Target = ModelTarget | OptimizerTarget | AveragesTarget
 
@@ -235,35 +236,6 @@ def _read_one(source: Source, request: ReadRequest, staging: Staging) -> Iterato
             source.read(request.key, rows, staged)
             out[rows.slices_in(block)].copy_(staged)
             yield staged.nbytes
-
-
-class Staging:
-    """Memory that is reused for one tensor after another."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def of(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor, which is valid until the next call."""
-        nbytes = dtype.itemsize
-        for size in shape:
-            nbytes *= size
-        if self._memory.numel() < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
-        return self._memory[:nbytes].view(dtype).view(shape)
-
-
-def rows_of(block: Block, numel: int) -> Iterator[Block]:
-    """Yield a block in parts of about ``numel`` elements, cut along its first dimension."""
-    if not block.shape:
-        yield block
-        return
-    rows = max(1, numel // max(1, block.numel // max(block.shape[0], 1)))
-    for start in range(0, block.shape[0], rows):
-        yield Block(
-            (block.start[0] + start, *block.start[1:]),
-            (min(rows, block.shape[0] - start), *block.shape[1:]),
-        )
 
 
 def _check_copies(source: Source, tied: Mapping[str, str]) -> None:

@@ -86,6 +86,9 @@ class BaseRecord:
     relative: str
     """From this checkpoint's folder: both may have been moved together."""
     digest: str
+    content: str = ""
+    """Empty in older manifests, as is `save`."""
+    save: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +318,8 @@ def _base(record: Any) -> BaseRecord | None:
     if record is None:
         return None
     texts = (_text(record[name]) for name in ("path", "relative", "digest"))
-    return BaseRecord(*texts)
+    later = (_text(record.get(name, "")) for name in ("content", "save"))
+    return BaseRecord(*texts, *later)
 
 
 def _tensor(key: str, record: Mapping[str, Any], lists: Sequence[tuple[int, ...]]) -> StoredTensor:

@@ -50,6 +50,13 @@ class RankGroup:
         self.rank = 0 if group is None else dist.get_rank()
         self.is_first = self.rank == self.ranks[0]
 
+    @classmethod
+    def alone(cls) -> RankGroup:
+        """Return this process by itself, also if there are others."""
+        alone = cls.__new__(cls)
+        alone._group, alone.ranks, alone.rank, alone.is_first = None, [0], 0, True
+        return alone
+
     def collect(self, value: T) -> list[T]:
         """Return a small value of every rank, in the order of `ranks`."""
         if self._group is None:

@@ -53,7 +53,8 @@ def evaluate(config: RunConfig, checkpoint: Path | None, device: torch.device) -
     model = build_model(config, source, device)
 
     def load(found: FoundCheckpoint) -> Loaded:
-        stored = ranks.on_each(lambda: with_base(open_found(found)))
+        opened = ranks.on_each(lambda: open_found(found))
+        stored = with_base(opened, rank_group=ranks)
         if config.evaluation.ema:
             stored = ranks.on_each(lambda: averages_as_model(stored))
         return load_source(stored, model.module, without_optimizer=True)

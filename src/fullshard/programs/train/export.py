@@ -90,7 +90,8 @@ def export_checkpoint(
         data = None if manifest is None else manifest.data
         if old is not None and data is not None and (old.data, old.ema) == (data, ema):
             return old
-        with closing(ranks.on_each(lambda: with_base(open_found(found)))) as source:
+        opened = ranks.on_each(lambda: open_found(found))
+        with closing(with_base(opened, rank_group=ranks)) as source:
             weights = ranks.on_each(lambda: averages_as_model(source)) if ema else source
             return _replace(weights, data, form, target, keep=_others(old), ema=ema)
 
