@@ -716,13 +716,18 @@ def test_what_does_not_fit_is_said_alike_on_all_ranks_and_nothing_is_loaded(
     del content["head.weight"], content["scale"]
     content["inner.weight"] = torch.ones(5, 4)
     content["more"] = torch.ones(2)
-    save_file(content, folder_of({}, tmp_path / "origin") / ONE)
+    origin = folder_of({}, tmp_path / "origin") / ONE
+    save_file(content, origin)
     (one, other) = world(2).run(try_to_load, tmp_path / "origin")
     assert one == other
     for name in ("scale", "inner.weight", "more"):
         assert name in one
     (one, other) = world(2).run(try_to_load, tmp_path / "origin", cast=False)
     assert "bfloat16" in one
+    for dtype in (torch.int8, torch.complex64):
+        save_file(filled() | {"inner.weight": filled()["inner.weight"].to(dtype)}, origin)
+        (one, other) = world(2).run(try_to_load, tmp_path / "origin")
+        assert one == other and f"inner.weight: {dtype} to torch.float32" in one
     (one, other) = world(2).run(try_to_load, tmp_path / "origin", 1)
     assert one == other
     assert "rank 1: A Hugging Face folder must have" in one

@@ -73,6 +73,40 @@ def test_dtypes_may_differ_if_they_are_cast() -> None:
     assert faults_of(net, source).dtypes and not faults_of(net, source, cast=True)
 
 
+@pytest.mark.parametrize(
+    ("stored", "wanted", "may_be_cast"),
+    [
+        (torch.float64, torch.bfloat16, True),
+        (torch.float8_e4m3fn, torch.bfloat16, True),
+        (torch.bfloat16, torch.float8_e5m2, True),
+        (torch.float32, torch.complex64, True),
+        (torch.int8, torch.int64, True),
+        (torch.uint8, torch.int16, True),
+        (torch.bool, torch.uint8, True),
+        (torch.int32, torch.int32, True),
+        (torch.complex64, torch.float32, False),
+        (torch.complex64, torch.int64, False),
+        (torch.int8, torch.bfloat16, False),
+        (torch.uint8, torch.float32, False),
+        (torch.bool, torch.float32, False),
+        (torch.float32, torch.int64, False),
+        (torch.int64, torch.int32, False),
+        (torch.int8, torch.uint8, False),
+        (torch.int64, torch.bool, False),
+    ],
+)
+def test_a_cast_keeps_what_numbers_mean(
+    stored: torch.dtype, wanted: torch.dtype, may_be_cast: bool
+) -> None:
+    """Quantised weights become no floating-point numbers without their scales, and nothing loses its imaginary part."""
+    net, other = nn.Module(), nn.Module()
+    net.register_buffer("number", torch.ones(2).to(wanted))
+    other.register_buffer("number", torch.ones(2).to(stored))
+    faults = faults_of(net, saved(other), cast=True)
+    assert faults == Faults(casts=[] if may_be_cast else [f"number: {stored} to {wanted}"])
+    assert ("quantised" in "\n".join(faults.paragraphs())) != may_be_cast
+
+
 def test_tied_parameters_are_found_by_any_of_their_names() -> None:
     source = saved(make_odd_net())
     (tied,) = (name for name, stored in source.tied.items() if stored == "head.weight")

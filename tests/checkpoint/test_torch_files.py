@@ -147,6 +147,27 @@ def test_numbers_that_may_mean_other_parameters_are_refused(tmp_path: Path) -> N
         saved(content, tmp_path)
 
 
+def test_tensors_that_share_memory_may_not_be_far_larger_than_the_file(tmp_path: Path) -> None:
+    """Each of them is small enough, and all of them together would fill any memory."""
+    one = torch.ones(1)
+    model = {f"w{number}": one.expand(1 << 20, 1 + number) for number in range(8)}
+    with pytest.raises(CheckpointError, match=r"its tensors have 150994944 bytes.*w7 has 33554432"):
+        saved(model, tmp_path)
+    with pytest.raises(CheckpointError, match=r"its tensors have .*extra\.0 has 134217728"):
+        saved({"model": {"w": one}, "extra": [one.expand(1 << 25)]}, tmp_path)
+    data = torch.ones(1 << 15)
+    views = {f"w{number}": data[number:] for number in range(600)}
+    with pytest.raises(CheckpointError, match="because elements or tensors share memory"):
+        saved(views, tmp_path)
+    # A mask that is expanded, many names of one tensor, parts of one tensor, and all that is dense.
+    mask = {"mask": torch.ones(1, 1, 1, dtype=torch.bool).expand(32, 1024, 1024)}
+    names = {f"name{number}": data for number in range(600)}
+    parts = {f"part{number}": data[100 * number : 100 * number + 100] for number in range(300)}
+    found = saved({**mask, **names, **parts}, tmp_path)
+    assert found.tensors["model/mask"].shape == (32, 1024, 1024)
+    assert len(found.tied) == 599
+
+
 class Trap:
     """Creates a file when it is unpickled by who runs what is in a pickle."""
 

@@ -45,7 +45,7 @@ from fullshard.checkpoint.source import (
     TensorRef,
     without_class,
 )
-from fullshard.checkpoint.torch_items import fault_of, refuse_compressed
+from fullshard.checkpoint.torch_items import fault_of, refuse_compressed, refuse_expanded
 from fullshard.checkpoint.verified_reads import raise_if_damaged, read_verified, with_tensors
 from fullshard.errors import CheckpointError
 from fullshard.files import atomic_write
@@ -257,6 +257,7 @@ class DcpCheckpoint:
             refuse_compressed(stream, item.nbytes)
             value = torch.load(stream, map_location="cpu", weights_only=True)
             json_values.check_size(value)
+            refuse_expanded(value, item.nbytes)
             return value
         except Exception as error:  # a damaged item can raise anything
             reason = str(error).partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""The codes of dtypes in safetensors files and in our manifests."""
+"""The codes of dtypes in safetensors files and in our manifests, and which dtypes may be cast to which."""
 
 from __future__ import annotations
 
@@ -28,3 +28,20 @@ DTYPE_CODES: dict[torch.dtype, str] = {
 """Other dtypes cannot be stored."""
 
 DTYPES_BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+
+def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether a cast changes values by rounding at most.
+
+    Integers are not cast to floating-point numbers: they may be quantised weights.
+    """
+    if stored == wanted:
+        return True
+    if stored.is_floating_point or stored.is_complex:
+        return wanted.is_complex or (wanted.is_floating_point and stored.is_floating_point)
+    if wanted.is_floating_point or wanted.is_complex or wanted == torch.bool:
+        return False
+    if stored == torch.bool:
+        return True
+    old, new = torch.iinfo(stored), torch.iinfo(wanted)
+    return bool(new.min <= old.min and old.max <= new.max)

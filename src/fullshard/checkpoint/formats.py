@@ -96,7 +96,8 @@ def load(
             the checkpoint, or where it was when the checkpoint was saved. It must be the same base.
         without_optimizer: Do not load a saved optimizer's state: to evaluate, or to begin with a new optimizer. Averages are
             then loaded only if ``ema`` is passed.
-        cast: Let tensors have another dtype than the saved ones.
+        cast: Let tensors have another dtype than the saved ones. Integers are not cast to floating-point numbers, nor
+            complex ones to real ones.
         process_group: The ranks that load together; all by default.
         on_progress: Called with the bytes that this rank has read, and will read in total.
     """

@@ -197,7 +197,8 @@ def load_huggingface(
         folder: A folder with ``model.safetensors``, or with an index and its files.
         model: Gets the weights. It must be materialised, and need not be initialised.
         rename: From names in the files to names in the model, or None for a weight to leave out.
-        cast: Let weights have another dtype than the model, which keeps its own.
+        cast: Let weights have another dtype than the model, which keeps its own. Integers, which may be quantised weights,
+            are not cast to floating-point numbers, nor complex ones to real ones.
         process_group: The ranks that load together; all by default.
         on_progress: Called with the bytes that this rank has read, and will read in total.
     """

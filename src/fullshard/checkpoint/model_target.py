@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fullshard.checkpoint import json_values
+from fullshard.checkpoint.dtypes import keeps_meaning
 from fullshard.checkpoint.local_state import LocalModelState, LocalTensor
 from fullshard.checkpoint.source import MODEL, Source, TensorInfo
 from fullshard.checkpoint.tensor_memory import fill
@@ -42,6 +43,8 @@ class Faults:
     """What it has that model and optimizer do not have."""
     shapes: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
+    casts: list[str] = field(default_factory=list)
+    """What would have other values after a cast."""
     others: list[str] = field(default_factory=list)
     """Sentences about the optimizer."""
     kinds: list[str] = field(default_factory=list)
@@ -79,6 +82,12 @@ class Faults:
                 self.dtypes,
                 "These have other dtypes in the checkpoint:",
                 "Convert the model first, or pass cast=True.",
+            ),
+            *fault_paragraphs(
+                self.casts,
+                "These cannot be cast: integers may be quantised weights, which need their scales, complex numbers would "
+                "lose their imaginary parts, and smaller integers do not have all values:",
+                "Convert the model's tensors to the dtypes of the checkpoint, or the checkpoint's to floating-point numbers.",
             ),
             *fault_paragraphs(
                 self.others,
@@ -142,6 +151,8 @@ class ModelTarget:
             self.faults.shapes.append(f"{name}: {info.shape}, not {tensor.shape}")
         elif info.dtype != tensor.dtype and not self._may_cast(stored):
             self.faults.dtypes.append(f"{name}: {info.dtype}, not {tensor.dtype}")
+        elif not keeps_meaning(info.dtype, tensor.dtype):
+            self.faults.casts.append(f"{name}: {info.dtype} to {tensor.dtype}")
         elif tensor.local is not None:
             if tensor.key in self._model.copied:
                 self._read[tensor.key] = tensor.local

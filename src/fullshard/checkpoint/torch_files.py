@@ -30,7 +30,7 @@ from fullshard.checkpoint.source import (
     TensorRef,
     without_class,
 )
-from fullshard.checkpoint.torch_items import fault_of, refuse_compressed
+from fullshard.checkpoint.torch_items import fault_of, refuse_compressed, refuse_expanded
 from fullshard.checkpoint.verified_reads import raise_if_damaged, with_tensors
 from fullshard.errors import CheckpointError
 from fullshard.files import atomic_write
@@ -39,6 +39,9 @@ from fullshard.plan.blocks import Block, whole
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict")
 _OPTIMIZER_NAMES = ("optimizer", "optimizer_state_dict", "optim")
 _EXTRA = "extra"
+
+ALWAYS_BYTES = 64 << 20
+"""Bytes that the tensors of the smallest file may have: masks and the like may be expanded."""
 
 
 class TorchFile:
@@ -154,9 +157,11 @@ def _whole(source: Source, key: str) -> Tensor:
 def _content(path: Path) -> Any:
     try:
         with path.open("rb") as file:
-            refuse_compressed(file, os.fstat(file.fileno()).st_size)
+            nbytes = os.fstat(file.fileno()).st_size
+            refuse_compressed(file, nbytes)
         content = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
         json_values.check_size(content)
+        refuse_expanded(content, nbytes, at_least=ALWAYS_BYTES)
         return content
     except Exception as error:  # a damaged file can raise anything
         # torch's reason, without its advice to load the file in a way that runs code.

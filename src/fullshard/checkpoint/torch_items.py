@@ -7,13 +7,15 @@ tensors that are much larger than their data.
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
 
-MAX_EXPANDED_BYTES = 1 << 30
-"""Bytes of a tensor whose elements share memory. A file of any size can describe a larger one."""
+MAX_GROWTH = 16
+"""How many times as many bytes the tensors of a file may have as the file. Elements of expanded tensors share memory, and
+tensors may be views of the same data; so a file of any size can describe any number of bytes."""
 
 
 def refuse_compressed(stream: IO[bytes], nbytes: int) -> None:
@@ -43,6 +45,37 @@ def fault_of(value: Any) -> str | None:
         return "is a tensor on the meta device, without data"
     if value.layout != torch.strided or value.is_quantized:
         return f"is a tensor of layout {value.layout} and dtype {value.dtype}"
-    if value.nbytes > max(value.untyped_storage().nbytes(), MAX_EXPANDED_BYTES):
-        return f"is a tensor of {value.nbytes} bytes of which the file has only a few"
     return None
+
+
+def refuse_expanded(content: Any, nbytes: int, *, at_least: int = 0) -> None:
+    """Raise unless the tensors in what was loaded from ``nbytes`` are `MAX_GROWTH` times as large at most, or ``at_least``.
+
+    Raises:
+        ValueError: they are larger; the largest of those that share memory are named.
+    """
+    tensors = {
+        (each.data_ptr(), each.dtype, each.shape, each.stride()): (each, path)
+        for path, each in _tensors_in(content, "", set())
+        if each.layout == torch.strided and not each.is_meta
+    }
+    total = sum(each.nbytes for each, _ in tensors.values())
+    if total <= max(MAX_GROWTH * nbytes, at_least):
+        return
+    largest = sorted(tensors.values(), key=lambda found: -found[0].nbytes)[:5]
+    raise ValueError(
+        f"its tensors have {total} bytes, and it has {nbytes}, because elements or tensors share memory: "
+        + ", ".join(f"{path} has {each.nbytes}" for each, path in largest)
+        + "; save contiguous copies"
+    )
+
+
+def _tensors_in(value: Any, path: str, entered: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested containers with their paths; each container is entered once."""
+    if isinstance(value, Tensor):
+        yield path.removeprefix("."), value
+    elif isinstance(value, Mapping | list | tuple) and id(value) not in entered:
+        entered.add(id(value))
+        inner = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, each in inner:
+            yield from _tensors_in(each, f"{path}.{name}", entered)
