@@ -47,6 +47,7 @@ from fullshard.fsdp2.fsdp_module import (
     repack_when_complete,
     sharded_class,
 )
+from fullshard.fsdp2.state_dict_shards import give_own_storages
 from fullshard.plan.mesh import (
     DataParallelMeshInfo,
     FSDPMeshInfo,
@@ -315,6 +316,7 @@ def _apply(
             functools.partial(module_hooks.post_forward, state), prepend=False, always_call=True
         )
         module.register_state_dict_pre_hook(_before_state_dict)
+        module.register_state_dict_post_hook(give_own_storages)
         module.register_load_state_dict_pre_hook(_before_state_dict)
         module.register_load_state_dict_post_hook(_after_load_state_dict)
 

@@ -168,6 +168,7 @@ from fullshard.torch_border.tensors import (
     storage_id as storage_id,
     tensor_without_memory as tensor_without_memory,
     unpin as unpin,
+    with_own_storage as with_own_storage,
 )
 from fullshard.torch_border.transforms import (
     forward_ad_level as forward_ad_level,

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from fullshard.torch_border.virtual_devices import current_stream
 
@@ -59,6 +60,17 @@ def same_memory(one: Tensor, other: Tensor) -> bool:
         and one.storage_offset() == other.storage_offset()
         and one.dtype == other.dtype
     )
+
+
+def with_own_storage(tensor: Tensor) -> Tensor:
+    """Return a tensor over the same memory, whose storage has no more than the elements of this contiguous tensor.
+
+    It keeps the memory alive, and its version counter is its own.
+    """
+    if not tensor.numel():
+        return torch.empty_like(tensor)
+    flat = tensor.detach().view(-1).view(torch.uint8)  # not all dtypes can be exchanged
+    return from_dlpack(to_dlpack(flat)).view(tensor.dtype).view(tensor.shape)
 
 
 base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
