@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import io
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -152,3 +154,29 @@ def test_a_snapshot_that_nobody_waits_for_does_not_end_up_in_the_next() -> None:
     snapshot.wait()
     torch.cuda.synchronize()
     assert torch.equal(snapshot.copies[0], new.cpu())
+
+
+def test_a_part_of_a_state_dict_is_saved_without_the_rest_of_its_group() -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 4)).cuda()
+    fully_shard(model)
+    before = torch.cuda.memory_allocated()
+    # Nothing waits for the device, and nothing is copied.
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        state: dict[str, Any] = model.state_dict()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_allocated() == before
+    file = io.BytesIO()
+    torch.save({"1.weight": state["1.weight"]}, file)
+    assert file.tell() < 512 * 4 * 4 + 5000
+    with torch.no_grad():
+        state["1.weight"].fill_(3.0)
+    assert bool((model[1].weight.to_local() == 3).all())  # type: ignore[operator, union-attr]
+    del model
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before  # the state dict keeps the memory
+    assert bool((state["1.weight"].to_local() == 3).all())
+    state.clear()
+    gc.collect()
+    assert torch.cuda.memory_allocated() < before
