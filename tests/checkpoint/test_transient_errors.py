@@ -63,11 +63,10 @@ def test_whichever_call_of_a_save_fails_once_no_newest_checkpoint_is_lost(
                 was_saved = False
         newest = checkpoint.latest(folder)
         assert newest is not None
-        values = {each: value_of(folder / each) for each in names(folder) if each.startswith("s")}
-        where = (number, fault.site, values)
-        assert values["step-3"] == 3, where
-        assert value_of(newest) == 4 or not was_saved, where
-        assert value_of(newest) == 4 or values.keys() == {"step-1", "step-2", "step-3"}, where
+        left, value = names(folder), value_of(newest)
+        where = (number, fault.site, left)
+        assert value_of(folder / "step-3") == 3, where
+        assert value == 4 or (not was_saved and {"step-1", "step-2"} <= set(left)), where
         save(folder / "step-5", restarted(newest), 5.0, 2)
         assert names(folder) == sorted(["empty", newest.name, "step-5"]), where
         assert all(len(names(folder / each)) == 2 for each in (newest.name, "step-5")), where
