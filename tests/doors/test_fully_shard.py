@@ -168,13 +168,15 @@ def state_dict_needs_no_communication() -> None:
     assert_equal(all_whole(state), dict(original))
 
 
-def test_a_state_dict_can_be_copied_deeply() -> None:
+@pytest.mark.parametrize("keep_vars", [False, True])
+def test_a_state_dict_can_be_copied_deeply(keep_vars: bool) -> None:
     with fake_world(2):
         model = sharded_decoder()
-        saved = model.state_dict()
+        saved = model.state_dict(keep_vars=keep_vars)
         copied = copy.deepcopy(saved)
         param = copy.deepcopy(model.head.weight)
-    assert any(value.to_local().storage_offset() for value in saved.values())
+    # The parameters themselves lie in the storage of their group.
+    assert any(value.to_local().storage_offset() for value in saved.values()) == keep_vars
     assert_equal(locals_in(copied), locals_in(saved))
     assert all(value.placements == saved[name].placements for name, value in copied.items())
     memory = {value.to_local().untyped_storage().data_ptr() for value in saved.values()}
@@ -198,15 +200,18 @@ def test_parameters_are_copied_with_their_gradients_and_optimizers() -> None:
         )
 
 
+@pytest.mark.parametrize("keep_vars", [False, True])
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_each_rank_may_write_its_shards_with_torch_save(weights_only: bool) -> None:
+def test_each_rank_may_write_its_shards_with_torch_save(
+    weights_only: bool, keep_vars: bool
+) -> None:
     file = io.BytesIO()
     with fake_world(2):
-        saved = sharded_decoder().state_dict()
+        saved = sharded_decoder().state_dict(keep_vars=keep_vars)
         torch.save(saved, file)
         file.seek(0)
         loaded = torch.load(file, weights_only=weights_only)
-    assert any(value.to_local().storage_offset() for value in saved.values())
+    assert any(value.to_local().storage_offset() for value in saved.values()) == keep_vars
     assert_equal(locals_in(loaded), locals_in(saved))
     assert all(value.placements == saved[name].placements for name, value in loaded.items())
 
