@@ -154,10 +154,9 @@ def _claim(path: Path) -> tuple[str, IO[str], bool]:
             # Before it was locked, a cleaner may have taken the file for a dead writer's.
             if _lock(file) is not False and _is_there(file):
                 (place / f"data-{id_}").mkdir()
+                # This fails if another writer has made the folder, and has something in it.
                 if is_new:
-                    place.rename(
-                        path
-                    )  # fails if another writer has made the folder, and has something in it
+                    place.rename(path)
                 return id_, file, is_new
         except BaseException as error:
             _discard(file, _unfinished(place, id_), place / f"data-{id_}")

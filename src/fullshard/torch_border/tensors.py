@@ -65,8 +65,11 @@ def same_memory(one: Tensor, other: Tensor) -> bool:
 def with_own_storage(tensor: Tensor) -> Tensor:
     """Return a tensor over the same memory, whose storage has no more than the elements of this contiguous tensor.
 
-    It keeps the memory alive, and its version counter is its own.
+    It keeps the memory alive, and its version counter is its own. The tensor itself on devices whose memory torch cannot
+    exchange.
     """
+    if tensor.device.type not in ("cpu", "cuda", "xpu"):
+        return tensor
     if not tensor.numel():
         return torch.empty_like(tensor)
     flat = tensor.detach().view(-1).view(torch.uint8)  # not all dtypes can be exchanged
