@@ -5,6 +5,7 @@ tensor parallelism, one mesh for everything.
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,15 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fullshard import ConfigurationError, DataParallelMeshDims, fully_shard, replicate
+from fullshard import (
+    ConfigurationError,
+    DataParallelMeshDims,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    checkpoint,
+    fully_shard,
+    replicate,
+)
 from fullshard.comm import collectives
 from fullshard.comm.journal import Tag
 from fullshard.engine.sharded_state import ShardedState
@@ -363,6 +372,82 @@ def gathers_of_replicas() -> int:
 
 def test_replicas_gather_nothing(world) -> None:
     assert world(2).run(gathers_of_replicas) == [0, 0]
+
+
+# --- the order of ranks ------------------------------------------------------------------------------
+
+
+def sharded_over(rows: list[Any], api: str) -> Any:
+    ranks = DeviceMesh("cpu", torch.tensor(rows))
+    model = make_decoder(ModelOptions(depth=1))
+    if api == "replicate":
+        return replicate(model, mesh=ranks)
+    if api == FULLSHARD:
+        return fully_shard(model, mesh=ranks)
+    strategy = ShardingStrategy.HYBRID_SHARD if ranks.ndim == 2 else ShardingStrategy.FULL_SHARD
+    return FullyShardedDataParallel(
+        model, device_mesh=ranks, sharding_strategy=strategy, use_orig_params=True
+    )
+
+
+@pytest.mark.parametrize("api", [FULLSHARD, "wrapper"])
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([[3, 1], [0, 2]], "order: [[3, 1]]. Sort"),
+        ([[2, 0], [3, 1]], "order: [[2, 0], [3, 1]]. Sort"),
+        ([3, 1, 0, 2], "order: [[3, 1, 0, 2]]. Sort"),
+    ],
+    ids=str,
+)
+def test_ranks_that_a_mesh_shards_over_out_of_order_are_named_on_all_ranks(
+    world, rows: list[Any], named: str, api: str
+) -> None:
+    """Torch averages different shards of the first two, and saves checkpoints of all with rows at wrong places."""
+    outcomes = world(4).outcomes(sharded_over, rows, api)
+    assert all(isinstance(outcome, ConfigurationError) for outcome in outcomes), outcomes
+    assert all(named in str(outcome) for outcome in outcomes), outcomes
+
+
+def trained_over(rows: list[Any], api: str, folder: str) -> None:
+    model, reference = sharded_over(rows, api), make_decoder(ModelOptions(depth=1))
+    for net, batch in ((model, mine(batch_of(0))), (reference, batch_of(0))):
+        net(batch).backward()
+        torch.optim.SGD(net.parameters(), 0.1).step()
+    checkpoint.save(folder, model)
+    loaded = make_decoder(ModelOptions(depth=1), seed=1)
+    checkpoint.load(folder, loaded)
+    assert_close(loaded.state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "api"),
+    [
+        ([[2, 3], [0, 1]], FULLSHARD),
+        ([[0, 2], [1, 3]], "wrapper"),
+        ([[3], [1], [0], [2]], FULLSHARD),
+        ([3, 1, 0, 2], "replicate"),
+    ],
+    ids=str,
+)
+def test_replicas_may_have_any_order(world, rows: list[Any], api: str, tmp_path: Path) -> None:
+    world(4).run(trained_over, rows, api, str(tmp_path / "saved"))
+
+
+def ordered_by_their_group(folder: str) -> None:
+    group = dist.new_group([1, 0], sort_ranks=False)
+    model = make_decoder(ModelOptions(depth=1))
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    model(mine(batch_of(0))).backward()
+    expected = {name: param.full_tensor() for name, param in model.named_parameters()}
+    checkpoint.save(folder, model)
+    loaded = make_decoder(ModelOptions(depth=1), seed=1)
+    checkpoint.load(folder, loaded)
+    assert_equal(loaded.state_dict(), expected)
+
+
+def test_a_mesh_may_have_the_order_of_its_process_group(world, tmp_path: Path) -> None:
+    world(2).run(ordered_by_their_group, str(tmp_path / "saved"))
 
 
 # --- tensor parallelism ------------------------------------------------------------------------------

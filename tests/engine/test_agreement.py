@@ -322,6 +322,24 @@ def test_ranks_with_other_meshes_are_named_on_all_ranks(world: Callable[[int], W
     assert "over ranks 0-3\n" in text
 
 
+def as_replicas_of_another_shard() -> str | None:
+    rank = dist.get_rank()
+    shards = [dist.new_group(ranks) for ranks in ([1, 3], [0, 2])][rank % 2 - 1]
+    replicas = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])][rank in (1, 2)]
+    model = wrap(
+        Net(),
+        process_group=(shards, replicas),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+    )
+    return error_of(lambda: model(torch.ones(2, WIDTH)))
+
+
+def test_replicas_of_different_shards_are_named(world: Callable[[int], World]) -> None:
+    messages = world(4).run(as_replicas_of_another_shard)
+    for message, (first, second) in zip(messages, [(0, 3), (1, 2), (1, 2), (0, 3)], strict=True):
+        assert f"rank {first}: shard of layers.0 is 0, rank {second}: 1" in str(message)
+
+
 # --- what differs by right --------------------------------------------------------------------------------
 
 

@@ -76,6 +76,8 @@ def describe(
             for ranks in sharing:
                 description = data_parallel.setdefault(ranks, {GENERAL: general})
                 description[_title(description, state_name)] = section
+                if len(sharing) == 2:  # process groups that form no grid; next come the replicas
+                    section = section | {f"shard of {state_name}": str(axes.shard_mesh_rank)}
             for param, name in zip(group.params, names, strict=True):
                 mesh = param.placement.unsharded_mesh
                 if mesh is not None and (ranks := ranks_of.mesh(mesh)):

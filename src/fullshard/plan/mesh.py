@@ -94,6 +94,8 @@ class DataParallelMeshInfo(DataParallelAxes):
         self.shard_mesh_size, self.shard_mesh_rank, self.shard_process_group = _axis(
             self.mesh, self.shard_mesh_dim
         )
+        if self.shard_mesh_dim is not None:
+            _check_order(self.mesh, self.shard_mesh_dim, self.shard_process_group)
         self.replicate_mesh_size, self.replicate_mesh_rank, self.replicate_process_group = _axis(
             self.mesh, self.replicate_mesh_dim
         )
@@ -117,6 +119,23 @@ def _axis(mesh: DeviceMesh, dim: int | None) -> tuple[int, int, dist.ProcessGrou
         return 1, 0, None
     group = mesh.get_group(dim)
     return mesh.size(dim), dist.get_rank(group), group
+
+
+def _check_order(mesh: DeviceMesh, dim: int, group: dist.ProcessGroup | None) -> None:
+    """Refuse a shard axis along which the mesh numbers ranks otherwise than their process group.
+
+    A rank's number in the process group says which shard it gathers and reduces. Its place in the mesh says which rows
+    a DTensor has, and which ranks are its replicas. So the two must be the same: torch sorts the ranks of a group.
+    """
+    rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
+    own = _ranks_in(group)
+    wrong = [row for row in rows if row != (own if set(row) == set(own) else sorted(row))]
+    if wrong:
+        raise ConfigurationError(
+            "A mesh must have the ranks of its shard axis in ascending order, as their process group has: otherwise replicas "
+            f"would average different shards, and checkpoints would have rows at wrong places. Not in this order: {wrong}. "
+            "Sort the ranks along this axis before the mesh is made."
+        )
 
 
 @dataclass(kw_only=False)
