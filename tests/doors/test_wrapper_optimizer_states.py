@@ -295,6 +295,48 @@ def test_state_dicts_are_those_of_torch(world, size: int, orig: bool) -> None:
             assert_close(our_data, data, rtol=2e-6, atol=1e-7)
 
 
+class WithScale(WithoutConv):
+    """Has a parameter that no wrapper manages, and that checkpoints of its base class lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ignored.register_parameter("scale", nn.Parameter(torch.ones(2)))
+
+
+def numbers_to_add_to(name: str, orig: bool) -> list[Any]:
+    """The numbers in state dicts that lack a parameter; shows that they can be loaded once it has been added."""
+    door, options = fsdp(name), {"inner": ("a",)}
+    old, its_optimizer = trained(name, "Adam", orig, net=WithoutConv(), **options)
+    whole = door.full_optim_state_dict(old, its_optimizer, rank0_only=False)
+    parts = door.sharded_optim_state_dict(old, its_optimizer)
+    model = wrapped(name, orig, net=WithScale(), **options)
+    params, numbers = list(model.parameters()), []
+    added = [param is model.ignored.scale for param in params].index(True)
+    for load in (
+        lambda o: door.shard_full_optim_state_dict(whole, model, optim=o),
+        lambda o: door.shard_full_optim_state_dict(whole, model, params),
+        lambda o: door.scatter_full_optim_state_dict(whole, model, optim=o),
+        lambda o: door.flatten_sharded_optim_state_dict(parts, model, o),
+    ):
+        optimizer = torch.optim.Adam(params, lr=99.0)
+        loaded = load(optimizer)
+        (group,) = loaded["param_groups"]
+        numbers.append([*group["params"]])
+        assert added not in loaded["state"]
+        group["params"] = sorted([*group["params"], added])
+        optimizer.load_state_dict(loaded)
+        train(model, optimizer, 1)
+    return numbers
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_old_methods_leave_parameters_that_a_state_dict_lacks_to_the_caller(
+    world, orig: bool
+) -> None:
+    theirs, ours = (world(2).run(numbers_to_add_to, name, orig) for name in LIBRARIES)
+    assert ours == theirs
+
+
 def crossed(source: str, target: str, orig: bool) -> tuple[list[float], list[float]]:
     """Losses after a checkpoint: of the library that wrote it, and of the other one, wrapped in another way."""
     model, optimizer = trained(source, "Adam", orig, inner=("a",), net=WithoutConv())

@@ -65,6 +65,7 @@ def optim_state_dict_to_load(
         from_rank0=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
         sharded=settings.state_dict_type is not StateDictType.FULL_STATE_DICT,
         by_name=by_name,
+        all_params=True,
     )
 
 
@@ -78,11 +79,14 @@ def build_loadable(
     from_rank0: bool = False,
     sharded: bool = False,
     by_name: bool = False,
+    all_params: bool = False,
 ) -> dict[str, Any]:
     """Build what the optimizer loads on this rank.
 
     With ``from_rank0``, rank 0 sends its state dict to the others, whose own are not read. With ``sharded``, the
-    state dict has sharded tensors. With ``by_name``, the optimizer knows its parameters by names.
+    state dict has sharded tensors. With ``by_name``, the optimizer knows its parameters by names. With ``all_params``,
+    groups have all of the optimizer's parameters; otherwise, as with torch, the caller adds those that the groups of the
+    state dict lack.
     """
     listing, unknown_params = listing_of(model_params, optim, optim_input)
     process_groups = model_params.process_groups if process_group is None else [process_group]
@@ -108,10 +112,14 @@ def build_loadable(
         },
     }
     if outline.groups is not None or optim is not None:
+        groups = listing.groups
+        if outline.groups is not None and not all_params:
+            saved = {name for group in outline.groups for name in group["params"]}
+            groups = [[e for e in entries if not saved.isdisjoint(e.names)] for entries in groups]
         result["param_groups"] = [
             {**options, "params": [numbers[entry] for entry in entries]}
             for entries, options in zip(
-                listing.groups, _matched(outline.groups or [], listing)[0], strict=True
+                groups, _matched(outline.groups or [], listing)[0], strict=True
             )
         ]
     return result
