@@ -397,7 +397,7 @@ def hooked(net: Net) -> int:
 
 def not_synchronised(net: Net) -> int:
     """`.grad` shows what is not reduced yet, so it goes the ordinary way; the last backward adds to it."""
-    model = net.build(mp_policy=BF16)
+    model = net.build()
     with model.no_sync():
         net.step(0)
         net.step(1)

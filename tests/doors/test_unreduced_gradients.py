@@ -23,7 +23,7 @@ from fullshard import (
 )
 from fullshard.optim import ShardedOptimizer
 from fullshard.sharded_grad_scaler import ShardedGradScaler
-from tests.helpers.compare import assert_close
+from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.training import FULLSHARD, TORCH, gradients
 from tests.helpers.wrapping import CPU, library
 
@@ -51,8 +51,7 @@ def loss_of(model: Any, step: int) -> Tensor:
 # --- the wrapper ----------------------------------------------------------------------------------
 
 
-def wrapped(lib: Any, strategy: str, use_orig_params: bool) -> Any:
-    options: dict[str, Any] = {}
+def wrapped(lib: Any, strategy: str, use_orig_params: bool, **options: Any) -> Any:
     if "HYBRID" in strategy:
         shape = (2, dist.get_world_size() // 2)
         options["device_mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("r", "s"))
@@ -124,6 +123,38 @@ def seen_as_torch_shows_it() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_wrapper_shows_what_torch_s_shows(world, ranks: int) -> None:
     world(ranks).run(seen_as_torch_shows_it)
+
+
+def precise(lib: Any, strategy: str, use_orig_params: bool, dtypes: Any) -> list[Any]:
+    """What `.grad` shows of two microbatches, of a third that is reduced, and of one more."""
+    policy = lib.MixedPrecision(**dtypes)
+    model, seen = wrapped(lib, strategy, use_orig_params, mixed_precision=policy), list[Any]()
+    for step in range(4):
+        with nullcontext() if step == 2 else model.no_sync():
+            loss_of(model, step).backward()
+        seen.append(shown(model))
+    return seen
+
+
+def dtypes_as_in_torch(dtypes: Any) -> None:
+    for strategy, use_orig_params in itertools.product(STRATEGIES[:3], (False, True)):
+        ours, torchs = (
+            precise(library(api), strategy, use_orig_params, dtypes) for api in (FULLSHARD, TORCH)
+        )
+        assert_equal(ours, torchs)
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        {"param_dtype": torch.float16, "reduce_dtype": torch.float32},
+        {"param_dtype": torch.bfloat16},
+        {"reduce_dtype": torch.bfloat16},
+    ],
+    ids=["wider", "equal", "narrower"],
+)
+def test_the_wrapper_adds_up_microbatches_in_torch_s_dtype(world, dtypes: Any) -> None:
+    world(2).run(dtypes_as_in_torch, dtypes)
 
 
 def no_step_with_half_of_the_gradients() -> None:

@@ -52,10 +52,12 @@ TOGETHER, ALONE = 1 << 20, 0
 """From how many bytes a segment is exchanged by itself: none or all of a small model's are."""
 
 
-def local_gradients(options: ModelOptions, dtype: torch.dtype, steps: int) -> dict[str, Tensor]:
-    """Of an unsharded model that computes in ``dtype``, on this rank's rows, summed over steps in fp32."""
+def local_gradients(
+    options: ModelOptions, dtype: torch.dtype, steps: int, sum_in: torch.dtype = FP32
+) -> dict[str, Tensor]:
+    """Of an unsharded model that computes in ``dtype``, on this rank's rows, summed over steps."""
     model = make_decoder(options).to(dtype)
-    sums = {name: torch.zeros_like(p, dtype=FP32) for name, p in model.named_parameters()}
+    sums = {name: torch.zeros_like(p, dtype=sum_in) for name, p in model.named_parameters()}
     for step in range(steps):
         model.zero_grad()
         model(mine(batch_of(step))).backward()
@@ -75,12 +77,16 @@ def sum_of_ranks(tensor: Tensor) -> Tensor:
 
 
 def by_hand(
-    options: ModelOptions, dtype: torch.dtype, wire_dtype: torch.dtype, steps: int
+    options: ModelOptions,
+    dtype: torch.dtype,
+    wire_dtype: torch.dtype,
+    steps: int,
+    sum_in: torch.dtype = FP32,
 ) -> dict[str, Tensor]:
     """The mean over ranks of gradients rounded once."""
     return {
         name: sum_of_ranks(local.to(wire_dtype).to(FP32)) / dist.get_world_size()
-        for name, local in local_gradients(options, dtype, steps).items()
+        for name, local in local_gradients(options, dtype, steps, sum_in).items()
     }
 
 
@@ -357,7 +363,7 @@ def wrapped_equals_by_hand(name: str, use_orig_params: bool) -> None:
         name: param.detach() - gradient
         for (name, param), gradient in zip(
             make_decoder(shapes).named_parameters(),
-            by_hand(shapes, BF16, BF16, steps).values(),
+            by_hand(shapes, BF16, BF16, steps, BF16).values(),
             strict=True,
         )
     }

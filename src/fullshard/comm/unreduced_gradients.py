@@ -6,8 +6,9 @@
     clear, drop   zero_grad was called for some parameters; or a step has failed
     set_active_fraction   gradients of more or fewer ranks count from now on
 
-Unsharded gradients are in the reduce dtype, or in the dtype they came in if that is the same, and only the compute
-stream touches their memory. Partial sums are the reduction's: only the stream of the all-reduce touches them.
+Unsharded gradients that `.grad` does not show are in the reduce dtype, as in torch's FSDP2. Those that it shows are in the
+dtype they came in, the compute dtype, as in torch's FSDP1. Only the compute stream touches their memory. Partial sums are
+the reduction's: only the stream of the all-reduce touches them.
 
 [Note: who sees unreduced gradients]
 Parameters that rest as plain tensors (`PlainShardedParam`) show them in `.grad`, unsharded, as torch's FSDP1 does. So
@@ -95,13 +96,13 @@ class UnreducedGradients:
 
     @torch.no_grad()
     def add(self, gradients: dict[int, Tensor], dtypes: Sequence[torch.dtype]) -> None:
-        """Keep unsharded gradients, by index of the parameter, in ``dtypes``; add to those that wait."""
+        """Keep unsharded gradients, by index of the parameter, in ``dtypes`` unless `.grad` shows them; add to those that wait."""
         if not gradients:
             return
         if not isinstance(self._params[0].sharded_param, PlainShardedParam):
             _add_to(self._hidden, gradients, dtypes)
         else:
-            self._add_shown(gradients, dtypes)
+            self._add_shown(gradients)
         self.changed()
 
     def place_for(self, index: int, dtype: torch.dtype) -> tuple[Tensor, bool] | None:
@@ -126,16 +127,16 @@ class UnreducedGradients:
         """Return whether a gradient of a parameter waits that `.grad` does not show."""
         return index in self._hidden
 
-    def _add_shown(self, gradients: dict[int, Tensor], dtypes: Sequence[torch.dtype]) -> None:
+    def _add_shown(self, gradients: dict[int, Tensor]) -> None:
         for sharded_param, members in self._members_of(gradients):
             theirs = {index: gradients[index] for index in members if index in gradients}
             waiting = self._read(sharded_param, members) if sharded_param in self._shown else {}
             if waiting:
                 # These are `.grad` itself, or views of it, so adding to them changes what users see. Parameters
                 # without a gradient so far have zeros there.
-                _add_to(waiting, theirs, dtypes)
+                _add_to(waiting, theirs)
             else:
-                unsharded = self._unsharded(sharded_param, members, theirs, dtypes)
+                unsharded = self._unsharded(sharded_param, members, theirs)
                 sharded_param.show_unreduced(unsharded)
                 self._shown[sharded_param] = members
 
@@ -160,14 +161,12 @@ class UnreducedGradients:
         sharded_param: PlainShardedParam,
         members: Sequence[int],
         gradients: dict[int, Tensor],
-        dtypes: Sequence[torch.dtype],
     ) -> Tensor:
         """Return one gradient for a sharded parameter that shows none yet; zero where parameters have none."""
         if not sharded_param.stands_for_several:
-            unsharded = _in_dtype(gradients, dtypes)[members[0]]
+            unsharded = _in_dtype(gradients, _dtypes_of(gradients))[members[0]]
         else:
-            example = next(iter(gradients.values()))
-            unsharded = example.new_zeros(self._numel(members), dtype=dtypes[members[0]])
+            unsharded = next(iter(gradients.values())).new_zeros(self._numel(members))
             _copy(self._views(unsharded, members), gradients)
         before = sharded_param.param.grad
         if self._layout.world == 1 and before is not None:
@@ -230,8 +229,7 @@ class UnreducedGradients:
             sharded_param.show_reduced()
         self._shown.clear()
         # A parameter that has no gradient from before is not cast here, but when the reduce buffer is filled.
-        dtypes = {index: gradient.dtype for index, gradient in gradients.items()}
-        _add_to(waiting, gradients, dtypes)
+        _add_to(waiting, gradients)
         self.changed()
         return waiting
 
@@ -296,15 +294,19 @@ def not_to_be_updated(params: Callable[[], Iterable[Tensor]]) -> list[str]:
 def _add_to(
     waiting: dict[int, Tensor],
     gradients: dict[int, Tensor],
-    dtypes: Sequence[torch.dtype] | dict[int, torch.dtype],
+    dtypes: Sequence[torch.dtype] | None = None,
 ) -> None:
-    """Add gradients to those that wait; keep others, in ``dtypes``."""
+    """Add gradients to those that wait; keep others, in ``dtypes`` or as they are."""
     again = [index for index in gradients if index in waiting]
     if again:
         torch._foreach_add_([waiting[i] for i in again], [gradients[i] for i in again])
     if len(again) < len(gradients):
         first = {i: each for i, each in gradients.items() if i not in waiting}
-        waiting.update(_in_dtype(first, dtypes))
+        waiting.update(_in_dtype(first, dtypes or _dtypes_of(first)))
+
+
+def _dtypes_of(gradients: dict[int, Tensor]) -> dict[int, torch.dtype]:
+    return {index: gradient.dtype for index, gradient in gradients.items()}
 
 
 def _in_dtype(

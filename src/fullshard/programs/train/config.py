@@ -277,7 +277,7 @@ class ShardingSection:
     """How the model is spread over the ranks."""
 
     door: Door = "fully_shard"
-    """fully_shard, or wrapper: FullyShardedDataParallel."""
+    """fully_shard, or wrapper: FullyShardedDataParallel, which adds up microbatches in the dtype of compute."""
 
     groups: Grouping = "blocks"
     """One group per block, or the groups of `plan_groups`, which merges small blocks."""
