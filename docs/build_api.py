@@ -31,6 +31,7 @@ CHAPTERS = {
     "Functions": [
         "fully_shard",
         "replicate",
+        "balanced_placement",
         "clip_grad_norm_",
         "join",
         "JoinedBatches",

@@ -64,6 +64,7 @@ if _TYPE_CHECKING:
     )
     from fullshard.fsdp2.fully_shard import fully_shard, replicate
     from fullshard.fsdp2.group_plan import GroupPlan, plan_groups
+    from fullshard.plan.balanced_placement import balanced_placement
     from fullshard.plan.policies import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
@@ -118,6 +119,7 @@ __all__ = [
     "UnshardHandle",
     "UnsupportedError",
     "UsageError",
+    "balanced_placement",
     "clip_grad_norm_",
     "debug",
     "fully_shard",
@@ -167,6 +169,7 @@ _MODULES = {
     "StateDictType": "api",
     "StepFailure": "comm.step_guard",
     "UnshardHandle": "engine.unshard_handle",
+    "balanced_placement": "plan.balanced_placement",
     "clip_grad_norm_": "engine.clip_grad",
     "debug": "comm.meetings",
     "fully_shard": "fsdp2.fully_shard",

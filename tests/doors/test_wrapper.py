@@ -29,6 +29,7 @@ from fullshard import (
     MixedPrecision,
     ShardingStrategy,
     UnshardHandle,
+    UsageError,
 )
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap as wrap_by_hand
 from tests.helpers.compare import assert_close, assert_equal
@@ -197,7 +198,6 @@ def test_options_that_cannot_be_are_refused() -> None:
             ("device_id must be", {"device_id": 1.5}),
             ("device_id must be", {"device_id": True}),
             ("a device of this machine", {"device_id": "nonsense"}),
-            ("a device of this machine", {"device_id": torch.device("meta")}),
             ("got both", {"ignored_modules": [some], "ignored_states": [some.weight]}),
             ("parameters only or modules only", {"ignored_states": [some, layer.weight]}),
             ("collection of modules", {"ignored_modules": ["some"]}),
@@ -218,6 +218,21 @@ def test_options_that_cannot_be_are_refused() -> None:
         assert offloaded.cpu_offload.offload_params
         late = FSDP(nn.Linear(2, 2), backward_prefetch=BackwardPrefetch.BACKWARD_POST)
         assert late.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+
+
+def on_meta() -> str:
+    with pytest.raises(UsageError, match="a device of this machine") as refused:
+        FSDP(nn.Linear(2, 2, device="meta"), device_id=torch.device("meta"))
+    return str(refused.value)
+
+
+def test_only_ranks_that_do_not_exist_may_compute_on_the_meta_device(world) -> None:
+    world(1).run(on_meta)
+    with fake_world(4):
+        wrapper = FSDP(
+            nn.Linear(2, 2, device="meta"), device_id=torch.device("meta"), use_orig_params=True
+        )
+        assert wrapper.weight.is_meta and wrapper.weight.shape == (2,)
 
 
 # --- parameters -----------------------------------------------------------------------------------

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import io
 
+import pytest
+from rich.console import Console
+
+from fullshard.engine import padding
+from fullshard.programs.plan_tool.output import print_planned
 from fullshard.programs.plan_tool.planned_step import (
     DEPTHS,
     estimate_step,
@@ -54,6 +59,30 @@ def test_few_microbatches_tell_what_many_take() -> None:
         assert few.playback.gradient_seconds == pytest.approx(
             planned.playback.gradient_seconds, rel=1e-3
         )
+
+
+def test_a_step_of_the_wrapper_has_the_wrapper_s_groups() -> None:
+    """Ranks divide neither the rows of matrices nor those of vectors, but the flat array nearly."""
+    ranks, model = 7, {"layers": 2, "width": 20, "heads": 2}
+    padded = {}
+    for door in ("fully_shard", "wrapper"):
+        run = config(model=model, sharding={"door": door}, train={"batch": ranks})
+        planned = plan_step(run, ranks, H100)
+        assert planned.trace is not None and planned.padding is None
+        groups = planned.trace.groups
+        padded[door] = sum(group.padded_numel for group in groups)
+        numel = sum(group.numel for group in groups)
+    assert padded["wrapper"] < 1.001 * numel < 1.01 * numel < padded["fully_shard"]
+
+
+def test_much_padding_is_named_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding, "WORTH_SAYING", 1)
+    ranks = 512
+    planned = plan_step(config(model={"layers": 1}, train={"batch": ranks}), ranks, H100)
+    assert planned.padding is not None and "rows along dimension 0 for 512 ranks" in planned.padding
+    console = Console(file=io.StringIO(), width=500)
+    print_planned(console, planned, "a decoder", 1)
+    assert "padded by more than a quarter" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_whole_gradients_between_microbatches_are_told_apart_from_temporary_tensors() -> None:

@@ -77,6 +77,7 @@ def traced_step(folder: Path, settings: list[str]) -> tuple[Counter[str], int]:
         ["compute.precision=bf16", "sharding.replicas=2"],
         ["sharding.reshard_after_forward=false", "compute.wire=bf16"],
         ["sharding.prefetch=2", "model.width=20", "model.heads=2"],
+        ["sharding.door=wrapper", "model.width=20", "model.heads=2", "compute.precision=bf16"],
     ],
 )
 def test_a_run_holds_and_sends_what_was_predicted(tmp_path: Path, settings: list[str]) -> None:
@@ -263,6 +264,27 @@ def test_a_model_of_the_user_is_shown_by_the_name_of_its_factory() -> None:
     assert "forward raised RuntimeError without values: " in inspect(name, "--input", "4x7")
 
 
+class Cubes(nn.Module):
+    """No dimension is divided evenly by many ranks, and one of a stack of experts is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cube = nn.Parameter(torch.empty(10, 10, 10))
+        self.experts = nn.Parameter(torch.empty(8, 64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_the_cause_of_padding_is_named_where_there_is_much() -> None:
+    output = inspect(f"{__name__}:Cubes", "--world", "64")
+    assert re.search(r"^root +33,768 .* 15\.99%$", output, re.M)
+    assert "padded by more than a quarter" not in output
+    output = inspect(f"{__name__}:Cubes", "--world", "512")
+    assert "experts of shape (8, 64, 64) has 64 rows along dimension 1 for 512 ranks" in output
+    assert "Shard over fewer ranks, as with a 2-D mesh" in output
+
+
 def test_names_that_count_up_are_folded() -> None:
     assert folded_name(["a.0.x", "a.1.x", "a.2.x"]) == "a.0-2.x"
     assert folded_name(["m.1.e.7", "m.1.e.8"]) == "m.1.e.7-8"
@@ -307,7 +329,7 @@ def test_a_run_is_shown_by_its_file(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(file.read_text())
     assert inspect(str(tmp_path)) == output, "the folder of a run stands for its file"
     assert "decoder of 3 layers" in output and "2 ranks" in output
-    assert "the wrapper has the same" in output
+    assert re.search(r"^all 4 groups .* 0\.00%$", output, re.M), "the wrapper cuts evenly"
 
 
 def test_a_model_of_transformers_is_shown_by_its_folder(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from fullshard import torch_border
 from fullshard.comm import watchdog
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import fused_linear, process_hooks
+from fullshard.engine.padding import warn_of_padding
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.state import FSDPState, named_states
 from fullshard.errors import LifecycleError, UsageError
@@ -42,6 +44,8 @@ def lazy_init(state: FSDPState) -> Runtime:
         found.runtime = runtime
         found.set_name(name or "root")
     runtime.connect()
+    if torch_border.the_virtual_device() is None:  # a plan says it itself
+        warn_of_padding(states.items())
     fused_linear.install(runtime)
     process_hooks.install()
     watchdog.start()

@@ -61,8 +61,10 @@ def materialise(
 ) -> None:
     """Give meta parameters and buffers memory and values, by ``param_init_fn`` or `reset_parameters`.
 
-    Parameters that were tied before stay tied.
+    Parameters that were tied before stay tied. Nothing happens if the model is to stay on the meta device.
     """
+    if device.type == "meta":
+        return
     on_meta = [(name, module) for name, module in modules if _tensors_on_meta(module)]
     if not on_meta:
         return

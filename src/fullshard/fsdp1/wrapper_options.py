@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.comm import collectives
+from fullshard.comm.journal import IMAGINED_RANKS
 from fullshard.errors import ConfigurationError, OptionTypeError, UsageError
 from fullshard.plan.mesh import (
     DataParallelAxes,
@@ -232,7 +233,7 @@ def choose_device(
             "with a module on the CPU."
         )
     if device_id is not None:
-        device = _device_of(device_id)
+        device = _device_of(device_id, axes)
         if present - {device}:
             raise ConfigurationError(
                 f"device_id is {device}, but the module is on {present.pop()}. Pass that device, or move the module."
@@ -248,7 +249,7 @@ def choose_device(
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _device_of(device_id: Any) -> torch.device:
+def _device_of(device_id: Any, axes: DataParallelAxes) -> torch.device:
     if isinstance(device_id, bool) or not isinstance(device_id, (int, str, torch.device)):
         raise OptionTypeError(
             f"device_id must be an int or a torch.device, got {device_id!r}. Use for example "
@@ -260,13 +261,17 @@ def _device_of(device_id: Any) -> torch.device:
     except RuntimeError:  # an unknown kind of device; or an int without an accelerator
         device = None
     known = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
+    if dist.get_backend(axes.shard_process_group or axes.replicate_process_group) in IMAGINED_RANKS:
+        known.add("meta")  # to plan for ranks that do not exist
     if device is None or device.type not in known:
         raise UsageError(
             f"device_id must be a device of this machine, {' or '.join(sorted(known))}, got {device_id!r}. Leave it "
             "out to compute where the module is, or on the accelerator if there is one."
         )
-    if device.type == "cpu":
-        return torch.device("cpu")  # tensors on the CPU have no index, whatever index was asked for
+    if device.type in ("cpu", "meta"):
+        return torch.device(
+            device.type
+        )  # tensors there have no index, whatever index was asked for
     if cast("int | None", device.index) is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return device

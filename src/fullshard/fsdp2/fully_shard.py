@@ -48,6 +48,7 @@ from fullshard.fsdp2.fsdp_module import (
     sharded_class,
 )
 from fullshard.fsdp2.state_dict_shards import give_own_storages
+from fullshard.plan.balanced_placement import sharding_over
 from fullshard.plan.mesh import (
     DataParallelMeshInfo,
     FSDPMeshInfo,
@@ -138,6 +139,7 @@ def fully_shard(
             keeps a larger shard, so that backward gathers over n neighbouring ranks only, for example those of one node.
         shard_placement_fn: Returns for a parameter the dimension to shard (`Shard(dim)`; None means 0) or, with
             `ShardPlacementResult`, also the mesh. Parameters with different meshes form separate groups.
+            `balanced_placement` chooses the dimension with little padding.
         mp_policy: Dtypes of compute, reduction and outputs.
         offload_policy: Where shards are between steps: on the device, or with `CPUOffloadPolicy` in host memory.
         ignored_params: Parameters to leave alone: not sharded, moved or reduced.
@@ -446,7 +448,10 @@ def _params_to_shard(
     check_all_on_meta_or_none(owned)
     for each in owned:
         name, param = each.name, each.param
-        answer = shard_placement_fn(param) if shard_placement_fn is not None else None
+        answer = None
+        if shard_placement_fn is not None:
+            with sharding_over(info.shard_mesh_size):
+                answer = shard_placement_fn(param)
         own_info = info
         if isinstance(answer, ShardPlacementResult):
             own_info = _checked_mesh_info(name, answer, info)

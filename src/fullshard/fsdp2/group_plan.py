@@ -25,6 +25,7 @@ from fullshard.engine.group_units import GroupingOptions
 from fullshard.engine.planned_groups import MAX_BYTES, MIN_BYTES, PlannedGroup, planned_groups
 from fullshard.errors import LifecycleError, size_text
 from fullshard.fsdp2.fully_shard import ShardPlacementFn, fully_shard
+from fullshard.plan.balanced_placement import balanced_placement
 from fullshard.plan.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.wrap import CustomPolicy
 
@@ -61,13 +62,14 @@ class GroupPlan:
         *,
         mesh: DeviceMesh | None = None,
         reshard_after_forward: bool | int | None = None,
-        shard_placement_fn: ShardPlacementFn | None = None,
+        shard_placement_fn: ShardPlacementFn | None = balanced_placement,
         offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
         dp_mesh_dims: DataParallelMeshDims | None = None,
     ) -> nn.Module:
         """Call `fully_shard` on every group, the root's last.
 
-        Arguments are those of `fully_shard`. Precision and ignored parameters are those of the plan.
+        Arguments are those of `fully_shard`, but `balanced_placement` is the default. Precision and ignored parameters
+        are those of the plan.
 
         Returns:
             The model, now also an `FSDPModule`.

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from fullshard.engine.padding import padding_text
 from fullshard.optim.fused_shards import local_of
 from fullshard.optim.muon import hidden_matrices
 from fullshard.plan.layout import IN_PLACE_FROM
@@ -27,10 +28,11 @@ from fullshard.programs.train.sharded_model import (
     make_mesh,
     precision_policy,
     shard,
+    wrap,
 )
 from fullshard.programs.train.weights import materialise
 from fullshard.torch_border import fake_process_group
-from fullshard.tracing.group_facts import group_facts
+from fullshard.tracing.group_facts import group_facts, states_in
 from fullshard.tracing.schema import GroupFacts
 
 OTHER_STATES = 2
@@ -89,11 +91,11 @@ class ShardedPlan:
     """How a model would be sharded, for rank 0, which holds the most."""
 
     description: str
-    is_wrapped: bool
-    """The run uses the wrapper. Its groups are the same; the sizes are those of `fully_shard`."""
     world: int
     replicas: int
     groups: tuple[GroupFacts, ...]
+    padding: str | None
+    """Which groups are padded a lot, and why, if any."""
     optimizer: str
     """Its name, for people."""
     about_activations: str
@@ -120,10 +122,8 @@ def measure(
     Raises:
         ConfigurationError: there is no such model.
     """
-    is_wrapped = config.sharding.door == "wrapper"
-    # Only sizes are wanted. They do not depend on where shards are kept, and the wrapper has the same groups but
-    # cannot be built without memory.
-    config = replace(config, sharding=replace(config.sharding, offload=False, door="fully_shard"))
+    # Only sizes are wanted, which do not depend on where shards are kept.
+    config = replace(config, sharding=replace(config.sharding, offload=False))
     about, activations = (
         _activations_of_run(config, open_model(config), world)
         if source is None
@@ -131,14 +131,13 @@ def measure(
     )
     source = source or open_model(config)
     model = _built(config, source)
-    unsharded = _sizes(config, model)
+    unsharded, numel = _sizes(config, model), sum(p.numel() for p in model.parameters())
     with fake_process_group(world):
-        mesh = make_mesh(config.sharding.replicas, torch.device("cpu"))
-        blocks = source.blocks(model) if config.sharding.groups == "blocks" else []
-        shard(model, blocks, mesh, torch.device("meta"), config, materialise)
+        model = _sharded(config, source, model)
         groups = group_facts(model)
+        padding = padding_text(((state, name) for state, name, _ in states_in(model)), least=0)
         sharded = _sizes(config, model).with_padding(sum(group.shard_bytes for group in groups))
-    itemsize = Fraction(unsharded.parameters, sum(p.numel() for p in model.parameters()) or 1)
+    itemsize = Fraction(unsharded.parameters, numel or 1)
     states, averages, optimizer = _optimizer_states(config.optimizer, itemsize)
 
     def memory(sizes: _Sizes, gathered: int, keepers: int = 1) -> Memory:
@@ -153,10 +152,10 @@ def measure(
 
     return ShardedPlan(
         description=source.description,
-        is_wrapped=is_wrapped,
         world=world,
         replicas=config.sharding.replicas,
         groups=groups,
+        padding=padding,
         optimizer=optimizer,
         about_activations=about,
         rank=memory(sharded, _gathered_at_most(groups, config), _keepers(config)),
@@ -171,6 +170,15 @@ def _built(config: RunConfig, source: InspectedModel) -> nn.Module:
     if config.model.trainable is not None:
         freeze_others(model, config.model.trainable)
     return model
+
+
+def _sharded(config: RunConfig, source: InspectedModel, model: nn.Module) -> nn.Module:
+    """Return the model as the run shards it, on the meta device."""
+    mesh, device = make_mesh(config.sharding.replicas, torch.device("cpu")), torch.device("meta")
+    blocks = source.blocks(model) if config.sharding.groups == "blocks" else []
+    if config.sharding.door == "wrapper":
+        return wrap(model, blocks, mesh, device, config)
+    return shard(model, blocks, mesh, device, config, materialise)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -301,6 +309,8 @@ def _gathered_at_most(groups: tuple[GroupFacts, ...], config: RunConfig) -> int:
 def _message_bytes(group: GroupFacts) -> int:
     """Return the bytes of a group of small parameters as it arrives, before it is distributed; large ones arrive in place."""
     piece = group.gathered_bytes // group.world
+    if group.division == "flat":
+        return 0
     return group.gathered_bytes if piece < IN_PLACE_FROM * group.parameters else 0
 
 

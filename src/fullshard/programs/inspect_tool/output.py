@@ -47,8 +47,8 @@ def _notes(plan: ShardedPlan) -> Iterator[str]:
             f"Activations are what forward keeps for backward, of {plan.about_activations} at a time on each rank; attention "
             "and norms count as fused."
         )
-    if plan.is_wrapped:
-        yield "These are groups of fully_shard; the wrapper has the same, and cuts each as one flat piece per rank."
+    if plan.padding is not None:
+        yield plan.padding
     yield "Reduction buffers, temporary tensors and what libraries allocate come on top of this memory."
 
 

@@ -135,6 +135,8 @@ def _notes(planned: PlannedStep, bands: Bands) -> Iterator[str]:
         yield FP32_NOTE
     if planned.config.compute.graph and not planned.machine.host.is_synchronous:
         yield GRAPH_NOTE
+    if planned.padding is not None:
+        yield planned.padding
 
 
 def print_search(console: Console, given: PlannedStep, found: Search) -> None:

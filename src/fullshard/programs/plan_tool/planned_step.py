@@ -44,6 +44,8 @@ class PlannedStep:
     """Of one rank's matrix products and attention, without those that are recomputed."""
     memory: MemoryUse
     playback: Playback
+    padding: str | None
+    """Which groups are padded a lot, and why, if any."""
     trace: Trace | None
     """Of the planned step; None if it was estimated from few layers."""
 
@@ -120,6 +122,7 @@ def plan_step(
         flops=model_flops(step.program),
         memory=memory_use(step.program, machine, kept=_kept_activations(config, machine)),
         playback=playback,
+        padding=step.padding,
         trace=step.trace(playback),
     )
 

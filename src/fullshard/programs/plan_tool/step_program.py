@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
 from fullshard.comm.spans import TraceRecorder
+from fullshard.engine.padding import padding_text
 from fullshard.plan.mesh import world_size
 from fullshard.programs.inspect_tool.without_values import without_values
 from fullshard.programs.plan_tool.program import Phase, Program
@@ -30,6 +31,7 @@ from fullshard.programs.plan_tool.recording import (
 from fullshard.programs.plan_tool.training_step import TrainingStep
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.model_source import ModelSource
+from fullshard.tracing.group_facts import states_in
 from fullshard.tracing.schema import Trace
 from fullshard.tracing.trace import attach, contexts_of, export
 
@@ -41,6 +43,8 @@ class StepProgram:
     program: Program
     tokens: int
     """That the rank trains on."""
+    padding: str | None
+    """Which groups are padded a lot, and why, if any."""
     trace: Callable[[Times], Trace]
     """Returns the trace of the step as it was played."""
 
@@ -59,13 +63,8 @@ def record_step(
     Raises:
         ConfigurationError: the configuration does not go together, or not with this number of ranks.
     """
-    # The wrapper has the same groups and collectives, but cannot be built without memory. What compiling changes is
-    # the machine's business.
-    config = replace(
-        config,
-        sharding=replace(config.sharding, door="fully_shard"),
-        compute=replace(config.compute, compile="none", graph=False),
-    )
+    # What compiling changes is the machine's business.
+    config = replace(config, compute=replace(config.compute, compile="none", graph=False))
     recorder = Recorder(has_streams=has_streams, offloads=config.sharding.offload)
     ranks = torch_border.virtual_process_group(world, recorder)
     gc.freeze()  # so that only what the step makes is looked through
@@ -85,7 +84,8 @@ def record_step(
         for context in contexts:
             context.recorder = None
         program = recorder.program(begin)
-        return StepProgram(program, step.tokens, export_later(step.model.module, spans))
+        padding = padding_text((state, name) for state, name, _ in states_in(step.model.module))
+        return StepProgram(program, step.tokens, padding, export_later(step.model.module, spans))
 
 
 class _RecordedStep(TrainingStep):

@@ -40,6 +40,7 @@ from fullshard import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
+    balanced_placement,
     clip_grad_norm_,
     fully_shard,
     plan_groups,
@@ -274,6 +275,7 @@ def shard(
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=release,
+            shard_placement_fn=balanced_placement,
         )
     if section.prefetch != 1:  # the engine's own depth
         set_prefetch([model, *(modules[0] for modules in groups)], section.prefetch)
