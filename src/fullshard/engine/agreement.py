@@ -21,9 +21,10 @@ import functools
 import hashlib
 import json
 import time
+import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -35,8 +36,9 @@ from fullshard.comm.journal import POSITION, Waiting, journal_of, tag
 from fullshard.comm.meetings import meet
 from fullshard.comm.store_agreement import StoreAgreement
 from fullshard.comm.verdict import VERDICT
+from fullshard.engine.initial_weights import Weights, take_initial_weights, weights_text
 from fullshard.engine.model_changes import CHANGES
-from fullshard.engine.model_description import GENERAL, Description, describe, process_groups
+from fullshard.engine.model_description import GENERAL, describe, process_groups
 from fullshard.engine.model_differences import changes, message_about
 from fullshard.engine.state import FSDPState
 from fullshard.errors import DivergenceError
@@ -46,6 +48,8 @@ _TIMEOUT_S = 1800.0
 _PLACE = "place in the order of fully_shard, of models with the same modules,"
 _FAULT = "fault"
 """The key of a message that a rank brings instead of a description: it differs from others already."""
+_MODEL, _WEIGHTS = "model", "initial weights"
+"""The keys of a description, and of digests of initial weights. The latter also begins a message that is about them only."""
 
 
 class ModelAgreement:
@@ -81,7 +85,8 @@ class ModelAgreement:
             guarded = any(journal_of(group).guard is not None for group in process_groups(states))
             if self._agreed or guarded:
                 self._meet(descriptions[changed[0]], changed[0], states)
-            _compare({ranks: descriptions[ranks] for ranks in changed}, root, states)
+            weights = {} if self._agreed else take_initial_weights(root.modules[0], states)
+            _compare({ranks: descriptions[ranks] for ranks in changed}, weights, root, states)
         if not self._agreed:
             for ranks in descriptions:
                 bisect.insort(_used(ranks, states), _first_number(states))
@@ -131,19 +136,23 @@ def _first_number(states: Sequence[FSDPState]) -> int:
 
 
 def _compare(
-    descriptions: dict[tuple[int, ...], str], root: FSDPState, states: Sequence[FSDPState]
+    descriptions: Mapping[tuple[int, ...], str],
+    weights: Mapping[tuple[int, ...], Weights],
+    root: FSDPState,
+    states: Sequence[FSDPState],
 ) -> None:
-    """Compare descriptions, each over the ranks that it is for, in this order."""
+    """Compare descriptions and initial weights, each over the ranks that it is for, in this order."""
     timeouts = [torch_border.timeout_of(group) for group in process_groups(states)]
     timeout_s = min((each.total_seconds() for each in timeouts if each), default=_TIMEOUT_S)
     store = torch_border.own_store_client()
-    fault: str | None = None
+    fault, warned = None, dict[str, None]()
     name = root.name or type(root.modules[0]).__name__
     POSITION.waiting = Waiting(None, f"agreement on the model ({name})", time.monotonic())
     try:
         watchdog.introduce()
         for ranks, own in descriptions.items():
-            text = own if fault is None else json.dumps({_FAULT: fault})
+            known = {_MODEL: own, _WEIGHTS: weights.get(ranks, {})}
+            text = json.dumps(known if fault is None else {_FAULT: fault})
             comparison = StoreAgreement(
                 store,
                 ranks,
@@ -152,12 +161,17 @@ def _compare(
                 between_looks=VERDICT.raise_if_diverged,
             )
             message = comparison.compare(_digest(text), functools.partial(str, text), _compose)
-            fault = fault or message
+            if message is not None and message.startswith(_WEIGHTS):
+                warned[message.removeprefix(_WEIGHTS)] = None
+            else:
+                fault = fault or message
         watchdog.find_peers()
     finally:
         POSITION.waiting = None
     if fault is not None:
         raise DivergenceError(fault)
+    for each in filter(None, warned):
+        warnings.warn(each, stacklevel=2)
 
 
 def _compose(reports: Sequence[tuple[list[int], str]]) -> str:
@@ -166,7 +180,9 @@ def _compose(reports: Sequence[tuple[list[int], str]]) -> str:
     faults = dict.fromkeys(each[_FAULT] for _, each in decoded if _FAULT in each)
     if faults:
         return "\n".join(faults)
-    return message_about(cast("list[tuple[list[int], Description]]", decoded))
+    if len({each[_MODEL] for _, each in decoded}) == 1:
+        return _WEIGHTS + weights_text([each[_WEIGHTS] for _, each in decoded])
+    return message_about([(ranks, json.loads(each[_MODEL])) for ranks, each in decoded])
 
 
 def _digest(text: str) -> str:

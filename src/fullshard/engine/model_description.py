@@ -69,7 +69,7 @@ def describe(
         options = _options(state, state_name)
         for group in state.groups:
             axes = group.mesh_info
-            names = [_full_name(param, paths) for param in group.params]
+            names = [full_name(param, paths) for param in group.params]
             sharing = ranks_of.axes(axes)
             if sharing:
                 section = _section(group, state_name, ranks_of.text(axes), names) | options
@@ -233,7 +233,8 @@ def _section(group: FSDPParamGroup, name: str, mesh: str, param_names: Sequence[
     return section
 
 
-def _full_name(param: FSDPParam, paths: Mapping[nn.Module, str]) -> str:
+def full_name(param: FSDPParam, paths: Mapping[nn.Module, str]) -> str:
+    """Return the name of a parameter in the model whose modules have these ``paths``."""
     owner = param.owners[0]
     path = paths.get(owner.module)
     if path is None:  # the module has been taken out of the model

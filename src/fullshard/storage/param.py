@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard
 from fullshard import torch_border
 from fullshard.errors import ConfigurationError
 from fullshard.plan.placement import ParamPlacement, local_tensor
+from fullshard.storage.initial_values import InitialValues
 from fullshard.storage.sharded_params import ParamModuleInfo, ShardedParam, mark_unsharded
 
 
@@ -43,6 +44,8 @@ class FSDPParam:
         """Shape of the full local tensor, which this rank had before sharding."""
         self.strides = local.stride()
         self.shard_dim = shard_dim
+        self.initial = InitialValues.of(local)
+        """Until ranks have compared their initial weights; None also for a parameter without values."""
         self.original: nn.Parameter | None = original
         """The parameter as the user made it, until it is sharded."""
         self.sharded_param: ShardedParam
@@ -65,6 +68,8 @@ class FSDPParam:
 
     def set_sharded_param(self, sharded_param: ShardedParam) -> None:
         """Let the modules have ``sharded_param`` while the parameter is sharded, from now on."""
+        if self.initial is not None and self.original is not None:
+            self.initial.note_shard(sharded_param.local)
         self.original = None
         self.sharded_param = sharded_param
 
