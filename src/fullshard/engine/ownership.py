@@ -11,6 +11,7 @@ from torch import nn
 
 from fullshard import torch_border
 from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.engine.plain_params import mark_ignored
 from fullshard.engine.state import IgnoredParams, state_of
 from fullshard.errors import ConfigurationError
 from fullshard.storage.param import check_can_be_sharded
@@ -114,6 +115,7 @@ def ignored_below(
         for module in each.modules():
             for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
                 if module in ignored_modules or id(param) in ignored:
+                    mark_ignored(param)
                     found.setdefault(module, set()).add(name)
     return found
 

@@ -1,7 +1,8 @@
 """Hooks on torch itself, for what no hook on a module or parameter can notice.
 
     optimizer.step()      the optimizer cannot update shards (`optimizer_checks`), or has tensors that are not the
-                          model's parameters, or gradients that were not reduced; writes that no version counter counts
+                          model's parameters, or gradients that were not reduced (`plain_params`, too); writes that no
+                          version counter counts
                           torch's elementwise updates work on local tensors (`local_updates`)
     zero_grad()           gradients that wait to be reduced, outside of `.grad`, must be cleared, too
     backward()            see `backward_hooks.run_backward`
@@ -41,6 +42,7 @@ from fullshard.engine.compared_updates import UpdatedParams, params_by_process_g
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.optimizer_checks import params_of
 from fullshard.engine.param_group import groups_of, unsharded_groups
+from fullshard.engine.plain_params import compare_plain_gradients, is_to_be_compared
 from fullshard.errors import LifecycleError, UsageError
 from fullshard.storage.sharded_params import (
     GROUP_MARK,
@@ -104,6 +106,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check_params(optimizer)
         optimizer_checks.warn_of_pieces(optimizer)
         _CHECKED[optimizer] = sizes
+    if is_to_be_compared(optimizer) and torch_border.backward_pass_id() == -1:
+        compare_plain_gradients(optimizer, _process_groups(optimizer))
     unreduced = not_to_be_updated(lambda: params_of(optimizer))
     if unreduced:
         raise LifecycleError(

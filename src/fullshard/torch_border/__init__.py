@@ -75,6 +75,7 @@ from fullshard.torch_border.modules import (
     is_compiled as is_compiled,
     is_sharded_by_torch as is_sharded_by_torch,
     module_versions as module_versions,
+    names_in_modules as names_in_modules,
     num_running as num_running,
     parameter_table as parameter_table,
     persistent_buffers as persistent_buffers,

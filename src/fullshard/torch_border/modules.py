@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -66,6 +67,30 @@ def num_running(modules: Collection[nn.Module]) -> int:
 
 
 _CALL: Any = nn.Module._call_impl
+
+
+def names_in_modules(params: Sequence[Tensor]) -> list[str]:
+    """Return the names of parameters in the outermost modules that have them, or their shapes.
+
+    No parameter knows its module, so all objects of the process are looked through, which takes time.
+    """
+    # Not `isinstance`, which asks lazy objects for their class.
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    parents: dict[int, tuple[nn.Module, str]] = {}
+    owners: dict[int, tuple[nn.Module, str]] = {}
+    for module in modules:
+        for name, child in module.__dict__.get("_modules", {}).items():
+            parents.setdefault(id(child), (module, name))
+        for name, param in module.__dict__.get("_parameters", {}).items():
+            owners.setdefault(id(param), (module, name))
+    result = []
+    for param in params:
+        found, names = owners.get(id(param)), list[str]()
+        while found is not None and len(names) < len(modules):
+            names.insert(0, found[1])
+            found = parents.get(id(found[0]))
+        result.append(".".join(names) or f"one of shape {tuple(param.shape)}")
+    return result
 
 
 def is_compiled(module: nn.Module) -> bool:
