@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from fullshard.comm.streams import is_capturing
 from fullshard.engine.model_description import full_name, ranks_in_common
 from fullshard.engine.state import FSDPState
 from fullshard.errors import names_text
@@ -32,6 +33,8 @@ def take_initial_weights(
     root: nn.Module, states: Sequence[FSDPState]
 ) -> dict[tuple[int, ...], dict[str, str]]:
     """Return digests of initial weights that the shards still have, by the ranks to compare them with; forget them."""
+    if is_capturing():
+        return {}  # the host may not wait
     paths = {module: clean_name(name) for name, module in root.named_modules()}
     weights: dict[tuple[int, ...], dict[str, str]] = {}
     for group in (group for state in states for group in state.groups):
