@@ -128,7 +128,9 @@ agreed on, in order."""
 def _used(ranks: tuple[int, ...], states: Sequence[FSDPState]) -> list[int]:
     world = dist.group.WORLD
     assert world is not None, "these ranks have a process group"
-    return _USED.setdefault(world, {}).setdefault((ranks, *[state.name for state in states]), [])
+    return _USED.setdefault(world, {}).setdefault(
+        (ranks, *[state.name_in_common for state in states]), []
+    )
 
 
 def _first_number(states: Sequence[FSDPState]) -> int:

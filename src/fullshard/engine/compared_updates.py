@@ -49,25 +49,26 @@ def params_by_process_group(
 ) -> Mapping[ProcessGroup, UpdatedParams]:
     """Return what the optimizer updates over each process group."""
     ids = {id(param) for param in params}
-    names: dict[ProcessGroup, list[str]] = {}
+    names: dict[ProcessGroup, dict[str, str]] = {}
     for group in groups:
         axes = group.mesh_info
-        found = [
-            f"{group.gather_tag.text}: {param.name}"
-            for param in group.params
+        # By their places, too: ranks that ignore different modules have other names for the same.
+        found = {
+            f"{group.gather_tag.text}: {place}": f"{group.gather_tag.text}: {param.name}"
+            for place, param in enumerate(group.params)
             if id(param.sharded_param.param) in ids
             and isinstance(param.sharded_param.param, DTensor)
-        ]
+        }
         for process_group in (axes.shard_process_group, axes.replicate_process_group):
             if process_group is not None:
-                names.setdefault(process_group, []).extend(found)
+                names.setdefault(process_group, {}).update(found)
     compared = tuple(
         index
         for index, group in enumerate(optimizer.param_groups)
         if any(isinstance(each, DTensor) for each in group["params"])
     )
     return {
-        process_group: _updated(type(optimizer).__name__, sorted(each), compared)
+        process_group: _updated(type(optimizer).__name__, each, compared)
         for process_group, each in names.items()
     }
 
@@ -102,11 +103,13 @@ def _description(text: str, options: Sequence[object]) -> str:
     return f"{text} ({'; '.join(texts)})"
 
 
-def _updated(optimizer: str, names: list[str], groups: tuple[int, ...]) -> UpdatedParams:
-    listed = ", ".join(name.removeprefix("all-gather of ") for name in names[:_NAMED])
+def _updated(optimizer: str, names: Mapping[str, str], groups: tuple[int, ...]) -> UpdatedParams:
+    """``names`` are by what is compared."""
+    shown = sorted(names.values())[:_NAMED]
+    listed = ", ".join(name.removeprefix("all-gather of ") for name in shown)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     text = f"{optimizer} of {listed}{more}" if names else optimizer
-    digest = hashlib.sha256("\n".join([optimizer, *names]).encode()).digest()
+    digest = hashlib.sha256("\n".join([optimizer, *sorted(names)]).encode()).digest()
     return UpdatedParams(text, int.from_bytes(digest[:7]), groups)
 
 

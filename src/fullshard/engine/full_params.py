@@ -13,12 +13,12 @@ groups whose parameters are divided flat.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp
 
 from fullshard.comm import collectives
 from fullshard.comm.all_gather import all_gather_full
@@ -44,15 +44,7 @@ def refresh_shards_together(groups: Sequence[FSDPParamGroup]) -> None:
             group.refresh_shards()
         except ConfigurationError as error:
             faults.append(str(error))
-    process_groups = dict.fromkeys(
-        (process_group, group.device)
-        for group in groups
-        for process_group in (
-            group.mesh_info.shard_process_group,
-            group.mesh_info.replicate_process_group,
-        )
-        if process_group is not None
-    )
+    process_groups = _process_groups(groups)
     dtypes = [f"{param.name}: {param.dtype}" for group in groups for param in group.params]
     # One small message per process group, whatever the ranks have found: is there a fault, and are dtypes the same?
     kind = zlib.crc32("\n".join(dtypes).encode())
@@ -66,6 +58,18 @@ def refresh_shards_together(groups: Sequence[FSDPParamGroup]) -> None:
             (faults, dtypes), [each for each, _ in process_groups], _AGREEING
         )
         _raise_together(everyone)
+
+
+def _process_groups(groups: Iterable[FSDPParamGroup]) -> list[tuple[ProcessGroup, torch.device]]:
+    """Return the process groups over which groups communicate, each with a device that it can reach."""
+    found = ((each, group.device) for group in groups for each in _process_groups_of(group))
+    return [*dict.fromkeys(found)]
+
+
+def _process_groups_of(group: FSDPParamGroup) -> list[ProcessGroup]:
+    axes = group.mesh_info
+    both = axes.shard_process_group, axes.replicate_process_group
+    return [each for each in both if each is not None]
 
 
 def _raise_together(everyone: Mapping[int, tuple[list[str], list[str]]]) -> NoReturn:
@@ -141,6 +145,36 @@ def _members_of_sharded_params(
                 if param.sharded_param is sharded_param
             ],
         )
+
+
+@torch.no_grad()
+def changed_anywhere(
+    fulls: Mapping[FSDPParamGroup, Sequence[Tensor]],
+) -> dict[FSDPParamGroup, bool]:
+    """Return for each group whether full parameters differ, on any rank, from the shards they were gathered from. Collective.
+
+    What did not change need not be written: a backward that is still to come may use these weights. Ranks decide that
+    together, since each looks at its own shards only.
+    """
+    changed = {group: _differs(group, full) for group, full in fulls.items()}
+    for process_group, device in _process_groups(fulls):
+        members = [each for each in fulls if process_group in _process_groups_of(each)]
+        message = torch.tensor([changed[each] for each in members], dtype=torch.int64).to(device)
+        collectives.all_reduce(message, process_group, ReduceOp.MAX, _AGREEING)
+        changed |= zip(members, map(bool, message.tolist()), strict=True)
+    return changed
+
+
+def _differs(group: FSDPParamGroup, fulls: Sequence[Tensor]) -> bool:
+    rank = group.mesh_info.shard_mesh_rank
+    for index, (full, local) in enumerate(zip(fulls, group.shards.buffer.locals, strict=True)):
+        if tuple(full.shape) != group.params[index].shape:
+            return True
+        part = shard_of(group.layout, index, rank, full).to(local).reshape(-1)
+        # As bytes: zeros have signs, and a NaN is equal to itself.
+        if not torch.equal(part.view(torch.uint8), local.reshape(-1).view(torch.uint8)):
+            return True
+    return False
 
 
 @torch.no_grad()

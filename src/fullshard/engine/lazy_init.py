@@ -6,9 +6,10 @@ from fullshard import torch_border
 from fullshard.comm import watchdog
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import fused_linear, process_hooks
+from fullshard.engine.ownership import names_in_common
 from fullshard.engine.padding import warn_of_padding
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.state import FSDPState, named_states
+from fullshard.engine.state import FSDPState, named_states, state_of
 from fullshard.errors import LifecycleError, UsageError
 
 
@@ -38,11 +39,14 @@ def lazy_init(state: FSDPState) -> Runtime:
     runtime = Runtime(state, tuple(states), context)
     for other in former:
         other.hand_over(states)
+    in_common: dict[FSDPState | None, list[str]] = {}
+    for module, name in names_in_common(state.modules[0], [s.ignored for s in states]).items():
+        in_common.setdefault(state_of(module), []).append(name)
     for found, name in states.items():
         if found.options.auto_reshard:  # the root is needed again at once in backward
             found.options.reshard_after_forward = found is not state
         found.runtime = runtime
-        found.set_name(name or "root")
+        found.set_name(name or "root", ", ".join(in_common.get(found, ())) or "root")
     runtime.connect()
     if torch_border.the_virtual_device() is None:  # a plan says it itself
         warn_of_padding(states.items())

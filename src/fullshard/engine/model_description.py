@@ -33,12 +33,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.journal import IMAGINED_RANKS
 from fullshard.comm.reduce_settings import ReduceSettings
+from fullshard.engine.ownership import names_in_common
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState
 from fullshard.errors import ConfigurationError
 from fullshard.plan.layout import Division
 from fullshard.plan.mesh import DataParallelAxes, ranks_by_replica
-from fullshard.plan.names import clean_name
 from fullshard.plan.policies import MixedPrecisionPolicy
 from fullshard.storage.param import FSDPParam
 
@@ -59,13 +59,15 @@ def describe(
     ``occasion`` says what the ranks are about to do together. Groups without other ranks are left out. Smaller sets of ranks come first, and those of tensor parallelism last: the
     order is the same on all ranks.
     """
-    paths = {module: clean_name(name) for name, module in root.named_modules()}
+    paths = names_in_common(root, [state.ignored for state in states])
     general = _general(occasion)
     data_parallel: dict[tuple[int, ...], Description] = {}
     tensor_parallel: dict[tuple[int, ...], Description] = {}
     ranks_of = _RanksInCommon()
     for state in states:
-        state_name = state.name or type(state.modules[0]).__name__  # before the first forward
+        state_name = (
+            state.name_in_common or type(state.modules[0]).__name__
+        )  # before the first forward
         options = _options(state, state_name)
         for group in state.groups:
             axes = group.mesh_info
@@ -203,7 +205,11 @@ def _options(state: FSDPState, name: str) -> Section:
 
 
 def _prefetch(states: Sequence[FSDPState] | None) -> str:
-    return "what comes next" if states is None else f"[{', '.join(each.name for each in states)}]"
+    return (
+        "what comes next"
+        if states is None
+        else f"[{', '.join(each.name_in_common for each in states)}]"
+    )
 
 
 def _section(group: FSDPParamGroup, name: str, mesh: str, param_names: Sequence[str]) -> Section:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,14 @@ from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.plain_params import mark_ignored
 from fullshard.engine.state import IgnoredParams, state_of
 from fullshard.errors import ConfigurationError
+from fullshard.plan.names import clean_name, is_wrapper
 from fullshard.storage.param import check_can_be_sharded
-from fullshard.storage.sharded_params import ParamModuleInfo, group_of
+from fullshard.storage.sharded_params import (
+    ParamModuleInfo,
+    group_of,
+    reads_gradients,
+    unsharded_name,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +36,10 @@ class OwnedParam:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module computes anything itself; containers do not."""
-    return type(module).forward is not nn.Module.forward and not isinstance(
-        module, (nn.ModuleList, nn.ModuleDict)
-    )
+    """Whether a module computes anything itself; containers of torch do not. A forward may be set on the instance."""
+    # Looked up without descriptors: that of modules of torch.jit raises an error when it is asked of a class.
+    of_class = inspect.getattr_static(type(module), "forward")
+    return of_class is not nn.Module.forward or "forward" in vars(module)
 
 
 def managed_modules(
@@ -118,6 +125,74 @@ def ignored_below(
                     mark_ignored(param)
                     found.setdefault(module, set()).add(name)
     return found
+
+
+def unmanaged_params(root: nn.Module, ignored: Sequence[IgnoredParams]) -> list[str]:
+    """Return the full names of trainable parameters below ``root`` that no group has and nothing is known to reduce.
+
+    Not returned are ignored ones, those below DDP or torch's `replicate`, and those with a hook of the user's on their gradients.
+    """
+    reduced = {
+        below
+        for module in root.modules()
+        if isinstance(module, nn.parallel.DistributedDataParallel) or is_replicated_by_ddp(module)
+        for below in module.modules()
+    }
+    return [
+        clean_name(f"{prefix}.{name}" if prefix else name)
+        for prefix, module in root.named_modules()
+        if module not in reduced
+        for name, param in torch_border.parameter_table(module).items()
+        if param is not None
+        and param.requires_grad
+        and not group_of(param)
+        and not unsharded_name(param)
+        and not reads_gradients(param)
+        and not any(name in each.get(module, ()) for each in ignored)
+    ]
+
+
+def names_in_common(root: nn.Module, ignored: Sequence[IgnoredParams]) -> dict[nn.Module, str]:
+    """Return the names of all modules by which ranks compare their models: numbers do not count ignored modules.
+
+    A rank may ignore more modules of a list than others, experts of its own for example. What follows in the list has
+    other numbers there, and is the same.
+    """
+    names: dict[nn.Module, str] = {}
+    left_out = _wholly_ignored(root, ignored)
+
+    def visit(module: nn.Module, prefix: str, name: str) -> None:
+        if module in names:
+            return
+        full_name = prefix if is_wrapper(name) else ".".join(filter(None, (prefix, name)))
+        names[module] = full_name
+        num_left_out = 0
+        for child_name, child in module.named_children():
+            if not child_name.isdecimal():
+                visit(child, full_name, child_name)
+            elif child in left_out:
+                num_left_out += 1
+            else:
+                visit(child, full_name, str(int(child_name) - num_left_out))
+
+    visit(root, "", "")
+    return names
+
+
+def _wholly_ignored(root: nn.Module, ignored: Sequence[IgnoredParams]) -> set[nn.Module]:
+    """Return the modules that have parameters, themselves or below, all of which are ignored."""
+    if not any(ignored):
+        return set()  # as of most models
+
+    def is_ignored(module: nn.Module) -> bool:
+        owned = [
+            any(name in each.get(below, ()) for each in ignored)
+            for below in module.modules()
+            for name in torch_border.parameter_table(below).keys()
+        ]
+        return bool(owned) and all(owned)
+
+    return {module for module in root.modules() if is_ignored(module)}
 
 
 BY_ONE_OF_THE_TWO = (

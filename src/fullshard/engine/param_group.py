@@ -251,13 +251,14 @@ class FSDPParamGroup:
                 "or, with FullyShardedDataParallel, within summon_full_params."
             )
 
-    def connect(self, context: FSDPCommContext, name: str, *, part: str = "") -> None:
-        """Join a model's streams, under the group's full name in it; ``part`` tells groups of the same name apart."""
+    def connect(self, context: FSDPCommContext, name: str, *, in_tags: str | None = None) -> None:
+        """Join a model's streams, under the group's full name in it. Ranks have ``in_tags`` in common, other groups have not."""
+        in_tags = name if in_tags is None else in_tags
         self._wait_for_gather()  # one issued before, on streams of its own
         self._notice_extensions()
         self._context = context
         self.name = name
-        self.gather_tag = tag(f"all-gather of {name}{part}")
+        self.gather_tag = tag(f"all-gather of {in_tags}")
         self._gather_label = f"FSDP::all_gather ({name})"
         self._copy_out_label = f"FSDP::all_gather_copy_out ({name})"
         self.all_gathers.connect(context)
@@ -265,7 +266,7 @@ class FSDPParamGroup:
         """On the all-gather stream: the full parameters are complete."""
         self._released_event = context.new_event()
         """On the compute stream: the last read of the gathered memory."""
-        self.reducer.connect(context, self, name + part)
+        self.reducer.connect(context, self, in_tags)
 
     @property
     def context(self) -> FSDPCommContext:

@@ -36,8 +36,9 @@ from fullshard.engine.agreement import ModelAgreement
 from fullshard.engine.backward_passes import BackwardPasses
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.model_description import process_groups
+from fullshard.engine.ownership import unmanaged_params
 from fullshard.engine.sharded_state import ShardedState
-from fullshard.engine.state import FSDPState, unmanaged_params
+from fullshard.engine.state import FSDPState
 from fullshard.engine.training_state import TrainingState
 from fullshard.errors import ConfigurationError, LifecycleError
 from fullshard.plan.schedule import Call, Schedule
@@ -84,7 +85,7 @@ class Runtime:
             for number, group in enumerate(state.groups, 1):
                 several = len(state.groups) > 1
                 part = f" (group {number} of {len(state.groups)})" if several else ""
-                group.connect(self.context, state.name, part=part)
+                group.connect(self.context, state.name, in_tags=state.name_in_common + part)
         self.limit_reductions()
 
     def limit_reductions(self) -> None:
@@ -264,13 +265,18 @@ class Runtime:
     def _look_for_dropout(self) -> None:
         """Warn once if a forward without gradients drops something: each rank would drop something else."""
         root = self.root.modules[0]
-        groups = [group for state in self.states for group in state.groups]
-        if root.training and any(
-            group.mesh_info.shard_mesh_size * group.mesh_info.replicate_mesh_size > 1
-            for group in groups
-        ):
+        if root.training and self._has_peers:
             self._may_have_dropout = False
             warn_of_active_dropout(root)
+
+    @property
+    def _has_peers(self) -> bool:
+        """Whether other ranks have a part of the model, or a replica. Not on the hot path."""
+        return any(
+            group.mesh_info.shard_mesh_size * group.mesh_info.replicate_mesh_size > 1
+            for state in self.states
+            for group in state.groups
+        )
 
     def _begin_gathers(self, states: Sequence[FSDPState]) -> None:
         """Between steps the shards may have been written: gather from what they are now.
@@ -307,16 +313,21 @@ class Runtime:
                     group.drop_unsharded_params()
 
     def _check_tree(self) -> None:
-        """Refuse trainable parameters that joined the model after it was sharded: nobody would reduce them."""
+        """Warn of trainable parameters that joined the model after it was sharded: the engine does not reduce them.
+
+        That is legal, since users may average their gradients by hand, where the engine cannot see it.
+        """
         if any(group.full_params_installed for state in self.states for group in state.groups):
             return  # the modules have other parameters for a while
         root = self.root.modules[0]
         strangers = unmanaged_params(root, [state.ignored for state in self.states])
-        if strangers:
-            raise ConfigurationError(
-                "All trainable parameters of a sharded model must be sharded or ignored, or their gradients stay "
+        if strangers and self._has_peers:
+            warnings.warn(
+                "All trainable parameters of a sharded model should be sharded or ignored, or their gradients stay "
                 f"different on every rank; these were added afterwards: {strangers}. Call fully_shard (or replicate) on "
-                "the new modules, too, or replace modules before the model is sharded."
+                "the new modules, too, or replace modules before the model is sharded. Nothing is wrong if you average "
+                "these gradients yourself, before the optimizer's step.",
+                stacklevel=2,
             )
         self._tree_changed = False
         process_hooks.watch(root.modules(), functools.partial(_tree_changed, weakref.ref(self)))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fullshard import torch_border
 from fullshard.comm import watchdog
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import backward_hooks
@@ -26,7 +25,6 @@ from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.training_state import TrainingState
 from fullshard.plan.names import clean_name
 from fullshard.plan.schedule import FORWARD, Call
-from fullshard.storage.sharded_params import group_of, unsharded_name
 
 if TYPE_CHECKING:
     from fullshard.engine.runtime import Runtime
@@ -106,9 +104,10 @@ class FSDPState:
         )
         """Inputs without a graph that have our hook already, by their ids: users may pass them again."""
 
-    def set_name(self, name: str) -> None:
-        """Take the full name, known at the first forward."""
+    def set_name(self, name: str, in_common: str | None = None) -> None:
+        """Take the full name, known at the first forward, and the one that ranks compare: see `names_in_common`."""
         self.name = name
+        self.name_in_common = name if in_common is None else in_common
         self.labels = _Labels(
             f"FSDP::pre_forward ({name})",
             f"FSDP::post_forward ({name})",
@@ -172,17 +171,3 @@ def named_states(root: nn.Module) -> dict[FSDPState, list[str]]:
         if found is not None:
             names.setdefault(found, []).append(clean_name(name))
     return names
-
-
-def unmanaged_params(root: nn.Module, ignored: Sequence[IgnoredParams]) -> list[str]:
-    """Return the full names of trainable parameters below ``root`` that are in no group and not ignored."""
-    return [
-        clean_name(f"{prefix}.{name}" if prefix else name)
-        for prefix, module in root.named_modules()
-        for name, param in torch_border.parameter_table(module).items()
-        if param is not None
-        and param.requires_grad
-        and not group_of(param)
-        and not unsharded_name(param)
-        and not any(name in each.get(module, ()) for each in ignored)
-    ]

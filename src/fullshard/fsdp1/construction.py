@@ -257,6 +257,16 @@ def _check(params: Sequence[OwnedParam], options: WrapperOptions) -> None:
     _placements(params, options.axes)
     if options.use_orig_params:
         return
+    by_jit = [
+        each.name
+        for each in params
+        if any(isinstance(owner.module, torch.jit.ScriptModule) for owner in each.owners)
+    ]
+    if by_jit:
+        raise ConfigurationError(
+            "With use_orig_params=False the parameters of a wrapper are taken off their modules, which those of torch.jit do "
+            f"not allow: {by_jit}. Pass use_orig_params=True."
+        )
     hooked = [each.name for each in params if reads_gradients(each.param)]
     if hooked:
         raise ConfigurationError(

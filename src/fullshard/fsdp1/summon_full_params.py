@@ -1,7 +1,7 @@
 """`summon_full_params`: full parameters on the modules for a while, outside of forward and backward.
 
     enter   adopt what users assigned, gather every group, install the full parameters
-    leave   uninstall them, and write this rank's part of the changes into the shards
+    leave   uninstall them, and write this rank's part into the shards of groups that were changed
 
 Every rank gathers, also one that installs nothing (``rank0_only``): gathers are collective.
 """
@@ -68,6 +68,8 @@ def summon_full_params(
     paths = {each: clean_name(name) for name, each in module.named_modules()}
     summoned: list[_SummonedGroup] = []
     faults: list[str] = []
+    left_by: BaseException | None = None
+    entered = False
     try:
         full_params.refresh_shards_together(
             [g for each in wrappers for g in each._fsdp_state.groups]
@@ -81,11 +83,21 @@ def summon_full_params(
                     group, paths[wrapper], installs, with_grads=with_grads, offload=offload_to_cpu
                 )
                 summoned.append(each)
+        entered = True
         yield
+    except BaseException as error:
+        left_by = error
+        raise
     finally:
         for wrapper in wrappers:
             wrapper._fsdp_state.summoned = False
-        faults = [fault for each in summoned for fault in each.end(writeback=writeback)]
+        installed = [(each, each.uninstall()) for each in summoned if each.installs]
+        changed = {each.group: True for each, _ in installed}
+        # A signal, say, may have ended the block on this rank alone; then ranks do not meet again.
+        if writeback and entered and (left_by is None or isinstance(left_by, Exception)):
+            changed = full_params.changed_anywhere({each.group: full for each, full in installed})
+        for each, full in installed:
+            faults += each.end(full, writeback=writeback, changed=changed[each.group])
     if faults:
         raise ConfigurationError(
             "Parameters must keep their shapes within summon_full_params, but these have other shapes now:\n  "
@@ -118,10 +130,11 @@ class _SummonedGroup:
     def __init__(
         self, group: FSDPParamGroup, path: str, installs: bool, *, with_grads: bool, offload: bool
     ) -> None:
-        self._group = group
+        self.group = group
+        self.installs = installs
         self._path = path
-        self._installs = installs
         self._with_grads = with_grads
+        self._gradients: Sequence[Tensor | None] = ()
         full = full_params.gather_params(group)
         gradients = full_params.gather_gradients(group) if with_grads else []
         if not installs:
@@ -132,25 +145,28 @@ class _SummonedGroup:
         if with_grads:
             full_params.install_full_gradients(group, gradients)
 
-    def end(self, *, writeback: bool) -> list[str]:
-        """Put the sharded parameters back, and return what keeps this group from being written back."""
-        if not self._installs:
-            return []
-        gradients = full_params.uninstall_full_gradients(self._group) if self._with_grads else None
-        full = full_params.uninstall_full_params(self._group)
+    def uninstall(self) -> list[Tensor]:
+        """Put the sharded parameters back, and return the full ones as they are now."""
+        if self._with_grads:
+            self._gradients = full_params.uninstall_full_gradients(self.group)
+        return full_params.uninstall_full_params(self.group)
+
+    def end(self, full: Sequence[Tensor], *, writeback: bool, changed: bool) -> list[str]:
+        """Write full parameters back if they have ``changed``, and return what keeps this group from that."""
         faults = self._faults(full) if writeback else []
         writeback = writeback and not faults
-        if gradients is not None:
-            full_params.restore_sharded_gradients(self._group, gradients if writeback else None)
-        if writeback:
-            full_params.write(self._group, full)
+        if self._with_grads:
+            kept = self._gradients if writeback else None
+            full_params.restore_sharded_gradients(self.group, kept)
+        if writeback and changed:
+            full_params.write(self.group, full)
         return faults
 
     def _faults(self, full: Sequence[Tensor]) -> list[str]:
         prefix = f"{self._path}." if self._path else ""
         return [
             f"{prefix}{param.name}: {tuple(tensor.shape)} instead of {param.shape}"
-            for param, tensor in zip(self._group.params, full, strict=True)
+            for param, tensor in zip(self.group.params, full, strict=True)
             if tuple(tensor.shape) != param.shape
         ]
 

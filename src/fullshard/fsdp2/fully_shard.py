@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast, overload
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -342,6 +343,12 @@ def _checked_modules(function: str, module: object) -> list[nn.Module]:
         raise ConfigurationError(
             f"{function} gathers parameters around a module's forward, but these modules have none: {without_forward}. "
             "Shard the modules that they contain, or the module that contains them."
+        )
+    by_jit = [type(each).__name__ for each in checked if isinstance(each, torch.jit.ScriptModule)]
+    if by_jit:
+        raise ConfigurationError(
+            f"{function} gives a module another class, which modules of torch.jit cannot have: {by_jit}. Shard the module "
+            "that contains them, with their parameters."
         )
     by_ddp = [type(each).__name__ for each in checked if is_replicated_by_ddp(each)]
     if by_ddp:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,14 +123,17 @@ class ShardStorage:
             for entry in sharded_param.values_on_modules()
         ]
         self._tables = [torch_border.table_for(owner.module, value) for owner, value in entries]
+        are_dicts = all(isinstance(table, dict) for table in self._tables)
+        self._entry_of = (
+            dict.get if are_dicts else _entry_of_any
+        )  # modules of torch.jit have others
         self._names = [owner.name for owner, _ in entries]
         self._values = [value for _, value in entries]
         self._identity = self.sharded_params[0].memory  # those of a group are of one kind
-        self._in_buffer = [sharded_param.param for sharded_param in self.shard_views]
-        self._memory = [*map(self._identity.of, self._in_buffer)]
-        self._dtypes = [*map(_dtype_of, self._in_buffer)]
         self.leaves = [sharded_param.param for sharded_param in self.sharded_params]
         """The parameters of `sharded_params`."""
+        self._memory = [*map(self._identity.of, self.leaves)]
+        self._dtypes = [*map(_dtype_of, self.leaves)]
         self.remember_trainable()
 
     @property
@@ -140,7 +144,7 @@ class ShardStorage:
     @property
     def on_modules(self) -> bool:
         """Whether the modules have the sharded parameters. Asked in every forward, so no loop in Python."""
-        found = map(dict.get, self._tables, self._names)
+        found = map(self._entry_of, self._tables, self._names)
         return all(map(operator.is_, found, self._values))
 
     # --- replaced by users ------------------------------------------------------------------------
@@ -152,14 +156,14 @@ class ShardStorage:
         every forward, so no loop in Python.
         """
         if on_modules:
-            present = map(dict.get, self._tables, self._names)
+            present = map(self._entry_of, self._tables, self._names)
             if not all(map(operator.is_, present, self._values)):
                 return True
-        identity, in_buffer = self._identity, self._in_buffer
-        found = map(identity.of, in_buffer)
+        identity, leaves = self._identity, self.leaves
+        found = map(identity.of, leaves)
         return not (
             all(map(identity.is_same, found, self._memory))
-            and all(map(operator.is_, map(_dtype_of, in_buffer), self._dtypes))
+            and all(map(operator.is_, map(_dtype_of, leaves), self._dtypes))
         )
 
     def remember_trainable(self) -> None:
@@ -232,8 +236,11 @@ class ShardStorage:
         }
         for sharded_param, candidate in replacements.items():
             sharded_param.adopt(candidate, group)
-        self.buffer = self._new_buffer(self.sharded_params[0].local.device)
-        self._find_shard_views()
+        # A user may put a subclass in the place of a plain shard, and `to_empty` makes plain ones of some subclasses.
+        self._take_buffer(
+            [p for p in self._params if fits_in_buffers(p.sharded_param.local)],
+            self.sharded_params[0].local.device,
+        )
         for sharded_param, view in self.shard_views.items():
             if not sharded_param.local.is_meta:
                 view.copy_(sharded_param.in_buffer_order())
@@ -244,15 +251,20 @@ class ShardStorage:
 
     def move_out_of_buffer(self, params: Sequence[FSDPParam]) -> None:
         """Leave these parameters in memory of their own from now on: each in its present local tensor."""
-        self.buffered = [param for param in self.buffered if param not in params]
-        self.buffered_layout = self._format.layout(self.buffered, self._world)
-        self.buffer = self._new_buffer(self.buffer.device)
-        self._find_shard_views()
+        self._take_buffer([p for p in self.buffered if p not in params], self.buffer.device)
         for sharded_param, view in self.shard_views.items():
             if not sharded_param.local.is_meta:
                 view.copy_(sharded_param.in_buffer_order())
             sharded_param.replace_local(view)
         self._find_module_entries()
+
+    def _take_buffer(self, params: list[FSDPParam], device: torch.device) -> None:
+        """Have a new buffer for these parameters, into which their shards are still to be copied."""
+        if params != self.buffered:
+            self.buffered = params
+            self.buffered_layout = self._format.layout(params, self._world)
+        self.buffer = self._new_buffer(device)
+        self._find_shard_views()
 
     def _write_members(self, sharded_param: ShardedParam, values: Mapping[int, Tensor]) -> None:
         """Take this rank's shard of full tensors that were assigned where members of a `FlatParameter` were."""
@@ -318,6 +330,10 @@ class ShardStorage:
 
 
 _dtype_of = operator.attrgetter("dtype")
+
+
+def _entry_of_any(table: Mapping[str, Any], name: str) -> Any:
+    return table[name] if name in table else None
 
 
 def _copy_of(shard: Tensor) -> Tensor:

@@ -56,7 +56,8 @@ class ParamModuleInfo:
 
     def current(self) -> Tensor | None:
         """The parameter now on the module."""
-        return torch_border.parameter_table(self.module).get(self.name)
+        table = torch_border.parameter_table(self.module)
+        return table[self.name] if self.name in table else None
 
     def install(self, value: Tensor) -> None:
         """Put a parameter, or a stand-in for one, on the module."""
@@ -220,8 +221,7 @@ class DTensorShardedParam(ShardedParam):
     ) -> None:
         super().__init__(name, owners, trainable=original.requires_grad)
         self._shape = placement.shape
-        # A subclass decides itself what its shards are.
-        self._local_shape = tuple(local.shape) if type(local) is Tensor else None
+        self._local_shape = tuple(local.shape)
         sharded_param = placement.sharded(local, trainable=original.requires_grad)
         if type(local) is Tensor:
             # Attributes users hang on parameters move along; a subclass keeps its data in there.
@@ -262,8 +262,10 @@ class DTensorShardedParam(ShardedParam):
                 f"{self.name}: expected placements {expected.placements} on {expected.mesh}, "
                 f"got {candidate.placements} on {candidate.device_mesh}"
             )
-        held = tuple(torch_border.local_of(candidate).shape)
-        if self._local_shape is not None and held != self._local_shape:
+        local = torch_border.local_of(candidate)
+        held = tuple(local.shape)
+        # A subclass decides itself what its shards are.
+        if type(local) is Tensor and held != self._local_shape:
             return f"{self.name}: expected a part of shape {self._local_shape} on this rank, got {held}"
         return None
 
@@ -452,7 +454,8 @@ class OrigParamShard(PlainShardedParam):
 
     def restore_sharded_gradient(self) -> None:
         """Have the sharded gradient again; after `uninstall_full_params`."""
-        self.param.grad = self._sharded_gradient
+        if self._sharded_gradient is not None:
+            self._have_gradient(self._sharded_gradient)
         del self._sharded_gradient
 
     def set_gradient(self, part: Tensor | None) -> None:

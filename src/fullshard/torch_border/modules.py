@@ -52,7 +52,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 def without_activation_wrapper(module: nn.Module) -> nn.Module:
     """Return the module inside of torch's wrapper for activation checkpointing, or the module itself."""
-    return child_table(module).get(ACTIVATION_CHECKPOINTED) or module
+    return getattr(module, ACTIVATION_CHECKPOINTED, module)
 
 
 def num_running(modules: Collection[nn.Module]) -> int:
