@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from fullshard.programs.plan_tool import changes, search as searching
 from fullshard.programs.plan_tool.changes import (
@@ -21,6 +23,7 @@ from fullshard.programs.plan_tool.changes import (
     replica_sizes,
     single_changes,
 )
+from fullshard.programs.plan_tool.output import print_search
 from fullshard.programs.plan_tool.parallel_plans import one_by_one, several_at_a_time
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.planning import planned
@@ -101,6 +104,34 @@ def test_gains_of_several_fields_are_combined_and_the_best_comes_first(
     assert [each.step.seconds for each in found.best] == sorted(
         each.step.seconds for each in found.best
     )
+
+
+@pytest.mark.parametrize("fails_in", ["estimated", "planned"])
+def test_a_candidate_that_cannot_be_planned_is_listed_and_the_search_goes_on(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch, fails_in: str
+) -> None:
+    def cost(config: RunConfig) -> tuple[float, float]:
+        two_replicas = config.sharding.replicas == 2
+        return (
+            0.8 if two_replicas else 1.0 if config.sharding.reshard_after_forward else 0.9
+        ), 10.0
+
+    def failing(config: RunConfig) -> tuple[float, float]:
+        if config.sharding.replicas == 2:
+            raise RuntimeError("aten.index_select.out:\nnot found in storage")
+        return cost(config)
+
+    first = failing if fails_in == "estimated" else cost
+    found, _ = searched(template, monkeypatch, first, whole=failing)
+    assert {each.reason for each in found.failed} == {
+        "RuntimeError: aten.index_select.out: not found in storage"
+    }
+    assert all(dict(each.change.values)[REPLICAS] == 2 for each in found.failed)
+    assert found.best[0].is_confirmed and dict(found.best[0].change.values) == {RESHARD: False}
+    assert not any(dict(each.change.values).get(REPLICAS) == 2 for each in found.best)
+    output = io.StringIO()
+    print_search(Console(file=output, width=200), template, found)
+    assert f"Not planned: {found.failed[0].change.settings}: RuntimeError" in output.getvalue()
 
 
 def test_the_next_best_is_confirmed_if_the_first_turns_out_not_to_fit(

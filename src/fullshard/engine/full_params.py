@@ -184,6 +184,8 @@ def write(group: FSDPParamGroup, fulls: Sequence[Tensor]) -> None:
     rank = group.mesh_info.shard_mesh_rank
     for index, (full, local) in enumerate(zip(fulls, group.shards.buffer.locals, strict=True)):
         local.copy_(shard_of(group.layout, index, rank, full))
+    # Pieces of the users' own parameters do not share a version counter with the buffer.
+    torch.autograd.graph.increment_version(group.shards.leaves)
 
 
 # --- gradients, with use_orig_params=True ---------------------------------------------------------

@@ -160,6 +160,8 @@ def _what_ifs(plan: Planned) -> Table:
         relative = f"{step.tokens_per_second / given.tokens_per_second:.2f} x"
         idle = [step.playback.idle[reason] for reason in ("gather", "reduction", "host")]
         rows.append([name, speed, relative, memory, *map(seconds_text, idle)])
+    for each in plan.found.failed:
+        rows.append([each.change.settings, "not planned", "", each.reason, "", "", ""])
     return Table(headings=headings, rows=rows)
 
 

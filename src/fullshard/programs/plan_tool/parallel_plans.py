@@ -7,6 +7,7 @@ more, or no `fork`, or one core, plans are made one after the other. The answers
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -16,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, TypeVar, cast
 
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.question import Question
@@ -25,17 +26,22 @@ from fullshard.programs.train.model_source import ModelSource
 MAX_PROCESSES = 8
 """A search has rarely more plans to make at a time."""
 
-Plan: TypeAlias = Callable[[Question, ModelSource], PlannedStep]
-"""`planning.planned` or `planning.estimated`."""
+Answer = TypeVar("Answer")
+Plan: TypeAlias = Callable[[Question, ModelSource], Answer]
+"""`planning.planned` or `planning.estimated`, or what calls these."""
 
-Planner: TypeAlias = Callable[[Plan, Sequence[Question]], Iterator[PlannedStep]]
-"""Answers questions about one model, in their order."""
+
+class Planner(Protocol):
+    """Answers questions about one model, in their order."""
+
+    def __call__(self, plan: Plan[Answer], questions: Sequence[Question], /) -> Iterator[Answer]:
+        """Yield the answers of ``plan``."""
 
 
 def one_by_one(source: ModelSource) -> Planner:
     """Return what makes each plan when it is asked for."""
 
-    def answers(plan: Plan, questions: Sequence[Question]) -> Iterator[PlannedStep]:
+    def answers(plan: Plan[Answer], questions: Sequence[Question], /) -> Iterator[Answer]:
         return (plan(question, source) for question in questions)
 
     return answers
@@ -52,8 +58,8 @@ def several_at_a_time(source: ModelSource) -> Iterator[Planner]:
         processes, multiprocessing.get_context("fork"), initializer=_begin, initargs=(source,)
     )
 
-    def answers(plan: Plan, questions: Sequence[Question]) -> Iterator[PlannedStep]:
-        return pool.map(_answer, [plan] * len(questions), questions)
+    def answers(plan: Plan[Answer], questions: Sequence[Question], /) -> Iterator[Answer]:
+        return pool.map(functools.partial(_answer, plan), questions)
 
     try:
         yield answers
@@ -86,5 +92,8 @@ def _begin(source: ModelSource) -> None:
     _sources.append(source)
 
 
-def _answer(plan: Plan, question: Question) -> PlannedStep:
-    return replace(plan(question, _sources[0]), trace=None)
+def _answer(plan: Plan[Answer], question: Question) -> Answer:
+    answer = plan(question, _sources[0])
+    return (
+        cast("Answer", replace(answer, trace=None)) if isinstance(answer, PlannedStep) else answer
+    )

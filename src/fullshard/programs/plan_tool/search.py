@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from fullshard.errors import size_text
@@ -64,6 +65,15 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
+class Failed:
+    """A changed configuration that could not be planned."""
+
+    change: Change
+    reason: str
+    """The error, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
 class Search:
     """What a search has found."""
 
@@ -74,6 +84,8 @@ class Search:
     num_plans: int
     num_pruned: int
     """Changes that cannot help, which were not estimated."""
+    failed: Sequence[Failed] = ()
+    """Changes whose planning raised an error; the search goes on without them."""
 
     @property
     def fits(self) -> bool:
@@ -115,6 +127,7 @@ class _Searching:
         """Estimates are compared with an estimate."""
         self._needs_memory = False
         """Whether more memory would make a faster configuration possible."""
+        self._failed: list[Failed] = []
         self._done = 0
         self._total = 0
 
@@ -140,6 +153,7 @@ class _Searching:
             tried=tried,
             num_plans=self._done,
             num_pruned=len(possible) - len(wanted),
+            failed=self._failed,
         )
 
     def _microbatches_that_fit(self) -> list[Change]:
@@ -244,22 +258,22 @@ class _Searching:
     # --- plans
 
     def _estimates(self, changes: Sequence[Change]) -> list[Found]:
-        steps = self._plans(estimated, changes)
         return [
             Found(change, step, reason(self._base, step))
-            for change, step in zip(changes, steps, strict=True)
+            for change, step in self._plans(estimated, changes)
         ]
 
     def _confirmed(self, best: Sequence[Found]) -> list[Found]:
         """Plan the best with all its layers, and go on with the next as long as it is not what the estimate said."""
-        found = list(best)
+        found = list(best[CONFIRMED:])
         for index, estimate in enumerate(best[:CONFIRMED]):
             self._total = max(self._total, self._done + 1)
-            (step,) = self._plans(planned, [estimate.change])
-            why = reason(self._given, step)
-            found[index] = replace(estimate, step=step, reason=why, is_confirmed=True)
-            if step.fits == estimate.step.fits and self._is_better(found[index]):
-                break
+            for _, step in self._plans(planned, [estimate.change]):  # none if it failed
+                why = reason(self._given, step)
+                found.append(replace(estimate, step=step, reason=why, is_confirmed=True))
+                if step.fits == estimate.step.fits and self._is_better(found[-1]):
+                    found += best[index + 1 : CONFIRMED]
+                    return self._better(sorted(found, key=self._rank))
         return self._better(sorted(found, key=self._rank))
 
     def _better(self, ranked: Sequence[Found]) -> list[Found]:
@@ -267,15 +281,21 @@ class _Searching:
         better = [each for each in ranked if self._is_better(each)]
         return [each for each in better if each.step.fits] or better
 
-    def _plans(self, plan: Plan, changes: Sequence[Change]) -> Iterator[PlannedStep]:
-        """Yield the plans of changed configurations, and tell about each before it is there."""
+    def _plans(
+        self, plan: Plan[PlannedStep], changes: Sequence[Change]
+    ) -> Iterator[tuple[Change, PlannedStep]]:
+        """Yield the plans of changed configurations but those that fail, and tell about each before it is there."""
         config = self._question.config
         asked = [replace(self._question, config=change.of(config)) for change in changes]
-        steps = self._planner(plan, asked)
+        answers = self._planner(partial(_attempt, plan), asked)
         for change in changes:
             self._told(self._done, self._total, change.settings)
-            yield next(steps)
+            answer = next(answers)
             self._done += 1
+            if isinstance(answer, str):
+                self._failed.append(Failed(change, answer))
+            else:
+                yield change, answer
 
     def _speed(self, step: PlannedStep) -> float:
         return step.tokens_per_second
@@ -291,6 +311,14 @@ class _Searching:
         if not self._base.fits:
             return found.step.fits or found.step.memory.reserved < before.memory.reserved
         return found.step.fits and self._speed(found.step) >= WORTHWHILE * self._speed(before)
+
+
+def _attempt(plan: Plan[PlannedStep], question: Question, source: ModelSource) -> PlannedStep | str:
+    """Return a plan, or the error that planning raised: the candidate is no good, the search goes on."""
+    try:
+        return plan(question, source)
+    except Exception as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _activations_of(memory: MemoryUse) -> int:
