@@ -615,7 +615,7 @@ class Channel:
 
 
 def test_process_groups_that_hang_together_in_no_order_are_refused():
-    link = SimpleNamespace(journal=SimpleNamespace(ranks=(0, 1)), channel=Channel())
+    link: Any = SimpleNamespace(journal=SimpleNamespace(ranks=(0, 1)), channel=Channel())
     with pytest.raises(ConfigurationError, match="needs process groups that form a mesh"):
         step_guard._link_to_all([link])
 

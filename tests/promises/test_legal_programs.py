@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -367,7 +367,8 @@ def own_modules_wrapped(library: ModuleType) -> list[Any]:
 def own_modules_ignored(library: ModuleType) -> list[Any]:
     net, own = make_net_with_own()
     ignored = {param for module in own for param in module.parameters()}
-    library.fully_shard(net[1][-1])  # a group whose name is another one on each rank
+    inner: Any = net[1]
+    library.fully_shard(inner[-1])  # a group whose name is another one on each rank
     library.fully_shard(net[1], ignored_params=ignored)
     return losses_of(library.fully_shard(net, ignored_params=ignored))
 
@@ -406,7 +407,9 @@ class Kept(Int8Gathered):
     """Stays what it is in `to_empty`, which makes plain tensors of an `Int8Gathered`."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.empty_like.default:
             return cls(func(args[0].data_, **kwargs))
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -426,7 +429,7 @@ def on_meta(library: ModuleType, kind: type[Int8Gathered] | None) -> Any:
     with torch.device("meta"):
         net = nn.Sequential(nn.Linear(3, 6, bias=False), nn.Tanh(), nn.Linear(6, 4, bias=False))
     for index in (0, 2) if kind is not None else ():
-        net[index].weight = nn.Parameter(kind(net[index].weight.detach()))
+        net[index].weight = nn.Parameter(cast(Any, kind)(net[index].weight.detach()))
     model = shard(library, net).to_empty(device="cpu")
     fill(model)
     return model

@@ -91,19 +91,31 @@ def summon_full_params(
     finally:
         for wrapper in wrappers:
             wrapper._fsdp_state.summoned = False
-        installed = [(each, each.uninstall()) for each in summoned if each.installs]
-        changed = {each.group: True for each, _ in installed}
         # A signal, say, may have ended the block on this rank alone; then ranks do not meet again.
-        if writeback and entered and (left_by is None or isinstance(left_by, Exception)):
-            changed = full_params.changed_anywhere({each.group: full for each, full in installed})
-        for each, full in installed:
-            faults += each.end(full, writeback=writeback, changed=changed[each.group])
+        together = entered and (left_by is None or isinstance(left_by, Exception))
+        faults = _end(summoned, writeback=writeback, together=together)
     if faults:
         raise ConfigurationError(
             "Parameters must keep their shapes within summon_full_params, but these have other shapes now:\n  "
             + "\n  ".join(faults)
             + "\nNothing was written back to the wrappers of these parameters. Assign tensors of the same shapes."
         )
+
+
+def _end(summoned: Sequence[_SummonedGroup], *, writeback: bool, together: bool) -> list[str]:
+    """Put the sharded parameters back and write what was changed, and return what keeps groups from that.
+
+    If not ``together``, other ranks may not come to compare, and all is written.
+    """
+    fulls = {each: each.uninstall() for each in summoned if each.installs}
+    changed = {each.group: True for each in fulls}
+    if writeback and together:
+        changed = full_params.changed_anywhere({each.group: full for each, full in fulls.items()})
+    return [
+        fault
+        for each, full in fulls.items()
+        for fault in each.end(full, writeback=writeback, changed=changed[each.group])
+    ]
 
 
 def forward(wrapper: WrapperBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

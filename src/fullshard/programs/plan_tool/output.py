@@ -142,8 +142,8 @@ def _notes(planned: PlannedStep, bands: Bands) -> Iterator[str]:
 def print_search(console: Console, given: PlannedStep, found: Search) -> None:
     """Print the best configurations, each with its reason."""
     print_line(console, "")
-    for each in found.failed:
-        print_prose(console, f"Not planned: {each.change.settings}: {each.reason}")
+    for failed in found.failed:
+        print_prose(console, f"Not planned: {failed.change.settings}: {failed.reason}")
     if not found.best:
         print_prose(console, _nothing_text(given, found))
         return
