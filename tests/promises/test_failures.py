@@ -68,6 +68,7 @@ def meta_at_first_forward() -> None:
 def some_on_meta() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     fully_shard(model)
+    model(torch.ones(1, 2))
 
 
 def parameter_in_two_groups() -> None:
@@ -190,7 +191,7 @@ CASES: list[tuple[Any, type[Exception], list[str]]] = [
     (not_a_module, ConfigurationError, ["nn.Module", "str"]),
     (empty_list, ConfigurationError, ["empty list"]),
     (meta_at_first_forward, ConfigurationError, ["0.weight is on meta", "1.bias", "to_empty"]),
-    (some_on_meta, ConfigurationError, ["1.weight", "1.bias", "all be on the meta"]),
+    (some_on_meta, ConfigurationError, ["1.weight is on meta", "1.bias", "to_empty"]),
     (parameter_in_two_groups, ConfigurationError, ["weight", "[a, b]"]),
     (parameter_in_child_and_parent, ConfigurationError, ["head.weight (by Block)", "[a, b]"]),
     (complex_on_a_real_wire, ConfigurationError, ["weight", "complex", "wire_dtype"]),

@@ -304,8 +304,6 @@ engine/ownership.py::check_can_be_owned
     gradients must be dense | promises/test_failures::test_a_mistake_is_the_same_clear_error_on_every_rank | doors/test_fully_shard::test_ignored_parameters_are_left_alone
 engine/ownership.py::check_real_for_wire
     these are complex | doors/test_wrapper::test_parameters_that_do_not_go_together_are_named | doors/test_complex::test_complex_parameters_are_trained_as_in_one_process
-engine/ownership.py::check_all_on_meta_or_none
-    all be on the meta device, or none | promises/test_failures::test_a_mistake_is_the_same_clear_error_on_every_rank | doors/test_fully_shard::test_a_model_built_on_meta_is_materialised_after_sharding
 engine/param_group.py::FSDPParamGroup.check_nothing_assigned
     only while they are sharded | doors/test_replaced_params::test_parameters_that_cannot_be_taken_over_are_named | doors/test_replaced_params::test_parameters_may_change_places
 engine/process_hooks.py::_before_step

@@ -24,6 +24,7 @@ from fullshard import (
     FullyShardedDataParallel,
     LifecycleError,
     ShardingStrategy,
+    UsageError,
     fully_shard,
 )
 from fullshard.api import MixedPrecision
@@ -474,6 +475,32 @@ def made_by_hand() -> None:
         model[0].weight = wrong
     with pytest.raises(ConfigurationError, match=r"weight: expected shape \(6, 3\)"):
         loss_of(model)
+
+
+def partly_on_meta(library: ModuleType, *, all_again: bool) -> list[Any]:
+    """Adapters with values beside a base without any, as it is loaded later."""
+    net = make_net()
+    with torch.device("meta"):
+        net.append(nn.Linear(3, 4))
+    model = library.fully_shard(net)
+    (model if all_again else model[3]).to_empty(device="cpu")
+    fill(model if all_again else model[3])
+    return losses_of(model)
+
+
+def partly_on_meta_in_full() -> None:
+    """With what is on the meta device made alone, the rest keeps its values; torch's FSDP2 runs that, too."""
+    alike(partial(partly_on_meta, all_again=True), partial(partly_on_meta, all_again=False))
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
+    model = fully_shard(net)
+    with pytest.raises(
+        UsageError, match=r"at the first forward:\n  1\.weight is on meta\n  1\.bias"
+    ):
+        loss_of(model)
+
+
+def test_a_group_may_have_parameters_on_the_meta_device_beside_others(world):
+    world(2).run(partly_on_meta_in_full)
 
 
 def test_shards_that_are_made_again_may_be_of_another_kind(world):

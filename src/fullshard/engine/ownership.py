@@ -254,16 +254,6 @@ def check_real_for_wire(params: Iterable[tuple[str, nn.Parameter]]) -> None:
         )
 
 
-def check_all_on_meta_or_none(found: Sequence[OwnedParam]) -> None:
-    """Refuse parameters if only some of them are on the meta device."""
-    on_meta = [each.name for each in found if each.param.is_meta]
-    if on_meta and not all(each.param.is_meta for each in found):
-        raise ConfigurationError(
-            "The parameters of a group must all be on the meta device, or none; these are, and others are not: "
-            f"{on_meta}. Build the whole module under torch.device('meta'), or materialise these first."
-        )
-
-
 def move_buffers(modules: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
     """Move buffers to the device; those on the meta device stay there."""
     for _, module in modules:

@@ -28,7 +28,6 @@ from fullshard.engine import module_hooks
 from fullshard.engine.options import StateOptions
 from fullshard.engine.ownership import (
     BY_ONE_OF_THE_TWO,
-    check_all_on_meta_or_none,
     check_can_be_owned,
     check_not_sharded_by_torch,
     check_real_for_wire,
@@ -452,7 +451,6 @@ def _params_to_shard(
     )
     placer, result = DTensorPlacer(), list[_ParamPlan]()
     faults, sharded = list[str](), list[str]()
-    check_all_on_meta_or_none(owned)
     for each in owned:
         name, param = each.name, each.param
         answer = None

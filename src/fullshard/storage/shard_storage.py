@@ -70,15 +70,17 @@ class ShardStorage:
 
     @torch.no_grad()
     def _shard_originals(self, group: str) -> None:
-        on_meta = self._params[0].the_original.is_meta  # all of them, or none
+        # With a parameter that has no values yet, the others are in memory of their own until it has: see `adopt`.
+        on_meta = any(param.the_original.is_meta for param in self._params)
         device = torch.device("meta") if on_meta else self.device
         self.buffer = self._new_buffer(device)
         packed = dict(zip(self.buffered, self.buffer.locals, strict=True))
         locals_ = []
         for index, param in enumerate(self._params):
             piece = shard_of(self.layout, index, self._rank, local_tensor(param.the_original))
-            if param not in packed:
-                locals_.append(self._on_shard_device(_copy_of(piece), device))
+            if param not in packed or (on_meta and not piece.is_meta):
+                target = torch.device("meta") if piece.is_meta else self.device
+                locals_.append(self._on_shard_device(_copy_of(piece), target))
                 continue
             if not on_meta:
                 packed[param].copy_(piece)
