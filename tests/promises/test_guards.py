@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fullshard
@@ -304,6 +305,10 @@ engine/ownership.py::check_can_be_owned
     gradients must be dense | promises/test_failures::test_a_mistake_is_the_same_clear_error_on_every_rank | doors/test_fully_shard::test_ignored_parameters_are_left_alone
 engine/ownership.py::check_real_for_wire
     these are complex | doors/test_wrapper::test_parameters_that_do_not_go_together_are_named | doors/test_complex::test_complex_parameters_are_trained_as_in_one_process
+engine/padding.py::warn_of_padding
+     | plan/test_balanced_placement::test_a_model_that_is_padded_a_lot_is_told_once_with_all_groups_and_the_remedy | plan/test_balanced_placement::test_nothing_is_said_of_little_padding
+engine/plain_params.py::compare_plain_gradients
+    nothing reduces their gradients | engine/test_plain_params::test_parameters_that_drift_apart_are_named_once | engine/test_plain_params::test_nothing_is_said_of_parameters_that_are_reduced_or_left_alone
 engine/param_group.py::FSDPParamGroup.check_nothing_assigned
     only while they are sharded | doors/test_replaced_params::test_parameters_that_cannot_be_taken_over_are_named | doors/test_replaced_params::test_parameters_may_change_places
 engine/process_hooks.py::_before_step
@@ -351,6 +356,8 @@ comm/verdict.py::Verdict.explain
      | communication/test_meetings::test_a_rank_that_has_gone_is_named_at_once | promises/test_divergence::test_every_rank_ends_soon_and_is_told_why
 comm/watchdog/stalls.py::StallReports.note
     %s | communication/test_watchdog_observation::test_a_stall_is_noted_once_and_printed_less_and_less_often_by_one_rank | communication/test_watchdog_judge::test_a_rank_in_its_own_code_is_slow_and_its_line_is_named
+plan/mesh.py::_check_order
+    in ascending order | doors/test_meshes::test_ranks_that_a_mesh_shards_over_out_of_order_are_named_on_all_ranks | doors/test_meshes::test_a_mesh_may_have_the_order_of_its_process_group
 plan/mesh.py::ranks_by_replica
     rows and columns of a grid | checkpoint/test_local_state::test_uneven_groups_are_refused | engine/test_agreement::test_ranks_with_other_meshes_are_named_on_all_ranks
 plan/mesh.py::check_mesh
@@ -637,13 +644,16 @@ def test_a_wrapped_module_on_two_devices_is_refused():
         cast(nn.Parameter, SimpleNamespace(device=torch.device(name)))
         for name in ("xpu:0", "xpu:1", "cpu")
     )
-    axes = cast(Any, None)
-    with pytest.raises(ConfigurationError, match="must be on one device"):
-        choose_device(None, [first, second, host], axes)
-    with pytest.raises(ConfigurationError, match="but the module is on xpu:0"):
-        choose_device(CPU, [first, host], axes)
-    assert choose_device(None, [first, host], axes) == first.device
-    assert choose_device(CPU, [host], axes) == CPU
+    with fake_world(2):
+        axes: Any = SimpleNamespace(
+            shard_process_group=dist.group.WORLD, replicate_process_group=None
+        )
+        with pytest.raises(ConfigurationError, match="must be on one device"):
+            choose_device(None, [first, second, host], axes)
+        with pytest.raises(ConfigurationError, match="but the module is on xpu:0"):
+            choose_device(CPU, [first, host], axes)
+        assert choose_device(None, [first, host], axes) == first.device
+        assert choose_device(CPU, [host], axes) == CPU
 
 
 def test_what_the_first_forward_decides_is_not_told_before():
