@@ -1,16 +1,52 @@
-"""Files that are read whole, and files that are replaced whole. This module imports no torch."""
+"""Paths that users give, files that are read whole, and files that are replaced whole. This module imports no torch."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+from urllib.parse import unquote
+
+from fullshard.errors import ConfigurationError
+
+_URL = re.compile(r"[a-z][a-z0-9+.:-]+:/", re.IGNORECASE)
+"""How a URL begins: a scheme of two letters or more (`C:/` has one), and a slash. `Path` makes one slash of two."""
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path that a user gave; refuse a URL, which `Path` would take for the name of a folder here.
+
+    Every path of a user becomes a `Path` here, and nowhere else (`tests/test_local_paths.py`).
+
+    Raises:
+        ConfigurationError: it is the URL of an object store, a hub, or a file.
+    """
+    # Classes of other packages have the URL as their text, and the path of a cached copy as their path.
+    text = str(path)
+    if not (_URL.match(text) or _URL.match(str(Path(path)))):
+        return Path(path)
+    remedy = (
+        f"Give the path alone: {_path_in(text)}."
+        if text.lower().startswith("file:")
+        else "Object stores and hubs are not supported: give a folder of this machine, also one that is mounted, and copy "
+        "to or from there."
+    )
+    raise ConfigurationError(
+        f"A path must be one of this machine; {text} is a URL. {remedy} If it is meant as the name of a folder, give its "
+        "absolute path."
+    )
+
+
+def _path_in(url: str) -> str:
+    """Return the path in a ``file:`` URL, without its host."""
+    return unquote(re.sub(r"^file:(//[^/]*(?=/))?", "", url, flags=re.IGNORECASE))
 
 
 def content_of(path: Path, *, max_bytes: int) -> bytes:

@@ -49,7 +49,9 @@ def values_of(hint: Any, limits: Limits = Limits(0)) -> st.SearchStrategy[Any]: 
             allow_infinity=False,
         ),
         str: st.text(),
-        Path: st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).map(Path),
+        Path: st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1)
+        .map(Path)
+        .filter(lambda path: ":/" not in str(path)),
     }
     return plain[hint]
 
@@ -343,3 +345,16 @@ def test_only_what_decides_the_trajectory_differs() -> None:
     )
     found = [(each.field, each.old, each.new) for each in differences(old, new)]
     assert found == [("run.seed", "0", "1"), ("model.layers", "not set", "3")]
+
+
+def test_a_quoted_text_is_a_text_without_its_quotes_also_where_it_is_refused() -> None:
+    for quoted in ('""', "''"):
+        with pytest.raises(ConfigurationError, match=r"run\.folder must be a path; --set says "):
+            read_config(None, [f"run.folder={quoted}"])
+    with pytest.raises(ConfigurationError, match=r"train\.steps must be a whole number"):
+        read_config(None, ['train.steps="3"'])
+    config = read_config(None, ['run.folder="a b"', 'samples.prompt="x"', "data.path=2024-01-01"])
+    assert (config.run.folder, config.data.path) == (Path("a b"), Path("2024-01-01"))
+    assert config.samples.prompt == "x"
+    assert read_config(None, ['samples.prompt=""']).samples.prompt == ""
+    assert read_config(None, ['samples.prompt="a" + "b']).samples.prompt == '"a" + "b'

@@ -32,6 +32,7 @@ from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import memory_of
 from fullshard.checkpoint.tensor_memory import contiguous_values
 from fullshard.errors import CheckpointError, fault_paragraphs
+from fullshard.files import local_path
 from fullshard.plan.blocks import Block, whole
 
 SAMPLED = 1024
@@ -52,6 +53,9 @@ class Base:
     """Digest of all elements of its model."""
     save: str
     """What tells one save of our own format from all others; empty for other formats."""
+
+    def __post_init__(self) -> None:
+        local_path(self.path)
 
     def record(self, checkpoint: Path) -> BaseRecord:
         """Return what a checkpoint that leaves the frozen parameters out says of it."""

@@ -22,6 +22,7 @@ from fullshard.checkpoint.tensor_files import NewEntry, write_file
 from fullshard.checkpoint.torch_files import write_torch_file
 from fullshard.checkpoint.verified_reads import read_verified
 from fullshard.errors import CheckpointError, ConfigurationError
+from fullshard.files import local_path
 from fullshard.plan.blocks import Block
 from fullshard.plan.sharding import Cuts, Sharding
 
@@ -63,7 +64,7 @@ def write(
         raise ConfigurationError(
             f"files must be 1, or more for the format fullshard; got {files} for {to}."
         )
-    target = Path(target)
+    target = local_path(target)
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise CheckpointError(
             f"A checkpoint must be converted to a new path; {target} exists. Choose another path."
@@ -111,7 +112,7 @@ def write_checkpoint(source: Source, path: str | os.PathLike[str], *, files: int
 
     It needs memory for the largest part of a tensor in one file.
     """
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.abspath(local_path(path)))
     _refuse_what_cannot_be_written(source)
     tensors = {
         key: StoredTensor(info.dtype, _in_rows(info.shape, files))

@@ -48,7 +48,7 @@ from fullshard.checkpoint.source import (
 from fullshard.checkpoint.torch_items import fault_of, refuse_compressed, refuse_expanded
 from fullshard.checkpoint.verified_reads import raise_if_damaged, read_verified, with_tensors
 from fullshard.errors import CheckpointError
-from fullshard.files import atomic_write
+from fullshard.files import atomic_write, local_path
 from fullshard.plan.blocks import Block, slabs, whole
 from fullshard.torch_border import EXTRA_STATE, dcp_item_place
 
@@ -76,7 +76,7 @@ class DcpCheckpoint:
     format = "DCP"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = local_path(path)
         self._metadata = read_metadata(self.path)
         self._files: dict[str, int] = {}
         self._last: tuple[Item, Tensor] | None = None
@@ -395,7 +395,7 @@ def write_dcp(source: Source, path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: the source is damaged, or the folder cannot be written to.
     """
-    folder = Path(path)
+    folder = local_path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):

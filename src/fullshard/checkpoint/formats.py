@@ -44,6 +44,7 @@ from fullshard.checkpoint.source import MODEL, Source
 from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.torch_files import TorchFile
 from fullshard.errors import CheckpointError
+from fullshard.files import local_path
 from fullshard.optim import EMA
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ T = TypeVar("T")
 
 def open_source(path: str | os.PathLike[str]) -> Source:
     """Open a checkpoint of any format, which the files in it show."""
-    path = Path(path)
+    path = local_path(path)
     if path.is_file():
         return TorchFile(path)
     if (path / MANIFEST).exists():
@@ -144,11 +145,12 @@ def with_base(
     if record is None and base is None:
         return source
     try:
+        given = ranks.on_each(lambda: None if base is None else local_path(base))
         if record is None:
             raise CheckpointError(
                 f"{source.path} has all parameters, and needs no base. Leave base out."
             )
-        under = _open_base(record, source.path, None if base is None else Path(base), ranks)
+        under = _open_base(record, source.path, given, ranks)
     except BaseException:
         source.close()
         raise
@@ -196,7 +198,7 @@ def base_of(
         CheckpointError: the base cannot be read, or has other parameters; all are named.
     """
     rank_group = RankGroup(process_group)
-    place = Path(rank_group.on_first(lambda: os.path.abspath(path)))
+    place = Path(rank_group.on_first(lambda: os.path.abspath(local_path(path))))
     opened = rank_group.on_each(lambda: open_source(place))
 
     def checked_digest(source: Source) -> str:
@@ -234,4 +236,4 @@ def use_source(
         with closing(open_source(path)) as source:
             return use(source)
 
-    return read_alone(Path(path), read, is_good)
+    return read_alone(local_path(path), read, is_good)

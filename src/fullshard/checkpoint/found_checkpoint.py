@@ -19,6 +19,7 @@ from fullshard.checkpoint.manifest import MANIFEST, Manifest
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.unfinished_save import MAX_TRIES
 from fullshard.errors import CheckpointError
+from fullshard.files import local_path
 
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ def read_together(
     """
     one = rank_group.on_each if own_paths else rank_group.on_first
     for _ in range(MAX_TRIES):
-        found = one(lambda: FoundCheckpoint(Path(os.path.abspath(path))))
+        found = one(lambda: FoundCheckpoint(Path(os.path.abspath(local_path(path)))))
 
         def is_outdated(found: FoundCheckpoint = found) -> bool:
             return any(rank_group.collect(one(found.is_outdated)))

@@ -42,7 +42,7 @@ from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import NewEntry, TensorFile, write_file
 from fullshard.checkpoint.verified_reads import raise_if_damaged
 from fullshard.errors import CheckpointError, ConfigurationError
-from fullshard.files import content_of
+from fullshard.files import content_of, local_path
 from fullshard.plan.blocks import Block, whole
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class HuggingFaceFolder:
         Raises:
             CheckpointError: there are no safetensors, the index and the files disagree, or a file is damaged.
         """
-        self.path = Path(path)
+        self.path = local_path(path)
         self.tied: Mapping[str, str] = {}
         self.optimizer: Mapping[str, Any] | None = None
         self.extra: Any = None
@@ -245,8 +245,9 @@ def write_huggingface(
         CheckpointError: the checkpoint is damaged, or the folder cannot be written. The folder is unchanged.
     """
     rank_group = RankGroup(process_group)
-    options = _Options(_companions(config_from, folder, rank_group), max_file_bytes, dtype, rename)
-    with replacing(Path(folder), rank_group, keep=_is_kept if overwrite else None) as workspace:
+    place = rank_group.on_each(lambda: local_path(folder))
+    options = _Options(_companions(config_from, place, rank_group), max_file_bytes, dtype, rename)
+    with replacing(place, rank_group, keep=_is_kept if overwrite else None) as workspace:
         _write(source, workspace / NEW, options, rank_group)
 
 
@@ -284,8 +285,9 @@ def save_huggingface(
         CheckpointError: the folder cannot be written. It is unchanged.
     """
     rank_group = RankGroup(process_group)
-    options = _Options(_companions(config_from, folder, rank_group), max_file_bytes, dtype, rename)
-    with replacing(Path(folder), rank_group, keep=_is_kept if overwrite else None) as workspace:
+    place = rank_group.on_each(lambda: local_path(folder))
+    options = _Options(_companions(config_from, place, rank_group), max_file_bytes, dtype, rename)
+    with replacing(place, rank_group, keep=_is_kept if overwrite else None) as workspace:
         shards = workspace / "shards"
         save(shards, model, process_group=process_group)
         source = rank_group.on_each(lambda: StoredCheckpoint(shards, manifests.read(shards)))
@@ -440,9 +442,7 @@ def _index_text(files: Mapping[str, Sequence[_Weight]]) -> str:
     return json.dumps(index, indent=2) + "\n"
 
 
-def _companions(
-    config_from: Any, folder: str | os.PathLike[str], rank_group: RankGroup
-) -> list[Any]:
+def _companions(config_from: Any, folder: Path, rank_group: RankGroup) -> list[Any]:
     """Return the sources of the files other than weights; a later source replaces files of an earlier one."""
     given = config_from if isinstance(config_from, list | tuple) else [config_from]
     found = [each for each in given if each is not None]
@@ -466,7 +466,7 @@ def _companions(
 
 
 def _is_folder(path: Any) -> bool:
-    return isinstance(path, str | os.PathLike) and Path(path).is_dir()
+    return isinstance(path, str | os.PathLike) and local_path(path).is_dir()
 
 
 def _write_companions(companions: Sequence[Any], folder: Path) -> None:

@@ -39,7 +39,7 @@ from fullshard.checkpoint.unfinished_save import (
     unlock,
 )
 from fullshard.errors import CheckpointError
-from fullshard.files import flush
+from fullshard.files import flush, local_path
 
 
 def begin(path: Path) -> UnfinishedSave:
@@ -124,7 +124,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         CheckpointError: the folder itself cannot be listed; or no checkpoint is complete, and one cannot be read for a
             reason that may pass.
     """
-    found = survey(Path(folder))
+    found = survey(local_path(folder))
     if found.unlisted is not None:
         raise CheckpointError(f"{folder} cannot be searched for checkpoints: {found.unlisted}")
     if found.unsettled and not found.complete:

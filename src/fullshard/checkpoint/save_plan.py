@@ -42,6 +42,7 @@ from fullshard.errors import (
     ranks_text,
     size_text,
 )
+from fullshard.files import local_path
 from fullshard.optim import EMA
 from fullshard.plan.sharding import Sharding
 
@@ -189,7 +190,8 @@ def _collect(
     outline = outline_of(tensors, tied, tree, local_state.updated_together)
     # Decoding makes a copy: the caller may change the original before it is written.
     # Only the first rank's path is used, so it need not be one elsewhere.
-    where = Path(os.path.abspath(path) if rank_group.is_first else path)
+    place = local_path(path)
+    where = Path(os.path.abspath(place)) if rank_group.is_first else place
     return _LocalContent(where, tensors, outline, json_values.decode(encoded))
 
 

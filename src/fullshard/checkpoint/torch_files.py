@@ -33,7 +33,7 @@ from fullshard.checkpoint.source import (
 from fullshard.checkpoint.torch_items import fault_of, refuse_compressed, refuse_expanded
 from fullshard.checkpoint.verified_reads import raise_if_damaged, with_tensors
 from fullshard.errors import CheckpointError
-from fullshard.files import atomic_write
+from fullshard.files import atomic_write, local_path
 from fullshard.plan.blocks import Block, whole
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict")
@@ -58,7 +58,7 @@ class TorchFile:
         Raises:
             CheckpointError: it is damaged, can only be loaded by running code, or has a layout that is not understood.
         """
-        self.path = Path(path)
+        self.path = local_path(path)
         content = _content(self.path)
         model, optimizer, others = _sections(content, self.path)
         self._data, tied = _tensors_and_ties(model, self.path)
@@ -122,7 +122,7 @@ def write_torch_file(source: Source, path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: the checkpoint is damaged, or the file cannot be written.
     """
-    path = Path(path)
+    path = local_path(path)
     faults = source.verify((key, whole(info.shape)) for key, info in source.tensors.items())
     raise_if_damaged(source.path, faults)
     content: dict[str, Any] = {"model": _whole_model(source)}

@@ -33,7 +33,7 @@ from fullshard.comm.spans import (
 )
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.errors import ConfigurationError, LifecycleError
-from fullshard.files import atomic_write
+from fullshard.files import atomic_write, local_path
 from fullshard.plan.mesh import global_rank, world_size
 from fullshard.tracing.group_facts import facts_of_groups, outermost_states, states_in
 from fullshard.tracing.planned_facts import planned_facts
@@ -71,7 +71,7 @@ def trace(
     if limit < 1:
         raise ConfigurationError(f"limit must be at least 1, got {limit}.")
     # The file is written later, and the program may change its working folder meanwhile.
-    path = Path(os.path.abspath(folder))
+    path = Path(os.path.abspath(local_path(folder)))
     return Recording(model, path, first_step=first_step, limit=limit)
 
 

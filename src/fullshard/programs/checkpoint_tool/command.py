@@ -24,6 +24,7 @@ from rich.console import Console
 
 from fullshard.errors import CheckpointError, ConfigurationError, FullshardError
 from fullshard.programs.console.tables import print_error
+from fullshard.programs.given_path import existing_path, given_path
 from fullshard.programs.train.origin import find_origin
 from fullshard.programs.train.run_folder import CONFIG, RunFolder
 from fullshard.programs.version_option import Version
@@ -37,7 +38,8 @@ app = typer.Typer(no_args_is_help=True)
 Checkpoint = Annotated[
     Path,
     typer.Argument(
-        exists=True,
+        parser=existing_path,
+        metavar="PATH",
         show_default=False,
         help="A folder of fullshard, Hugging Face or torch.distributed.checkpoint, a file of torch.save, or a run, "
         "which stands for its newest checkpoint.",
@@ -100,7 +102,13 @@ def verify(path: Checkpoint, list_all: All = False, version: Version = False) ->
 def convert(
     source: Checkpoint,
     target: Annotated[
-        Path, typer.Argument(show_default=False, help="A path where nothing is yet.")
+        Path,
+        typer.Argument(
+            parser=given_path,
+            metavar="TARGET",
+            show_default=False,
+            help="A path where nothing is yet.",
+        ),
     ],
     to: Annotated[
         str,

@@ -18,6 +18,7 @@ from fullshard.errors import CheckpointError, ConfigurationError
 from fullshard.programs.console.tables import print_line
 from fullshard.programs.evaluate_tool.held_out import HeldOutResult
 from fullshard.programs.evaluate_tool.start import start
+from fullshard.programs.given_path import existing_path
 from fullshard.programs.train.command import errors_of_ranks_as_exit_codes
 from fullshard.programs.train.config import Problem, RunConfig
 from fullshard.programs.train.config_file import read_config, toml_value
@@ -32,7 +33,7 @@ def evaluate(
         Path,
         typer.Argument(
             metavar="RUN",
-            exists=True,
+            parser=existing_path,
             show_default=False,
             help="The folder of a run, or a checkpoint in it.",
         ),

@@ -14,6 +14,7 @@ from rich.console import Console
 from fullshard.errors import ConfigurationError, size_text
 from fullshard.programs.checkpoint_tool.command import errors_as_exit_codes
 from fullshard.programs.console.tables import print_line
+from fullshard.programs.given_path import existing_path, given_path
 from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.exported_model import ExportMark, check_target
 from fullshard.programs.train.origin import Origin, find_origin
@@ -28,7 +29,7 @@ def export(
         Path,
         typer.Argument(
             metavar="RUN",
-            exists=True,
+            parser=existing_path,
             show_default=False,
             help="The folder of a run, or a checkpoint of any format.",
         ),
@@ -40,6 +41,7 @@ def export(
     to: Annotated[
         Path | None,
         typer.Option(
+            parser=given_path,
             metavar="FOLDER",
             show_default="RUN/model",
             help="New, empty, or an earlier export, which is replaced.",
@@ -55,6 +57,7 @@ def export(
     config_from: Annotated[
         Path | None,
         typer.Option(
+            parser=given_path,
             metavar="FOLDER",
             show_default=False,
             help="A Hugging Face folder with configuration and tokenizer of the model, for a checkpoint that is not of a run.",

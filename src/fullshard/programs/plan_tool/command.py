@@ -20,6 +20,7 @@ from fullshard.files import atomic_write
 from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe
 from fullshard.programs.console.progress_line import ProgressLine, showing_line
 from fullshard.programs.console.tables import print_error, print_line
+from fullshard.programs.given_path import given_path
 from fullshard.programs.plan_tool import options
 from fullshard.programs.plan_tool.question import (
     Question,
@@ -194,11 +195,15 @@ def calibrate(
     trace: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUN", help="Then correct it by the traces of a run.", show_default=False
+            parser=given_path,
+            metavar="RUN",
+            help="Then correct it by the traces of a run.",
+            show_default=False,
         ),
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="File to write.")
+        Path,
+        typer.Option("--output", "-o", parser=given_path, metavar="FILE", help="File to write."),
     ] = Path("profile.toml"),
     version: Version = False,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, get_args
 
 import typer
 
+from fullshard.programs.given_path import given_path
 from fullshard.programs.train.config import Size
 from fullshard.programs.train.model_argument import DEFAULT_WORLD
 
@@ -27,7 +28,12 @@ Gpu = Annotated[
 ]
 Profile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="A profile in the place of --gpu.", show_default=False),
+    typer.Option(
+        parser=given_path,
+        metavar="FILE",
+        help="A profile in the place of --gpu.",
+        show_default=False,
+    ),
 ]
 Network = Annotated[
     str | None,
@@ -64,6 +70,7 @@ Toml = Annotated[
     Path | None,
     typer.Option(
         "--toml",
+        parser=given_path,
         metavar="FILE",
         help="Write the best configuration for fullshard train.",
         show_default=False,
@@ -73,6 +80,7 @@ Html = Annotated[
     Path | None,
     typer.Option(
         "--html",
+        parser=given_path,
         metavar="PAGE",
         help="Write a page: timeline, memory, scaling, what-ifs.",
         show_default=False,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import ConfigurationError
+from fullshard.files import local_path
 from fullshard.programs.plan_tool.machine import (
     AttentionFacts,
     CompileFacts,
@@ -105,7 +106,7 @@ def load_profile(name_or_path: str | Path) -> Machine:
         ConfigurationError: there is no such profile, or with everything that is wrong in it.
     """
     text = str(name_or_path)
-    path = Path(text)
+    path = local_path(name_or_path)
     if isinstance(name_or_path, str) and not text.endswith(".toml"):
         known = known_profiles()
         found = known.get(text.lower().replace("_", "-").replace(" ", "-"))

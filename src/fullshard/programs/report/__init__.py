@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fullshard.errors import ConfigurationError
-from fullshard.files import atomic_write
+from fullshard.files import atomic_write, local_path
 
 FILE_NAME = "report.html"
 LIBRARIES = ("plotly", "jinja2")
@@ -48,6 +48,8 @@ def write_report(run: Path, output: Path | None = None, *, plan: str | None = No
     """
     from fullshard.programs.report.run_files import read_run
 
+    run = local_path(run)
+    target = run / FILE_NAME if output is None else local_path(output)
     found = read_run(run)
     with importing_libraries("A report"):
         from fullshard.programs.report.page import render
@@ -56,7 +58,6 @@ def write_report(run: Path, output: Path | None = None, *, plan: str | None = No
         from fullshard.programs.plan_tool.run_plan import plan_of_run  # imports torch
 
         planned = plan_of_run(run, found, plan)
-    target = output or run / FILE_NAME
     _write(target, render(found, planned))
     return target
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from fullshard.errors import FullshardError
 from fullshard.programs.console.tables import print_error, print_line
+from fullshard.programs.given_path import given_path
 from fullshard.programs.version_option import Version
 
 
@@ -23,13 +24,21 @@ def report(
     run: Annotated[
         Path,
         typer.Argument(
-            show_default=False, help="Folder of a run, or one that has traces of `fullshard.trace`."
+            parser=given_path,
+            metavar="RUN",
+            show_default=False,
+            help="Folder of a run, or one that has traces of `fullshard.trace`.",
         ),
     ],
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", show_default=False, help="File to write, not RUN/report.html."
+            "--output",
+            "-o",
+            parser=given_path,
+            metavar="FILE",
+            show_default=False,
+            help="File to write, not RUN/report.html.",
         ),
     ] = None,
     plan: Annotated[

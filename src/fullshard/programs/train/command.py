@@ -28,12 +28,24 @@ from rich.console import Console
 from fullshard.errors import CheckpointError, ConfigurationError
 from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe
 from fullshard.programs.console.tables import print_error
+from fullshard.programs.given_path import given_path
 from fullshard.programs.train.config_file import read_config, toml_value
 from fullshard.programs.train.config_reference import print_reference
 from fullshard.programs.train.launch import problems_here, reports_errors, start
 from fullshard.programs.train.processes import RankFailedError, StoppedError
 from fullshard.programs.train.stop import BadStepError, StoppedBySignalError
 from fullshard.programs.version_option import Version
+
+File = Annotated[
+    Path | None,
+    typer.Argument(
+        parser=given_path,
+        metavar="RUN.toml",
+        show_default=False,
+        help="The configuration of the run.",
+    ),
+]
+"""The argument RUN.toml."""
 
 Fields = Annotated[
     bool,
@@ -46,12 +58,7 @@ Fields = Annotated[
 
 
 def train(
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="RUN.toml", show_default=False, help="The configuration of the run."
-        ),
-    ] = None,
+    file: File = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,7 +74,10 @@ def train(
     folder: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Folder of the run: --set run.folder=DIR", show_default=False
+            parser=given_path,
+            metavar="DIR",
+            help="Folder of the run: --set run.folder=DIR",
+            show_default=False,
         ),
     ] = None,
     fresh: Annotated[

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+from fullshard.files import local_path
 from fullshard.programs.train import config
 from fullshard.programs.train.config import FIXED, RunConfig
 from fullshard.programs.train.limits import Limits
@@ -190,7 +191,7 @@ def _take_path(value: object) -> Path:
     text = _take_text(value)
     if not text or "\0" in text:
         raise ValueError
-    return Path(text)
+    return local_path(text)
 
 
 PLAIN_KINDS: dict[Any, Kind] = {

@@ -131,7 +131,10 @@ class _Reading:
         elif not text:
             self._add_value(name, [None, ""], source="--set")
         else:
-            self._add_value(name, [*_toml_values(text), text], source="--set")
+            values = [*_toml_values(text)]
+            # A quoted text is a text. The quotes are never a part of it, also if the field cannot take it.
+            is_quoted = any(isinstance(each, str) for each in values)
+            self._add_value(name, values if is_quoted else [*values, text], source="--set")
 
     # --- one value
 
@@ -143,9 +146,13 @@ class _Reading:
                 f"{full_name}: there is no such field ({source}).{_nearest(full_name)}"
             )
             return
+        reason = f"{full_name} must be {_expected(field)}; {source} says {_shown(candidates[0])}."
         for candidate in candidates:
             try:
                 value = _taken(field, candidate)
+            except ConfigurationError as error:  # it says more than what kind of value is expected
+                reason = f"{full_name}: {error}"
+                continue
             except ValueError:
                 continue
             self._values[field.section][field.name] = value
@@ -153,9 +160,7 @@ class _Reading:
             return
         self._refused.add(full_name)
         self._values[field.section].pop(field.name, None)
-        self.problems.append(
-            f"{full_name} must be {_expected(field)}; {source} says {_shown(candidates[0])}."
-        )
+        self.problems.append(reason)
 
 
 def _taken(field: ConfigField, value: object) -> object:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from fullshard.errors import ConfigurationError
+from fullshard.files import local_path
 from fullshard.programs.train.config import Size
 from fullshard.programs.train.config_file import toml_value
 from fullshard.programs.train.run_folder import CONFIG
@@ -33,7 +34,7 @@ def file_and_settings(model: str, *, takes_factories: bool = True) -> tuple[Path
     Raises:
         ConfigurationError: it is nothing that is known.
     """
-    path = Path(model)
+    path = local_path(model)
     if model in get_args(Size):
         return None, [f"model.size={model}"]
     if is_factory(model):
