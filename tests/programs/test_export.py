@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from fullshard.checkpoint.conversion import write
@@ -86,6 +88,49 @@ def test_an_export_replaces_the_earlier_one_and_a_finished_run_is_exported(
 ) -> None:
     configs = (tiny(tmp_path), tiny(tmp_path, "checkpoint.export=true"))
     world(1).run(finished_then_extended, *configs)
+
+
+def damaged_after_export(config: RunConfig) -> list[str]:
+    """What is said when an export that is damaged in some way is asked for again; it is then as it was."""
+    model = config.run.folder / "model"
+    run(config)
+    good = {path.name: path.read_bytes() for path in model.iterdir()}
+    weights = bytearray(good["model.safetensors"])
+    weights[-5] ^= 4
+    damages: dict[str, Callable[[], object]] = {
+        "a bit": lambda: (model / "model.safetensors").write_bytes(weights),
+        "cut": lambda: os.truncate(model / "model.safetensors", 900),
+        "gone": (model / "model.safetensors").unlink,
+        "another's": lambda: save_file({"a": torch.ones(3)}, model / "model.safetensors"),
+        "no configuration": (model / "config.json").unlink,
+    }
+    said_of = []
+    for damage in damages.values():
+        damage()
+        with pytest.warns(UserWarning, match="is exported again") as warned:
+            assert "after step 2" in shown_by(config)
+        said_of += [str(each.message) for each in warned]
+        assert {path.name: path.read_bytes() for path in model.iterdir()} == good
+    # Files beside the weights are the user's to change.
+    (model / "config.json").write_text("{}")
+    shown_by(config)
+    assert (model / "config.json").read_text() == "{}"
+    # An export of an earlier version has no checksums.
+    mark = read_mark(model)
+    assert mark is not None and mark.weights.keys() == {"model.safetensors"}
+    replace(mark, weights={}).write(model)
+    shown_by(config)
+    assert read_mark(model) == mark
+    return said_of
+
+
+def test_an_export_is_up_to_date_only_if_it_is_whole(world: Any, tmp_path: Path) -> None:
+    config = tiny(tmp_path, "checkpoint.export=true", "train.steps=2")
+    [said_of] = world(1).run(damaged_after_export, config)
+    bit, cut, gone, other, configuration = said_of
+    assert "CRC-32 differs" in bit and "model.safetensors" in bit
+    assert "it has 900 bytes" in cut and "model.safetensors is missing" in gone
+    assert "were written" in other and "config.json is missing" in configuration
 
 
 def test_a_folder_that_an_export_must_not_replace_is_found_before_the_first_step(

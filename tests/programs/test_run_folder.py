@@ -24,7 +24,8 @@ CONFIG = RunConfig(train=TrainSection(steps=40))
 def begun(path: Path, config: RunConfig = CONFIG) -> RunFolder:
     folder = RunFolder(path)
     with folder.locked():
-        folder.begin(config)
+        if folder.has_steps_left(config):
+            folder.begin(config)
     return folder
 
 
@@ -49,7 +50,7 @@ def test_another_run_is_refused_with_all_that_differs(tmp_path: Path) -> None:
         CONFIG, train=TrainSection(steps=40, batch=32), optimizer=OptimizerSection(lr=1.0)
     )
     with pytest.raises(ConfigurationError) as refusal:
-        folder.begin(other)
+        folder.has_steps_left(other)
     message = str(refusal.value)
     assert "train.batch was 16, and is 32 now" in message
     assert "optimizer.lr was 0.003, and is 1.0 now" in message
@@ -142,7 +143,7 @@ def test_a_run_is_finished_when_its_last_steps_were_the_last_wanted(tmp_path: Pa
     assert not folder.is_finished(40)
     metrics(End(step=40, seconds=1.0))
     assert folder.is_finished(40) and not folder.is_finished(41)
-    assert not folder.begin(replace(CONFIG, train=TrainSection(steps=20)))
+    assert not folder.has_steps_left(replace(CONFIG, train=TrainSection(steps=20)))
     assert read_config(folder.config) == CONFIG, "it was trained for 40"
     metrics(START)  # it was begun again, for more steps
     assert not folder.is_finished(40)

@@ -120,17 +120,20 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     checkpoints. A checkpoint is skipped, with a warning, if it cannot be read, if its manifest is damaged, or if a
     file is missing or cut short. Other processes may save in the folder at the same time.
 
+    None means that there is none. It is never the answer if there may be one: a run would begin anew.
+
     Raises:
-        CheckpointError: the folder itself cannot be listed; or no checkpoint is complete, and one cannot be read for a
-            reason that may pass.
+        CheckpointError: the folder itself cannot be listed; or no checkpoint is complete, and some are damaged, or cannot be
+            read for a reason that may pass.
     """
     found = survey(local_path(folder))
     if found.unlisted is not None:
         raise CheckpointError(f"{folder} cannot be searched for checkpoints: {found.unlisted}")
-    if found.unsettled and not found.complete:
+    unusable = [path for path in found.faults if found.may_be_checkpoint(path)]
+    if unusable and not found.complete:
         raise CheckpointError(
-            f"{folder} has no complete checkpoint, as far as can be seen; these cannot be read now:\n  "
-            + "\n  ".join(f"{path}: {found.faults[path]}" for path in sorted(found.unsettled))
+            f"{folder} has no complete checkpoint, as far as can be seen; these cannot be read now, or are damaged:\n  "
+            + "\n  ".join(f"{path}: {found.faults[path]}" for path in sorted(unusable))
             + "\nTry again. If they are damaged for good, move them away."
         )
     for path, fault in found.faults.items():
@@ -180,6 +183,10 @@ class Survey:
                 self._add(folder / name)
         except OSError as error:
             self.unlisted = error
+
+    def may_be_checkpoint(self, path: Path) -> bool:
+        """Whether an entry with a fault has a manifest, or may have one."""
+        return path in self.unsettled or self.seen[path.name] is not None
 
     @property
     def is_certain(self) -> bool:

@@ -118,6 +118,14 @@ def write_file(
     return FileRecord(nbytes=len(head) + total, header_crc32=zlib.crc32(head))
 
 
+def record_in(path: Path) -> FileRecord:
+    """Return the record of a file that is complete, as `write_file` has returned it."""
+    with path.open("rb") as file:
+        length = file.read(8)
+        header = file.read(struct.unpack("<Q", length)[0])
+        return FileRecord(os.fstat(file.fileno()).st_size, zlib.crc32(length + header))
+
+
 def _head(entries: Sequence[NewEntry], ends: Sequence[int], checksums: Sequence[int]) -> bytes:
     """Return everything before the data. Its length does not depend on the values of the checksums."""
     header: dict[str, object] = {

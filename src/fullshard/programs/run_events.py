@@ -239,9 +239,13 @@ def read_events(path: Path) -> Iterator[Event]:
 
 def read_timed_events(path: Path) -> Iterator[tuple[float, Event]]:
     """Yield the same events, each with the time at which it was written, in seconds since the epoch."""
-    if not path.exists():
+    try:
+        file = path.open("rb")
+    except (
+        FileNotFoundError
+    ):  # no other error: that nothing can be read does not say that nothing has happened
         return
-    with path.open("rb") as file:
+    with file:
         for line in file:
             try:
                 written_s, event = _parse(line)

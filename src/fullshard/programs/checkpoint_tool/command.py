@@ -197,7 +197,7 @@ def newest_checkpoint(path: Path) -> Path:
         run = RunFolder(path.parent)
     from fullshard.checkpoint import latest
 
-    newest = latest(run.checkpoints) if run.checkpoints.is_dir() else None
+    newest = latest(run.checkpoints)
     if newest is None:
         raise CheckpointError(
             f"The run in {run.path} has no complete checkpoint yet. Train first: fullshard train {run.config}"

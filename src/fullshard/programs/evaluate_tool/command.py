@@ -101,3 +101,5 @@ def _print(result: HeldOutResult) -> None:
     print_line(console, f"Perplexity  {result.perplexity:.6g}")
     windows = f"{result.windows:,} windows" if result.windows > 1 else "1 window"
     print_line(console, f"Tokens      {result.tokens:,} held-out tokens, in {windows}")
+    if result.note:
+        print_line(console, f"Note        {result.note}")

@@ -20,6 +20,8 @@ class HeldOutResult:
     tokens: int
     ema: bool
     """Whether the averages of the parameters were evaluated."""
+    note: str = ""
+    """What the reader must know about the data; empty if there is nothing."""
 
     @property
     def perplexity(self) -> float:

@@ -15,7 +15,9 @@ from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.renamed_source import averages_as_model
 from fullshard.programs.evaluate_tool.held_out import HeldOutResult
 from fullshard.programs.train.config import RunConfig
-from fullshard.programs.train.data import open_data
+from fullshard.programs.train.config_file import read_config
+from fullshard.programs.train.data import Data, open_data
+from fullshard.programs.train.data_record import read_record, record_of
 from fullshard.programs.train.evaluation import held_out_loss, spread_evenly
 from fullshard.programs.train.export import newest_checkpoint
 from fullshard.programs.train.model_source import open_model
@@ -49,6 +51,7 @@ def evaluate(config: RunConfig, checkpoint: Path | None, device: torch.device) -
     config = for_ranks(config, dist.get_world_size())
     source = ranks.on_each(lambda: open_model(config))
     data = ranks.on_each(lambda: open_data(config, source))
+    note = ranks.on_first(lambda: _note_about(config, data))
     path = ranks.on_first(lambda: checkpoint or newest_checkpoint(RunFolder(config.run.folder)))
     model = build_model(config, source, device)
 
@@ -76,6 +79,19 @@ def evaluate(config: RunConfig, checkpoint: Path | None, device: torch.device) -
         windows=windows,
         tokens=windows * config.data.context,
         ema=config.evaluation.ema,
+        note=note,
+    )
+
+
+def _note_about(config: RunConfig, data: Data) -> str:
+    """Return what the reader of the loss must know about the data, if it is anything."""
+    folder = RunFolder(config.run.folder)
+    stored = read_record(folder.data)
+    is_of_run = read_config(folder.config).data == config.data
+    if not is_of_run or stored in (None, record_of(data)):
+        return ""
+    return (
+        "The data have changed since the run began: what is held out now may have been trained on."
     )
 
 

@@ -57,7 +57,7 @@ def _lines_about_going_on(folder: RunFolder) -> Iterator[str]:
     from fullshard.checkpoint import latest  # imports torch, which is only needed here
 
     try:
-        newest = latest(folder.checkpoints) if folder.checkpoints.is_dir() else None
+        newest = latest(folder.checkpoints)
         last = _last_step(folder)
     except (OSError, FullshardError, UnknownFormatError):
         return  # the folder cannot be read: the error that is being reported is more important

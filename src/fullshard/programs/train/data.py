@@ -52,6 +52,9 @@ class Data:
 
     tokenizer: Tokenizer
 
+    split: tuple[tuple[Tokens, int], ...]
+    """All sequences, each with the number of its tokens that are for training."""
+
     def opening(self) -> list[int]:
         """Return the first tokens of the held-out data, for a model to go on from. Bytes of broken characters are left out."""
         row = self.held_out.rows([0])[0].tolist()
@@ -81,7 +84,7 @@ def open_data(config: RunConfig, model: ModelSource) -> Data:
         headers = [read_header(path, section.dtype) for path in files.paths]
         sequences = [Tokens(f"the file {each.path}", each.mapped()) for each in headers]
     lengths = training_lengths([len(each) for each in sequences], section, files.source)
-    split = list(zip(sequences, lengths, strict=True))
+    split = tuple(zip(sequences, lengths, strict=True))
     return Data(
         source=files.source,
         left_out="; ".join(left_out),
@@ -96,6 +99,7 @@ def open_data(config: RunConfig, model: ModelSource) -> Data:
             vocabulary=model.vocabulary,
         ),
         tokenizer=model.tokenizer,
+        split=split,
     )
 
 

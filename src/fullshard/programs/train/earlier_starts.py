@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fullshard.programs.run_events import (
     BadStep,
+    Checkpoint,
     Evaluation,
     Start,
     Step,
@@ -30,6 +31,9 @@ class EarlierStarts:
     skipped: tuple[int, ...] = ()
     """Numbers of steps whose updates were skipped. Some may be after the checkpoint that the next start goes on from."""
 
+    saved_step: int = 0
+    """The step of the last checkpoint that became complete; 0 if there was none."""
+
 
 def read_earlier_starts(metrics: Path) -> EarlierStarts:
     """Return what a metrics file says about the starts so far.
@@ -40,6 +44,7 @@ def read_earlier_starts(metrics: Path) -> EarlierStarts:
     count, seconds, began_s, last_s = 0, 0.0, 0.0, 0.0
     first_step, first_evaluation = None, None
     skipped: list[int] = []
+    saved_step = 0
     for time_s, event in read_timed_events(metrics):
         if isinstance(event, Start):
             count += 1
@@ -52,10 +57,13 @@ def read_earlier_starts(metrics: Path) -> EarlierStarts:
             first_evaluation = first_evaluation or event
         elif isinstance(event, BadStep) and event.action == "skip":
             skipped.append(event.step)
+        elif isinstance(event, Checkpoint):
+            saved_step = event.step
     return EarlierStarts(
         count=count,
         seconds=seconds + max(last_s - began_s, 0.0),
         first_step=first_step,
         first_evaluation=first_evaluation,
         skipped=tuple(skipped),
+        saved_step=saved_step,
     )

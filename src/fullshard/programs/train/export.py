@@ -6,18 +6,22 @@ for an earlier step, by any number of ranks. The new folder appears, or replaces
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import astuple
 from pathlib import Path
 
 from fullshard.checkpoint import latest
 from fullshard.checkpoint.formats import open_found, with_base
 from fullshard.checkpoint.found_checkpoint import FoundCheckpoint, read_together
 from fullshard.checkpoint.huggingface import write_huggingface
+from fullshard.checkpoint.manifest import FileRecord
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.renamed_source import averages_as_model
 from fullshard.checkpoint.replacement import NEW, replacing
 from fullshard.checkpoint.source import Source
+from fullshard.checkpoint.tensor_files import TensorFile, record_in
 from fullshard.errors import CheckpointError
 from fullshard.programs.train.exported_model import (
     MARK,
@@ -45,7 +49,7 @@ def export_newest(folder: RunFolder, source: ModelSource, *, ema: bool = False) 
 
 def has_checkpoint(folder: RunFolder) -> bool:
     """Say whether a run has a checkpoint that it can be resumed from."""
-    return folder.checkpoints.is_dir() and latest(folder.checkpoints) is not None
+    return latest(folder.checkpoints) is not None
 
 
 def newest_checkpoint(folder: RunFolder) -> Path:
@@ -54,7 +58,7 @@ def newest_checkpoint(folder: RunFolder) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    found = latest(folder.checkpoints) if folder.checkpoints.is_dir() else None
+    found = latest(folder.checkpoints)
     if found is None:
         raise CheckpointError(
             f"A model is exported from a checkpoint, and there is none in {folder.checkpoints}. Train first: fullshard train "
@@ -66,7 +70,7 @@ def newest_checkpoint(folder: RunFolder) -> Path:
 def export_checkpoint(
     path: Path, form: ExportForm, target: Path, *, ema: bool = False
 ) -> ExportMark:
-    """Write a checkpoint as a folder that transformers loads, unless the folder is up to date. All ranks call it.
+    """Write a checkpoint as a folder that transformers loads, unless the folder has it. All ranks call it.
 
     Args:
         path: A checkpoint of any format.
@@ -88,7 +92,8 @@ def export_checkpoint(
     def write(found: FoundCheckpoint) -> ExportMark:
         manifest = found.manifest()
         data = None if manifest is None else manifest.data
-        if old is not None and data is not None and (old.data, old.ema) == (data, ema):
+        is_of_it = old is not None and data is not None and (old.data, old.ema) == (data, ema)
+        if old is not None and is_of_it and ranks.on_first(lambda: _is_whole(target, old)):
             return old
         opened = ranks.on_each(lambda: open_found(found))
         with closing(with_base(opened, rank_group=ranks)) as source:
@@ -120,11 +125,29 @@ def _replace(
                 step=step if isinstance(step, int) else None,
                 files=tuple(sorted(file.name for file in new.iterdir())),
                 ema=ema,
+                weights={file.name: astuple(record_in(file)) for file in new.glob("*.safetensors")},
             )
             made.write(new)
             return made
 
         return ranks.on_first(mark)
+
+
+def _is_whole(folder: Path, mark: ExportMark) -> bool:
+    """Return whether an export is as it was written: all its files are there, and weights have their checksums.
+
+    Other files may have been changed, by the user.
+    """
+    faults = [f"{name} is missing" for name in mark.files if not (folder / name).is_file()]
+    for name, (nbytes, checksum) in mark.weights.items():
+        try:
+            with closing(TensorFile(folder / name, FileRecord(nbytes, checksum))) as file:
+                faults += file.verify((entry.begin, entry.end) for entry in file.entries.values())
+        except CheckpointError as error:
+            faults.append(str(error))
+    if faults:
+        warnings.warn(f"{folder} is exported again: {faults[0]}", stacklevel=2)
+    return bool(mark.weights) and not faults
 
 
 def _others(old: ExportMark | None) -> Callable[[Path], bool] | None:

@@ -11,8 +11,8 @@ somebody's work. This file imports no torch, because problems with exporting are
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,10 @@ class ExportMark:
     ema: bool = False
     """Whether it has averages of the parameters in place of the trained weights."""
 
+    weights: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By the name of a file of weights, its bytes and the checksum of its header, which has the checksums of its data.
+    Empty in exports of earlier versions."""
+
     def write(self, folder: Path) -> None:
         """Write the mark into the folder of an export."""
         (folder / MARK).write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -68,8 +72,12 @@ def read_mark(folder: Path) -> ExportMark | None:
             step=content["step"],
             files=tuple(map(str, content["files"])),
             ema=content.get("ema") is True,
+            weights={
+                str(name): (int(nbytes), int(checksum))
+                for name, (nbytes, checksum) in content.get("weights", {}).items()
+            },
         )
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

@@ -22,7 +22,9 @@ from fullshard.checkpoint.save_plan import log as checkpoint_log
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.programs.run_events import Watcher, all_of
 from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.continuation import check_continuation
 from fullshard.programs.train.data import open_data
+from fullshard.programs.train.data_record import record_of_all_ranks
 from fullshard.programs.train.earlier_starts import read_earlier_starts
 from fullshard.programs.train.export import export_newest, has_checkpoint
 from fullshard.programs.train.loop import Job, Training
@@ -68,6 +70,7 @@ def run_rank(config: RunConfig, rank_info: RankInfo, *, fresh: bool = False) -> 
 def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainResult:
     """Start or resume a run in its folder, on all ranks of the default process group; `fresh` as in `run_rank`."""
     ranks, config, folder = RankGroup(), job.config, job.folder
+    data = record_of_all_ranks(job.data, ranks)
     if ranks.on_first(lambda: fresh or not has_checkpoint(folder)):
         ranks.on_each(lambda: _check_model(job))
     with ExitStack() as stack:
@@ -81,10 +84,17 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
             if fresh and (old := folder.move_aside()) and progress is not None:
                 progress.print_last(f"The run that was in {folder.path} is now in {old}.")
             stack.enter_context(folder.locked())
-            if not folder.begin(config):
+            if not folder.has_steps_left(config):
                 return False
+            earlier = read_earlier_starts(folder.metrics)
+            note = check_continuation(folder, earlier, data)
+            # The configuration first: a folder without one belongs to no run.
+            folder.begin(config)
+            data.write(folder.data)
             if progress is not None:
-                progress.count_earlier(read_earlier_starts(folder.metrics))
+                progress.count_earlier(earlier)
+                if note:
+                    progress.print_message(note)
             for watcher in _recorders(config, folder, progress):
                 watchers.append(stack.enter_context(closing(watcher)))
             return True

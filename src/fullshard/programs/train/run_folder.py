@@ -3,6 +3,7 @@
     RUN/
       config.toml      the configuration, written first
       metrics.jsonl    what happened
+      data.json        which data it has, to notice that they have changed
       checkpoints/     to resume from
       base/            frozen parameters, with checkpoint.only_trainable
       trace/  tensorboard/  wandb/  model/  report.html
@@ -53,6 +54,7 @@ class RunFolder:
         self.path = path
         self.config = path / CONFIG
         self.metrics = path / "metrics.jsonl"
+        self.data = path / "data.json"
         self.checkpoints = path / "checkpoints"
         self.base = path / "base"
         self.trace = path / "trace"
@@ -106,17 +108,15 @@ class RunFolder:
                 f"{', '.join(others[:10])}. Choose another folder."
             )
 
-    def begin(self, config: RunConfig) -> bool:
-        """Check the folder and write the configuration; say whether the run has steps left. Call it under the lock.
-
-        The configuration of a finished run is not replaced.
-        """
+    def has_steps_left(self, config: RunConfig) -> bool:
+        """Check the folder, and say whether the run has steps left. Call it under the lock."""
         self.check(config)
-        if self.is_finished(config.train.steps):
-            return False
+        return not self.is_finished(config.train.steps)
+
+    def begin(self, config: RunConfig) -> None:
+        """Write the configuration of a run that has steps left."""
         with atomic_write(self.config, durable=True) as file:
             file.write(to_toml(config).encode())
-        return True
 
     @contextmanager
     def locked(self) -> Iterator[None]:
