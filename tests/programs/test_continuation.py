@@ -144,7 +144,9 @@ def failing(call: int, folder: Path, *, once: bool) -> Iterator[list[str]]:
         yield asked
 
 
-def start_where_calls_fail(two: RunConfig, four: RunConfig, once: bool) -> dict[str, str]:
+def start_where_calls_fail(
+    two: RunConfig, four: RunConfig, below: str, once: bool
+) -> dict[str, str]:
     """For each call of a start, what became of it: the step that the run would go on from, or the error."""
     run(two)
 
@@ -157,7 +159,7 @@ def start_where_calls_fail(two: RunConfig, four: RunConfig, once: bool) -> dict[
     with patch.object(rank, "Training", Training), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for call in range(1, 10_000):
-            with failing(call, two.run.folder, once=once) as asked:
+            with failing(call, two.run.folder / below, once=once) as asked:
                 try:
                     run(four)
                 except (Reached, CheckpointError, ConfigurationError) as error:
@@ -169,15 +171,17 @@ def start_where_calls_fail(two: RunConfig, four: RunConfig, once: bool) -> dict[
     raise AssertionError("there is an end")
 
 
-@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize(
+    ("below", "once"), [("", True), ("", False), ("checkpoints", False)], ids=str
+)
 def test_a_file_system_that_fails_never_lets_a_run_begin_anew(
-    world: MakeWorld, tmp_path: Path, once: bool
+    world: MakeWorld, tmp_path: Path, below: str, once: bool
 ) -> None:
     configs = [tiny(tmp_path, f"train.steps={n}") for n in (2, 4)]
-    [outcomes] = world(1).run(start_where_calls_fail, *configs, once)
+    [outcomes] = world(1).run(start_where_calls_fail, *configs, below, once)
     asked = "\n".join(outcomes)
     for place in ("listdir", "manifest.json", "metrics.jsonl", "data.json", "config.toml"):
-        assert place in asked
+        assert place in asked or below
     for call, outcome in outcomes.items():
         went_on = outcome == "Reached: step_00000002"
         assert went_on or "Input/output error" in outcome, (call, outcome)
