@@ -30,7 +30,7 @@ from fullshard.programs.train.data import open_data
 from fullshard.programs.train.data_record import DataRecord, read_record, record_of
 from fullshard.programs.train.loop import Job
 from fullshard.programs.train.model_source import open_model
-from fullshard.programs.train.windows import Tokens
+from fullshard.programs.train.windows import tokens_in
 from tests.helpers.ranks import World
 from tests.helpers.runs import Incident, last_losses, run, tiny
 
@@ -336,7 +336,7 @@ def test_every_token_of_small_data_and_samples_of_large_data_are_in_the_digest(
         tokens = torch.arange(size) % 50
 
         def record() -> DataRecord:
-            parts = [Tokens("a", tokens[:30]), Tokens("b", tokens[30:])]
+            parts = [tokens_in("a", tokens[:30]), tokens_in("b", tokens[30:])]
             return record_of(Mock(split=[(each, len(each)) for each in parts]))
 
         before, places = record(), []

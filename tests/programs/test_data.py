@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
+import os
 import re
 import sysconfig
 from pathlib import Path
@@ -17,7 +21,7 @@ from fullshard.programs.train.config import DataSection, ModelSection, RunConfig
 from fullshard.programs.train.data import Data, open_data
 from fullshard.programs.train.held_out_split import num_windows, training_lengths
 from fullshard.programs.train.model_source import open_model
-from fullshard.programs.train.windows import Tokens, Windows
+from fullshard.programs.train.windows import Windows, tokens_in
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -85,7 +89,7 @@ def test_all_text_in_a_folder_is_read_and_what_is_left_out_is_said(tmp_path: Pat
     by_name = "to read one, name it with data.path"
     assert data.left_out == (
         f"hidden, or a link to a folder: .git, lost+found ({by_name}); "
-        f"binary: tests/a.png, tests/b.png, tests/c.png and 2 more ({by_name}); "
+        f'binary: tests/a.png, tests/b.png, tests/c.png and 2 more ({by_name}, and set data.kind = "text"); '
         "10 B of 200 B of text (data.max_bytes)"
     )
     assert all(ord("x") not in row for row in all_rows(data.training))
@@ -183,6 +187,54 @@ def test_a_mapped_file_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
     data = opened(tmp_path / "tokens.bin", vocabulary=8)
     number = ((2 << 30) - 1) // 9
     assert 5 in data.training.rows([number])[0]
+
+
+def test_a_file_that_is_cut_short_while_it_is_used_is_an_error_and_not_the_end_of_the_process(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.arange(20_000) % 7)
+    data = opened(path, vocabulary=8)
+    last = len(data.training) - 1
+    before = data.training.rows([0, last])
+    os.truncate(path, 4096)
+    assert torch.equal(data.training.rows([0]), before[:1])
+    for windows in (data.training, data.held_out):
+        with pytest.raises(ConfigurationError, match=r"tokens\.npy had 20000 tokens, and now ends"):
+            windows.rows([len(windows) - 1])
+    # A new file of the same name is another one: the run keeps the old.
+    np.save(path, np.arange(20_000) % 7)
+    data = opened(path, vocabulary=8)
+    np.save(tmp_path / "new.npy", np.arange(20_000) % 5)
+    (tmp_path / "new.npy").rename(path)
+    assert torch.equal(data.training.rows([0, last]), before)
+
+
+def test_one_file_that_is_no_text_is_refused_unless_it_is_said_to_be_read_as_it_is(
+    tmp_path: Path,
+) -> None:
+    text = b"words and words " * 30
+    arrow = b"ARROW1\0\0" + text
+    refused = {
+        "a.gz": (gzip.compress(text), "gzip"),
+        "a.jsonl.bz2": (bz2.compress(text), "bzip2"),
+        "a.xz": (lzma.compress(text), "xz"),
+        "a.npz": (b"PK\x03\x04" + text, r"zip, as \.npz is"),
+        "a.parquet": (b"PAR1" + text + b"PAR1", "Parquet"),
+        "a.arrow": (arrow, "Arrow"),
+        "tokens": (b"\x93NUMPY\1\0" + text, "an array of numpy"),
+        "utf16.txt": (text.decode().encode("utf-16"), "zero bytes"),
+    }
+    for name, (content, kind) in refused.items():
+        path = write(tmp_path / name, content)
+        with pytest.raises(ConfigurationError, match=f"{name} is neither .*{kind}"):
+            opened(path)
+        data = opened(path, kind="text")
+        assert data.training.rows([0])[0].tolist() == list(content[:10])
+    with pytest.raises(ConfigurationError, match="is empty, or not text"):
+        opened(tmp_path)
+    for name in ("b.txt", "b.jsonl", "b.gz", "PKGBUILD"):
+        assert opened(write(tmp_path / name, b"P" + text)).left_out == ""
 
 
 def saved(path: Path, array: Any) -> bytes:
@@ -289,7 +341,7 @@ def test_both_parts_have_a_window_or_the_data_is_refused(
 
 def test_rows_are_the_same_whatever_asks_for_them() -> None:
     windows = Windows(
-        [Tokens("one", torch.arange(20)), Tokens("two", torch.arange(50, 75))],
+        [tokens_in("one", torch.arange(20)), tokens_in("two", torch.arange(50, 75))],
         context=4,
         vocabulary=100,
     )

@@ -1,17 +1,17 @@
-"""Files of tokens: their headers, and their content mapped into memory.
+"""Files of tokens: their headers, and their content.
 
     .npy    a header that numpy writes, then numbers
     .bin    numbers only; the configuration has their dtype
 
-Tokens are read when they are used, and the ranks of a machine share the memory, so files may be larger than memory.
-Headers are read without torch.
+Tokens are read when they are used, so files may be larger than memory. They are read and not mapped: if a mapped file is cut
+short, or its disk fails, the process dies of a SIGBUS, which says nothing. Headers are read without torch.
 """
 
 from __future__ import annotations
 
 import ast
-import mmap
-import warnings
+import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,22 +50,49 @@ class ArrayFile:
     length: int
     """In tokens."""
 
-    def mapped(self) -> Tensor:
-        """Return its tokens; they must not be written to.
+    def opened(self) -> OpenArray:
+        """Open it to read its tokens."""
+        return OpenArray(self)
 
-        The mapping is read-only: Linux counts a private writable mapping as memory, and refuses it for a file larger
-        than that.
+
+class OpenArray:
+    """A file of tokens that is open for as long as this lives. Another file that gets its name meanwhile is not seen."""
+
+    def __init__(self, file: ArrayFile) -> None:
+        self._file = file
+        try:
+            self._descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigurationError(f"Arrays of tokens must be readable: {error}.") from error
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return the tokens from index ``start`` to ``stop``.
+
+        Raises:
+            ConfigurationError: the file has been cut short, or cannot be read any more.
         """
         import torch
 
-        dtype = getattr(torch, self.dtype)
-        if not self.length:
-            return torch.empty(0, dtype=dtype)
-        with self.path.open("rb") as stream:
-            memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            return torch.frombuffer(memory, dtype=dtype, count=self.length, offset=self.first_byte)
+        file, size = self._file, ITEM_BYTES[self._file.dtype]
+        memory = bytearray((stop - start) * size)
+        done = 0
+        while done < len(memory):
+            place = file.first_byte + start * size + done
+            try:
+                count = os.preadv(self._descriptor, [memoryview(memory)[done:]], place)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"Arrays of tokens must stay readable: {file.path}: {error}."
+                ) from error
+            if not count:
+                raise ConfigurationError(
+                    f"Arrays of tokens must stay as they are while they are used; {file.path} had {file.length} tokens, and now "
+                    f"ends before number {stop}: it was cut short. Write new data to another file."
+                )
+            done += count
+        dtype = getattr(torch, file.dtype)
+        return torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
 
 
 def read_header(path: Path, bin_dtype: TokenDtype) -> ArrayFile:

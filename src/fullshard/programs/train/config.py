@@ -158,7 +158,7 @@ class DataSection:
     """File or folder. Not set: the sources of Python's standard library."""
 
     kind: Tokens = field(default="auto", metadata=FIXED)
-    """text (files are tokenised when the run starts) or array (`.npy`, or `.bin` without a header, memory-mapped);
+    """text (files are tokenised when the run starts) or array (`.npy`, or `.bin` without a header, read when it is used);
     auto goes by the file's name."""
 
     dtype: TokenDtype = field(default="uint16", metadata=FIXED)

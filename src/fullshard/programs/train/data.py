@@ -1,7 +1,7 @@
 """The data of a run: training windows, held-out windows, and the tokenizer.
 
-Text is read and tokenised when a run starts, as one sequence. Arrays are mapped into memory; each file is a sequence of its
-own.
+Text is read and tokenised when a run starts, as one sequence. Arrays are read when they are used; each file is a sequence of
+its own.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from fullshard.errors import ConfigurationError, size_text
 from fullshard.programs.train.array_files import read_header
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.data_files import (
-    BY_NAME,
+    AS_TEXT,
+    OPENING_BYTES,
     DataFiles,
+    binary_kind,
     data_files,
     left_out_of,
 )
 from fullshard.programs.train.held_out_split import training_lengths
 from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.tokenizer import Bytes, Tokenizer
-from fullshard.programs.train.windows import Tokens, Windows, check_tokens
+from fullshard.programs.train.windows import Tokens, Windows, check_tokens, tokens_in
 
 OPENING_LENGTH = 24
 """Most tokens of an opening."""
@@ -78,11 +80,13 @@ def open_data(config: RunConfig, model: ModelSource) -> Data:
     if files.kind == "text":
         text = _read_text(files)
         left_out += text.left_out
-        sequences = [Tokens(files.source, _tokens_of(text.content, model.tokenizer))]
+        sequences = [tokens_in(files.source, _tokens_of(text.content, model.tokenizer))]
         check_tokens(sequences[0], model.vocabulary)
     else:
         headers = [read_header(path, section.dtype) for path in files.paths]
-        sequences = [Tokens(f"the file {each.path}", each.mapped()) for each in headers]
+        sequences = [
+            Tokens(f"the file {each.path}", each.opened().read, 0, each.length) for each in headers
+        ]
     lengths = training_lengths([len(each) for each in sequences], section, files.source)
     split = tuple(zip(sequences, lengths, strict=True))
     return Data(
@@ -123,7 +127,7 @@ def _read_text(files: DataFiles) -> _Text:
                 continue
             with file.open("rb") as stream:
                 new = stream.read(room)
-            if len(files.paths) > 1 and b"\0" in new[:4096]:
+            if len(files.paths) > 1 and binary_kind(new[:OPENING_BYTES]):
                 binary.append(file)
                 continue
             content += new
@@ -139,7 +143,7 @@ def _read_text(files: DataFiles) -> _Text:
             "Name a file or a folder with data.path."
         )
     common = Path(os.path.commonpath([file.parent for file in files.paths]))
-    left_out = [str(each) for each in left_out_of(common, binary, "binary", BY_NAME)]
+    left_out = [str(each) for each in left_out_of(common, binary, "binary", AS_TEXT)]
     if num_unread:
         sizes = size_text(num_unread), size_text(len(content) + num_unread)
         left_out.append(f"{sizes[0]} of {sizes[1]} of text (data.max_bytes)")

@@ -35,6 +35,24 @@ LIBRARY_BYTES = 8_000_000
 
 BY_NAME = "to read one, name it with data.path"
 
+AS_TEXT = f'{BY_NAME}, and set data.kind = "text"'
+
+OPENING_BYTES = 4096
+"""So much of a file shows whether it is text."""
+
+BINARY_KINDS = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip, as .npz is",
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+    b"\x89HDF": "HDF5",
+    b"\x93NUMPY": "an array of numpy, whose name must end with .npy",
+}
+"""How files begin that are no text."""
+
 SHOWN_NAMES = 3
 """How many names are listed of what is left out."""
 
@@ -110,6 +128,8 @@ def _found(section: DataSection) -> DataFiles:
                 f"Arrays of tokens are {' or '.join(ARRAY_SUFFIXES)} files, but data.path is {path}. "
                 'Rename it, or set data.kind to "text".'
             )
+        if kind == "auto" and _kind_of(path) == "text":
+            _refuse_binary(path)
         return DataFiles(
             source=f"the file {path}",
             kind=_kind_of(path) if kind == "auto" else kind,
@@ -122,6 +142,22 @@ def _found(section: DataSection) -> DataFiles:
             "Leave it out to learn from the Python standard library."
         )
     return _in_folder(path, section)
+
+
+def binary_kind(opening: bytes) -> str:
+    """Return what a file is that begins so, if it is no text; empty if it may be text."""
+    known = (name for start, name in BINARY_KINDS.items() if opening.startswith(start))
+    return next(known, "binary: it has zero bytes" if b"\0" in opening else "")
+
+
+def _refuse_binary(path: Path) -> None:
+    with path.open("rb") as file:
+        kind = binary_kind(file.read(OPENING_BYTES))
+    if kind:
+        raise ConfigurationError(
+            f"data.path must be text, or an array of tokens ({' or '.join(ARRAY_SUFFIXES)}); {path} is neither ({kind}). Unpack "
+            'it to text in UTF-8, or write its tokens with numpy.save. data.kind = "text" reads its bytes as they are.'
+        )
 
 
 def _in_folder(folder: Path, section: DataSection) -> DataFiles:

@@ -10,7 +10,7 @@ predicted once an epoch. No window crosses from one sequence into the next. The 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -28,18 +28,31 @@ class Tokens:
     source: str
     """Where they come from, for people."""
 
-    values: Tensor
-    """One dimension, of any integer dtype; may be mapped from a file, and is not written to."""
+    read: Callable[[int, int], Tensor]
+    """Return the tokens of the source from one index to another: one dimension, of any integer dtype, not written to."""
 
-    first: int = 0
+    first: int
     """Index of the first token in the source."""
 
+    length: int
+
     def __len__(self) -> int:
-        return len(self.values)
+        return self.length
+
+    @property
+    def values(self) -> Tensor:
+        """The tokens. Those of a file are read each time."""
+        return self.read(self.first, self.first + self.length)
 
     def slice(self, start: int, stop: int) -> Tokens:
         """Return a slice of the sequence."""
-        return Tokens(self.source, self.values[start:stop], self.first + start)
+        stop = min(stop, self.length)
+        return Tokens(self.source, self.read, self.first + start, max(stop - start, 0))
+
+
+def tokens_in(source: str, values: Tensor) -> Tokens:
+    """Return tokens that are in memory."""
+    return Tokens(source, lambda start, stop: values[start:stop], 0, len(values))
 
 
 class Windows:
