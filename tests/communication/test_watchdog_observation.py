@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 import sys
+import sysconfig
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,6 +26,7 @@ from fullshard.comm.watchdog.observation import (
     _collective_of_torch,
     is_past_handlers,
     line_of,
+    line_of_traceback,
     marks_of,
 )
 from fullshard.comm.watchdog.stalls import FIRST_REPEAT_S, StallReports, stalls
@@ -32,6 +38,58 @@ def test_the_line_is_the_innermost_one_that_is_the_user_s() -> None:
     line = line_of(frame)
     assert line.startswith("communication/test_watchdog_observation.py:")
     assert line.endswith(" in test_the_line_is_the_innermost_one_that_is_the_user_s")
+
+
+def _function_in(file: str, called: Callable[[], object]) -> Callable[[], None]:
+    """Return a function of one line that calls another one and is in this file, as far as its code says."""
+    names: dict[str, Any] = {"called": called}
+    exec(compile("def inside(): called()", file, "exec"), names)
+    function: Callable[[], None] = names["inside"]
+    return function
+
+
+def _frame_in(file: str) -> FrameType:
+    frames: list[FrameType] = []
+    _function_in(file, lambda: frames.append(sys._getframe(1)))()
+    return frames[0]
+
+
+class HeldUp:
+    """A context manager that an engine may have."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self.lines.append(line_of(sys._getframe(1)))
+        yield
+
+
+def test_lines_of_python_s_own_library_are_not_the_user_s() -> None:
+    held_up = HeldUp()
+    with held_up.waiting():
+        pass
+    for line in held_up.lines:
+        assert line.endswith(" in test_lines_of_python_s_own_library_are_not_the_user_s"), line
+    try:
+        json.loads("{")
+    except ValueError as error:
+        line = line_of_traceback(error.__traceback__)
+    assert line.endswith(" in test_lines_of_python_s_own_library_are_not_the_user_s")
+    # What is installed is the user's, also where it is installed into Python's library.
+    library = sysconfig.get_path("stdlib")
+    installed = _frame_in(f"{library}/site-packages/trl/train.py")
+    assert line_of(installed) == "trl/train.py:1 in inside"
+    # Where there is no other line, the innermost is better than none.
+    lines: list[str] = []
+    inside = _function_in(
+        f"{library}/threading.py", lambda: lines.append(line_of(sys._getframe(1)))
+    )
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    assert lines[0].endswith("threading.py:1 in inside")
 
 
 def test_marks_are_those_of_the_last_steps_and_of_round_numbers() -> None:

@@ -98,6 +98,9 @@ class Kind:
             missing.append(f"the message does not name rank {self.job.odd}")
         if self.names and not any(name in message for name in self.names):
             missing.append(f"the message names none of {', '.join(self.names)}")
+        library = re.search(r"\b(contextlib|threading|functools)\.py:\d+", message)
+        if library is not None:
+            missing.append(f"the message names {library[0]}, which is not the user's line")
         headline = message.partition("\n")[0]
         gone = re.search(r"diverged: (.*), while others wait", headline)
         if self.is_killed and (gone is None or gone[1] != f"rank {self.job.odd} died"):

@@ -76,6 +76,15 @@ def a_rank_saves_alone(me: Rank) -> None:
     run.go_on()
 
 
+@kind(names=["a_rank_saves_alone_in_the_end"], odd=1, odd_ends="well")
+def a_rank_saves_alone_in_the_end(me: Rank) -> None:
+    """The odd one is the rank that does not save."""
+    run = Training(me)
+    run.steps(2)
+    if not me.diverges():
+        checkpoint.save(me.folder / "saved", run.model, run.optimizer)
+
+
 @kind(names=["checkpoint"])
 def a_rank_saves_alone_in_the_background(me: Rank) -> None:
     run = Training(me)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,6 +26,9 @@ from fullshard.comm.watchdog.connections import traffic
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FULLSHARD = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = tuple(os.path.join(_PYTHON, name, "") for name in ("site-packages", "dist-packages"))
+"""Folders within Python's library that are no part of it."""
 _C10D = dist.distributed_c10d.__file__
 _COMMUNICATING = (_C10D, _TORCH + os.path.join("distributed", "_functional_collectives.py"))
 """Files of torch whose functions wait for other ranks."""
@@ -179,25 +183,33 @@ def is_past_handlers(thread: int) -> bool:
 
 
 def line_of(frame: FrameType | None) -> str:
-    """Return the innermost line outside of torch and fullshard, or the innermost one: "train.py:12 in main"."""
+    """Return the innermost line of the user's program, or else the innermost one: "train.py:12 in main"."""
     innermost = frame
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, _FULLSHARD, "<")):
-            break
+    while frame is not None and not _is_of_user(frame.f_code):
         frame = frame.f_back
     found = frame or innermost
     return "" if found is None else _line_text(found.f_code, found.f_lineno)
 
 
 def line_of_traceback(traceback: TracebackType | None) -> str:
-    """Return the innermost line of an exception outside of torch and fullshard, or its outermost one."""
+    """Return the innermost line of the user's program in an exception, or else its outermost one."""
     found = traceback
     while traceback is not None:
-        if not traceback.tb_frame.f_code.co_filename.startswith((_TORCH, _FULLSHARD, "<")):
+        if _is_of_user(traceback.tb_frame.f_code):
             found = traceback
         traceback = traceback.tb_next
     return "" if found is None else _line_text(found.tb_frame.f_code, found.tb_lineno)
+
+
+def _is_of_user(code: CodeType) -> bool:
+    """Return whether code is neither of torch, nor of fullshard, nor of Python's library.
+
+    Python's library stands between the others: a context manager of ours is entered by ``contextlib``.
+    """
+    name = code.co_filename
+    if name.startswith((_TORCH, _FULLSHARD, "<")):
+        return False
+    return not name.startswith(_PYTHON) or name.startswith(_INSTALLED)
 
 
 def _line_text(code: CodeType, number: int) -> str:
