@@ -260,3 +260,51 @@ def install_too_late() -> None:
     assert unchanged(before)
     with warnings.catch_warnings(action="error"):
         fullshard.uninstall()
+
+
+# --- names that others rebind ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", [fullshard.uninstall, fullshard.install], ids=str)
+def test_a_patch_that_ends_after_uninstall_is_told_and_undone(again: Any) -> None:
+    before = names_of_modules()
+    with undisturbed():
+        fullshard.install()
+        with mock.patch("torch.distributed.fsdp.fully_shard") as patched:
+            with pytest.warns(
+                UserWarning, match=r"rebound names(?s:.*)torch\.distributed\.fsdp\.fully_shard"
+            ):
+                fullshard.uninstall()
+            assert fsdp.fully_shard is patched, "it is another's"
+        assert fsdp.fully_shard is fullshard.fully_shard, "the patch has put back what it found"
+        again()
+        fullshard.uninstall()
+    assert unchanged(before)
+
+
+def test_a_patch_that_ends_before_uninstall_or_never_is_left_alone() -> None:
+    before = names_of_modules()
+    theirs = fsdp.fully_shard
+    with undisturbed():
+        with mock.patch("torch.distributed.fsdp.fully_shard"):
+            fullshard.install()
+        with pytest.warns(UserWarning, match="They are left alone"):
+            fullshard.uninstall()
+        assert fsdp.fully_shard is theirs
+        fullshard.install()
+        with mock.patch("torch.distributed.fsdp.FSDPModule"):
+            pass
+        with warnings.catch_warnings(action="error"):
+            warnings.filterwarnings(
+                "ignore", message="fullshard is no longer installed, but it has sharded"
+            )
+            fullshard.uninstall()
+        assert fsdp.fully_shard is theirs
+        fullshard.install()
+        fsdp.fully_shard = wrapper = lambda *args: args
+        with pytest.warns(UserWarning, match="They are left alone"):
+            fullshard.uninstall()
+        fullshard.uninstall()
+        assert fsdp.fully_shard is wrapper
+        fsdp.fully_shard = theirs
+    assert unchanged(before)

@@ -7,13 +7,16 @@ import os
 import pickle
 import subprocess
 import sys
+from contextlib import nullcontext
 from multiprocessing import spawn
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import fullshard
-from fullshard.run import program
+from fullshard.engine.state import FSDPState
+from fullshard.run import children, program
 from tests.run.test_install import fsdp, undisturbed
 
 SEEN = """\
@@ -98,6 +101,91 @@ def test_a_program_that_is_not_there_is_a_message_and_an_exit_code(
         program.main(arguments, "run")
     assert end.value.code == code
     assert f"run: {message}" in capsys.readouterr().err
+
+
+FAILS = """\
+import atexit, sys, threading
+import torch
+from fullshard import checkpoint
+from fullshard.checkpoint import publication
+from fullshard.comm.watchdog import process_end
+
+atexit.register(lambda: print("last", repr(getattr(sys, "last_value", None))))
+process_end.at_unwatched_end(lambda error: print("told", repr(error)))
+publication.begin = lambda _: threading.Event().wait()
+checkpoint.async_save(sys.argv[1], torch.nn.Linear(2, 2))
+
+def fail():
+    raise {error}("too bad")
+
+fail()
+"""
+ERRORS = ("ValueError", "KeyboardInterrupt", "GeneratorExit")
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_failed_program_waits_for_no_save_and_tells_others_why_in_its_own_lines(
+    error: str, tmp_path: Path, preloaded_python: str
+) -> None:
+    (tmp_path / "script.py").write_text(FAILS.replace("{error}", error))
+    code, told, errors = output(
+        tmp_path, preloaded_python, "-m", "fullshard.run", "script.py", "saved"
+    )
+    # `checkpoint.process_exit` chooses the code while a thread is stuck.
+    assert code == (130 if error == "KeyboardInterrupt" else 1)
+    assert str(told).splitlines() == [f"told {error}('too bad')", f"last {error}('too bad')"]
+    assert isinstance(errors, list)
+    files = [line.split('"')[1] for line in errors if line.startswith("  File")]
+    assert files == [str(tmp_path / "script.py")] * 2, errors
+    assert errors[0].startswith("Traceback") and errors[-1] == f"{error}: too bad"
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_failed_program_ends_as_under_python(
+    error: str, tmp_path: Path, preloaded_python: str
+) -> None:
+    (tmp_path / "script.py").write_text(f"def fail():\n    raise {error}\nfail()\n")
+    actual = output(tmp_path, preloaded_python, "-m", "fullshard.run", "script.py")
+    assert actual[1:] == output(tmp_path, sys.executable, "script.py")[1:]
+    # The interpreter that has imported torch before does not end by SIGINT, as Python does.
+    assert actual[0] == 1
+
+
+NOTHING = "fullshard: the program has sharded no model in this process"
+
+
+@pytest.mark.parametrize(
+    ("source", "ends", "is_said"),
+    [
+        ("", None, True),
+        ("import sys; sys.exit()", SystemExit, True),
+        ("import sys; sys.exit(3)", SystemExit, False),
+        ("raise ValueError", ValueError, False),
+        ("from fullshard.engine.state import FSDPState; FSDPState.num_made += 1", None, False),
+        (
+            "from multiprocessing import spawn; spawn.get_preparation_data('of a rank')",
+            None,
+            False,
+        ),
+    ],
+)
+def test_a_program_that_has_sharded_nothing_is_told_so_when_it_ends_well(
+    source: str,
+    ends: type[BaseException] | None,
+    is_said: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FSDPState, "num_made", 0)
+    monkeypatch.setattr(children._Children, "have_started", False)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for rank, says in (("0", is_said), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+        with undisturbed(), fullshard.installed():
+            with pytest.raises(ends) if ends else nullcontext():
+                program._run(ModuleType("__main__"), lambda: compile(source, "script.py", "exec"))
+        assert capsys.readouterr().err.startswith(NOTHING) == says
 
 
 SHARDED = """\

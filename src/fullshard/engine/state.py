@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,9 @@ class FSDPState:
     Lives as long as the modules.
     """
 
+    num_made: ClassVar[int] = 0
+    """In this process, on models that exist or not."""
+
     def __init__(
         self,
         modules: Sequence[nn.Module],
@@ -59,6 +62,7 @@ class FSDPState:
         *,
         ignored: IgnoredParams | None = None,
     ) -> None:
+        FSDPState.num_made += 1
         self.modules = tuple(modules)
         self.groups = tuple(groups)
         for group in groups:

@@ -24,6 +24,18 @@ class _Call:
         return self._function, ()
 
 
+class _Children:
+    """What is known about processes that this one has started."""
+
+    have_started = False
+    """Whether there was one that calls a function first."""
+
+
+def have_started() -> bool:
+    """Return whether a process was started that has called a function first."""
+    return _Children.have_started
+
+
 def call_in_children(function: Callable[[], object]) -> Callable[[], None]:
     """Let all processes that are started from now on call a function first; what is returned undoes that."""
     original = spawn.get_preparation_data
@@ -31,7 +43,10 @@ def call_in_children(function: Callable[[], object]) -> Callable[[], None]:
 
     def get_preparation_data(name: str) -> dict[str, Any]:
         facts = original(name)
-        return {_ENTRY: _Call(function), **facts} if is_active else facts
+        if not is_active:
+            return facts
+        _Children.have_started = True
+        return {_ENTRY: _Call(function), **facts}
 
     def undo() -> None:
         nonlocal is_active

@@ -140,6 +140,7 @@ def install(*, verbose: bool = False) -> Installation:
     """
     global _installation
     if _installation is None:
+        _put_back_patched()
         _refuse_torch_models()
         _installation = _rebind()
         _warn_of_subclasses(_installation.subclasses)
@@ -154,8 +155,12 @@ def uninstall() -> None:
     A module imported since then whose source takes a name from fullshard itself keeps it. Models that fullshard has
     sharded keep working, but a program that asks whether they are torch's (``isinstance(model, FSDPModule)``) is told
     that they are not; there is a warning if such models exist. Does nothing if fullshard is not installed.
+
+    A name that something else has rebound since then, such as ``mock.patch``, is left alone, with a warning. If that puts
+    fullshard's back later, call this function again.
     """
     global _installation
+    _put_back_patched()
     done = _installation
     if done is None:
         return
@@ -165,14 +170,31 @@ def uninstall() -> None:
     rebound = {alias.key for alias in done._aliases}
     own = {alias.key for alias in done._own}
     for alias in done._aliases:
-        if alias.namespace.get(alias.name) is done._replacements[id(alias.value)][1]:
+        ours = done._replacements[id(alias.value)][1]
+        now = alias.namespace.get(alias.name, alias.value)
+        if now is ours:
             alias.namespace[alias.name] = alias.value
+        elif now is not alias.value:
+            _patched.append((alias, ours))
     sources = Sources()
     for alias in aliases_of(ours for _, ours in done._replacements.values()):
         is_own = within(alias.module, "fullshard") or alias.key in own
         if not is_own and (alias.key in rebound or not sources.comes_from("fullshard", alias)):
             alias.namespace[alias.name] = back[id(alias.value)]
+    _warn_of_patched()
     _warn_of_models(done)
+
+
+_patched: list[tuple[Alias, object]] = []
+"""Names that meant something else when fullshard was uninstalled, each with what `install` had put there."""
+
+
+def _put_back_patched() -> None:
+    """Complete the last `uninstall`, if what had rebound names then has ended and put fullshard's back."""
+    for alias, ours in _patched:
+        if alias.namespace.get(alias.name) is ours:
+            alias.namespace[alias.name] = alias.value
+    _patched.clear()
 
 
 @contextlib.contextmanager
@@ -319,6 +341,17 @@ def _warn_of_subclasses(names: list[str]) -> None:
             "install does not change subclasses of torch's FSDP classes that exist already:\n  "
             + "\n  ".join(names)
             + "\nThey still use torch's FSDP. Install before they are defined.",
+            stacklevel=3,
+        )
+
+
+def _warn_of_patched() -> None:
+    if _patched:
+        warnings.warn(
+            "fullshard is no longer installed, but something else has rebound names since install:\n  "
+            + "\n  ".join(sorted(str(alias) for alias, _ in _patched))
+            + "\nThey are left alone. If they are put back later, as a patch does when it ends, they mean fullshard's again: "
+            "uninstall after that, or once more.",
             stacklevel=3,
         )
 

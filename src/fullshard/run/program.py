@@ -19,7 +19,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, TracebackType
 
 from fullshard import __version__
 
@@ -195,16 +195,48 @@ def _module_spec(name: str) -> ModuleSpec:
 
 
 def _run(module: ModuleType, code: Callable[[], CodeType]) -> None:
-    """Run code as the module `__main__`, and end as the code does."""
+    """Run code as the module `__main__`, and end as the code does.
+
+    An exception goes on to the interpreter, which notes it in ``sys.last_value``, shows it and chooses the exit code. Others
+    read what it notes: the watchdog, which tells other ranks, and threads that write checkpoints.
+    """
     sys.modules["__main__"] = module
     try:
         exec(code(), vars(module))
-        return
-    except Exception as error:
-        failure = error
-    # The traceback begins in the program.
-    trace = failure.__traceback__
+    except SystemExit as leaving:
+        if leaving.code in (None, 0):
+            _say_if_nothing_was_sharded()
+        raise
+    except BaseException as error:
+        _show_only_the_program(error)
+        raise
+    _say_if_nothing_was_sharded()
+
+
+def _show_only_the_program(error: BaseException) -> None:
+    """Let the traceback that ends this process begin in the program."""
+    trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    sys.excepthook(type(failure), failure.with_traceback(trace), trace)
-    sys.exit(1)
+    hook = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+        sys.last_traceback = trace
+        hook(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = show
+
+
+def _say_if_nothing_was_sharded() -> None:
+    """Say on the first rank that fullshard was not used: a program may train in another way without a word."""
+    from fullshard.engine.state import FSDPState
+    from fullshard.run import children
+
+    if FSDPState.num_made or children.have_started() or os.environ.get("RANK", "0") != "0":
+        return
+    print(
+        "fullshard: the program has sharded no model in this process, so fullshard did nothing. If it should have, look at "
+        "its configuration: FSDP must be on, and on the device that it uses.",
+        file=sys.stderr,
+        flush=True,
+    )
