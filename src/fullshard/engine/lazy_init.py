@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fullshard import torch_border
 from fullshard.comm import watchdog
 from fullshard.comm.streams import FSDPCommContext
@@ -11,6 +13,7 @@ from fullshard.engine.padding import warn_of_padding
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.state import FSDPState, named_states, state_of
 from fullshard.errors import LifecycleError, UsageError
+from fullshard.plan.names import clean_name
 
 
 def lazy_init(state: FSDPState) -> Runtime:
@@ -27,8 +30,11 @@ def lazy_init(state: FSDPState) -> Runtime:
         found: ", ".join(of_modules) for found, of_modules in named_states(state.modules[0]).items()
     }
     former = _former_runtimes(states)
+    paths = {module: clean_name(name) for name, module in state.modules[0].named_modules()}
     for found in states:
         for group in found.groups:
+            for sharded_param in group.sharded_params:
+                sharded_param.set_name(paths)
             # Not one the user has unsharded before, or has summoned.
             if group.expects_sharded_params:
                 group.repack()
@@ -71,11 +77,11 @@ def _former_runtimes(states: dict[FSDPState, str]) -> list[Runtime]:
     return former
 
 
-def _check_ready(states: dict[FSDPState, str]) -> None:
+def _check_ready(states: Iterable[FSDPState]) -> None:
     """Refuse parameters that have no memory yet, or are on another device."""
     misplaced = [
-        f"{prefix}.{fault}" if prefix else fault
-        for state, prefix in states.items()
+        fault
+        for state in states
         for group in state.groups
         if not group.full_params_installed
         for fault in group.shards.misplaced()

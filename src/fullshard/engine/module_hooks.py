@@ -34,6 +34,7 @@ from fullshard.engine.tensor_trees import (
 )
 from fullshard.errors import LifecycleError
 from fullshard.plan.schedule import Call
+from fullshard.storage import mixed_tensors
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -205,6 +206,7 @@ def _note_exception(state: FSDPState, runtime: Runtime, error: BaseException) ->
 
     What ends a recomputation within backward may be no error; `run_backward` notes those that leave backward.
     """
+    mixed_tensors.explain(error)
     if torch_border.backward_pass_id() != -1:
         return
     if state is runtime.root or runtime.root.call is None:

@@ -86,6 +86,9 @@ class FSDPState:
         self.original_buffer_dtypes: Mapping[tuple[nn.Module, str], torch.dtype] = {}
         """By owner and name, the dtypes of buffers before they were cast for compute."""
 
+        self.load_errors: list[str] = []
+        """What torch will say of the state dict that is being loaded."""
+
         self.training_state = TrainingState.IDLE
         self.call: Call[FSDPState] | None = None
         """The forward now running."""

@@ -15,7 +15,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,7 @@ from fullshard.plan.policies import (
     check_type,
     switch,
 )
+from fullshard.storage import mixed_tensors
 from fullshard.storage.param import FSDPParam, fits_in_buffers, normalized_shard_dim
 from fullshard.storage.shard_formats import RowFormat
 from fullshard.storage.sharded_params import ParamModuleInfo
@@ -319,7 +320,7 @@ def _apply(
         )
         module.register_state_dict_pre_hook(_before_state_dict)
         module.register_state_dict_post_hook(give_own_storages)
-        module.register_load_state_dict_pre_hook(_before_state_dict)
+        module.register_load_state_dict_pre_hook(_before_load_state_dict)
         module.register_load_state_dict_post_hook(_after_load_state_dict)
 
 
@@ -510,10 +511,20 @@ def _before_state_dict(module: nn.Module, *_args: object) -> None:
         group.reshard()
 
 
+def _before_load_state_dict(module: nn.Module, *args: Any) -> None:
+    """Install the sharded parameters, and remember where torch puts its errors."""
+    _before_state_dict(module)
+    state = state_of(module)
+    assert state is not None, "the hook was registered with the state"
+    state.load_errors = args[-1]
+
+
 def _after_load_state_dict(module: nn.Module, _incompatible: object) -> None:
     """Pack the parameters again: loading with ``assign=True`` puts other ones on the modules."""
     state = state_of(module)
     assert state is not None, "the hook was registered with the state"
+    mixed_tensors.explain_loading(state.load_errors)
+    state.load_errors = []
     repack_when_complete(state)
 
 

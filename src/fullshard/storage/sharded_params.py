@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -97,11 +97,18 @@ class ShardedParam(ABC):
 
     def __init__(self, name: str, owners: Sequence[ParamModuleInfo], *, trainable: bool) -> None:
         self.name = name
-        """Full name, for messages."""
+        """For messages: its path in the model from the model's first forward on, and in its group's module before."""
         self.trainable = trainable
         """Whether its parameters were trainable when somebody last asked."""
         self.owners = tuple(owners)
         """The modules that have it."""
+
+    def set_name(self, paths: Mapping[nn.Module, str]) -> None:
+        """Take the path in the model, whose modules have these paths."""
+        owner = self.owners[0]
+        path = paths.get(owner.module)
+        if path is not None:  # otherwise the module has been taken out of the model
+            self.name = f"{path}.{owner.name}" if path else owner.name
 
     @property
     @abstractmethod

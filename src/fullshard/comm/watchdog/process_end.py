@@ -30,6 +30,7 @@ from fullshard.comm.journal import POSITION, Waiting
 from fullshard.comm.verdict import VERDICT
 from fullshard.comm.watchdog.answers import LOST_CONNECTION
 from fullshard.errors import FullshardError, exception_text
+from fullshard.storage import mixed_tensors
 
 Ending = Callable[[BaseException | None], None]
 ThreadEnding = Callable[[int, BaseException], None]
@@ -107,7 +108,11 @@ def _end_child() -> None:
 
 
 def _explain(error: BaseException) -> None:
-    """Add the watchdog's verdict to an error about a lost connection, in a collective that is not ours."""
+    """Add the watchdog's verdict to an error about a lost connection, in a collective that is not ours.
+
+    An error about sharded parameters gets its remedy, too: it was raised outside of all forwards.
+    """
+    mixed_tensors.explain(error)
     is_ours = isinstance(error, FullshardError)
     if (
         is_ours
