@@ -7,7 +7,6 @@ import importlib
 import inspect
 import os
 import re
-import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -107,7 +106,7 @@ MODULES = (
     *("fullshard.wrap", "fullshard.mesh", "fullshard.api"),
 )
 """Modules whose names are public."""
-READERS = [
+READERS: list[Callable[..., Any]] = [
     conversion.convert,
     conversion.write,
     dcp.DcpCheckpoint,
@@ -134,14 +133,10 @@ def callables() -> Iterator[Callable[..., Any]]:
     for module in map(importlib.import_module, MODULES):
         for name in getattr(module, "__all__", ()):
             found = getattr(module, name)
-            if callable(found):
-                yield found
-            if inspect.isclass(found) and found.__module__.startswith("fullshard"):
-                yield from (
-                    each
-                    for method, each in vars(found).items()
-                    if callable(each) and not method.startswith("_")
-                )
+            methods: dict[str, Any] = dict(vars(found)) if inspect.isclass(found) else {}
+            is_ours = getattr(found, "__module__", "").startswith("fullshard")
+            public = [each for name, each in methods.items() if is_ours and name[0] != "_"]
+            yield from (each for each in (found, *public) if callable(each))
     yield from READERS
 
 
@@ -181,7 +176,7 @@ def test_every_function_that_takes_a_path_refuses_a_url(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     others = {"model": model, "path": "good", "folder": "good", "run": "run", "target": "new"}
-    others |= {"source": "good", "digest": "", "to": "dcp", "use": str}
+    others |= {"source": "good", "digest": "", "content": "", "save": "", "to": "dcp", "use": str}
     if function in WRITERS:
         others["source"] = formats.open_source("good")
     arguments = {
@@ -322,9 +317,9 @@ def test_every_path_of_a_configuration_refuses_a_url(name: str, tmp_path: Path) 
     section, _, field = name.partition(".")
     file = tmp_path / "run.toml"
     file.write_text(f'[{section}]\n{field} = "{URL}"\n')
-    for source in ((None, [f"{name}={URL}"]), (file, [])):
+    for read in (lambda: read_config(None, [f"{name}={URL}"]), lambda: read_config(file)):
         with pytest.raises(ConfigurationError, match=rf"{name}: {IS_URL}"):
-            read_config(*typing.cast("tuple[Any, Any]", source))
+            read()
 
 
 def test_the_fields_are_found() -> None:

@@ -226,7 +226,7 @@ def test_times_have_three_digits() -> None:
         (("tiny", "--gpu", ""), "There is no profile of a GPU named ''"),
         (("tiny", "--gpu", "h100", "--html", "no/page.html"), "no/page.html cannot be written: there is no folder no."),
         (("tiny", "--gpu", "h100", "--toml", "no/run.toml"), "no/run.toml cannot be written: there is no folder no."),
-        (("tiny", "--gpu", "h100", "--toml", ""), ". cannot be written: it is a folder."),
+        (("tiny", "--gpu", "h100", "--toml", "."), ". cannot be written: it is a folder."),
         (("tiny", "--gpu", "h100", "--html", "/"), "/ cannot be written: it is a folder."),
         (("tiny", "--gpu", "h100", "--html", "a.x", "--toml", "./a.x"), "--toml and --html both name a.x. Name two files."),
         (("tiny",), "A plan needs to know the GPU"),

@@ -20,9 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from typer.testing import CliRunner
 
 from fullshard import checkpoint
 from fullshard.errors import CheckpointError, ConfigurationError
+from fullshard.programs import cli
 from fullshard.programs.evaluate_tool.rank import evaluate
 from fullshard.programs.train import data_record, rank
 from fullshard.programs.train.config import DataSection, ModelSection, RunConfig
@@ -155,7 +157,7 @@ def start_where_calls_fail(
             newest = checkpoint.latest(job.folder.checkpoints)
             raise Reached("nothing" if newest is None else newest.name)
 
-    outcomes = {}
+    outcomes: dict[str, str] = {}
     with patch.object(rank, "Training", Training), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for call in range(1, 10_000):
@@ -187,6 +189,25 @@ def test_a_file_system_that_fails_never_lets_a_run_begin_anew(
         assert went_on or "Input/output error" in outcome, (call, outcome)
 
 
+def test_programs_say_that_there_is_no_checkpoint_only_where_it_is_known(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    config = tiny(tmp_path, "train.steps=1")
+    world(1).run(run, config)
+    folder = config.run.folder
+    for arguments in (
+        ["export", folder],
+        ["export", folder, "--step", "1"],
+        ["evaluate", folder, "--step", "1"],
+        ["checkpoint", "verify", folder],
+        ["checkpoint", "inspect", folder],
+    ):
+        with failing(1, folder / "checkpoints", once=False) as asked:
+            done = CliRunner().invoke(cli.build_app(), list(map(str, arguments)))
+        assert asked and done.exit_code in (1, 2), done.output
+        assert "Input/output error" in done.output and "Train first" not in done.output
+
+
 def test_that_nothing_is_there_is_said_only_where_it_is_known(tmp_path: Path) -> None:
     """Of a library's user: `if latest(folder) is None` begins anew."""
     model = torch.nn.Linear(2, 2)
@@ -197,15 +218,15 @@ def test_that_nothing_is_there_is_said_only_where_it_is_known(tmp_path: Path) ->
         assert checkpoint.latest(tmp_path) is None
     (tmp_path / "loop").unlink()
     checkpoint.save(tmp_path / "a", model)
-    real = os.stat
+    real = os.open
 
-    def stat(path: Any, **options: Any) -> os.stat_result:
+    def open_(path: Any, *args: Any, **options: Any) -> int:
         if str(path).endswith("manifest.json"):
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
-        return real(path, **options)
+        return real(path, *args, **options)
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(os, "stat", stat)
+        patches.setattr(os, "open", open_)
         with pytest.raises(CheckpointError, match=r"(?s)these cannot be read now.*Stale"):
             checkpoint.latest(tmp_path)
     (tmp_path / "a" / "manifest.json").write_text("{}")
@@ -349,4 +370,4 @@ def test_every_token_of_small_data_and_samples_of_large_data_are_in_the_digest(
         return places
 
     assert noticed(80) == list(range(80))
-    assert noticed(200) == [place for place in range(200) if place % 50 < 20]
+    assert noticed(200) == [place for place in range(200) if place % 60 < 20]

@@ -241,10 +241,8 @@ def read_timed_events(path: Path) -> Iterator[tuple[float, Event]]:
     """Yield the same events, each with the time at which it was written, in seconds since the epoch."""
     try:
         file = path.open("rb")
-    except (
-        FileNotFoundError
-    ):  # no other error: that nothing can be read does not say that nothing has happened
-        return
+    except FileNotFoundError:
+        return  # after any other error it is not known what has happened
     with file:
         for line in file:
             try:

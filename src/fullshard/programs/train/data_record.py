@@ -4,7 +4,7 @@ The last tokens are held out. If data are appended, replaced or cut short betwee
 that were held out would be trained on, and windows would come in another order. So a run that is resumed must find the data
 that it began with.
 
-    tokens     | s     | s     | s     |  ...  | s     |       the digest has the samples s, spread evenly
+    tokens     | s |     | s |     | s |   ...   | s |       the digest has the samples s, spread evenly from end to end
 
 Of data that are not larger than all samples, the digest has every token. A change between two samples is not noticed.
 """
@@ -81,13 +81,15 @@ def record_of(data: Data) -> DataRecord:
 
 def _samples(sequences: Sequence[Tokens], total: int) -> Iterable[Tokens]:
     """Yield the samples, each in parts if it goes over the end of a sequence."""
-    apart = max(total / SAMPLES, SAMPLE_TOKENS)
-    starts = [int(number * apart) for number in range(SAMPLES)]
+    if total <= SAMPLES * SAMPLE_TOKENS:
+        yield from sequences
+        return
+    starts = [number * (total - SAMPLE_TOKENS) // (SAMPLES - 1) for number in range(SAMPLES)]
     begin, waiting = 0, 0
     for sequence in sequences:
         end = begin + len(sequence)
         while waiting < SAMPLES and starts[waiting] < end:
-            stop = min(starts[waiting] + SAMPLE_TOKENS, total)
+            stop = starts[waiting] + SAMPLE_TOKENS
             first = max(starts[waiting], begin)
             yield sequence.slice(first - begin, min(stop, end) - begin)
             if stop > end:

@@ -31,7 +31,7 @@ def find_origin(path: Path, step: int | None) -> Origin:
 
     Raises:
         ConfigurationError: ``step`` is given with a checkpoint.
-        CheckpointError: the run has no checkpoint of this step.
+        CheckpointError: the run has no checkpoint of this step, or they cannot be listed.
     """
     if (path / CONFIG).is_file():
         run = RunFolder(path)
@@ -57,7 +57,10 @@ def _checkpoint_of(run: RunFolder, step: int) -> Path:
 
 
 def _steps(run: RunFolder) -> Mapping[int, Path]:
-    if not run.checkpoints.is_dir():
+    try:
+        steps = {step_of_checkpoint(path): path for path in run.checkpoints.iterdir()}
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    steps = {step_of_checkpoint(path): path for path in run.checkpoints.iterdir()}
+    except OSError as error:  # which are there is not known
+        raise CheckpointError(f"{run.checkpoints} cannot be listed: {error}") from error
     return {step: path for step, path in steps.items() if step is not None}
