@@ -110,10 +110,10 @@ def _pre_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]
     if runtime.root.call is None and state.device.type != "cpu":
         with torch_border.profiler_range("FSDP::inputs_to_device"):
             args, kwargs = to_device(args, state.device), to_device(kwargs, state.device)
-    if torch_border.innermost_transform() is None:
+    if torch_border.innermost_transform() is None and torch_border.num_dispatch_modes() == 0:
         runtime.enter(state)
     else:
-        with torch_border.outside_transforms():
+        with torch_border.outside_transforms(), torch_border.outside_checkpoints():
             runtime.enter(state)
     policy = state.options.mp_policy
     if policy.param_dtype is not None and (
@@ -187,12 +187,12 @@ def _post_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
             if part.grad_fn is not None:
                 parts.append(part)
         state.use.had_backward = bool(parts)
-    if torch_border.innermost_transform() is None:
+    if torch_border.innermost_transform() is None and torch_border.num_dispatch_modes() == 0:
         if parts and state.call is not None:
             _watch_outputs(runtime, state.call, parts)
         runtime.leave(state)
     else:
-        with torch_border.outside_transforms():
+        with torch_border.outside_transforms(), torch_border.outside_checkpoints():
             if parts and state.call is not None:
                 _watch_outputs(runtime, state.call, parts)
             runtime.leave(state)

@@ -177,6 +177,8 @@ from fullshard.torch_border.transforms import (
     innermost_transform as innermost_transform,
     is_batched as is_batched,
     is_wrapped as is_wrapped,
+    num_dispatch_modes as num_dispatch_modes,
+    outside_checkpoints as outside_checkpoints,
     outside_transforms as outside_transforms,
     plain_parts as plain_parts,
     with_tangent as with_tangent,

@@ -1,4 +1,4 @@
-"""Function transforms: `torch.func` and forward-mode differentiation."""
+"""What stands around operations: transforms of `torch.func`, forward-mode differentiation, selective checkpoints."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _functorch
 from torch.autograd import forward_ad
+from torch.utils import _python_dispatch, checkpoint
 
 innermost_transform: Callable[[], Any] = _functorch.peek_interpreter_stack
 """The innermost transform of `torch.func` on this thread, or None."""
@@ -44,6 +45,47 @@ class _OutsideTransforms:
 
 
 _NO_TRANSFORM = contextlib.nullcontext()
+
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many modes see every operation of this thread; 0 in most steps."""
+
+_SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+
+
+class _OutsideCheckpoints:
+    """Takes the modes of selective checkpoints off this thread's stack, and puts them back."""
+
+    def __init__(self) -> None:
+        self._taken: list[Any] = []
+        """From the innermost mode to the outermost selective one."""
+        self._kept: list[Any] = []
+        """The others of these, which stay."""
+
+    def __enter__(self) -> None:
+        modes = _python_dispatch._get_current_dispatch_mode_stack()
+        outermost = next(n for n, mode in enumerate(modes) if isinstance(mode, _SELECTIVE))
+        self._taken = [_python_dispatch._pop_mode() for _ in modes[outermost:]]
+        self._kept = [mode for mode in reversed(self._taken) if not isinstance(mode, _SELECTIVE)]
+        for mode in self._kept:
+            _python_dispatch._push_mode(mode)
+
+    def __exit__(self, *_: object) -> None:
+        for _ in self._kept:
+            _python_dispatch._pop_mode()
+        for mode in reversed(self._taken):
+            _python_dispatch._push_mode(mode)
+
+
+def outside_checkpoints() -> contextlib.AbstractContextManager[None]:
+    """Return a context whose operations selective checkpoints do not see.
+
+    They count what a forward does, and its recomputation must do the same. What does not belong to the module differs: a
+    gather may be finished in the one, and issued and finished in the other.
+    """
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    if not any(isinstance(mode, _SELECTIVE) for mode in modes):
+        return _NO_TRANSFORM
+    return _OutsideCheckpoints()
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[None]:
