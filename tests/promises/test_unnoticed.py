@@ -93,6 +93,54 @@ def clean(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "")
 
 
+# --- weights that are read without a call of their module -------------------------------------------
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Linear(3, 5)
+        self.scale = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * self.scale
+
+
+def read_without_a_call() -> None:
+    expected = Scaled()
+    sum(
+        (expected.body(inputs(rank)) * expected.scale).square().mean()
+        for rank in range(dist.get_world_size())
+    ).div(dist.get_world_size()).backward()
+    for wraps in (False, True):
+        model: Any = Scaled()
+        if wraps:
+            options: dict[str, Any] = {"use_orig_params": True, "device_id": CPU}
+            model.body = FullyShardedDataParallel(model.body, **options)
+            model = FullyShardedDataParallel(model, **options)
+        else:
+            fully_shard(model.body)
+            fully_shard(model)
+        params = dict(model.named_parameters())
+        for _ in range(2):
+            model.zero_grad()
+            handle = model._unshard(async_op=True) if wraps else model.unshard(async_op=True)
+            handle.wait()
+            (model.body(inputs(dist.get_rank())) * model.scale).square().mean().backward()
+        for name, param in params.items():
+            whole_param = expected.get_parameter(clean(name))
+            assert whole_param.grad is not None
+            assert_close(
+                whole_of(param.grad, whole_param.shape), whole_param.grad, rtol=1e-5, atol=1e-7
+            )
+        loss_of(model).backward()  # the model is its own root still
+
+
+def test_weights_that_are_read_without_a_call_of_their_module_get_gradients(world) -> None:
+    world(2).run(read_without_a_call)
+
+
 # --- hooks ----------------------------------------------------------------------------------------
 
 

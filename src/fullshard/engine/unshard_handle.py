@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import weakref
 
+import torch
+
 from fullshard import torch_border
 from fullshard.engine.agreement import ModelAgreement
+from fullshard.engine.lazy_init import lazy_init
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import FSDPState
@@ -37,6 +40,10 @@ def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
             agreement = _AGREEMENTS.setdefault(state, ModelAgreement())
             if agreement.changes_seen != CHANGES.count:
                 agreement.renew(state, (state,), "unshard() before the first forward")
+            if len(state.modules) == 1 and torch.is_grad_enabled():
+                # Its parameters may be used without a forward of its own, and their gradients are to be reduced. A root
+                # around it takes it over in its first forward.
+                lazy_init(state)
         elif idle:
             context = state.runtime.context
             if context.asynchronous and context.at_border():
