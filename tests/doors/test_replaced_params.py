@@ -414,9 +414,6 @@ def taken_apart() -> dict[str, str]:
     model.unshard()
     model.second.weight = nn.Parameter(torch.ones(3, 3))
     found["unsharded, fully_shard"] = said(model.state_dict)
-    model.unshard()
-    model.second.weight.data = torch.ones(3, 3)
-    found["data, unsharded"] = said(model.reshard)
     assert_close(model(X).detach(), Net()(X).detach(), rtol=1e-6, atol=1e-6)
     for orig in (True, False):
         model = wrapped(orig)
@@ -437,7 +434,7 @@ def test_parameters_that_cannot_be_taken_over_are_named(world) -> None:
     assert first == second
     for case in ("parametrized", "deleted"):
         assert "second.weight: expected a plain parameter, got NoneType" in first[case]
-    for case in ("unsharded", "unsharded, fully_shard", "data, unsharded"):
+    for case in ("unsharded", "unsharded, fully_shard"):
         assert re.search(r"replaced while they were gathered.*weight", first[case]), first[case]
     for orig in (True, False):
         assert "first.weight: shared by several modules" in first[f"tied {orig}"]

@@ -188,16 +188,20 @@ def test_what_cannot_replace_a_parameter_is_named_and_nothing_changes() -> None:
         assert group.shards.buffer is buffer
 
 
-def test_what_is_assigned_to_unsharded_parameters_is_refused() -> None:
+def test_data_that_are_assigned_to_unsharded_parameters_are_kept_if_they_fit() -> None:
     with fake_world(2):
         model = nn.Linear(4, 6)
         group = make_group(model)
         unshard(group)
-        model.weight.data = torch.zeros(6, 4)
-        with pytest.raises(ConfigurationError, match=r"weight\.data"):
-            group.refresh_shards()
+        model.weight.data = torch.full((6, 4), 7.0)
+        group.refresh_shards()
+        assert_equal(group.sharded_params[0].local, torch.full((3, 4), 7.0))
         unshard(group)
-        group.refresh_shards()  # the parameters were made anew
+        model.weight.data = torch.zeros(6, 5)
+        with pytest.raises(ConfigurationError, match=r"weight, of shape \(6, 4\).*\(6, 5\)"):
+            group.refresh_shards()
+        group.refresh_shards()  # the parameter has its own data again
+        assert_equal(group.sharded_params[0].local, torch.full((3, 4), 7.0))
 
 
 # --- the version guard ---------------------------------------------------------------------------------

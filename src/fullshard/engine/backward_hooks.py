@@ -25,7 +25,7 @@ from fullshard import torch_border
 from fullshard.comm.journal import POSITION
 from fullshard.comm.streams import comm_contexts
 from fullshard.engine import captures, fused_linear
-from fullshard.engine.param_group import group_without_memory, groups_of
+from fullshard.engine.known_groups import group_without_memory, groups_of
 from fullshard.errors import LifecycleError
 from fullshard.plan.schedule import Call
 from fullshard.storage.param import FSDPParam

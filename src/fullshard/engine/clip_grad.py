@@ -24,7 +24,8 @@ from fullshard import torch_border
 from fullshard.comm.journal import tag
 from fullshard.comm.streams import is_capturing
 from fullshard.engine.gradient_norms import reduction_for, wide_dtype
-from fullshard.engine.param_group import FSDPParamGroup, groups_of
+from fullshard.engine.known_groups import groups_of
+from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import named_states
 from fullshard.errors import ConfigurationError, LifecycleError, UsageError
 from fullshard.plan.placement import ParamPlacement

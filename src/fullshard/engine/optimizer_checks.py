@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.param_group import FSDPParamGroup, groups_of
+from fullshard.engine.known_groups import groups_of
+from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.errors import UnsupportedError
 from fullshard.storage.flat_parameter import FlatParameter
 from fullshard.torch_border import ELEMENTWISE

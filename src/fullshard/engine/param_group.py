@@ -15,14 +15,11 @@ it back. Its verbs stand in the order in which one step uses them:
 from __future__ import annotations
 
 import itertools
-import operator
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fullshard import torch_border
 from fullshard.comm import collectives
@@ -32,18 +29,18 @@ from fullshard.comm.group_all_gathers import GroupAllGathers
 from fullshard.comm.journal import tag
 from fullshard.comm.spans import TraceRecorder
 from fullshard.comm.streams import FSDPCommContext
+from fullshard.engine import known_groups
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.errors import ConfigurationError
 from fullshard.plan.mesh import DataParallelAxes
 from fullshard.plan.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.storage.param import FSDPParam, ParamSwap, VersionGuard
+from fullshard.storage.param import FSDPParam, ParamSwap, UnshardedWrites, VersionGuard
 from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.shard_storage import ShardStorage
 from fullshard.storage.sharded_params import ShardedParam
 
 _SERIAL_NUMBERS = itertools.count()
-_requires_grad_of = operator.attrgetter("requires_grad")
 
 # Read on the hot path, where an enum's own lookup takes longer than what it decides.
 _SHARDED = ShardedState.SHARDED
@@ -109,7 +106,7 @@ class FSDPParamGroup:
         self._init_life_cycle()
         self._register_params()
         self._prepare_dtypes()
-        _ALIVE[self.serial_number] = self  # last: other threads ask all there are for their state
+        known_groups.add(self)  # last: other threads ask all there are for their state
 
     def _init_life_cycle(self) -> None:
         """Begin as SHARDED, with nothing gathered yet."""
@@ -124,8 +121,12 @@ class FSDPParamGroup:
         """None until the unsharded parameters have been made over the present gather buffer."""
         self._guard: VersionGuard | None = None
         """Guards the unsharded parameters; None also if they are aliases of the shards, whose memory stays."""
+        self._writes: UnshardedWrites | None = None
+        """Watches the unsharded parameters over the gather buffer, as soon as they are made."""
         self._gathered_version = 0
         """The version of the shards when they were last gathered."""
+        self._ordered_version = 0
+        """The version of the shards up to which the all-gather stream waits for what writes them."""
         self._may_stay = False
         """Whether what was gathered last may be used by later forwards, too; see `outdated`."""
 
@@ -178,8 +179,7 @@ class FSDPParamGroup:
         Before: SHARDED.
         """
         assert self.sharded_state is _SHARDED, "what is in memory would be lost"
-        self._param_swap = None
-        self._guard = None
+        self._param_swap = self._guard = self._writes = None
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -199,7 +199,7 @@ class FSDPParamGroup:
 
     def _register_params(self) -> None:
         """Let `groups_of` know the sharded parameters, which may be others than before."""
-        _GROUPS.update((id(sharded_param.param), self) for sharded_param in self.sharded_params)
+        known_groups.register(self, [each.param for each in self.sharded_params])
 
     def notice_replacements(self) -> None:
         """Read the shards anew if a parameter, or its data, was replaced by a user: ``param.data = ...``."""
@@ -233,14 +233,11 @@ class FSDPParamGroup:
         self.reshard()
 
     def check_nothing_assigned(self) -> None:
-        """Refuse what users assigned while the unsharded parameters were on the modules: it would be lost.
-
-        Data that were assigned to an unsharded parameter would also keep it from seeing what is gathered next. So the
-        parameters are made again after the error.
-        """
+        """Refuse parameters that users assigned in the place of unsharded ones: they would be lost. What was written is kept."""
         self._notice_sharded_put_back()
         if self.sharded_state is not _UNSHARDED or self._param_swap is None:
             return
+        self._keep_writes()
         assigned = self._param_swap.replaced()
         if assigned:
             self.reshard()
@@ -295,10 +292,24 @@ class FSDPParamGroup:
             self.drop_post_forward_shard()
         self.notice_replacements()
         shards = self.shards
-        if [*map(_requires_grad_of, shards.leaves)] != shards.trainable:
+        if torch_border.are_trainable(shards.leaves) != shards.trainable:
             self._follow_requires_grad()
+        if self._context is not None and self._context.asynchronous:
+            self._ordered_version = shards.version
         if self.sharded_state is not _SHARDED and (left_unsharded or self.outdated):
             self.reshard()
+
+    def reshard_if_written(self) -> bool:
+        """Reshard what was gathered from shards that have been written since; return whether it was.
+
+        Before: any state. After: SHARDED, or gathered from what the shards are now.
+        """
+        shards, was_gathered = self.shards, self.sharded_state is not _SHARDED
+        if shards.are_elsewhere and not self.full_params_installed:
+            self.repack()
+        elif was_gathered and self._gathered_version != shards.version:
+            self.reshard()
+        return was_gathered and self.sharded_state is _SHARDED
 
     def ensure_unsharded(self, *, may_stay: bool = False) -> int:
         """Gather as far as needed, and put the unsharded parameters on their modules; return their weight version.
@@ -333,6 +344,11 @@ class FSDPParamGroup:
 
     def _issue_gather(self, context: FSDPCommContext, may_stay: bool) -> None:
         state, recorder = self.sharded_state, context.recorder
+        if state is _SHARDED:
+            self._gathered_version = version = self.shards.version
+            if version != self._ordered_version:  # written since forward began
+                context.gathers_wait_for()
+                self._ordered_version = version
         span = None if recorder is None else recorder.new_span("gather", self)
         with context.all_gather:
             if context.releases:
@@ -345,7 +361,6 @@ class FSDPParamGroup:
                 assert all_gather is not None, "made when it was kept"
             else:
                 all_gather = gathers.from_shards or gathers.build()
-                self._gathered_version = sum(map(torch_border.version_of, self.shards.versioned))
             try:
                 if gathers.unbuffered is not None and state is _SHARDED:
                     extra = gathers.unbuffered.messages()
@@ -428,7 +443,7 @@ class FSDPParamGroup:
         )
         swap = self._param_swap or self._make_unsharded_params()
         shards = self.shards
-        if [*map(_requires_grad_of, shards.leaves)] != shards.trainable:
+        if torch_border.are_trainable(shards.leaves) != shards.trainable:
             self._follow_requires_grad()
         if self.sharded_state is _GATHERED:
             self.sharded_state = _UNSHARDED  # before the swap: half of one is undone as a whole one
@@ -445,9 +460,10 @@ class FSDPParamGroup:
                 member.param.make_unsharded_param(member.full)
         self._watch_gradients()
         self._param_swap = ParamSwap(self.params)
+        self._writes = UnshardedWrites(self.shards.buffered, gathers.from_shards.params)
         if isinstance(gathers.from_shards, GroupAllGather):
             self._guard = VersionGuard(self.shards.buffered)
-            _GUARDED[self._guard.absent_version] = self
+            known_groups.note_guarded(self, self._guard.absent_version)
         return self._param_swap
 
     def _follow_requires_grad(self) -> None:
@@ -484,8 +500,18 @@ class FSDPParamGroup:
         """
         if self.sharded_state is _UNSHARDED:
             assert self._param_swap is not None, "a group is unsharded by a swap"
+            self._keep_writes()
             self._param_swap.to_sharded()
             self.sharded_state = _GATHERED
+
+    def _keep_writes(self) -> None:
+        """Let the shards be what users have made of the unsharded parameters: [Note: writes in forward]."""
+        writes = self._writes
+        if writes is not None and writes.seen():
+            self.shards.take_over(writes.take())
+            if self._guard is not None:
+                self._guard.take_versions()
+            self.context.gathers_wait_for()
 
     def reshard(self) -> None:
         """Put the sharded parameters back on their modules and give all memory for gathering back.
@@ -605,7 +631,7 @@ class FSDPParamGroup:
         are never gathered are the shards.
         """
         if self.sharded_state is _SHARDED or isinstance(self._all_gather, UnshardedInPlace):
-            return sum(map(torch_border.version_of, self.shards.versioned))
+            return self.shards.version
         return self._gathered_version
 
     @property
@@ -616,34 +642,8 @@ class FSDPParamGroup:
         they may stay.
         """
         return self.gathered and not (
-            self._may_stay
-            and self._gathered_version == sum(map(torch_border.version_of, self.shards.versioned))
+            self._may_stay and self._gathered_version == self.shards.version
         )
 
     def __repr__(self) -> str:
         return f"FSDPParamGroup({self.name!r}, {len(self.params)} parameters)"
-
-
-_GROUPS: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
-"""By the ids of their sharded parameters; of one that is gone, its id may have been given to another tensor."""
-_ALIVE: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
-"""All there are, by their serial numbers."""
-_GUARDED: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
-"""By the versions that their unsharded parameters have while these have no memory."""
-
-
-def group_without_memory(version: int) -> FSDPParamGroup | None:
-    """Return the group whose unsharded parameters are at ``version`` because they have no memory; see `VersionGuard`."""
-    return _GUARDED.get(version)
-
-
-def groups_of(params: Iterable[Tensor]) -> list[FSDPParamGroup]:
-    """Return the groups of the parameters; a stale id may add another group."""
-    found = (_GROUPS.get(id(param)) for param in params)
-    return list(dict.fromkeys(group for group in found if group is not None))
-
-
-def unsharded_groups() -> list[FSDPParamGroup]:
-    """Return all groups of this process whose unsharded parameters are on the modules; between steps usually none."""
-    alive = (reference() for reference in _ALIVE.valuerefs())
-    return [group for group in alive if group and group.sharded_state is _UNSHARDED]

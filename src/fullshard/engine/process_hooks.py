@@ -39,9 +39,9 @@ from fullshard.comm.meetings import step_taken
 from fullshard.comm.unreduced_gradients import gradients_were_cleared, not_to_be_updated
 from fullshard.engine import backward_hooks, local_updates, optimizer_checks, pipelines
 from fullshard.engine.compared_updates import UpdatedParams, params_by_process_group, updates_of
+from fullshard.engine.known_groups import groups_of, unsharded_groups
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.optimizer_checks import params_of
-from fullshard.engine.param_group import groups_of, unsharded_groups
 from fullshard.engine.plain_params import compare_plain_gradients, is_to_be_compared
 from fullshard.errors import LifecycleError, UsageError
 from fullshard.storage.sharded_params import (

@@ -14,6 +14,20 @@ a forecast, the next gather is issued before the compute, into other memory, and
 after its forward. Without one (the first forward, or one that leaves the order), a state only gets its sharded
 parameters back after its forward; its memory is released (`_reshard_later`) once the next state has been gathered, so
 that this gather need not wait for it.
+
+[Note: writes in forward]
+Users may write sharded parameters within a forward, before the module that has them runs: momentum encoders (MoCo, BYOL),
+hooks that write a later block. Such a write may come after a gather on a forecast. So a forward asks whether the shards
+are what was gathered when it uses a gather, not when it issues one, and gathers again if not. All ranks write, so all of them
+do; one that does not is told of as in any divergence. The module is not gathered on a forecast again: the forecast
+of a step would be in vain. Backward does not ask: it needs the weights of forward, and refuses others.
+
+A module may also write its own parameters in its forward, while they are gathered (normalised weights). When they leave the
+modules, each rank writes its part of them to its shards (`FSDPParamGroup._keep_writes`). The shards' version stays: it is
+that of the weights which the rest of this forward, and so backward, uses.
+
+Torch does not count writes through ``param.data``. Data that are assigned to it are found by their address; what an operator
+writes there is not seen.
 """
 
 from __future__ import annotations
@@ -41,7 +55,7 @@ from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import FSDPState
 from fullshard.engine.training_state import TrainingState
 from fullshard.errors import ConfigurationError, LifecycleError
-from fullshard.plan.schedule import Call, Schedule
+from fullshard.plan.schedule import FORWARD, Call, Schedule
 
 # Read on the hot path, where an enum's own lookup takes longer than what it decides.
 _SHARDED = ShardedState.SHARDED
@@ -230,6 +244,10 @@ class Runtime:
         POSITION.module = state.name
         state.call = call
         state.training_state = _FORWARD
+        if call.made_in == FORWARD:
+            for group in state.groups:
+                if group.reshard_if_written():
+                    state.written_in_forward = True
         if self._reshard_later is state:
             self._reshard_later = None
         elif self._reshard_later is not None and self.needs_gather(state):
@@ -388,16 +406,17 @@ class Runtime:
         # comes the loss, where the memory of a step usually peaks, and the first gather of backward
         # hides behind it.
         self._reshard_now()
+        has_backward = torch.is_grad_enabled() and self.schedule.has_backward
         for state in self.states:
             options = state.options
             kept = not options.reshard_after_forward and (
                 options.auto_reshard or options.kept_for_backward_only
             )
             state.left_unsharded = kept and state.gathered
-            if not torch.is_grad_enabled():
-                # No backward will put the sharded parameters back, and an optimizer built now must
-                # find them.
-                if state.left_unsharded:
+            if not has_backward:
+                # No backward will put the sharded parameters back, and users who write them or build an optimizer must
+                # find them. The memory is kept where a graph may be hidden in an output.
+                if state.left_unsharded and not torch.is_grad_enabled():
                     state.reshard()
                 else:
                     state.use_sharded_params()
@@ -487,6 +506,8 @@ class Runtime:
         for state in states:
             if state.runtime is not self:
                 continue  # it has gone to another root
+            if state.written_in_forward and not self.backward.running:
+                continue  # [Note: writes in forward]
             for group in state.groups:  # on the hot path: cheaper than any()
                 if group.sharded_state is not _SHARDED and (
                     group.sharded_state is not _SHARDED_POST_FORWARD
@@ -526,9 +547,12 @@ class Runtime:
             self._reshard_now()
             self._drop_prefetched()
             for state in self.states:
-                if state.call is not None and not state.in_forward:
-                    self.end_call(state)  # of a recomputation that stopped early
-                    state.reshard()
+                if state.call is not None:
+                    if not state.in_forward:
+                        self.end_call(state)  # of a recomputation that stopped early
+                        state.reshard()
+                elif not state.options.reshard_after_forward and self.root.call is None:
+                    self._release_unreached(state)
             if self.root.options.is_last_backward:
                 for state in self.states:
                     for group in state.groups:
@@ -538,6 +562,17 @@ class Runtime:
             # Always: code that reads `.grad` after a backward, the last one or not, does not know that it must wait.
             self.context.join()
             POSITION.phase = "outside"
+
+    def _release_unreached(self, state: FSDPState) -> None:
+        """Give back what was kept for a backward that did not come to ``state``.
+
+        Between steps users find sharded parameters: what they write to others is lost.
+        """
+        if state.options.reshard_after_backward and self.root.options.is_last_backward:
+            state.reshard()
+            state.left_unsharded = False
+        else:
+            state.use_sharded_params()
 
 
 def _tree_changed(runtime: weakref.ref[Runtime]) -> None:

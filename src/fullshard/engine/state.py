@@ -98,6 +98,8 @@ class FSDPState:
         """The modules whose forward has ended in this call."""
         self.left_unsharded = False
         """Whether the last forward left the parameters unsharded for a backward that has not come yet."""
+        self.written_in_forward = False
+        """Whether its parameters were once written between a gather in forward and their use: [Note: writes in forward]."""
         self.use = ObservedUse()
         """How it was used last, for forwards that are skipped."""
         self.recomputes = False

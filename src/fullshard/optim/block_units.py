@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import torch_border
 from fullshard.comm import collectives
 from fullshard.comm.journal import Tag, tag
-from fullshard.engine.param_group import groups_of
+from fullshard.engine.known_groups import groups_of
 from fullshard.errors import UnsupportedError
 from fullshard.optim.block_replicas import ReplicaBucket, ReplicaCut, replica_cut
 from fullshard.optim.block_rows import CellBlocks, blocks_of_cell, shared_blocks

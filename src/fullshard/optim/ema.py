@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import torch_border
 from fullshard.comm.streams import is_capturing
 from fullshard.engine.at_rest import bring_to_rest
-from fullshard.engine.param_group import groups_of
+from fullshard.engine.known_groups import groups_of
 from fullshard.errors import ConfigurationError, LifecycleError, UsageError, fault_paragraphs
 from fullshard.optim.fused_shards import like_param
 from fullshard.plan.names import clean_name

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.engine.param_group import groups_of
+from fullshard.engine.known_groups import groups_of
 from fullshard.errors import ConfigurationError, LifecycleError
 from fullshard.storage.sharded_params import ShardedParam, group_of
 

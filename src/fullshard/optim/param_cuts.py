@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.comm import collectives
-from fullshard.engine.param_group import FSDPParamGroup, groups_of
+from fullshard.engine.known_groups import groups_of
+from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.errors import ConfigurationError, UnsupportedError, fault_paragraphs
 from fullshard.plan.mesh import global_rank, group_over, ranks_by_replica
 from fullshard.plan.param_shardings import dtensor_sharding, flat_sharding

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
 from fullshard.comm import collectives
-from fullshard.engine.param_group import groups_of
+from fullshard.engine.known_groups import groups_of
 from fullshard.optim.fused_shards import FusedShard, UpdatedTensor, like_param, local_of
 from fullshard.optim.param_cuts import check_backend
 from fullshard.optim.replica_messages import (

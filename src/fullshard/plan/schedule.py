@@ -254,6 +254,14 @@ class Schedule(Generic[Unit]):
         self._previous_order, self._order = self._order, []
         self._in_forward = False
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether an output of this forward can receive a gradient; of a unit that was used twice, the latest counts."""
+        for call in self._latest.values():  # the root's comes first, and mostly has one
+            if call.has_backward:
+                return True
+        return False
+
     def abandon_forward(self) -> None:
         """Forget the forward that is running, and all calls; the order of the last one that ended stays."""
         self._order = []

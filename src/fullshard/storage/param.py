@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fullshard import torch_border
 from fullshard.errors import ConfigurationError
@@ -162,17 +162,91 @@ class VersionGuard:
         """Guard the unsharded parameters, whose memory is there now."""
         self.absent_version = next(_ABSENT_VERSIONS)
         """What autograd's error says such a parameter is at."""
-        tensors = tuple(p.unsharded_param for p in params if p.unsharded_param is not None)
+        self._tensors = tensors = tuple(
+            p.unsharded_param for p in params if p.unsharded_param is not None
+        )
         absent = (self.absent_version,) * len(tensors)
         # Called for every gather and release, so these are calls without a Python frame.
-        self.memory_is_there: Callable[[], None] = functools.partial(
-            torch_border.set_versions, tensors, torch_border.versions_of(tensors)
-        )
+        self.memory_is_there: Callable[[], None]
         """From now on work issued to the compute stream may use the parameters."""
+        self.take_versions()
         self.memory_is_absent: Callable[[], None] = functools.partial(
             torch_border.set_versions, tensors, absent
         )
         """From now on nothing may use the parameters."""
+
+    def take_versions(self) -> None:
+        """Let the versions that the parameters have now be those with which their memory is there."""
+        present = torch_border.versions_of(self._tensors)
+        self.memory_is_there = functools.partial(torch_border.set_versions, self._tensors, present)
+
+
+_address_of = Tensor.data_ptr
+
+
+class UnshardedWrites:
+    """Notices what users write to unsharded parameters, so that it is not lost with their memory.
+
+    Torch counts writes, but for those through ``param.data``. Data that were assigned to it are found by their address.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam], fulls: Sequence[Tensor]) -> None:
+        """Watch the parameters, which are over the data of ``fulls`` now."""
+        self._params, self._fulls = params, fulls
+        unsharded = [p.unsharded_param for p in params if p.unsharded_param is not None]
+        # An operator on a DTensor counts there, one on its local tensor here. Nothing can be assigned to its data.
+        self._counted = [
+            [each, torch_border.local_of(each)] if isinstance(each, DTensor) else [each]
+            for each in unsharded
+        ]
+        self._all_counted = list(itertools.chain.from_iterable(self._counted))
+        self._places = [place for place, each in enumerate(self._counted) if len(each) == 1]
+        self._assignable = [unsharded[place] for place in self._places]
+        self._gathered = [fulls[place] for place in self._places]
+        self._forget()
+
+    def _forget(self) -> None:
+        """Take what the parameters are now for unwritten."""
+        self._versions = [*map(torch_border.sum_of_versions, self._counted)]
+        self._sum = sum(self._versions)
+
+    def seen(self) -> bool:
+        """Return whether anything was written. Asked twice in every step, so no loop in Python."""
+        return torch_border.sum_of_versions(self._all_counted) != self._sum or [
+            *map(_address_of, self._assignable)
+        ] != [*map(_address_of, self._gathered)]
+
+    def take(self) -> dict[int, Tensor]:
+        """Return the full data that were written, by their places, and take them for unwritten from now on.
+
+        What was assigned is copied to where the data were, and the parameters are there again.
+
+        Raises:
+            ConfigurationError: data of another shape or on another device were assigned.
+        """
+        changed = {place for place in self._places if self._is_elsewhere(place)}
+        for place in sorted(changed):
+            self._put_back(place)
+        for place, before in enumerate(self._versions):
+            if torch_border.sum_of_versions(self._counted[place]) != before:
+                changed.add(place)
+        self._forget()
+        return {place: self._fulls[place] for place in sorted(changed)}
+
+    def _is_elsewhere(self, place: int) -> bool:
+        return self._counted[place][0].data_ptr() != self._fulls[place].data_ptr()
+
+    def _put_back(self, place: int) -> None:
+        tensor, full = self._counted[place][0], self._fulls[place]
+        assigned, tensor.data = tensor.data, full
+        if assigned.shape != full.shape or assigned.device != full.device:
+            raise ConfigurationError(
+                "Data that are assigned to a gathered parameter must be like those it had; "
+                f"{self._params[place].name}, of shape {tuple(full.shape)} on {full.device}, was assigned data of shape "
+                f"{tuple(assigned.shape)} on {assigned.device}."
+            )
+        with torch_border.versions_kept((full,)):
+            full.copy_(assigned)
 
 
 PRE_ALL_GATHER, POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"

@@ -63,6 +63,8 @@ class ShardStorage:
         """The layout of all parameters."""
         self.buffered_layout = shard_format.layout(self.buffered, mesh_info.shard_mesh_size)
         """The layout of the parameters that lie in the buffer."""
+        self._replaced = 0
+        """Grows whenever users' replacements are adopted: a part of `version`."""
         self._shard_originals(group)
         self.sharded_params = tuple(dict.fromkeys(param.sharded_param for param in params))
         self._find_shard_views()
@@ -117,8 +119,8 @@ class ShardStorage:
         tensors = [
             tensor for sharded_param in self.sharded_params for tensor in sharded_param.versioned
         ]
-        self.versioned = [tensor for tensor in tensors if not tensor.is_inference()]
-        """Tensors whose version counters tell of writes to the shards: another sum after each that is counted."""
+        self._versioned = [tensor for tensor in tensors if not tensor.is_inference()]
+        """Tensors whose version counters tell of writes to the shards."""
         entries = [
             entry
             for sharded_param in self.sharded_params
@@ -135,13 +137,25 @@ class ShardStorage:
         self.leaves = [sharded_param.param for sharded_param in self.sharded_params]
         """The parameters of `sharded_params`."""
         self._memory = [*map(self._identity.of, self.leaves)]
-        self._dtypes = [*map(_dtype_of, self.leaves)]
+        self._dtypes = torch_border.dtypes_of(self.leaves)
         self.remember_trainable()
+
+    @property
+    def version(self) -> int:
+        """Another number after each counted write to the shards, and after they were replaced. Asked several times a step."""
+        return self._replaced + torch_border.sum_of_versions(self._versioned)
 
     @property
     def format_name(self) -> str:
         """The class of the shard format, for messages."""
         return type(self._format).__name__
+
+    @property
+    def are_elsewhere(self) -> bool:
+        """Whether a user replaced the data of a sharded parameter. Asked in every forward, so no loop in Python."""
+        identity = self._identity
+        found = map(identity.of, self.leaves)
+        return not all(map(identity.is_same, found, self._memory))
 
     @property
     def on_modules(self) -> bool:
@@ -161,12 +175,7 @@ class ShardStorage:
             present = map(self._entry_of, self._tables, self._names)
             if not all(map(operator.is_, present, self._values)):
                 return True
-        identity, leaves = self._identity, self.leaves
-        found = map(identity.of, leaves)
-        return not (
-            all(map(identity.is_same, found, self._memory))
-            and all(map(operator.is_, map(_dtype_of, leaves), self._dtypes))
-        )
+        return self.are_elsewhere or torch_border.dtypes_of(self.leaves) != self._dtypes
 
     def remember_trainable(self) -> None:
         """Note what the sharded parameters remember now."""
@@ -238,6 +247,7 @@ class ShardStorage:
         }
         for sharded_param, candidate in replacements.items():
             sharded_param.adopt(candidate, group)
+        self._replaced += _MORE_THAN_WRITES
         # A user may put a subclass in the place of a plain shard, and `to_empty` makes plain ones of some subclasses.
         self._take_buffer(
             [p for p in self._params if fits_in_buffers(p.sharded_param.local)],
@@ -250,6 +260,21 @@ class ShardStorage:
             if members[sharded_param]:
                 self._write_members(sharded_param, members[sharded_param])
         self._find_module_entries()
+
+    @torch.no_grad()
+    def take_over(self, fulls: Mapping[int, Tensor]) -> None:
+        """Write this rank's shards of full parameters, by their places in `buffered`, where these differ.
+
+        They may be in another dtype. An element that is equal in that dtype keeps the precision that it has here.
+        Not counted by `version`.
+        """
+        for index, full in fulls.items():
+            piece = shard_of(self.buffered_layout, index, self._rank, full)
+            shard = self.buffer.locals[index].detach()
+            held = shard.to(piece.device)
+            changed = torch.where(held.to(piece.dtype) == piece, held, piece.to(held.dtype))
+            with torch_border.versions_kept((shard,)):
+                shard.copy_(changed)
 
     def move_out_of_buffer(self, params: Sequence[FSDPParam]) -> None:
         """Leave these parameters in memory of their own from now on: each in its present local tensor."""
@@ -331,7 +356,7 @@ class ShardStorage:
         return self.buffer.nbytes + sum(unbuffered)
 
 
-_dtype_of = operator.attrgetter("dtype")
+_MORE_THAN_WRITES = 1 << 40
 
 
 def _entry_of_any(table: Mapping[str, Any], name: str) -> Any:

@@ -8,8 +8,10 @@ Users of it write ``torch_border.name``, whichever file has the name.
 
 from fullshard.torch_border.autograd import (
     NO_RANGE as NO_RANGE,
+    are_trainable as are_trainable,
     backward_pass_id as backward_pass_id,
     below_autograd as below_autograd,
+    dtypes_of as dtypes_of,
     hidden_from_compiler as hidden_from_compiler,
     hook_gradient as hook_gradient,
     inputs_of_backward as inputs_of_backward,
@@ -23,9 +25,9 @@ from fullshard.torch_border.autograd import (
     profiler_range as profiler_range,
     queue_end_of_backward as queue_end_of_backward,
     set_versions as set_versions,
+    sum_of_versions as sum_of_versions,
     tensor_hooks as tensor_hooks,
     version_found as version_found,
-    version_of as version_of,
     versions_kept as versions_kept,
     versions_of as versions_of,
     with_inputs_of_backward as with_inputs_of_backward,

@@ -7,7 +7,7 @@ import functools
 import operator
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -35,6 +35,28 @@ pass_executes: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 """How often a tensor was written in place, by operators that count; inference tensors have no count."""
+
+_dtype_of: Callable[[Tensor], torch.dtype] = operator.attrgetter("dtype")
+_trainable_of: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
+
+
+def sum_of_versions(tensors: Iterable[Tensor]) -> int:
+    """Return a number that is another one after each counted write to any of the tensors."""
+    # DTensors are asked for attributes in half the time if torch need not look for a function of their own.
+    with torch._C.DisableTorchFunctionSubclass():
+        return sum(map(version_of, tensors))
+
+
+def are_trainable(tensors: Iterable[Tensor]) -> list[bool]:
+    """Return `requires_grad` of each of the tensors."""
+    with torch._C.DisableTorchFunctionSubclass():  # as above
+        return [*map(_trainable_of, tensors)]
+
+
+def dtypes_of(tensors: Iterable[Tensor]) -> list[torch.dtype]:
+    """Return the dtypes of the tensors."""
+    with torch._C.DisableTorchFunctionSubclass():  # as above
+        return [*map(_dtype_of, tensors)]
 
 
 below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = (
