@@ -371,6 +371,8 @@ plan/placement.py::DTensorPlacer._join
     does not go with the data-parallel one | doors/test_meshes::test_mistakes_are_the_same_clear_error_on_every_rank | doors/test_meshes::test_tensor_parallel_models_train_like_torch_s
 storage/flat_parameter.py::ShardedAttribute.__torch_dispatch__
     is sharded now | doors/test_wrapper::test_flattened_parameters_leave_stand_ins | doors/test_wrapper::test_flattened_parameters_leave_stand_ins
+storage/param.py::UnshardedWrites._put_back
+    must be like those it had | promises/test_writes::test_assigned_data_must_be_like_those_that_were_there | promises/test_writes::test_what_a_forward_writes_is_used_as_in_one_process
 storage/shard_storage.py::ShardStorage.replacements
     may be replaced by others of their kind | doors/test_fully_shard::test_assigning_full_tensors_is_an_error_that_names_them_all | promises/test_legal_programs::test_shards_that_are_made_again_may_be_of_another_kind
     on one device; group | doors/test_grouped_modules::test_a_group_of_which_only_a_part_was_moved_is_refused | doors/test_grouped_modules::test_a_group_of_several_modules_is_materialised_and_cast

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import (
+    ConfigurationError,
     CPUOffloadPolicy,
     DivergenceError,
     FullyShardedDataParallel,
@@ -428,3 +429,22 @@ def write_while_gathered() -> None:
 
 def test_what_is_written_while_weights_stay_gathered_is_kept(world) -> None:
     world(2).run(write_while_gathered)
+
+
+def assign_of_another_shape() -> str:
+    model = functional(plain(""))
+    model(torch.ones(2, WIDTH)).backward()
+
+    def assign(layer: Layer, _: Any) -> None:
+        layer.out.bias.data = torch.zeros(1)  # torch can add it, too
+
+    model.query[1].register_forward_pre_hook(assign)
+    with pytest.raises(ConfigurationError) as caught:
+        model(torch.ones(2, WIDTH))
+    return str(caught.value)
+
+
+def test_assigned_data_must_be_like_those_that_were_there(world) -> None:
+    (first, second) = world(2).run(assign_of_another_shape)
+    assert first == second
+    assert "out.bias, of shape (4,) on cpu, was assigned data of shape (1,) on cpu" in first
