@@ -237,7 +237,8 @@ class FSDPParamGroup:
         self._notice_sharded_put_back()
         if self.sharded_state is not _UNSHARDED or self._param_swap is None:
             return
-        self._keep_writes()
+        if self._writes is not None and self._writes.seen():
+            self._keep_writes(self._writes)
         assigned = self._param_swap.replaced()
         if assigned:
             self.reshard()
@@ -500,18 +501,17 @@ class FSDPParamGroup:
         """
         if self.sharded_state is _UNSHARDED:
             assert self._param_swap is not None, "a group is unsharded by a swap"
-            self._keep_writes()
+            if self._writes is not None and self._writes.seen():
+                self._keep_writes(self._writes)
             self._param_swap.to_sharded()
             self.sharded_state = _GATHERED
 
-    def _keep_writes(self) -> None:
+    def _keep_writes(self, writes: UnshardedWrites) -> None:
         """Let the shards be what users have made of the unsharded parameters: [Note: writes in forward]."""
-        writes = self._writes
-        if writes is not None and writes.seen():
-            self.shards.take_over(writes.take())
-            if self._guard is not None:
-                self._guard.take_versions()
-            self.context.gathers_wait_for()
+        self.shards.take_over(writes.take())
+        if self._guard is not None:
+            self._guard.take_versions()
+        self.context.gathers_wait_for()
 
     def reshard(self) -> None:
         """Put the sharded parameters back on their modules and give all memory for gathering back.

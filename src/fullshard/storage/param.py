@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -200,9 +200,15 @@ class UnshardedWrites:
             for each in unsharded
         ]
         self._all_counted = list(itertools.chain.from_iterable(self._counted))
-        self._places = [place for place, each in enumerate(self._counted) if len(each) == 1]
+        self._places = [
+            place
+            for place, each in enumerate(self._counted)
+            if len(each) == 1 and fulls[place].numel()  # an empty one has no address
+        ]
         self._assignable = [unsharded[place] for place in self._places]
-        self._gathered = [fulls[place] for place in self._places]
+        self._first = next((each for each in fulls if each.numel()), None)
+        self._offsets = self._offsets_of(fulls[place] for place in self._places)
+        """Where `_assignable` should be, from `_first` on: their memory is one piece, and moves as one."""
         self._forget()
 
     def _forget(self) -> None:
@@ -212,9 +218,13 @@ class UnshardedWrites:
 
     def seen(self) -> bool:
         """Return whether anything was written. Asked twice in every step, so no loop in Python."""
-        return torch_border.sum_of_versions(self._all_counted) != self._sum or [
-            *map(_address_of, self._assignable)
-        ] != [*map(_address_of, self._gathered)]
+        if sum(map(torch_border.version_of, self._all_counted)) != self._sum:
+            return True
+        return self._offsets_of(self._assignable) != self._offsets
+
+    def _offsets_of(self, tensors: Iterable[Tensor]) -> list[int]:
+        base = 0 if self._first is None else self._first.data_ptr()
+        return [*map(base.__rsub__, map(_address_of, tensors))]
 
     def take(self) -> dict[int, Tensor]:
         """Return the full data that were written, by their places, and take them for unwritten from now on.

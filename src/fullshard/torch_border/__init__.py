@@ -28,6 +28,7 @@ from fullshard.torch_border.autograd import (
     sum_of_versions as sum_of_versions,
     tensor_hooks as tensor_hooks,
     version_found as version_found,
+    version_of as version_of,
     versions_kept as versions_kept,
     versions_of as versions_of,
     with_inputs_of_backward as with_inputs_of_backward,
