@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,3 +90,26 @@ def train_without_an_empty_group() -> int:
 
 def test_a_rank_may_leave_out_a_group_of_which_it_holds_nothing(world) -> None:
     assert world(2).run(train_without_an_empty_group) == [1, 2]
+
+
+FIRST_STEP = """
+import torch, torch.distributed as dist
+from torch import nn
+import fullshard
+from fullshard.comm.journal import journal_of
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = {shard}(nn.Linear(4, 4))
+torch.optim.SGD(model.parameters()).step()
+print("steps:", journal_of(dist.group.WORLD).step)
+"""
+
+
+@pytest.mark.parametrize("shard", ["fullshard.fully_shard", "fullshard.FullyShardedDataParallel"])
+def test_a_step_before_the_first_forward_counts_in_a_process_that_has_sharded_nothing_before(
+    shard: str, preloaded_python: str
+) -> None:
+    """Other ranks may have, and count it: all must be in the same step."""
+    program = [preloaded_python, "-c", FIRST_STEP.format(shard=shard)]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout == "steps: 1\n", ended.stderr

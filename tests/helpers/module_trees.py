@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
+from hypothesis import assume, strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -105,4 +105,5 @@ def models(draw: st.DrawFn, shared: bool) -> Net:
             one.weight = other.weight
         else:
             draw(st.sampled_from(parents)).add_module("shared", other)
+    assume(any(param.numel() for param in model.parameters()))
     return model

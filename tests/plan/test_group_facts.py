@@ -189,7 +189,7 @@ def test_one_block_by_hand() -> None:
         division="rows",
         flat_padded_numel=188,  # 187 elements, over 4 ranks
         # Both matrices along the dimension of 13: 4 on each rank.
-        longest_padded_numel=4 * (4 * 6 + 4 + 6 * 4 + 2 + 2 + 2),
+        balanced_padded_numel=4 * (4 * 6 + 4 + 6 * 4 + 2 + 2 + 2),
         halved_padded_numel=2 * (7 * 6 + 7 + 3 * 13 + 3 + 3 + 3),
     )
 

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 
 import fullshard
 import fullshard.optim
@@ -116,7 +115,6 @@ class Script:
 NAMES: dict[str, Any] = {
     "MixedPrecision": MixedPrecision,
     "MixedPrecisionPolicy": MixedPrecisionPolicy,
-    "Shard": Shard,
     "ShardingStrategy": ShardingStrategy,
     "fullshard": fullshard,
     "fully_shard": fully_shard,
@@ -315,7 +313,7 @@ CAUSES: dict[str, tuple[Script | Training, Pairs]] = {
     "script, latency": (Script(depth=8, speeds=LATENCY), pairs(small_groups="plan")),
     "script, padding": (
         Script(hidden=5, speeds=QUICK),
-        pairs(padding="replicas, cut along the longest dimension"),
+        pairs(padding="replicas, balanced placement"),
     ),
     "script, kept": (
         Script(speeds=QUICK, options={"reshard_after_forward": False}),
@@ -352,7 +350,7 @@ CAUSES: dict[str, tuple[Script | Training, Pairs]] = {
         pairs(first_gather="plan", gathers="larger batch"),
     ),
     "trainer, padding": (
-        Training(ranks=4, settings=("model.width=6",), speeds=QUICK),
+        Training(ranks=8, settings=("model.width=12", "model.layers=8"), speeds=QUICK),
         pairs(padding="replicas, cut regardless of rows"),
     ),
     "trainer, one slow gather": (

@@ -55,7 +55,10 @@ _INSTALLING = threading.Lock()
 
 
 def install() -> None:
-    """Install the hooks, unless that has been done. A model was sharded: optimizers are checked again."""
+    """Install the hooks, unless that has been done. A model was sharded: optimizers are checked again.
+
+    Not later than that: a step before the first forward counts, on ranks that have sharded another model before, too.
+    """
     with _INSTALLING:  # ranks may be threads
         _install()
     _CHECKED.clear()

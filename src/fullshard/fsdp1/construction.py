@@ -18,6 +18,7 @@ from fullshard import torch_border
 from fullshard.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.comm import collectives
 from fullshard.comm.journal import tag
+from fullshard.engine import process_hooks
 from fullshard.engine.options import StateOptions
 from fullshard.engine.ownership import (
     OwnedParam,
@@ -213,6 +214,7 @@ def shard(wrapper: nn.Module, wrapped: nn.Module, options: WrapperOptions) -> FS
         ),
         ignored=ignored_below([wrapper], options.ignored.params, options.ignored.modules),
     )
+    process_hooks.install()
     attach_state(wrapper, state)
     return state
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard
 
 from fullshard import torch_border
 from fullshard.comm import collectives
-from fullshard.engine import module_hooks
+from fullshard.engine import module_hooks, process_hooks
 from fullshard.engine.options import StateOptions
 from fullshard.engine.ownership import (
     BY_ONE_OF_THE_TWO,
@@ -305,6 +305,7 @@ def _apply(
         options,
         ignored=ignored_below(modules, ignored_params),
     )
+    process_hooks.install()
     for module in modules:
         attach_state(module, state)
         torch_border.register_composable(

@@ -15,6 +15,7 @@ from torch import nn
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, named_states, state_of
 from fullshard.errors import ConfigurationError
+from fullshard.plan.balanced_placement import least_padded_dim
 from fullshard.plan.layout import Division, Layout, flat_layout, per_row_layout
 from fullshard.storage.param import FSDPParam
 from fullshard.tracing.schema import GroupFacts
@@ -130,10 +131,10 @@ def _padded_otherwise(params: Sequence[FSDPParam], world: int) -> dict[str, int]
     """Return the elements of all shards if the parameters were cut in other ways."""
     shapes = [param.shape for param in params]
     # A parameter without dimensions cannot be cut; the layout knows.
-    longest = [max(range(len(shape)), key=shape.__getitem__, default=0) for shape in shapes]
+    balanced = [least_padded_dim(shape, world) if shape else 0 for shape in shapes]
     ways = {
         "flat_padded_numel": flat_layout(shapes, world=world, kinds=[p.dtype for p in params]),
-        "longest_padded_numel": per_row_layout(shapes, world=world, dims=longest),
+        "balanced_padded_numel": per_row_layout(shapes, world=world, dims=balanced),
     }
     if world % 2 == 0:
         ways["halved_padded_numel"] = per_row_layout(shapes, world=world // 2)

@@ -77,8 +77,8 @@ class GroupFacts:
     """How parameters are cut: "rows" or "flat", regardless of rows; "" in older files."""
     flat_padded_numel: int = 0
     """What `padded_numel` would be if parameters were cut regardless of rows. 0 if it is not known, as in the next two."""
-    longest_padded_numel: int = 0
-    """... if each parameter were cut along its longest dimension."""
+    balanced_padded_numel: int = 0
+    """... with `balanced_placement`."""
     halved_padded_numel: int = 0
     """... over half of the ranks; 0 also if their number is odd."""
     trained_share: float = 1.0

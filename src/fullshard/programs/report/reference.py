@@ -54,7 +54,7 @@ FINDINGS: dict[str, FindingKind] = {
     ),
     "padding": FindingKind(
         f"{share(step_findings.PADDING)} of the elements are padding",
-        ("replicas", "cut regardless of rows", "cut along the longest dimension"),
+        ("replicas", "cut regardless of rows", "balanced placement"),
     ),
     "gathered at once": FindingKind(
         f"{share(step_findings.HELD_AT_ONCE)} of the parameters, of three groups or more, are gathered at the same "

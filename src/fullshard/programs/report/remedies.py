@@ -66,7 +66,7 @@ REMEDIES: dict[str, tuple[str, str]] = {
         '`sharding.door = "wrapper"`',
         "less padding remains; a run of the trainer with `fully_shard`",
     ),
-    "cut along the longest dimension": (
+    "balanced placement": (
         "`shard_placement_fn`",
         "less padding remains; the user's own program, with `fully_shard`",
     ),
@@ -470,18 +470,17 @@ def less_padding(analysis: Analysis) -> tuple[Remedy, ...]:
         "Cut parameters regardless of rows",
         settings=[Setting("sharding", "door", "wrapper"), Setting("sharding", "prefetch", 1)],
     )
-    longest = "lambda p: Shard(max(range(p.ndim), key=p.shape.__getitem__)) if p.ndim else None"
-    cut_longest = _remedy(
+    balanced = _remedy(
         run,
-        "cut along the longest dimension",
-        "Cut each parameter along its longest dimension",
-        call=Call("fully_shard", (f"shard_placement_fn={longest}",)),
+        "balanced placement",
+        "Cut each parameter along a dimension with little padding",
+        call=Call("fully_shard", ("shard_placement_fn=fullshard.balanced_placement",)),
     )
     return given(
         replicas(analysis) if is_less([g.halved_padded_numel for g in groups]) else None,
         cut_flat if is_less([g.flat_padded_numel for g in groups]) else None,
-        cut_longest
-        if is_less([g.longest_padded_numel for g in groups]) and not is_flat(analysis)
+        balanced
+        if is_less([g.balanced_padded_numel for g in groups]) and not is_flat(analysis)
         else None,
     )
 
