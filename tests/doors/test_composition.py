@@ -1,4 +1,4 @@
-"""Sharded modules with torch's compiler, checkpoints, communication counts, profiler and activation offload."""
+"""Sharded modules with torch's checkpoints, communication counts, profiler and activation offload."""
 
 from __future__ import annotations
 
@@ -39,44 +39,6 @@ from tests.helpers.training import (
     shard,
     weights,
 )
-
-# --- torch.compile -----------------------------------------------------------------------------------
-
-
-def compiled(what: str, checkpointing: str) -> tuple[int, int]:
-    """Train a compiled model; returns the number of graphs after two steps and after four."""
-    import torch._dynamo as dynamo
-
-    dynamo.reset()
-    dynamo.utils.counters.clear()
-    options = ModelOptions(depth=2, checkpointing=checkpointing)
-    model, reference = make_decoder(options), make_decoder(options)
-    if what == "blocks":
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-    shard(model, FULLSHARD, Run())
-    run: Any = torch.compile(model, backend="aot_eager") if what == "model" else model
-    graphs = []
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=True) for m in (model, reference)]
-    for step in range(4):
-        run(mine(batch_of(step))).backward()
-        reference(batch_of(step)).backward()
-        assert_close(gradients(model), gradients(reference), rtol=1e-4, atol=1e-6)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        graphs.append(dynamo.utils.counters["stats"]["unique_graphs"])
-    return graphs[1], graphs[-1]
-
-
-@pytest.mark.parametrize(
-    ("what", "checkpointing"),
-    [("model", "none"), ("blocks", "non_reentrant")],
-)
-def test_compiled_models_train_and_are_compiled_once(world, what: str, checkpointing: str) -> None:
-    for early, late in world(2).run(compiled, what, checkpointing):
-        assert 0 < late == early
-
 
 # --- checkpoints -------------------------------------------------------------------------------------
 

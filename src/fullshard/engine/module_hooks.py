@@ -42,6 +42,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+# The compiler is kept out here, at the border to user code, and nowhere below.
+@torch_border.opaque_to_compiler
 def pre_forward(
     state: FSDPState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Inputs:
@@ -49,21 +51,17 @@ def pre_forward(
 
     The outermost module's inputs are moved to its device, too.
     """
-    # The compiler is kept out here, at the border to user code, and nowhere below.
-    if torch.compiler.is_compiling():
-        return _uncompiled_pre_forward(state, args, kwargs)
     if torch_border.profiler_enabled():
         return _profiled_pre_forward(state, args, kwargs)
     return _pre_forward(state, args, kwargs)
 
 
+@torch_border.opaque_to_compiler
 def post_forward(state: FSDPState, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Put sharded parameters on the modules, and return the output, watched for backward.
 
     After an exception, too; the output is None then.
     """
-    if torch.compiler.is_compiling():
-        return _uncompiled_post_forward(state, module, output)
     if torch_border.profiler_enabled():
         return _profiled_post_forward(state, module, output)
     return _post_forward(state, module, output)
@@ -271,7 +269,3 @@ def _are_ordinary(tensors: Sequence[Tensor]) -> bool:
         if torch_border.is_batched(tensor) or torch_border.is_wrapped(tensor):
             return False
     return True
-
-
-_uncompiled_pre_forward = torch_border.hidden_from_compiler(_profiled_pre_forward)
-_uncompiled_post_forward = torch_border.hidden_from_compiler(_profiled_post_forward)

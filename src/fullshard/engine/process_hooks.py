@@ -71,6 +71,7 @@ def _install() -> None:
     torch_border.observe_updates(local_updates.update)
     torch_border.observe_zero_grad(_cleared_by_optimizer, _cleared_by_module)
     torch_border.observe_backward(backward_hooks.run_backward)
+    torch_border.show_alone(unsharded_name)
     register_module_module_registration_hook(_joins)
     register_module_parameter_registration_hook(_joins)
 

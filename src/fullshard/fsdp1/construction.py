@@ -233,9 +233,10 @@ def _shard_format(
     wrapped: nn.Module, params: Sequence[OwnedParam], options: WrapperOptions
 ) -> ShardFormat:
     if not options.use_orig_params:
-        # On the module itself: below an activation wrapper its name would depend on which was wrapped first.
+        # On the module itself: below an activation wrapper its name would depend on which was wrapped first, and the
+        # compiler's wrapper looks for attributes in its module only.
         return FlatParameterFormat(
-            ParamModuleInfo(torch_border.without_activation_wrapper(wrapped), FLAT_PARAM)
+            ParamModuleInfo(torch_border.without_wrappers(wrapped), FLAT_PARAM)
         )
     dtype = options.precision.param_dtype or params[0].param.dtype
     return FlatFormat(alignment=max(_ALIGNMENT // dtype.itemsize, 1))

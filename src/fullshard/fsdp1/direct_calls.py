@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from fullshard import torch_border
 from fullshard.engine import module_hooks
 from fullshard.fsdp1.summon_full_params import check_full_params
 from fullshard.fsdp1.wrapper_base import WrapperBase
@@ -37,6 +38,7 @@ class DirectCalls:
         """Give a copy of the module hooks without effect: a copy, pickled or not, belongs to no wrapper."""
         return _without_effect, ()
 
+    @torch_border.opaque_to_compiler
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -52,6 +54,7 @@ class DirectCalls:
         self._direct += 1
         return wrapper._pre_forward(args, kwargs)
 
+    @torch_border.opaque_to_compiler
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.through_wrapper or not self._direct:
             return None

@@ -52,13 +52,14 @@ class WrapperBase(nn.Module):
     @property
     def _label(self) -> str:
         """The wrapper's name in messages: the full name of its module, or the class of an outermost one."""
-        module = torch_border.without_activation_wrapper(self._fsdp_wrapped_module)
+        module = torch_border.without_wrappers(self._fsdp_wrapped_module)
         return self._fsdp_state.name or type(module).__name__
 
     def _runtime(self) -> Runtime:
         """Return the runtime of the model; build it on the first call."""
         return self._fsdp_state.runtime or lazy_init(self._fsdp_state)
 
+    @torch_border.opaque_to_compiler
     def _pre_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -11,10 +11,10 @@ They choose the parameters of a group, check them, and hand them to the engine:
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -313,11 +313,11 @@ def _apply(
         )
         module.__class__ = sharded_class(type(module), mixin)
         module.register_forward_pre_hook(
-            functools.partial(module_hooks.pre_forward, state), prepend=True, with_kwargs=True
+            MethodType(module_hooks.pre_forward, state), prepend=True, with_kwargs=True
         )
         # `always_call`: an exception in forward must not leave the module unsharded, or in the middle of a call.
         module.register_forward_hook(
-            functools.partial(module_hooks.post_forward, state), prepend=False, always_call=True
+            MethodType(module_hooks.post_forward, state), prepend=False, always_call=True
         )
         module.register_state_dict_pre_hook(_before_state_dict)
         module.register_state_dict_post_hook(give_own_storages)

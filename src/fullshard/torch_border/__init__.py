@@ -12,13 +12,11 @@ from fullshard.torch_border.autograd import (
     backward_pass_id as backward_pass_id,
     below_autograd as below_autograd,
     dtypes_of as dtypes_of,
-    hidden_from_compiler as hidden_from_compiler,
     hook_gradient as hook_gradient,
     inputs_of_backward as inputs_of_backward,
     move_hooks as move_hooks,
     observe_backward as observe_backward,
     on_calling_thread as on_calling_thread,
-    opaque_to_compiler as opaque_to_compiler,
     pass_executes as pass_executes,
     post_accumulate_grad_hooks as post_accumulate_grad_hooks,
     profiler_enabled as profiler_enabled,
@@ -43,6 +41,10 @@ from fullshard.torch_border.client_attributes import (
 from fullshard.torch_border.compiled_kernels import (
     CompiledKernel as CompiledKernel,
     Repeat as Repeat,
+)
+from fullshard.torch_border.compiler import (
+    opaque_to_compiler as opaque_to_compiler,
+    show_alone as show_alone,
 )
 from fullshard.torch_border.dtensors import (
     dtensor as dtensor,
@@ -85,6 +87,7 @@ from fullshard.torch_border.modules import (
     table_for as table_for,
     with_module_versions as with_module_versions,
     without_activation_wrapper as without_activation_wrapper,
+    without_wrappers as without_wrappers,
 )
 from fullshard.torch_border.operators import (
     ADDMM_WITH_ACTIVATION as ADDMM_WITH_ACTIVATION,

@@ -1,4 +1,4 @@
-"""Hooks, versions and passes of autograd, its profiler ranges, and the compiler."""
+"""Hooks, versions and passes of autograd, and its profiler ranges."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ import operator
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-
-P = ParamSpec("P")
-
-R = TypeVar("R")
 
 post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = (
     operator.attrgetter("_post_accumulate_grad_hooks")
@@ -73,27 +69,6 @@ any number of times, one after the other.
 def versions_kept(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which writes to tensors do not look to autograd like changes."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
-
-
-def hidden_from_compiler(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the same function, at which the compiler breaks its graph instead of looking inside.
-
-    The guard takes longer than some functions do: call it only if a compiler is present.
-    """
-    return cast("Callable[P, R]", torch._disable_dynamo(function))
-
-
-def opaque_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the same function. Only the compiler goes through `hidden_from_compiler`."""
-    guarded = hidden_from_compiler(function)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            return guarded(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
 
 
 def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:

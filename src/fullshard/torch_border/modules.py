@@ -55,6 +55,15 @@ def without_activation_wrapper(module: nn.Module) -> nn.Module:
     return getattr(module, ACTIVATION_CHECKPOINTED, module)
 
 
+def without_wrappers(module: nn.Module) -> nn.Module:
+    """Return the module inside of torch's wrappers for activation checkpointing and for the compiler, or the module itself."""
+    for name in (ACTIVATION_CHECKPOINTED, COMPILED):
+        inner = child_table(module).get(name)
+        if inner is not None:
+            return without_wrappers(inner)
+    return module
+
+
 def num_running(modules: Collection[nn.Module]) -> int:
     """Return how many calls of ``modules``, or of modules in them, run on this thread. Looks at its stack, which takes time."""
     within = {id(inner) for module in modules for inner in module.modules()}

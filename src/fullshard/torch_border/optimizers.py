@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard.torch_border.autograd import opaque_to_compiler
+from fullshard.torch_border.compiler import opaque_to_compiler
 
 
 class OpenGradScaler(torch.amp.GradScaler):
