@@ -602,7 +602,7 @@ def check_reasons() -> None:
         (share, {}, "several modules share it", "-"),
         (replace_forward, {}, "the forward of its module was replaced", ""),
         (derive, {}, "", "its module is a Doubled, which has a forward of its own"),
-        (compile_it, {}, "its module is compiled", ""),
+        (compile_it, {}, "", ""),
         (lambda block: block.up.weight.requires_grad_(False), {}, "it is frozen", ""),
         (
             lambda _: None,

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.engine.fused_linear import FusedForward
+from fullshard.engine.fused_linear import FusedWeight
 from fullshard.engine.shared_inputs import SharedInput
 from fullshard.plan.placement import local_tensor
 from tests.helpers.compare import assert_close
@@ -331,9 +331,9 @@ def check_nothing_stays() -> None:
     gc.disable()
     try:
         loss = model(case.x).square().sum()
-        forward = model[0].query.forward
-        assert isinstance(forward, FusedForward)
-        latest: weakref.ref[SharedInput] | None = forward._inputs._latest
+        fused = model[0].query._fullshard_fused
+        assert isinstance(fused, FusedWeight)
+        latest: weakref.ref[SharedInput] | None = fused._inputs._latest
         assert latest is not None and latest() is not None
         loss.backward()
         del loss

@@ -263,6 +263,8 @@ engine/clip_grad.py::_params_of
 engine/full_params.py::_raise_together
     On ranks | doors/test_replaced_params::test_what_cannot_take_a_parameters_place_is_the_same_error_on_all_ranks | doors/test_replaced_params::test_everybody_sees_what_was_put_in_a_parameters_place
     the same dtypes on all ranks | doors/test_replaced_params::test_parameters_that_cannot_be_taken_over_are_named | doors/test_replaced_params::test_everybody_sees_what_was_put_in_a_parameters_place
+engine/fused_linear.py::FusedWeight.give
+    a hook on the unsharded | doors/test_fused_compiled::test_a_hook_that_would_see_no_gradient_is_refused | doors/test_fused_compiled::test_passes_that_need_ordinary_gradients_have_them
 engine/fused_linear.py::reasons
     decides which gradients | promises/test_guards::test_what_the_first_forward_decides_is_not_told_before | doors/test_fused_gradients::test_a_summary_says_which_weights_and_why
 engine/graphed_step.py::GraphedStep._say_eager

@@ -348,6 +348,12 @@ class GradientReducer:
         self._written.add(index)
         return self._open.slot(index), again
 
+    def give_ordinary(self, index: int, gradient: Tensor) -> None:
+        """Add a gradient to the unsharded parameter's, as autograd does; its hook is still to run."""
+        param = self._params[index].unsharded_param
+        assert param is not None, "backward has come to it"
+        param.grad = gradient if param.grad is None else param.grad + gradient
+
     @property
     def has_products(self) -> bool:
         """Whether backward has written gradients into a buffer that has not been sent off."""

@@ -3,8 +3,9 @@
     ordinary   product -> gradient in the compute dtype -> `.grad` -> cast and copied into the reduce buffer
     fused      product -> the weight's slot in the reduce buffer, in the reduce dtype
 
-The modules keep their class. `install` gives each `nn.Linear` that it is for a forward of its own (`FusedForward`),
-which computes the same output, and whose backward asks the group's reducer for the place of the weight's gradient.
+The modules keep their class. `install` gives each `nn.Linear` that it is for a forward of its own (`forward`), which computes
+the same output, and whose backward asks the group's reducer for the place of the weight's gradient. In compiled modules an
+operator does that (`compiled_linear`).
 A second product of the same weight in a backward, or in a later microbatch, is added there by the product itself. So are
 gradients of an input that several such layers read (`shared_inputs`).
 
@@ -23,9 +24,9 @@ the first of them on.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,8 +34,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard import torch_border
+from fullshard.engine import compiled_linear
 from fullshard.engine.shared_inputs import SharedInput, SharedInputs
-from fullshard.errors import LifecycleError
+from fullshard.errors import LifecycleError, UnsupportedError
 from fullshard.plan.names import clean_name
 
 if TYPE_CHECKING:
@@ -43,20 +45,33 @@ if TYPE_CHECKING:
     from fullshard.engine.state import FSDPState
 
 WEIGHT, FORWARD = "weight", "forward"
+_FUSED = "_fullshard_fused"
+"""The attribute of an `nn.Linear` that has its `FusedWeight`."""
 
 
-class FusedForward:
-    """The forward of one `nn.Linear`; on the module as an attribute, as long as it lives."""
+def forward(module: Any, input: Tensor) -> Tensor:
+    """Return what `nn.Linear` does: the forward of the modules, bound to each.
+
+    Pickled, a method is its name, so copies of a module from a file have the forward of their class. Other copies have no
+    `FusedWeight`.
+    """
+    fused: FusedWeight | None = getattr(module, _FUSED)
+    if fused is None:
+        output: Tensor = type(module).forward(module, input)
+    elif torch.compiler.is_compiling():
+        # The compiler comes by here once for all layers that are alike, so it may see nothing that differs between them.
+        output = compiled_linear.product(input, module.weight, module.bias, fused.ticket)
+    else:
+        output = fused.product(module, input)
+    return output
+
+
+class FusedWeight:
+    """The weight of one `nn.Linear` whose gradient is written into the reduce buffer; on the module, as long as it lives."""
 
     def __init__(
-        self,
-        module: nn.Linear,
-        state: FSDPState,
-        group: FSDPParamGroup,
-        index: int,
-        inputs: SharedInputs,
+        self, state: FSDPState, group: FSDPParamGroup, index: int, inputs: SharedInputs
     ) -> None:
-        self._module = weakref.ref(module)
         self._state = weakref.ref(state)
         self._reducer = group.reducer
         self._param = group.params[index]
@@ -64,15 +79,15 @@ class FusedForward:
         self._device = group.device
         self._inputs = inputs
         self._reference = weakref.ref(self)  # for graphs, which must not keep the model
+        self.ticket = compiled_linear.ticket_of(self)
+        """What a compiled graph knows it by."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Give copies of the module, pickled or not, the forward of their class."""
-        return functools.partial, (nn.Linear.forward, self._module())
+        """Give copies of the module, pickled or not, None."""
+        return _nothing, ()
 
-    def __call__(self, input: Tensor) -> Tensor:
+    def product(self, module: nn.Linear, input: Tensor) -> Tensor:
         """Return what `nn.Linear` does."""
-        module = self._module()
-        assert module is not None, "it was called through it"
         weight = torch_border.parameter_table(module).get(WEIGHT)
         if weight is None:  # a part of a `FlatParameter` is no parameter
             weight = module.__dict__.get(WEIGHT)
@@ -98,10 +113,28 @@ class FusedForward:
             # Ours, which notes arrivals, and no other.
             and len(torch_border.post_accumulate_grad_hooks(weight) or ()) <= 1
             and not torch.is_autocast_enabled(input.device.type)
-            and not torch.compiler.is_compiling()
             and torch_border.innermost_transform() is None
             and torch_border.forward_ad_level() < 0
         )
+
+    def give(self, gradients: Tensor, inputs: Tensor) -> None:
+        """Write the product of output gradients and inputs as the weight's gradient, or give it to the parameter.
+
+        For compiled graphs, which return no gradient for the weight, whatever pass they run in.
+        """
+        param, state = self._param.unsharded_param, self._state()
+        if param is not None and state is not None and torch_border.tensor_hooks(param):
+            raise UnsupportedError(
+                "A compiled module with fuse_gradients gives autograd no gradient of a weight, so a hook on the unsharded "
+                f"parameter {self._param.name!r} of {state.name} would see None. Register the hook on the sharded parameter, or leave "
+                "fuse_gradients out."
+            )
+        if self.write(gradients, inputs):
+            return
+        # A pass with named inputs leaves the gradients of all others alone.
+        if param is None or (_PASSES_WITH_INPUTS and not torch_border.pass_accumulates(param)):
+            return
+        self._reducer.give_ordinary(self._index, gradients.t().mm(inputs))
 
     def write(self, gradients: Tensor, inputs: Tensor) -> bool:
         """Write the product of output gradients and inputs, (rows, features) each, as the weight's gradient.
@@ -128,6 +161,10 @@ class FusedForward:
         return self._reducer.place_for_product(self._index, reduced=reduced)
 
 
+def _nothing() -> None:
+    """Return None."""
+
+
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -140,7 +177,7 @@ class _Product(torch.autograd.Function):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        fused: weakref.ref[FusedForward],
+        fused: weakref.ref[FusedWeight],
         shared: SharedInput | None,
     ) -> Tensor:
         # As of an ordinary linear layer: without a gradient for its input, backward does not need the weight.
@@ -220,7 +257,7 @@ def without_fusing(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 def install(runtime: Runtime) -> None:
     """Give linear layers their forwards, where options say so; between steps."""
-    compiled, inputs = _compiled_modules(runtime), SharedInputs()
+    inputs = SharedInputs()
     for state in runtime.states:
         if not state.options.fuse_gradients:
             continue
@@ -231,11 +268,11 @@ def install(runtime: Runtime) -> None:
                 module = param.owners[0].module
                 if not isinstance(module, nn.Linear) or param.owners[0].name != WEIGHT:
                     continue
-                if isinstance(module.__dict__.get(FORWARD), FusedForward):
-                    del module.forward  # of another root, or of a module that was compiled since
-                if state is not runtime.root and not _reason(group, index, compiled):
-                    forward = FusedForward(module, state, group, index, inputs)
-                    module.forward = forward  # type: ignore[method-assign]
+                if _is_fused(module):
+                    del module.forward  # of another root
+                if state is not runtime.root and not _reason(group, index):
+                    setattr(module, _FUSED, FusedWeight(state, group, index, inputs))
+                    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
 def reasons(state: FSDPState) -> dict[str, str]:
@@ -245,7 +282,6 @@ def reasons(state: FSDPState) -> dict[str, str]:
         raise LifecycleError(
             "The first forward of the model decides which gradients are fused. Call fused_gradients() after it."
         )
-    compiled = _compiled_modules(runtime)
     below = {module for each in state.modules for module in each.modules()}
     paths = {module: clean_name(name) for name, module in runtime.root.modules[0].named_modules()}
     found = {}
@@ -257,7 +293,7 @@ def reasons(state: FSDPState) -> dict[str, str]:
                 if len(param.shape) == 2:
                     owner = param.owners[0]
                     name = f"{paths.get(owner.module, '')}.{owner.name}".removeprefix(".")
-                    reason = _reason(group, index, compiled)
+                    reason = _reason(group, index)
                     if each is runtime.root:
                         reason = "it belongs to the outermost module, which is reduced at the end of backward"
                     elif not reason and not param.trainable:
@@ -266,13 +302,12 @@ def reasons(state: FSDPState) -> dict[str, str]:
     return found
 
 
-def _compiled_modules(runtime: Runtime) -> set[nn.Module]:
-    """Return the modules that `torch.compile` looks into: it would stop at our forward."""
-    compiled = filter(torch_border.is_compiled, runtime.root.modules[0].modules())
-    return {inner for module in compiled for inner in module.modules()}
+def _is_fused(module: nn.Module) -> bool:
+    own = module.__dict__.get(FORWARD)
+    return isinstance(own, MethodType) and own.__func__ is forward
 
 
-def _reason(group: FSDPParamGroup, index: int, compiled: Collection[nn.Module]) -> str:
+def _reason(group: FSDPParamGroup, index: int) -> str:
     """Return why backward cannot write a parameter's gradient; "" if it can."""
     param = group.params[index]
     owner = param.owners[0]
@@ -283,10 +318,8 @@ def _reason(group: FSDPParamGroup, index: int, compiled: Collection[nn.Module]) 
         return "several modules share it"
     if type(module).forward is not nn.Linear.forward:
         return f"its module is a {type(module).__name__}, which has a forward of its own"
-    if not isinstance(module.__dict__.get(FORWARD), FusedForward | None):
+    if FORWARD in module.__dict__ and not _is_fused(module):
         return "the forward of its module was replaced"
-    if module in compiled:
-        return "its module is compiled"
     if param.placement.unsharded_mesh is not None:
         return "it is tensor-parallel"
     if not group.reducer.takes_product(index):

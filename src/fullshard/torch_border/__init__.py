@@ -17,6 +17,7 @@ from fullshard.torch_border.autograd import (
     move_hooks as move_hooks,
     observe_backward as observe_backward,
     on_calling_thread as on_calling_thread,
+    pass_accumulates as pass_accumulates,
     pass_executes as pass_executes,
     post_accumulate_grad_hooks as post_accumulate_grad_hooks,
     profiler_enabled as profiler_enabled,

@@ -29,6 +29,12 @@ backward_pass_id: Callable[[], int] = torch._C._current_graph_task_id
 pass_executes: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether the backward pass running on this thread executes a node of the graph, or has done so."""
 
+
+def pass_accumulates(leaf: Tensor) -> bool:
+    """Return whether the backward pass running on this thread wants the gradient of a leaf."""
+    return pass_executes(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 """How often a tensor was written in place, by operators that count; inference tensors have no count."""
 
