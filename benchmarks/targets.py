@@ -69,6 +69,8 @@ class Run:
     rounds: int
     steps: int
     optimizer: bool = False
+    compiler: str | None = None
+    """Backend of torch.compile for the blocks; None: they are not compiled."""
     one_core: bool = False
     """With all threads on one core: see `on_one_core`."""
     real_ranks: bool = False
@@ -127,6 +129,43 @@ RUNS: Mapping[str, Run] = {
         steps=2,
         optimizer=True,
     ),
+    "12x768-compiled": Run(
+        preset="12x768",
+        world=8,
+        device="cuda",
+        contestants=(*ALL, "wrapper"),
+        rounds=60,
+        steps=1,
+        compiler="inductor",
+        one_core=True,
+    ),
+    "1.2b-compiled": Run(
+        preset="1.2b",
+        world=8,
+        device="cuda",
+        contestants=(*ALL, "fused"),
+        rounds=12,
+        steps=4,
+        compiler="inductor",
+    ),
+    "3.8b-compiled": Run(
+        preset="3.8b",
+        world=8,
+        device="cuda",
+        contestants=(*ALL, "fused"),
+        rounds=12,
+        steps=4,
+        compiler="inductor",
+    ),
+    "tiny-compiled": Run(
+        preset="tiny",
+        world=8,
+        device="cpu",
+        contestants=(*ALL, "wrapper"),
+        rounds=60,
+        steps=2,
+        compiler="aot_eager",
+    ),
     "gloo": Run(
         preset="small",
         world=2,
@@ -139,19 +178,19 @@ RUNS: Mapping[str, Run] = {
 }
 
 
-def extra_host(*, own: bool) -> Reading:
+def extra_host(*, own: bool, ours: str = OURS) -> Reading:
     """Host time beyond unsharded's, ours over FSDP2's; `own` without what passes within collectives."""
 
     def extra(name: str, typical: Typical) -> float:
         collective = typical(name, "collective_s") if own else 0.0
         return typical(name, "host_s") - collective - typical("unsharded", "host_s")
 
-    return in_time(lambda typical: (extra(OURS, typical), extra(RIVAL, typical)))
+    return in_time(lambda typical: (extra(ours, typical), extra(RIVAL, typical)))
 
 
-def times(quantity: Quantity, reference: str) -> Reading:
+def times(quantity: Quantity, reference: str, ours: str = OURS) -> Reading:
     """A quantity of ours over that of `reference`."""
-    return in_time(over(OURS, reference, quantity))
+    return in_time(over(ours, reference, quantity))
 
 
 def in_time(formula: Formula) -> Reading:
@@ -278,6 +317,62 @@ TARGETS: Mapping[str, Target] = {
         at_most=None,
         read=times("torch_optimizer_s", PLAIN_SHARDS),
     ),
+    "step-1.2b-compiled": Target(
+        run="1.2b-compiled",
+        what="forward+backward / unsharded, compiled blocks, 1.2 B",
+        today="1.09",
+        at_most=1.04,
+        read=times("forward_backward_s", "unsharded"),
+    ),
+    "fused-1.2b-compiled": Target(
+        run="1.2b-compiled",
+        what="... with fuse_gradients",
+        today="1.09",
+        at_most=None,
+        read=times("forward_backward_s", "unsharded", "fused"),
+    ),
+    "step-3.8b-compiled": Target(
+        run="3.8b-compiled",
+        what="forward+backward / unsharded, compiled blocks, 3.8 B",
+        today="1.17",
+        at_most=None,
+        read=times("forward_backward_s", "unsharded"),
+    ),
+    "fused-3.8b-compiled": Target(
+        run="3.8b-compiled",
+        what="... with fuse_gradients",
+        today="1.17",
+        at_most=1.06,
+        read=times("forward_backward_s", "unsharded", "fused"),
+    ),
+    "host-12x768-compiled": Target(
+        run="12x768-compiled",
+        what="extra host time / FSDP2's, compiled blocks, 12 x 768",
+        today="1",
+        at_most=0.25,
+        read=extra_host(own=False),
+    ),
+    "wrapper-12x768-compiled": Target(
+        run="12x768-compiled",
+        what="... of the wrapper",
+        today="1",
+        at_most=0.25,
+        read=extra_host(own=False, ours="wrapper"),
+    ),
+    "host-tiny-compiled": Target(
+        run="tiny-compiled",
+        what="extra host time / FSDP2's, compiled blocks, CPU, 12 x 64",
+        today="1",
+        at_most=0.33,
+        read=extra_host(own=False),
+    ),
+    "wrapper-tiny-compiled": Target(
+        run="tiny-compiled",
+        what="... of the wrapper",
+        today="1",
+        at_most=0.33,
+        read=extra_host(own=False, ours="wrapper"),
+    ),
     "gloo": Target(
         run="gloo",
         what="step with AdamW / FSDP2's, 2 CPU ranks over gloo, 6 x 192, batch 2 x 64",
@@ -317,6 +412,7 @@ def compared_on_fake_group(run: Run) -> Iterator[Comparison]:
         world=run.world,
         precision="bf16" if on_cuda else "fp32",
         master="fp32",
+        compiler=run.compiler,
     )
     effort = Effort(
         rounds=run.rounds,
