@@ -284,13 +284,13 @@ def kept_model(keep: bool) -> Any:
     return fullshard.fully_shard(model, reshard_after_forward=not keep)
 
 
-def compiled_model() -> Any:
+def compiled_model(**options: Any) -> Any:
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Layer() for _ in range(2)))
     for layer in model[1:]:
         layer.compile()
-        fullshard.fully_shard(layer)
+        fullshard.fully_shard(layer, **options)
     return fullshard.fully_shard(model)
 
 

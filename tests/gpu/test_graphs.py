@@ -63,9 +63,10 @@ def test_replayed_steps_equal_eager_ones(
 
 
 @reduces
-def test_replayed_steps_of_compiled_blocks_equal_eager_ones() -> None:
+@pytest.mark.parametrize("fuse", [False, True])
+def test_replayed_steps_of_compiled_blocks_equal_eager_ones(fuse: bool) -> None:
     with fake_world(4):
-        assert_replays_equal(lambda: plain_step(compiled_model()))
+        assert_replays_equal(lambda: plain_step(compiled_model(fuse_gradients=fuse)))
 
 
 @pytest.mark.usefixtures("communicates_with_itself")
