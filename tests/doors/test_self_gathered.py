@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from examples.int8_gather import CountingAllGather, Int8Gathered, gather_linear_weights_as_int8
 from fullshard import ConfigurationError, fully_shard, replicate
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.models import Decoder, ModelOptions, make_decoder
-from tests.helpers.training import TORCH, batch_of, gradients, mine, of_both, whole
+from tests.helpers.training import FULLSHARD, TORCH, batch_of, gradients, mine, of_both, whole
 
 
 class Lossless(Int8Gathered):
@@ -210,6 +211,101 @@ def within_tensor_parallelism() -> None:
 
 def test_within_tensor_parallelism(world) -> None:
     world(4).run(within_tensor_parallelism)
+
+
+# --- other tensors in backward ------------------------------------------------------------------------
+
+
+class ByPhase(Lossless):
+    """Sends its rows in forward, and its columns in backward, as TransformerEngine's MXFP8 does, and a scale for each row.
+
+    It asks the state of its module for the phase, as that does. The whole parameter has memory of its own.
+    """
+
+    sent: ClassVar[list[tuple[tuple[int, ...], ...]]] = []
+    gathered: ClassVar[list[tuple[tuple[int, ...], ...]]] = []
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        group = module._get_fsdp_state()._fsdp_param_group
+        in_backward = group._training_state == TrainingState.PRE_BACKWARD
+        assert in_backward == (TrainingState.PRE_BACKWARD == group._training_state)
+        by_columns = group._reshard_after_forward and in_backward
+        sent = (self.data_.t().flatten() if by_columns else self.data_, *self.scales(by_columns))
+        self.sent.append(tuple(tuple(tensor.shape) for tensor in sent))
+        return sent, (outer_size, by_columns)
+
+    def scales(self, by_columns: bool) -> tuple[Tensor, ...]:
+        return (torch.full((len(self.data_), 1), 2.0),)
+
+    def fsdp_post_all_gather(self, outputs: Any, told: Any, dtype: Any, *, out: Any = None) -> Any:
+        self.gathered.append(tuple(tuple(tensor.shape) for tensor in outputs))
+        (rows, width), by_columns = told
+        if by_columns:
+            parts = [part.view(width, -1).t() for part in outputs[0].chunk(dist.get_world_size())]
+            whole = torch.cat(parts)
+        else:
+            whole = outputs[0]
+        if len(outputs) > 1:
+            whole = whole * outputs[1]
+        whole = whole[:rows]
+        if out is not None:
+            with torch.autograd._unsafe_preserve_version_counter(out):
+                out.detach().copy_(whole)
+            return None
+        copy = whole.to(dtype, copy=True)
+        return copy, (copy,)
+
+
+class OneMoreInBackward(ByPhase):
+    """Sends scales in backward only."""
+
+    def scales(self, by_columns: bool) -> tuple[Tensor, ...]:
+        return (torch.ones(len(self.data_), 1),) if by_columns else ()
+
+
+def other_tensors_in_backward(api: str, kind: type[ByPhase], reshard: bool) -> Any:
+    library = importlib.import_module("torch.distributed.fsdp" if api == TORCH else "fullshard")
+    kind.sent.clear()
+    kind.gathered.clear()
+    torch.manual_seed(0)
+    # Each sharded module has its weight itself: torch's gives no state to others.
+    model: Any = wrap(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 2)), kind)
+    for layer in (*model, model):
+        library.fully_shard(layer, reshard_after_forward=reshard)
+    found: list[Any] = []
+    for step in range(2):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        found.append(loss.item())
+        found.append({name: plain(param.grad) for name, param in model.named_parameters()})
+        torch.optim.SGD(model.parameters(), lr=0.1, foreach=False).step()
+        model.zero_grad()
+    return found, sorted(kind.sent), sorted(kind.gathered)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_an_extension_may_send_other_tensors_in_backward(world, reshard: bool) -> None:
+    for ours, theirs in world(2).run(of_both, other_tensors_in_backward, ByPhase, reshard):
+        assert_equal(ours[0], theirs[0])
+        assert ours[1:] == theirs[1:]
+        dims = {tuple(map(len, each)) for each in ours[2]}
+        assert dims == ({(2, 2), (1, 2)} if reshard else {(2, 2)})
+
+
+def in_another_number() -> None:
+    ours, _, gathered = other_tensors_in_backward(FULLSHARD, OneMoreInBackward, True)
+    expected, *_ = other_tensors_in_backward(FULLSHARD, OneMoreInBackward, False)
+    assert_equal(ours, expected)
+    assert {len(each) for each in gathered} == {1, 2}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_they_may_be_more_than_in_forward(world, ranks: int) -> None:
+    """Torch's FSDP2 fails."""
+    world(ranks).run(in_another_number)
 
 
 # --- at rest -----------------------------------------------------------------------------------------

@@ -241,3 +241,55 @@ def test_parts_of_them_cannot_be_kept_and_wrappers_do_not_flatten_them(world):
         assert "['first']" in second and "True or False" in second
     with fake_world(2), pytest.raises(ConfigurationError, match=r"\['first', 'second', 'scale'\]"):
         FullyShardedDataParallel(Net(boxed))
+
+
+# --- classes and attributes of parameters ---------------------------------------------------------------
+
+
+class Quantised(nn.Parameter):
+    """Knows how its numbers are to be read, as `Params4bit` of bitsandbytes does."""
+
+    def __new__(cls, data: Tensor, state: str) -> Any:
+        made: Any = Tensor._make_subclass(cls, data, True)  # type: ignore[attr-defined]
+        made.state = state
+        return made
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Quantised(torch.randn(3, 4), "by rows")
+        self.scale = nn.Parameter(torch.ones(4))
+        self.scale.decays = False  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert type(self.weight) is Quantised
+        assert self.weight.state == "by rows"
+        assert self.scale.decays is False  # type: ignore[attr-defined]
+        return x @ self.weight * self.scale
+
+
+def parameters_keep_what_they_are() -> None:
+    for shard in (
+        fully_shard,
+        lambda module: FullyShardedDataParallel(
+            module, use_orig_params=True, device_id=torch.device("cpu")
+        ),
+    ):
+        torch.manual_seed(0)
+        plain, layer = Reader(), Reader()
+        layer.load_state_dict(plain.state_dict())
+        model: Any = shard(layer)
+        for _ in range(2):  # the second forward, too
+            for each in (plain, model):
+                each.zero_grad()
+                each(torch.ones(2, 3)).sum().backward()
+        for param in (layer.weight, layer.scale):
+            assert {"state", "decays"} & {*param.__dict__}
+        if shard is fully_shard:
+            gradient: Any = layer.weight.grad
+            assert_close(gradient.full_tensor(), plain.weight.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_unsharded_parameters_keep_class_and_attributes(world) -> None:
+    world(2).run(parameters_keep_what_they_are)

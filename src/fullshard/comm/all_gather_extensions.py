@@ -16,15 +16,18 @@ A subclass without them travels as plain data: it is sharded and copied into pla
 operators (`narrow`, `new_zeros`, `copy_`), and compute gets a plain tensor, as with torch.
 
 Every rank must send as many bytes as every other. If a shard has fewer rows than rank 0's, tensors with one row per row
-of the shard are padded here; the full parameter loses the padding again. Sizes are compared once, before the first
-gather, and a difference is an error on all ranks.
+of the shard are padded here; the full parameter loses the padding again. Sizes are compared before the first gather, and a
+difference is an error on all ranks.
+
+An extension may send other tensors in backward than in forward, as many and in the shapes that it likes (`Form`): row-wise
+and column-wise quantised ones, say. Each form has outputs of its own, and sizes that are compared before its first gather.
 """
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -50,6 +53,27 @@ from fullshard.storage.param import (
 
 _SIZES = tag("sizes of all-gather extensions")
 
+Form = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+"""What one gather sends of a parameter: dtype and shape of each tensor."""
+
+
+class _Outputs:
+    """What one form is gathered into."""
+
+    def __init__(self, inputs: Sequence[Tensor], world: int) -> None:
+        self.buffers: list[Buffer] = []
+        self.tensors: list[Tensor] = []
+        self.bytes: list[Tensor] = []
+        # Made under inference_mode, what is a view of them could never be trained.
+        with torch.inference_mode(False):
+            for tensor in inputs:
+                buffer = Buffer(tensor.nbytes * world, tensor.device)
+                shape = (tensor.shape[0] * world if tensor.ndim else world, *tensor.shape[1:])
+                self.buffers.append(buffer)
+                self.tensors.append(buffer.view(tensor.dtype, 0, shape))
+                # An alias: a gather into it is no change of the output that autograd would see.
+                self.bytes.append(buffer.view(torch.uint8, 0, (buffer.nbytes,)))
+
 
 class UnbufferedAllGather(ABC):
     """One parameter of a group that is gathered outside of its buffers, in the same call."""
@@ -59,9 +83,9 @@ class UnbufferedAllGather(ABC):
         self._dtype = policy.param_dtype or param.dtype
         self.inputs: list[Tensor] = []
         """What this rank sends; empty between gathers."""
-        self._buffers: list[Buffer] = []
-        self._outputs: list[Tensor] = []
-        self._output_bytes: list[Tensor] = []
+        self._outputs_of: dict[Form, _Outputs] = {}
+        self._outputs: Sequence[Tensor] = ()
+        """Those of the gather in flight, or of the last one."""
         self._inner: Sequence[Tensor] = ()
         self.full: Tensor | None = None
         """The full local tensor, made by the first gather; its memory comes and goes."""
@@ -74,16 +98,33 @@ class UnbufferedAllGather(ABC):
     def finish(self) -> None:
         """Make the full parameter of what was gathered; on the all-gather stream."""
 
+    @property
+    def form_in_common(self) -> Form:
+        """The form of what is sent, but for numbers of rows that are the shard's, and so may differ between ranks."""
+        return tuple(
+            (
+                tensor.dtype,
+                tuple(
+                    -1 if not dim and n == self._rows else n for dim, n in enumerate(tensor.shape)
+                ),
+            )
+            for tensor in self.inputs
+        )
+
+    @property
+    def _rows(self) -> int:
+        shard = self.param.sharded_param.local
+        return shard.shape[0] if shard.ndim else 0
+
     def pad(self, sizes: Sequence[int]) -> bool:
         """Bring inputs to ``sizes`` bytes by rows of zeros; False if that does not make them so."""
         if len(sizes) != len(self.inputs):
             return False
-        rows = self.param.sharded_param.local.shape[0] if self.param.sharded_param.local.ndim else 0
         for index, (tensor, size) in enumerate(zip(self.inputs, sizes, strict=True)):
             missing = size - tensor.nbytes
             if missing == 0:
                 continue
-            if tensor.ndim == 0 or tensor.shape[0] != rows:
+            if tensor.ndim == 0 or tensor.shape[0] != self._rows:
                 return False
             row = (1, *tensor.shape[1:])
             row_bytes = tensor.new_empty(row).nbytes
@@ -95,33 +136,28 @@ class UnbufferedAllGather(ABC):
 
     def messages(self, world: int) -> Messages:
         """Take memory for the outputs and return what a collective gathers; on the all-gather stream."""
-        if not self._buffers:
-            self._make_outputs(world)
-        for buffer in self._buffers:
+        form = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in self.inputs)
+        outputs = self._outputs_of.get(form)
+        if outputs is None:
+            outputs = self._outputs_of[form] = _Outputs(self.inputs, world)
+        for buffer in outputs.buffers:
             buffer.allocate()
+        self._outputs = outputs.tensors
         inputs = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in self.inputs]
         used = [index for index, tensor in enumerate(inputs) if tensor.numel()]
-        return Messages([self._output_bytes[i] for i in used], [inputs[i] for i in used])
+        return Messages([outputs.bytes[i] for i in used], [inputs[i] for i in used])
 
-    def _make_outputs(self, world: int) -> None:
-        # Made under inference_mode, what is a view of them could never be trained.
-        with torch.inference_mode(False):
-            for tensor in self.inputs:
-                buffer = Buffer(tensor.nbytes * world, tensor.device)
-                shape = (tensor.shape[0] * world if tensor.ndim else world, *tensor.shape[1:])
-                self._buffers.append(buffer)
-                self._outputs.append(buffer.view(tensor.dtype, 0, shape))
-                # An alias: a gather into it is no change of the output that autograd would see.
-                self._output_bytes.append(buffer.view(torch.uint8, 0, (buffer.nbytes,)))
+    @property
+    def _buffers(self) -> Iterator[Buffer]:
+        for outputs in self._outputs_of.values():
+            yield from outputs.buffers
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that outputs and full parameter have now; both may share some."""
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in (*self._outputs, *self._inner)
-        }
-        return sum(storages.values())
+        """Bytes of memory that outputs and full parameter have now."""
+        held = sum(buffer.held_bytes for buffer in self._buffers)
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in self._inner}
+        return held + sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
     def release(self) -> None:
         """Give the memory back, to the stream that took it."""
@@ -166,7 +202,11 @@ class ExtensionAllGather(UnbufferedAllGather):
         outputs = tuple(self._outputs)
         if self.full is None:
             tensor, inner = after(outputs, self._metadata, self._dtype)
-            self._inner = tuple(inner)
+            buffers = {buffer.data_ptr for buffer in self._buffers}
+            # What lies in outputs has their memory.
+            self._inner = [
+                each for each in inner if each.untyped_storage().data_ptr() not in buffers
+            ]
             if tuple(tensor.shape) != self.param.shape:
                 tensor = tensor.narrow(0, 0, self.param.shape[0])
             self.full = tensor
@@ -190,10 +230,10 @@ class SubclassAllGather(UnbufferedAllGather):
             self._dtype = param.dtype
         self._dim = param.shard_dim
         shape = param.shape or (1,)
-        self._rows = shape[self._dim]
+        self._full_rows = shape[self._dim]
         """Rows of the full parameter, along the sharded dimension, which is sent as the first."""
         self._row_shape = (*shape[: self._dim], *shape[self._dim + 1 :])
-        self._most_rows = -(-self._rows // world)
+        self._most_rows = -(-self._full_rows // world)
         """Rows of the largest shard; others are padded, because all ranks must send the same number of bytes."""
 
     def prepare(self, device: torch.device) -> None:
@@ -209,7 +249,7 @@ class SubclassAllGather(UnbufferedAllGather):
         """See `UnbufferedAllGather`."""
         if self.full is None:
             with torch.inference_mode(False):
-                rows = self._outputs[0].narrow(0, 0, self._rows)
+                rows = self._outputs[0].narrow(0, 0, self._full_rows)
                 full = rows.movedim(0, self._dim)
                 self.full = full if self.param.shape else full[0]
         self.inputs = []
@@ -228,21 +268,27 @@ class UnbufferedAllGathers:
         """Gather over ``process_group``, which is None if there is nobody else, to ``device``."""
         self.members = tuple(members)
         self._group, self._world, self._device = process_group, world, device
-        self._sizes: list[list[int]] | None = None
-        """Bytes of each parameter's inputs, agreed on before the first gather."""
+        self._sizes_of: dict[object, list[list[int]]] = {}
+        """Bytes of each parameter's inputs, by their form: agreed on before its first gather."""
+        self._sizes: list[list[int]] = []
+        """Those of the last gather."""
 
     def messages(self) -> Messages:
         """Return what to gather beside the buffer, on the current (all-gather) stream.
 
-        Collective the first time.
+        Collective the first time, and when a parameter is sent in a new form.
         """
         result = Messages()
         for member in self.members:
             member.prepare(self._device)
-        if self._sizes is None and self._group is not None:
-            self._sizes = agree_on_sizes(self.members, self._group)
+        if self._group is not None:
+            form = tuple(member.form_in_common for member in self.members)
+            sizes = self._sizes_of.get(form)
+            if sizes is None:
+                sizes = self._sizes_of[form] = agree_on_sizes(self.members, self._group)
+            self._sizes = sizes
         for index, member in enumerate(self.members):
-            if self._sizes is not None:
+            if self._group is not None:
                 member.pad(self._sizes[index])
             theirs = member.messages(self._world)
             result.outputs.extend(theirs.outputs)
@@ -273,13 +319,13 @@ class UnbufferedAllGathers:
     @property
     def received_bytes(self) -> int:
         """Bytes of one gather that come from other ranks; 0 until sizes have been agreed on."""
-        return sum(map(sum, self._sizes or ())) * (self._world - 1)
+        return sum(map(sum, self._sizes)) * (self._world - 1)
 
 
 def agree_on_sizes(members: Sequence[UnbufferedAllGather], group: ProcessGroup) -> list[list[int]]:
     """Return the bytes that every rank sends, per parameter and input: those of rank 0, whose shards are largest.
 
-    Collective, once per group.
+    Collective, once per group and form.
 
     Raises:
         ConfigurationError: some rank's inputs can not be padded to that size; on all ranks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from fullshard import torch_border
 from fullshard.comm import watchdog
@@ -14,6 +15,7 @@ from fullshard.engine.runtime import Runtime
 from fullshard.engine.state import FSDPState, named_states, state_of
 from fullshard.errors import LifecycleError, UsageError
 from fullshard.plan.names import clean_name
+from fullshard.storage.param import has_all_gather_extension
 
 
 def lazy_init(state: FSDPState) -> Runtime:
@@ -38,6 +40,10 @@ def lazy_init(state: FSDPState) -> Runtime:
             # Not one the user has unsharded before, or has summoned.
             if group.expects_sharded_params:
                 group.repack()
+            for param in group.params:
+                if has_all_gather_extension(param.sharded_param.local):
+                    for owner in param.owners:
+                        torch_border.show_state(owner.module, partial(_reshards, found))
     _check_ready(states)
     context = state.shared_context or (
         former[0].context if former else FSDPCommContext(state.device)
@@ -94,3 +100,7 @@ def _check_ready(states: Iterable[FSDPState]) -> None:
             + "\nMaterialise a model built on the meta device with model.to_empty(device=...) and initialise "
             "it; move others with model.to(device)."
         )
+
+
+def _reshards(state: FSDPState) -> bool:
+    return bool(state.options.reshard_after_forward)

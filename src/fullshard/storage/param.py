@@ -44,6 +44,13 @@ class FSDPParam:
         """Shape of the full local tensor, which this rank had before sharding."""
         self.strides = local.stride()
         self.shard_dim = shard_dim
+        self._class = type(original)
+        self._attributes = {
+            name: value
+            for name, value in original.__dict__.items()
+            if type(local) is Tensor and name != torch_border.IN_BACKWARD_OPTIMIZERS
+        }
+        """What users have hung on the parameter; a tensor subclass keeps its data in there."""
         self.initial = InitialValues.of(local)
         """Until ranks have compared their initial weights; None also for a parameter without values."""
         self.original: nn.Parameter | None = original
@@ -78,9 +85,11 @@ class FSDPParam:
 
         On the compute stream: autograd remembers the stream on which it first sees a leaf.
         """
-        self.unsharded_param = self.sharded_param.unsharded(
-            full, self.placement, trainable=self.trainable
-        )
+        unsharded = self.sharded_param.unsharded(full, self.placement, trainable=self.trainable)
+        if type(unsharded) is nn.Parameter:
+            unsharded = torch_border.parameter_of_class(self._class, unsharded)
+            unsharded.__dict__.update(self._attributes)
+        self.unsharded_param = unsharded
         mark_unsharded(self.unsharded_param, self.name)
         self.watched = False
 

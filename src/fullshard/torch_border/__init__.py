@@ -38,6 +38,7 @@ from fullshard.torch_border.client_attributes import (
     mark_flat_parameter as mark_flat_parameter,
     mark_flattened as mark_flattened,
     register_composable as register_composable,
+    show_state as show_state,
 )
 from fullshard.torch_border.compiled_kernels import (
     CompiledKernel as CompiledKernel,
@@ -170,6 +171,7 @@ from fullshard.torch_border.tensors import (
     base_of as base_of,
     current_stream_id as current_stream_id,
     id_of_storage as id_of_storage,
+    parameter_of_class as parameter_of_class,
     pin as pin,
     same_memory as same_memory,
     sparse_values as sparse_values,

@@ -13,6 +13,11 @@ On wrappers (`ClientAttributes`):
                        `torch.distributed.checkpoint.state_dict` asks for its names
     _handle            Accelerate assigns `_handle._orig_param_dtype` after that
 
+On modules whose parameters have an all-gather extension (`show_state`):
+
+    _get_fsdp_state()  TransformerEngine's quantised tensors ask the module's state for its group, and that whether it
+                       releases parameters after forward, and whether it gathers for backward
+
 On modules:
 
     the composable registry
@@ -22,12 +27,15 @@ On modules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import enum
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
+
+from fullshard.torch_border.autograd import backward_pass_id
 
 # --- parameters -----------------------------------------------------------------------------------
 
@@ -124,6 +132,50 @@ class ClientAttributes:
     def _handle(self) -> FlatParamHandle | None:
         flat_param = self._flat_param
         return None if flat_param is None else FlatParamHandle(flat_param)
+
+
+# --- modules with all-gather extensions -------------------------------------------------------------
+
+
+class _Phase(enum.Enum):
+    """Equal to the members of torch's enumeration with the same names."""
+
+    FORWARD = enum.auto()
+    PRE_BACKWARD = enum.auto()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, enum.Enum) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+class _GroupView:
+    def __init__(self, reshards_after_forward: Callable[[], bool]) -> None:
+        self._reshards_after_forward = reshards_after_forward
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        return self._reshards_after_forward()
+
+    @property
+    def _training_state(self) -> _Phase:
+        return _Phase.FORWARD if backward_pass_id() == -1 else _Phase.PRE_BACKWARD
+
+
+class _StateView:
+    """What can be read of a module's state; a copy of the module has it, too."""
+
+    def __init__(self, group: _GroupView) -> None:
+        self._fsdp_param_group = group
+
+    def __call__(self) -> _StateView:
+        return self
+
+
+def show_state(module: nn.Module, reshards_after_forward: Callable[[], bool]) -> None:
+    """Give a module what its parameters' all-gather extensions may read."""
+    cast(Any, module)._get_fsdp_state = _StateView(_GroupView(reshards_after_forward))
 
 
 # --- modules --------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from fullshard.torch_border.virtual_devices import current_stream
@@ -96,3 +96,10 @@ def unpin(memory: Tensor) -> None:
     """Undo `pin`, before the memory is freed."""
     if memory.numel() and torch.cuda.is_available():
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
+
+
+def parameter_of_class(cls: type[nn.Parameter], param: nn.Parameter) -> nn.Parameter:
+    """Return a parameter over the same memory, of a class that derives from `nn.Parameter`; its constructor is not called."""
+    if cls is nn.Parameter or not issubclass(cls, nn.Parameter):
+        return param
+    return Tensor._make_subclass(cls, param, param.requires_grad)
