@@ -276,7 +276,8 @@ def _apply(
     options: StateOptions,
     mixin: type[FSDPModule],
 ) -> None:
-    """Shard the parameters and attach the state. All checks have passed before."""
+    """Shard the parameters and attach the state. All other checks have passed before."""
+    param_dtypes = options.mp_policy.overrides((each.name, each.param) for each in found)
     device = device_of(info.mesh)
     move_buffers(managed_modules(modules), device)
     name = _provisional_name(modules)
@@ -285,7 +286,10 @@ def _apply(
         members.setdefault(each.mesh_info.communicates_over, []).append(each)
     groups = [
         FSDPParamGroup(
-            [FSDPParam(e.name, e.owners, e.param, e.placement, e.dim) for e in together],
+            [
+                FSDPParam(e.name, e.owners, e.param, e.placement, e.dim, param_dtypes.get(e.param))
+                for e in together
+            ],
             together[0].mesh_info,
             device,
             options.mp_policy,
