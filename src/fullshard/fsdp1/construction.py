@@ -223,7 +223,7 @@ def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
     """Return the engine's policy for these dtypes."""
     return MixedPrecisionPolicy(
         param_dtype=precision.param_dtype,
-        reduce_dtype=precision.reduce_dtype,
+        reduce_dtype=precision.reduce_dtype or precision.param_dtype,
         cast_forward_inputs=precision.cast_forward_inputs,
         wire_dtype=precision.wire_dtype,
     )
