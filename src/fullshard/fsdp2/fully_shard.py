@@ -265,6 +265,12 @@ class _ParamPlan:
     mesh_info: DataParallelMeshInfo
     placement: ParamPlacement
 
+    def in_dtype(self, chosen: torch.dtype | None) -> FSDPParam:
+        """Return the parameter for its group; ``chosen`` stands in the place of the policy's ``param_dtype``."""
+        return FSDPParam(
+            self.name, self.owners, self.param, self.placement, self.dim, param_dtype=chosen
+        )
+
 
 def _apply(
     modules: Sequence[nn.Module],
@@ -286,10 +292,7 @@ def _apply(
         members.setdefault(each.mesh_info.communicates_over, []).append(each)
     groups = [
         FSDPParamGroup(
-            [
-                FSDPParam(e.name, e.owners, e.param, e.placement, e.dim, param_dtypes.get(e.param))
-                for e in together
-            ],
+            [each.in_dtype(param_dtypes.get(each.param)) for each in together],
             together[0].mesh_info,
             device,
             options.mp_policy,
