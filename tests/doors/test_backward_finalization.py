@@ -131,20 +131,23 @@ def test_reductions_are_in_flight_until_the_handle_waits(world) -> None:
 
 
 class Branches(nn.Module):
-    """Each rank computes with a layer of its own."""
+    """Each rank computes with a layer of its own; what a third one computes is used on one rank only."""
 
-    def __init__(self) -> None:
+    def __init__(self, use_third: bool) -> None:
         super().__init__()
+        self.uses_third = use_third or dist.get_rank() == 0
         self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.third = fully_shard(nn.Linear(3, 3))
 
     def forward(self, x: Tensor) -> Tensor:
+        third = self.third(x)
         result: Tensor = self.layers[dist.get_rank()](x)
-        return result
+        return result + third * (dist.get_rank() == 0) if self.uses_third else result
 
 
 def unused(manual: bool) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    model: Any = fully_shard(Branches())  # one group, so both ranks gather
+    model: Any = fully_shard(Branches(use_third=not manual))  # both ranks gather all layers
     model.set_reduce_scatter_unused_params(True)
     model.set_manual_backward_finalization(manual)
     for number in range(BACKWARDS):
@@ -154,7 +157,7 @@ def unused(manual: bool) -> dict[str, Tensor]:
         model.set_requires_gradient_sync(True)
         model.finalize_backward()
     found = gradients(model)
-    assert len(found) == 4
+    assert len(found) == 6
     return found
 
 
