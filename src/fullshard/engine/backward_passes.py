@@ -314,11 +314,10 @@ class BackwardPasses:
                 self._reduce(state)
             if state.training_state is TrainingState.POST_BACKWARD:
                 state.training_state = TrainingState.IDLE
-            if (
-                runtime.root.options.manual_finalization
-                and not state.options.requires_gradient_sync
-            ):
-                self._postponed.add(state)
+        if runtime.root.options.manual_finalization:
+            self._postponed.update(
+                state for state in runtime.states if not state.options.requires_gradient_sync
+            )
         self._reduced.clear()
         self._to_be_reduced.clear()
         self._has_run = True
